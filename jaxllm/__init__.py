@@ -1,12 +1,12 @@
-"""One LLM for every app on a device: this module is the front door, and everything public is named here.
+"""One LLM for every app on a device: the public interface, complete in this module.
 
 from jaxllm import Engine
 engine = Engine.open()  # the packaged model; or a bundle, a Hugging Face folder or a GGUF file
 for text in engine.stream("Once upon a time"):
     print(text, end="")
 
-A name is imported when it is first used: `import jaxllm` alone imports neither JAX nor the host's packages.
-Whatever the list below does not name is internal.
+Names are imported when they are first used: `import jaxllm` imports neither JAX nor the host's packages.
+Names that are not listed below are internal.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """Asserts ranks, shapes and dtypes of a step's arguments where the step is traced.
 
 Shapes are written with the letters of docs/glossary.md: "B T" is an array of rank 2 whose first axis is as
-long as every other B of the same step. Shapes are known before anything runs, so that a compiled step has no
-operation more.
+long as every other B of the same step. Shapes are known at trace time, so that a compiled step has no
+additional operation.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from jaxllm.errors import ConfigError
 
 
 class Axes:
-    """The lengths of a step's axes, each learned from the first array that has it.
+    """The lengths of a step's axes, each taken from the first array that has it.
 
     Args:
       step: the step's name, for errors.
-      lengths: of axes that are known before.
+      lengths: lengths of axes that are known before.
     """
 
     def __init__(self, step: str, **lengths: int) -> None:
@@ -28,10 +28,10 @@ class Axes:
         """Asserts dtype and shape of some arrays.
 
         Args:
-          dtype: the very dtype, or `jnp.floating` for floats of any width.
-          shape: an axis per word: a letter or name, a number, or "*" for an axis of any length; "..." in
-            front stands for any axes. "" is a scalar.
-          arrays: by the names of the step's arguments; None is not there.
+          dtype: the exact dtype, or `jnp.floating` for floats of any width.
+          shape: a word per axis: a letter or name, a number, or "*" for any length; a leading "..." stands
+            for any axes. "" is a scalar.
+          arrays: arrays by the names of the step's arguments; None is skipped.
 
         Raises:
           ConfigError: an array differs, in one line that names the step, the argument and the axes.
@@ -57,7 +57,7 @@ class Axes:
 
 
 def _has_dtype(array: Any, dtype: Any) -> bool:
-    # Here, because what runs without JAX imports this, and traces nothing.
+    # Imported here, because modules without JAX import this one.
     import jax.numpy as jnp
 
     given = getattr(array, "dtype", None)
@@ -67,7 +67,7 @@ def _has_dtype(array: Any, dtype: Any) -> bool:
 
 
 def _fits(sizes: tuple[int, ...], axes: list[str], lengths: dict[str, int]) -> bool:
-    """Whether an array has the axes; adds the lengths of those that are new."""
+    """Whether an array has the axes; adds the lengths of new ones."""
     if axes[:1] == ["..."]:
         axes = axes[1:]
         sizes = sizes[len(sizes) - len(axes) :] if len(sizes) >= len(axes) else ()

@@ -41,7 +41,7 @@ from jaxllm.errors import (
     TemplateError,
 )
 
-# Greedy where the call names no temperature; OpenAI's default is 1.
+# Greedy by default; OpenAI's default is 1.
 _DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 # Fields of answers that `Answer` cannot show.
@@ -51,11 +51,11 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=16)
 
 
 class ServiceError(JaxllmError):
-    """The service failed, refused the caller, or sent what this client does not know.
+    """The service failed, refused the caller, or sent something unknown to this client.
 
     Attributes:
-      status: of HTTP; 0 in the middle of a stream.
-      code: for programs; empty for none.
+      status: HTTP status; 0 in the middle of a stream.
+      code: error code; empty for none.
       retry_after_s: seconds after which to try again; None if unknown.
     """
 
@@ -79,13 +79,13 @@ _BUSY = ("queue_full", "loading", "draining", "not_ready", "context_busy", 409, 
 
 
 class Answer:
-    """An answer as it comes: iterate for pieces of text (by `async for` with an `AsyncClient`), then read its
+    """A streamed answer: iterate for pieces of text (by `async for` with an `AsyncClient`), then read its
     attributes. An error that ends it is raised after the text before it.
 
     Attributes:
-      text: so far.
+      text: text so far.
       finish_reason: "stop" or "length"; None before the end.
-      usage: numbers of tokens, as OpenAI has them; empty before the end.
+      usage: numbers of tokens in OpenAI's format; empty before the end.
       facts: the plan and the times, by the names of the service's guide.
     """
 
@@ -101,7 +101,7 @@ class Answer:
 
     @property
     def met(self) -> bool | None:
-        """Whether the objective was met; None where there was none, or before the end."""
+        """Whether the objective was met; None without one, or before the end."""
         return self.facts.get("met")
 
     def __iter__(self) -> Self:
@@ -143,7 +143,7 @@ class Answer:
         await self._response.aclose()
 
     def __del__(self) -> None:
-        # Else the service would go on for nobody.
+        # Else the service would continue without a reader.
         with contextlib.suppress(Exception):
             self._response.close()
 
@@ -195,7 +195,7 @@ class _Calls:
         timeout_s: float = 600.0,
     ) -> None:
         """Makes a client of the service at `url` or at the path of its Unix `socket`, for the app of
-        `api_key` (a Unix socket needs none). A part of an answer may take `timeout_s`.
+        `api_key` (not needed for a Unix socket). `timeout_s` applies to each part of an answer.
         """
         client, transport = self._kinds
         self.http = client(
@@ -211,22 +211,22 @@ class _Calls:
     _send: Callable[..., Any]
 
     def bind(self, slo: Any, *, strict: bool = False, shorten: bool = False) -> Any:
-        """Binds the app, in all of its clients, to an objective for calls that name none, until it unbinds or
-        the service ends (bindLLMService).
+        """Binds the app, in all of its clients, to an objective for calls without their own, until it
+        unbinds or the service ends (bindLLMService).
 
         Args:
           slo: ratios such as "<40,70>"; `{"ttft_ms": 200, "tpot_ms": 50}`; or an objective of `jaxllm`.
-          strict: refuse calls that no sub-model can answer in time.
-          shorten: plans may drop words of prompts.
+          strict: whether to reject calls that no level can answer in time.
+          shorten: whether plans may drop words of prompts.
 
         Returns:
-          The prompt lengths at which no sub-model is in time on the service's device.
+          The prompt lengths at which no level meets it on the service's device.
         """
         body = {"slo": _wire_slo(slo), "strict": strict, "shorten": shorten}
         return self._send("POST", "/v1/objective", body, lambda body: tuple(body["unmet_prompt_tokens"]))
 
     def unbind(self) -> Any:
-        """Ends the app's objective; that of the service's options counts again."""
+        """Removes the app's objective; the one of the service's options applies again."""
         return self._send("DELETE", "/v1/objective")
 
     def objective(self) -> Any:
@@ -234,7 +234,7 @@ class _Calls:
         return self._send("GET", "/v1/objective")
 
     def call(self, prompt: str, *, instruction: str = "", **fields: Any) -> Any:
-        """Answers a prompt in time (callLLM), by an `Answer`; `instruction` stands before the prompt."""
+        """Answers a prompt within the objective (callLLM) by an `Answer`, after the text `instruction`."""
         system = [{"role": "system", "content": instruction}] if instruction else []
         return self.chat([*system, {"role": "user", "content": prompt}], **fields)
 
@@ -252,7 +252,7 @@ class _Calls:
         return self._send("POST", "/v1/contexts", {"pinned": pinned, **fields}, self._context)
 
     def context(self, name: str) -> Any:
-        """A `Context` that the app created before."""
+        """An existing `Context` of the app."""
         return self._send("GET", _path(name), None, self._context)
 
     def contexts(self) -> Any:
@@ -271,7 +271,7 @@ class _Calls:
 
 
 class Client(_Calls):
-    """A service, as one app calls it. Thread-safe; closed by `close`, or where its `with` ends."""
+    """A service, as called by one app. Thread-safe; closed by `close`, or at the end of its `with`."""
 
     _kinds = httpx.Client, httpx.HTTPTransport
 
@@ -290,7 +290,7 @@ class Client(_Calls):
         self.close()
 
     def close(self) -> None:
-        """Closes the connections; streams that are not read to their end are cancelled."""
+        """Closes the connections; unfinished streams are cancelled."""
         self.http.close()
 
 
@@ -319,23 +319,24 @@ class AsyncClient(_Calls):
 
 
 class Context:
-    """A context of the app. Its calls are awaited where those of its client are.
+    """A context of the app. With an `AsyncClient` its calls are awaited.
 
     Attributes:
-      name: finds it again after a restart.
-      facts: of the service, when it was made or found: `level`, `tokens`, `pinned`, `adapter` and others.
+      name: name by which it is opened after a restart.
+      facts: facts from the service when it was made or opened: `level`, `tokens`, `pinned`, `adapter` and
+        others.
     """
 
     def __init__(self, client: _Calls, facts: dict[str, Any]) -> None:
         self._client, self.name, self.facts = client, str(facts["id"]), facts
 
     def generate(self, prompt: str | Sequence[Mapping[str, Any]], **fields: Any) -> Any:
-        """Answers a prompt, or messages, that follow the context's tokens, by an `Answer`."""
+        """Answers a prompt, or messages, after the context's tokens, by an `Answer`."""
         asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
         return self._client._answer(_path(self.name, "/generate"), {**asked, **fields})
 
     def pin(self, pinned: bool = True) -> Any:
-        """Keeps its chunks in memory once they are there, or lets them be evicted again."""
+        """Pins its chunks in memory once they are there, or unpins them."""
         return self._client._send("POST", _path(self.name, "/pin"), {"pinned": pinned})
 
     def delete(self) -> Any:
@@ -359,7 +360,7 @@ def _is_stream(response: httpx.Response) -> bool:
 
 
 def _checked(response: httpx.Response) -> dict[str, Any]:
-    """The JSON object of a whole response; raises the error that it tells of."""
+    """The JSON object of a complete response; raises the error that it reports."""
     body = None
     with contextlib.suppress(ValueError, RecursionError):
         body = json.loads(response.content or b"{}")

@@ -1,4 +1,4 @@
-"""The configuration of a decoder: frozen, hashable, validated when it is made.
+"""The configuration of a decoder: frozen, hashable, validated at construction.
 
 `ModelConfig` has every fact that changes the mathematics of a decoder and nothing else; it is a static
 argument of every compiled step. It does not use any checkpoint's key names: each file in
@@ -52,10 +52,10 @@ class ModelConfig:
     `attention_windows` has one entry per layer: 0 is full causal attention; with w > 0 a token attends to
     itself and the w - 1 tokens before it. Layers with a window use `local_rope` where it is set.
 
-    With `experts` above 0 the model is a mixture of experts. In the layers that `sparse_layers` marks (one
+    With `experts` above 0 the model is a mixture of experts. In the layers marked by `sparse_layers` (one
     entry per layer; all by default) the feed-forward block is E gated experts of `expert_ffn_size` neurons
-    (`ffn_size` by default), of which the router chooses `experts_per_token` for each token. Their outputs are
-    weighted by the router's probabilities; with `normalize_expert_weights` these are divided by their sum.
+    (`ffn_size` by default), of which the router chooses `experts_per_token` for each token. Their outputs
+    are weighted by the router's probabilities, divided by their sum with `normalize_expert_weights`.
 
     With `qk_norm` each head's query and key are RMS-normalized; with `joint_qk_norm` the norm goes over all
     heads together. With `qkv_clip` above 0 queries, keys and values are then clipped to ±`qkv_clip`.
@@ -64,29 +64,29 @@ class ModelConfig:
     of such experts alone, is (up + 1) · gate · sigmoid(1.702 gate) with gate at most 7 and up in ±7. With
     `sink_logits` each query head has a learned logit in the denominator of its softmax (gpt-oss).
 
-    With `shared_expert_size` above 0 all tokens visit one more expert of that many neurons, whose output is
-    multiplied by the sigmoid of a product of its own.
+    With `shared_expert_size` above 0 all tokens visit an additional expert of that many neurons, whose
+    output is multiplied by the sigmoid of a separate product.
 
-    `rope_layers` says which layers have a rotary embedding; all by default. Without `pre_norms` a layer's
-    blocks read its input as it is (and `post_norms` normalize their outputs). With `parallel_blocks` the
-    feed-forward block reads what attention reads, by the same norm. Logits are multiplied by `logit_scale`;
+    `rope_layers` marks layers with a rotary embedding; all by default. Without `pre_norms` the input of a
+    layer's blocks is not normalized (and `post_norms` normalize their outputs). With `parallel_blocks` the
+    feed-forward block has the same normalized input as attention. Logits are multiplied by `logit_scale`;
     `head_bias` is added to them.
 
-    Layers that `state_layers` marks have no attention, but states (see `StateConfig`). With `attention_gate`
-    the output of attention is multiplied by the sigmoid of a product of its own. With `mixed` layers differ
-    in size, share keys and values, and have inputs of their own (see `MixedLayers`).
+    Layers marked by `state_layers` have recurrent states instead of attention (see `StateConfig`). With
+    `attention_gate` the output of attention is multiplied by the sigmoid of a separate product. With `mixed`
+    layers differ in size, share keys and values, and have per-layer inputs (see `MixedLayers`).
 
-    With an `encoder` the model is an encoder-decoder: its layers also attend to what the encoder said of the
-    source (cross-attention). The encoder is a config of its own, of layers that attend both ways; both share
-    the token embedding. These fields are of such models, of their encoders and decoders each:
-    `relative_buckets` above 0 adds a learned bias per head and bucket of distance to scores, where distances
-    from `relative_distance` on share the last bucket (T5); `sinusoidal_positions` are added to embeddings;
-    `embed_norm` normalizes these; with `norm_after` a norm follows each block's sum in place of preceding the
-    block; without `final_norm` none ends the layers; `expert_capacity` above 0 is the most tokens of a
-    sequence that an expert takes (others pass by), and such experts are plain.
+    With an `encoder` the model is an encoder-decoder: its layers also attend to the encoder's outputs
+    (cross-attention). The encoder has its own config, of layers with bidirectional attention; both share the
+    token embedding. The following fields are for the encoders and decoders of such models: `relative_buckets`
+    above 0 adds a learned bias per head and bucket of distance to scores, where distances from
+    `relative_distance` on share the last bucket (T5); `sinusoidal_positions` are added to embeddings;
+    `embed_norm` normalizes these; with `norm_after` a norm follows each block's sum instead of preceding the
+    block; without `final_norm` there is no norm after the layers; `expert_capacity` above 0 is the maximum
+    number of tokens of a sequence per expert (others skip it), and such experts are not gated.
 
-    `layer_units` of a sub-model has one entry per layer; it is empty for the whole model. All other fields of
-    a sub-model, also `kv_heads`, `heads` and `ffn_size`, are those of the whole model.
+    `layer_units` of a sub-model has one entry per layer; it is empty for the whole model. All other fields
+    of a sub-model, including `kv_heads`, `heads` and `ffn_size`, are those of the whole model.
     """
 
     model_type: str
@@ -313,7 +313,7 @@ class ModelConfig:
         return self.heads // self.kv_heads
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
-        """The rotary embedding that layer `layer` uses."""
+        """The rotary embedding of layer `layer`."""
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         if self.attention_windows[layer] and self.local_rope is not None:
@@ -329,11 +329,11 @@ class ModelConfig:
         return bool(self.state_layers) and self.state_layers[layer]
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """The config as a plain dict for `from_json`."""
         data = {
             name: value
             for name, value in dataclasses.asdict(self).items()
-            # Bundles of other models stay readable by versions that do not know these fields.
+            # Omitted by default, so that older versions can read bundles of other models.
             if name not in _LATE_FIELDS or value
         }
         for rope in (data["rope"], data["local_rope"]):
@@ -341,15 +341,15 @@ class ModelConfig:
                 del rope["rotated_dim"]
         if self.encoder is not None:
             return data
-        # Bundles of decoders alone say nothing of what only encoder-decoders have.
+        # Bundles of decoder-only models omit the fields of encoder-decoders.
         return {name: value for name, value in data.items() if name not in _ENCODER_DECODER_DEFAULTS}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
-        """The config that `to_json` gave as a dict.
+        """Reads a dict made by `to_json`.
 
         Raises:
-          ConfigError: a key is unknown or missing, or a value is out of its domain.
+          ConfigError: a key is unknown or missing, or a value is out of range.
         """
         cfg = cls._from_json(data)
         for name, default in _ENCODER_DECODER_DEFAULTS.items():
@@ -385,7 +385,7 @@ class ModelConfig:
 
 
 _LATE_FIELDS = ("states", "state_layers", "attention_gate", "mixed")
-# Fields of encoder-decoders alone, and their values in other models.
+# Fields of encoder-decoders, and their values in other models.
 _ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)

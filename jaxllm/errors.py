@@ -1,6 +1,6 @@
 """Errors that jaxllm raises on purpose, for callers to handle.
 
-Every message says what was wrong, the offending value, what is allowed and what to do. The command line
+Every message has the problem, the offending value, the allowed values and the remedy. The command line
 prints the message on one line and exits with 1.
 """
 
@@ -27,8 +27,8 @@ class BundleError(CheckpointError):
 
 
 class ProgramError(CheckpointError):
-    """An exported program is incomplete, corrupt, of another version, or does not belong to the weights
-    given."""
+    """An exported program is incomplete, corrupt, of another version, or does not belong to the given
+    weights."""
 
 
 class ContextGone(JaxllmError):

@@ -1,10 +1,10 @@
-"""Names the formats that weights are stored in; imports nothing, so that command lines can list them."""
+"""Names the formats of stored weights; imports nothing, so that command lines can list them."""
 
 from typing import Literal
 
-# int8-nested is int8 in two planes of 4 bits, of which the first is a 4-bit model that drafts for both. int4
-# keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact. int4-min is
-# int4 with a minimum per group, as Q4_1, Q4_K, AWQ and GPTQ without symmetry have it: 5 bits a weight, more
+# int8-nested is int8 in two planes of 4 bits, of which the first is a 4-bit model for self-drafting. int4
+# keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact. int4-min
+# is int4 with a minimum per group, like Q4_1, Q4_K, and asymmetric AWQ and GPTQ: 5 bits per weight, more
 # exact.
 WeightFormat = Literal["f32", "bf16", "int8", "int8-nested", "int4-min", "int4", "int4-all"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = (

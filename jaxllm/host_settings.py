@@ -1,8 +1,8 @@
-"""Keeps a host program's settings of JAX out of what is computed here, and refuses those that it cannot have.
+"""Isolates our computations from a host program's settings of JAX, and refuses unsupported ones.
 
-A program that uses JAX for itself may have set 64-bit types, rank promotion or strict dtypes for its whole
-process. Steps of engines and of training are traced under the settings that they are written for, and are
-the same under all of these. Strict dtypes need nothing: no type here is promoted.
+A program that uses JAX itself may have set 64-bit types, rank promotion or strict dtypes for its whole
+process. Steps of engines and of training are traced under their own settings, independent of all of these.
+Strict dtypes need no action: no type here is promoted.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from jaxllm.errors import ConfigError
 
 @contextlib.contextmanager
 def own_jax_settings() -> Iterator[None]:
-    """Within it, and in functions that it decorates, this thread has JAX's default types and ranks."""
+    """Within this context, and in decorated functions, this thread has JAX's default types and ranks."""
     with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def require_usable_jax() -> None:
-    """Checks that JAX has a device and compiles what is jitted. Touches a device.
+    """Checks that JAX has a device and compiles jitted functions. Initializes a device.
 
     Raises:
-      ConfigError: JAX_PLATFORMS names none that this process can use, or jitting is switched off.
+      ConfigError: no platform of JAX_PLATFORMS is usable in this process, or jitting is switched off.
     """
     # In this thread or in all.
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]

@@ -39,7 +39,7 @@ def require_float(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raises ConfigError unless `value` is a number within the bounds that are given."""
+    """Raises ConfigError unless `value` is a number within the given bounds."""
     bounds = {
         "at least": (least, lambda bound: value >= bound),
         "above": (above, lambda bound: value > bound),
@@ -73,10 +73,10 @@ def require_flags(config: Any, *names: str) -> None:
 
 
 def require_experts(cfg: Any) -> None:
-    """Checks the fields of a mixture's config that are about its experts, and fills in defaults.
+    """Checks the expert fields of a mixture's config, and fills in defaults.
 
     Raises:
-      ConfigError: they do not fit each other or the layers.
+      ConfigError: they are inconsistent with each other or the layers.
     """
     require_int("experts_per_token", cfg.experts_per_token, 1, cfg.experts)
     if not cfg.expert_ffn_size:
@@ -180,19 +180,19 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedLayers:
-    """How the layers of a model differ, and what they have besides (Gemma 4).
+    """Differences between the layers of a model, and their additional parts (Gemma 4).
 
-    Layers without an attention window have heads of `full_head_dim` dimensions and `full_kv_heads` kv heads;
-    with `keys_as_values` the products that give their keys give their values, too. The last
-    `shared_kv_layers` layers have no keys and values: each attends to those of the last layer before them of
-    its kind, with a window or without, and has `shared_ffn_size` neurons. Values are RMS-normalized, without
-    a scale. A layer's output is multiplied by a learned number.
+    Layers without an attention window have heads of `full_head_dim` dimensions and `full_kv_heads` kv
+    heads; with `keys_as_values` their values are the key projections. The last `shared_kv_layers` layers
+    have no keys and values: each attends to those of the last earlier layer of its kind, with a window or
+    without, and has `shared_ffn_size` neurons. Values are RMS-normalized, without a scale. A layer's output
+    is multiplied by a learned number.
 
-    In a mixture each layer has experts beside its feed-forward block. Both read the layer's input, each by a
-    norm of its own; their outputs are normalized, each by itself and then the sum. A router's input is
-    normalized, and the weight of an expert multiplied by a learned number.
+    In a mixture each layer has experts in addition to its feed-forward block. Both read the layer's input,
+    each with a separate norm; their outputs are normalized, each separately and then the sum. A router's
+    input is normalized, and the weight of an expert multiplied by a learned number.
 
-    With `layer_input_size` P above 0 each token has an input `[P]` for each layer: an embedding of its own
+    With `layer_input_size` P above 0 each token has an input `[P]` for each layer: a separate embedding
     plus a product of the token's embedding. A third block of each layer gates it and adds a product of it.
     """
 
@@ -214,10 +214,10 @@ class MixedLayers:
 
 
 def require_mixed_layers(cfg: Any) -> None:
-    """Checks that a model's config can have the layers that `cfg.mixed` describes, if it describes any.
+    """Checks that a model's config is consistent with the layers described by `cfg.mixed`, if any.
 
     Raises:
-      ConfigError: it cannot.
+      ConfigError: it is not.
     """
     mixed = cfg.mixed
     if mixed is None:
@@ -262,7 +262,7 @@ def kv_layer(cfg: Any, layer: int) -> int:
 
 
 def layer_config(cfg: Any, layer: int) -> Any:
-    """The config of a model all of whose layers have the sizes of this one; `cfg` itself where they do."""
+    """The config of a model all of whose layers have the sizes of this one; `cfg` if they do."""
     return cfg if cfg.mixed is None else _layer_config(cfg, layer)
 
 
@@ -279,7 +279,7 @@ def _layer_config(cfg: Any, layer: int) -> Any:
     return dataclasses.replace(cfg, mixed=None, **sizes)
 
 
-# The configuration of state layers: layers that keep a state of fixed size in place of keys and values.
+# The configuration of state layers: layers with a state of fixed size instead of keys and values.
 
 
 StateKind = Literal["short_conv", "delta_rule"]
@@ -295,9 +295,9 @@ class StateConfig:
     last `taps` tokens, and multiplies by an output gate; `bias` adds biases. Its state is the last `taps` - 1
     inputs of the convolution.
 
-    A "delta_rule" (gated DeltaNet, arXiv 2412.06464) convolves queries, keys and values so, and keeps a
-    matrix `[key_dim, value_dim]` per value head beside, which decays with each token and is corrected towards
-    the token's value at its key. Consecutive value heads share a key head.
+    A "delta_rule" (gated DeltaNet, arXiv 2412.06464) convolves queries, keys and values likewise, and also
+    has a matrix `[key_dim, value_dim]` per value head, which decays with each token and is corrected
+    towards the token's value at its key. Consecutive value heads share a key head.
     """
 
     kind: StateKind
@@ -329,7 +329,7 @@ class StateConfig:
         return self.value_heads // self.key_heads
 
     def channels(self, hidden_size: int) -> int:
-        """Channels of the convolution (C) in a model of that hidden size."""
+        """Channels of the convolution (C) in a model of hidden size `hidden_size`."""
         if self.kind == "short_conv":
             return hidden_size
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
@@ -341,10 +341,10 @@ class StateConfig:
 
 
 def require_state_layers(cfg: Any) -> None:
-    """Checks the fields of a model's config that are about state layers.
+    """Checks the fields of a model's config for state layers.
 
     Raises:
-      ConfigError: they do not fit each other or the layers, or need what state layers do not have.
+      ConfigError: they are inconsistent with each other or the layers, or require unsupported features.
     """
     states, marked = cfg.states, cfg.state_layers
     if states is None:

@@ -1,4 +1,4 @@
-"""Types of command-line options: shares, levels and numbers of bytes, each written in one way everywhere."""
+"""Types of command-line options: shares, levels and numbers of bytes, in one format everywhere."""
 
 import math
 import re
@@ -18,12 +18,12 @@ class Share(click.ParamType):
     name = "share"
 
     def __init__(self, *, above_zero: bool = False, most: float = 1.0, allow_inf: bool = False) -> None:
-        """Takes shares from 0 to `most`.
+        """Accepts shares from 0 to `most`.
 
         Args:
           above_zero: whether 0 is refused.
-          most: the largest; infinity for growths, which have no bound.
-          allow_inf: whether "inf" may be written, for no limit at all.
+          most: the maximum; infinity for unbounded growth.
+          allow_inf: whether to accept "inf", for no limit.
         """
         self._above_zero, self._most, self._allow_inf = above_zero, most, allow_inf
 
@@ -32,7 +32,7 @@ class Share(click.ParamType):
         return "SHARE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The share, 0.05 for "5%"; fails the command where it is none."""
+        """The share, 0.05 for "5%"; fails the command for invalid values."""
         if isinstance(value, int | float):
             return float(value)
         text = str(value).strip()
@@ -62,7 +62,7 @@ class Level(click.ParamType):
         return "PERCENT"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The percentage; fails the command where it is none."""
+        """The percentage; fails the command for invalid values."""
         if isinstance(value, int):
             return value
         text = str(value).strip().removesuffix("%").rstrip()
@@ -84,7 +84,7 @@ class Levels(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
-        """The percentages; fails the command where one is none."""
+        """The percentages; fails the command for invalid values."""
         if isinstance(value, tuple):
             return value
         return tuple(self._level.convert(each, param, ctx) for each in str(value).split(","))
@@ -100,7 +100,7 @@ class Size(click.ParamType):
         return "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number; fails the command where it is none."""
+        """The number; fails the command for invalid values."""
         if isinstance(value, int):
             return value
         found = re.fullmatch(r"\s*" + _NUMBER + r"\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)

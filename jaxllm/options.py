@@ -8,7 +8,7 @@
         def __post_init__(self) -> None:
             check_options(self)
 
-The annotation says what values are allowed: int, float, bool, str, Path, a Literal, a tuple of one of these,
+The annotation defines the allowed values: int, float, bool, str, Path, a Literal, a tuple of one of these,
 or one of these and None. Checks (`check_options`), options of command lines (`click_option`), keys of TOML
 files (`check_keys`) and tables of the documentation (`option_table`) come from the same declaration. This
 module imports no JAX.
@@ -33,11 +33,11 @@ class Declaration:
 
     Attributes:
       help: one or more sentences, for command lines and tables.
-      low: least value.
-      high: greatest value.
-      above: bound that the value exceeds.
-      below: bound that the value stays under.
-      entries: least number of entries of a tuple.
+      low: minimum value.
+      high: maximum value.
+      above: exclusive lower bound.
+      below: exclusive upper bound.
+      entries: minimum number of entries of a tuple.
       ascending: whether the entries of a tuple ascend.
     """
 
@@ -64,8 +64,8 @@ def option(
     entries: int = 0,
     ascending: bool = False,
 ) -> Any:
-    """A field of a dataclass; see `Declaration`. Without a default the field is required; a function that is
-    given as the default makes it."""
+    """A field of a dataclass; see `Declaration`. Without a default the field is required; a callable
+    default is a factory."""
     metadata = {_DECLARATION: Declaration(help, low, high, above, below, entries, ascending)}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
@@ -92,12 +92,12 @@ def check_options(config: Any) -> None:
 
 
 def check_keys(cls: type, data: Mapping[str, Any], what: str) -> None:
-    """Checks that data names fields of a dataclass, and all that have no default.
+    """Checks that the keys of data are fields of a dataclass, including all without a default.
 
     Args:
       cls: the dataclass.
-      data: from a file, by key.
-      what: the file describes, for messages.
+      data: values from a file, by key.
+      what: what the file describes, for messages.
 
     Raises:
       ConfigError: a key is unknown or missing.
@@ -110,7 +110,7 @@ def check_keys(cls: type, data: Mapping[str, Any], what: str) -> None:
 
 
 def required_options(cls: type) -> set[str]:
-    """Names of a dataclass's fields that have no default."""
+    """Names of a dataclass's fields without a default."""
     fields, none = dataclasses.fields(cls), dataclasses.MISSING
     return {each.name for each in fields if each.default is none and each.default_factory is none}
 
@@ -118,14 +118,14 @@ def required_options(cls: type) -> set[str]:
 def click_option(
     cls: type, name: str, *flags: str, default: str | None = None, **more: Any
 ) -> Callable[[Command], Command]:
-    """An option of a command line; its value is None where it is not given.
+    """A command-line option; its value is None if it is not given.
 
     Args:
-      cls: the dataclass that declares it.
-      name: of the field, and of the command's parameter.
+      cls: dataclass that declares it.
+      name: name of the field, and of the command's parameter.
       *flags: names on the command line; `--name` by default.
-      default: text for the help in place of the field's default.
-      **more: arguments of `click.option` that differ, such as `type` and `metavar`.
+      default: text for the help instead of the field's default.
+      **more: overriding arguments of `click.option`, such as `type` and `metavar`.
     """
     # Imported here: a process that only checks options has no command line.
     import click
@@ -143,8 +143,8 @@ def click_option(
 
 
 def option_table(cls: type) -> str:
-    """A table in Markdown of a class's options: name, default, allowed values, and the help of its
-    declaration, or else what the class's docstring says below `Attributes:`."""
+    """A Markdown table of a class's options: name, default, allowed values, and the help of the
+    declaration, or else the entry in the class's docstring under `Attributes:`."""
     described = _attributes(inspect.getdoc(cls) or "")
     lines = ["| option | default | allowed | |", "|---|---|---|---|"]
     for field in dataclasses.fields(cls):
@@ -157,7 +157,7 @@ def option_table(cls: type) -> str:
 
 
 def _attributes(doc: str) -> dict[str, str]:
-    """Name of an attribute -> what a docstring of Google's style says of it, in one line."""
+    """Name of an attribute -> its entry in a docstring of Google's style, in one line."""
     found: dict[str, str] = {}
     name = ""
     for line in doc.partition("\nAttributes:\n")[2].splitlines():

@@ -40,23 +40,23 @@ def prepare(
     parts: Mapping[str, Part] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time; of a SmolVLM folder
-    with a `preprocessor_config.json` also its encoder of images.
+    """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time; for a SmolVLM
+    folder with a `preprocessor_config.json` including its image encoder.
 
     Args:
-      folder: with config.json, safetensors and a tokenizer; or the path of a GGUF file; or, with
+      folder: folder with config.json, safetensors and a tokenizer; or the path of a GGUF file; or, with
         `expert_bits`, the path of a mixture's bundle, of which only experts that get fewer bits are
         converted.
-      out: the bundle's path; it is written whole or not at all.
-      weights: format of matrices; None keeps the checkpoint's (float16 becomes f32). Of a GGUF file None
-        keeps each matrix's own, and its quantized blocks bit for bit where ours have the same form.
-      name: the model's name, for people; the folder's or file's name by default.
-      ignore_keys: keys of the config to ignore: unknown ones, and such that cannot have the value.
-      expert_bits: to store each expert of a mixture by itself with this bitwidth, one for all or `[L_sparse,
-        E]` (see `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the
-        format `weights`.
+      out: path of the bundle, which is written atomically.
+      weights: format of matrices; None keeps the checkpoint's (float16 becomes f32). For a GGUF file None
+        keeps each matrix's own, and its quantized blocks bit for bit if ours have the same format.
+      name: the model's display name; the folder's or file's name by default.
+      ignore_keys: keys of the config to ignore: unknown ones, and ones with unsupported values.
+      expert_bits: bit width of separately stored experts, one for all or `[L_sparse, E]` (see
+        `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the format
+        `weights`.
       parts: additions to the model, by name.
-      progress: called with ("prepare", parameters done, parameters in all).
+      progress: callback for ("prepare", parameters done, parameters in all).
 
     Raises:
       CheckpointError, ConfigError: the folder's model is missing, malformed or unsupported.
@@ -114,7 +114,7 @@ def prepare(
 
 
 def _image_parts(folder: Path, tokenizer: TokenizerFiles, ignore_keys: Collection[str]) -> dict[str, Part]:
-    """The encoder of images of a folder that has one and says how images are cut; else nothing."""
+    """The image encoder of a folder that has one and its preprocessing config; else nothing."""
     if not folder.is_dir() or not has_images(folder):
         return {}
     cfg, params = read_image_encoder(folder, widened=False, ignore_keys=ignore_keys)
@@ -152,7 +152,7 @@ def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection
 
 
 def _kept(params: Iterable[tuple[str, np.ndarray | QArray | RowParts]]) -> _Params:
-    """Parameters of which floats keep their width beside quantized ones."""
+    """Parameters whose floats keep their width next to quantized ones."""
 
     def kept(value: np.ndarray | QArray) -> QArray | Kept:
         return value if isinstance(value, QArray) else Kept(value)
@@ -187,8 +187,8 @@ def _experts_apart(
 
 
 def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = None) -> WeightFormat:
-    """The weight format that stores the checkpoint's first parameter without loss; of quantized weights that
-    of their matrices."""
+    """The weight format that stores the checkpoint's first parameter without loss; for quantized weights the
+    format of their matrices."""
     folder = Path(folder)
     quantization = quantization_of(folder)
     if quantization is not None:

@@ -1,9 +1,9 @@
-"""Registries by name, to which other distributions add by entry points.
+"""Registries by name, which other distributions extend by entry points.
 
     [project.entry-points."jaxllm.drafters"]        in the pyproject.toml of another distribution
     mine = "my_package.drafter:my_drafter"
 
-Their metadata is read when a name is asked for that is not registered here.
+Their metadata is read when a name is looked up that is not registered here.
 """
 
 import functools
@@ -15,11 +15,11 @@ _Value = TypeVar("_Value")
 
 
 class Registry(dict[str, _Value]):
-    """What a group of entry points adds to: iterating has the entries of this distribution alone.
+    """Entries by name, extended by a group of entry points; iteration only has this distribution's entries.
 
     Args:
-      group: of entry points, such as "jaxllm.drafters".
-      own: the entries of this distribution, which nobody replaces.
+      group: group of entry points, such as "jaxllm.drafters".
+      own: entries of this distribution, which cannot be replaced.
     """
 
     def __init__(self, group: str, own: dict[str, _Value]) -> None:
@@ -30,7 +30,7 @@ class Registry(dict[str, _Value]):
         return super().__contains__(name) or (isinstance(name, str) and is_added(self._group, name))
 
     def __missing__(self, name: str) -> _Value:
-        """The entry that another distribution adds.
+        """The entry of another distribution.
 
         Raises:
           KeyError: there is none.
@@ -38,7 +38,7 @@ class Registry(dict[str, _Value]):
         """
         if not is_added(self._group, name):
             raise KeyError(name)
-        # Imported here, because a start that knows all names need not wait for it.
+        # Imported here: a start that knows all names need not wait for it.
         import importlib.metadata
 
         (entry, *_) = importlib.metadata.entry_points(group=self._group, name=name)

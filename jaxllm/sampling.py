@@ -1,8 +1,8 @@
-"""Samples tokens from logits: penalties, filters and the draw, as pure functions over arrays.
+"""Samples tokens from logits: penalties, filters and sampling, as pure functions over arrays.
 
 Options and their state are those of `jaxllm.sampling_state`. Top-k and top-p find their threshold by
 bisection on the ordered bit patterns of the logits instead of sorting the vocabulary: 32 counting passes,
-exact, and far cheaper than a sort of 150k floats on a CPU. Tokens that tie with the last one kept are kept
+exact, and far cheaper than a sort of 150k floats on a CPU. Tokens that tie with the last kept one are kept,
 too.
 
 Order, as in Hugging Face's logits processors: bias, penalties, temperature, top-k, top-p, min-p.
@@ -25,7 +25,7 @@ from jaxllm.sampling_state import Progress as Progress
 from jaxllm.sampling_state import Sampling as Sampling
 from jaxllm.sampling_state import sampler_state as sampler_state
 
-# Steps take it as a tree of arrays.
+# Steps accept it as a tree of arrays.
 jax.tree_util.register_dataclass(SamplerState)
 
 
@@ -39,7 +39,7 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
 
 
 def chosen(state: SamplerState, token: jax.Array, draws: jax.Array | int = 1) -> SamplerState:
-    """The state after `token` `[B]` was chosen; `draws`, an int32 scalar of 0 or 1, tells whether it was."""
+    """The state after `token` `[B]` was chosen; `draws`, an int32 scalar, is 1 if it was sampled, else 0."""
     rows = jnp.arange(token.shape[0])
     counts = state.counts.at[rows, token].add(draws)
     return dataclasses.replace(state, counts=counts, drawn=state.drawn + draws)
@@ -52,7 +52,7 @@ def choose(logits: jax.Array, state: SamplerState) -> jax.Array:
     state.check(axes)
 
     def draw(logits: jax.Array) -> jax.Array:
-        # Relative to the largest, so that division by a small temperature gives no positive infinity.
+        # Relative to the largest, so that division by a small temperature yields no positive infinity.
         logits = logits - jnp.max(logits, axis=-1, keepdims=True)
         kept = filtered(logits / state.temperature, state)
         return _if_finite(kept, largest(kept + gumbel_noise(state.seed, state.drawn, kept.shape)))
@@ -61,7 +61,7 @@ def choose(logits: jax.Array, state: SamplerState) -> jax.Array:
         logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
         return jax.lax.cond(state.temperature > 0, draw, likeliest, logits)
 
-    # Most requests take the likeliest token of the logits as they are: no other branch may copy these.
+    # Most requests are greedy on unchanged logits: no other branch may copy these.
     return jax.lax.cond(state.penalized | (state.temperature > 0), penalized, likeliest, logits)
 
 
@@ -92,7 +92,7 @@ def largest(logits: jax.Array) -> jax.Array:
 
 
 def gumbel_noise(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Gumbel noise of a shape, float32: that of `jax.random.gumbel` with the threefry2x32 key `seed` `[2]`
+    """Gumbel noise of a shape, float32, equal to `jax.random.gumbel` with the threefry2x32 key `seed` `[2]`
     uint32 into which `drawn`, an int32 scalar, is folded."""
 
     def bits(seed: jax.Array, drawn: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def gumbel_noise(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> j
 def _by_kernel(
     kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: jax.Array
 ) -> jax.Array:
-    """By the native kernel on a CPU that has it, else by XLA's own code."""
+    """Runs the native kernel on a CPU that has it, else XLA's own code."""
     if not native.kernels().native:
         return plain(*operands)
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=plain)
@@ -129,7 +129,7 @@ def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
 
 
 def filtered(logits: jax.Array, state: SamplerState) -> jax.Array:
-    """`[B, V]` logits, -inf for tokens that top-k, top-p and min-p drop."""
+    """`[B, V]` logits, -inf for tokens dropped by top-k, top-p and min-p."""
     axes = Axes("filtered")
     axes.check(jnp.float32, "B V", logits=logits)
     state.check(axes)
@@ -155,7 +155,7 @@ def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
-    """Keeps the fewest largest logits of each row of `[B, V]` whose probabilities sum to at least `p`, a
+    """Keeps the fewest largest logits of each row of `[B, V]` whose total probability is at least `p`, a
     float32 scalar."""
     axes = Axes("keep_top_p")
     axes.check(jnp.float32, "B V", logits=logits)

@@ -1,8 +1,8 @@
-"""Options of sampling, and the state of an answer's draws as arrays of the host.
+"""Options of sampling, and the sampler's state as host arrays.
 
 `Sampling` has a request's options; `SamplerState` has them as arrays, so that one bucket serves every
-request. This module imports no JAX, so that a device without it shares them; `jaxllm.sampling`, which chooses
-tokens by them in compiled steps, registers the state with JAX.
+request. This module imports no JAX, for devices without it; `jaxllm.sampling`, which samples with them in
+compiled steps, registers the state with JAX.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
-# Options that a model's files may name as defaults, as their authors advise.
+# Options that a model's files may recommend as defaults.
 MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Stands for a token where the logits allow none to be chosen.
+# Placeholder token if the logits allow none.
 NO_TOKEN = -1
 # Processors may flush smaller floats to 0.
 _LEAST_TOP_P = float(np.finfo(np.float32).tiny)
@@ -33,15 +33,15 @@ class Sampling:
     """Sampling options of a request. The default is greedy.
 
     Attributes:
-      temperature: 0 is greedy; otherwise logits are divided by it.
+      temperature: divisor of logits; 0 is greedy.
       top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: keep the fewest most likely tokens whose probabilities reach it; 1 keeps all.
+      top_p: keep the fewest most likely tokens whose total probability reaches it; 1 keeps all.
       min_p: drop tokens less likely than `min_p` times the most likely one.
       repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (CTRL).
-      presence_penalty: subtracted from the logits of tokens that are in the answer already.
+      presence_penalty: subtracted from the logits of tokens that are already in the answer.
       frequency_penalty: subtracted once for each occurrence of the token in the answer.
       logit_bias: (token id, added value) pairs; -inf forbids the token.
-      seed: of the draw; the same seed gives the same answer. None lets the engine choose one.
+      seed: sampling seed; the same seed gives the same answer. None lets the engine choose one.
     """
 
     temperature: float = 0.0
@@ -74,7 +74,7 @@ class Sampling:
             if not isinstance(token, int) or token < 0:
                 raise ConfigError(f"logit_bias takes (token id, number) pairs, got {(token, value)}")
             if value != -math.inf:
-                # With an infinite logit there is no finite distribution to draw from.
+                # An infinite logit leaves no finite distribution to sample from.
                 allowed = f"{-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to forbid the token"
                 _check(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, allowed)
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
@@ -93,7 +93,7 @@ def _check(name: str, value: float, low: float, high: float, allowed: str) -> No
         raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
-# Counts and number of tokens drawn (see `SamplerState`).
+# Counts and number of sampled tokens (see `SamplerState`).
 Progress = tuple["jax.Array", "jax.Array"]
 
 
@@ -101,7 +101,7 @@ Progress = tuple["jax.Array", "jax.Array"]
 class SamplerState:
     """A request's sampling options as arrays, and the counts of its penalties.
 
-    The key of a draw is a function of `seed` and `drawn`, so that neither the chunks of the prompt nor the
+    The key of a sample is a function of `seed` and `drawn`, so that neither the chunks of the prompt nor the
     number of tokens per dispatch change an answer.
 
     Attributes:
@@ -110,9 +110,9 @@ class SamplerState:
       penalized: `[]` bool, whether any penalty or bias changes a logit.
       bias: `[V]` float32.
       in_prompt: `[B, V]` bool, whether the prompt has each token; or one row for the whole batch.
-      counts: `[B, V]` int32, how often the answer has each token.
+      counts: `[B, V]` int32, number of occurrences of each token in the answer.
       seed: `[2]` uint32.
-      drawn: `[]` int32, number of tokens drawn so far.
+      drawn: `[]` int32, number of tokens sampled so far.
     """
 
     temperature: "jax.Array"
@@ -131,12 +131,12 @@ class SamplerState:
 
     @property
     def fixed(self) -> "SamplerState":
-        """What no draw changes: without `counts` and `drawn`."""
+        """The constant part: without `counts` and `drawn`."""
         return dataclasses.replace(self, counts=None, drawn=None)  # pyright: ignore[reportArgumentType]
 
     @property
     def progress(self) -> Progress:
-        """What each draw changes."""
+        """The part that changes with each sample."""
         return self.counts, self.drawn
 
     def after(self, progress: Progress) -> "SamplerState":
@@ -145,7 +145,7 @@ class SamplerState:
         return dataclasses.replace(self, counts=counts, drawn=drawn)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the state is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(np.float32, "V", bias=self.bias)
         axes.check(np.bool_, "* V", in_prompt=self.in_prompt)
         axes.check(np.int32, "B V", counts=self.counts)

@@ -3,11 +3,11 @@
     settings, recipes/    settings of all runs, and the packaged recipes
     data/                 from files to the batch of a step
     loop/                 the loop that trains any job
-    pretrain/ seq2seq/ lora/ elastic/    a room for each kind of run
-    calibration, contexts/ int8_prefill/ speculation/ experts/    a room for each calibration
+    pretrain/ seq2seq/ lora/ elastic/    one package per kind of run
+    calibration, contexts/ int8_prefill/ speculation/ experts/    one package per calibration
 
-In a room `job.py` has the recipe of a run and what the loop trains, and `run.py` leads a run from its sources
-to its result in a folder.
+In a package `job.py` has the recipe and job of a run, and `run.py` runs it from its sources to its result
+in a folder.
 """
 
 import importlib.util

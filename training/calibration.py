@@ -1,7 +1,7 @@
-"""Begins and ends calibrations: their recipes, the texts that they measure on, and the bundles they write.
+"""Begins and ends calibrations: their recipes, measured texts, and the bundles they write.
 
 `jaxllm calibrate prefill|contexts|nested|experts` runs them. Importing this module imports no JAX, so that
-command lines can declare their options by the recipes.
+command lines can define their options by the recipes.
 """
 
 import contextlib
@@ -141,12 +141,12 @@ class WidthTarget:
 
 @dataclasses.dataclass(frozen=True)
 class BundleOutput:
-    """The bundle that a job writes, whole or not at all.
+    """Bundle that a job writes atomically.
 
     Attributes:
-      path: the file.
-      weights: width of the matrices; None keeps the checkpoint's own.
-      name: the model's name, for people; its own by default.
+      path: path of the file.
+      weights: width of the matrices; None for the checkpoint's own.
+      name: display name of the model; its own by default.
 
     Raises:
       CheckpointError: the folder of the file does not exist.
@@ -168,12 +168,12 @@ def require_folder_of(path: Path) -> None:
 
 @contextlib.contextmanager
 def bundle_of(model: Path, weights: WeightFormat, name: str = "") -> "Iterator[Bundle]":
-    """Opens a bundle, or the one that a Hugging Face folder becomes, which is removed at the end.
+    """Opens a bundle, or converts a Hugging Face folder to a temporary one, removed at the end.
 
     Args:
-      model: the bundle or the folder.
+      model: path of the bundle or folder.
       weights: width of a folder's matrices.
-      name: the model's name, for people; its own by default.
+      name: display name of the model; its own by default.
 
     Raises:
       CheckpointError: the model cannot be read.
@@ -193,12 +193,12 @@ def bundle_of(model: Path, weights: WeightFormat, name: str = "") -> "Iterator[B
 
 
 def text_tokens(bundle: "Bundle", count: int, paths: Sequence[Path]) -> list[int]:
-    """At least `count` tokens of texts, one after the other, if there are as many.
+    """Returns at least `count` tokens of concatenated texts, if there are as many.
 
     Args:
-      bundle: whose tokenizer encodes.
-      count: after so many tokens no other text is read.
-      paths: files; Python's language reference if there are none.
+      bundle: bundle of the tokenizer.
+      count: number of tokens after which no other text is read.
+      paths: files; Python's language reference if empty.
 
     Raises:
       ConfigError: a file cannot be read.
@@ -207,7 +207,7 @@ def text_tokens(bundle: "Bundle", count: int, paths: Sequence[Path]) -> list[int
     from jaxllm.training.data.documents import builtin_texts, read_texts, text_document
     from jaxllm.training.data.encoders import ModelEncoder
 
-    # Alternately from several files, so that none is left out however long the first is.
+    # Alternates between several files, so that none is left out, however long the first is.
     texts = itertools.chain.from_iterable(itertools.zip_longest(*map(read_texts, paths)))
     documents = [text_document(text) for text in texts if text]
     documents = documents or [text_document(text) for text in builtin_texts()]

@@ -1,4 +1,4 @@
-"""Holds the settings that all kinds of training share, and reads recipes: frozen values from TOML files.
+"""Defines the settings that all kinds of training share, and reads recipes: frozen values from TOML files.
 
 The packaged recipes are the files in `training/recipes`; any other is named by its path.
 """
@@ -21,7 +21,7 @@ _MAX_RECIPE_BYTES = 1 << 20
 
 
 class Recipe:
-    """A frozen dataclass that TOML files describe. Fields that are dataclasses are tables of the file."""
+    """Frozen dataclass that TOML files describe. Fields that are dataclasses are tables of the file."""
 
     folder: ClassVar[str]
     """Subfolder of `training/recipes` with the packaged recipes."""
@@ -34,19 +34,19 @@ class Recipe:
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """The recipe of that name; see `load_recipe`."""
+        """Loads the recipe of that name; see `load_recipe`."""
         return load_recipe(name, cls)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """The recipe as a plain dict for `from_json`."""
         return {name: _plain(value) for name, value in vars(self).items() if name in _fields(type(self))}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Reads what `to_json` wrote, or a parsed TOML file.
+        """Reads the dict of `to_json`, or a parsed TOML file.
 
         Raises:
-          ConfigError: a key is unknown or missing, or a value is out of its domain.
+          ConfigError: a key is unknown or missing, or a value is out of range.
         """
         check_keys(cls, data, "recipe")
         kinds = _fields(cls)
@@ -55,7 +55,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings(Recipe):
-    """Settings of the loop, whatever it trains. The options' help describes them."""
+    """Settings of the training loop for all jobs. The options' help describes them."""
 
     steps: int = option(help="Optimizer steps of the whole run.", low=1)
     batch: int = option(help="B, rows per step over all devices.", low=1)
@@ -104,7 +104,7 @@ class TrainSettings(Recipe):
 
     @property
     def computed_in(self) -> Precision:
-        """The precision; where the settings name none, that of this process's devices."""
+        """The precision; if unset, that of this process's devices."""
         if self.precision is not None:
             return self.precision
         # Imported here: settings are read before anything waits for JAX.
@@ -118,7 +118,7 @@ class TrainSettings(Recipe):
         return _FROZEN[self.computed_in]
 
     def on_accelerator(self) -> Self:
-        """The settings as accelerators run them, for steps that are only compiled for one."""
+        """Returns the settings of accelerators, for steps that are only compiled for one."""
         return dataclasses.replace(self, precision=self.precision or "bfloat16")
 
     def require_window(self, window_tokens: int) -> None:
@@ -140,13 +140,13 @@ Kind = TypeVar("Kind", bound=Recipe)
 
 
 def load_recipe(name: str, *kinds: type[Kind]) -> Kind:
-    """The packaged recipe of that name, or the one in the TOML file at path `name` (ending in `.toml`).
+    """Loads the packaged recipe of that name, or the one in the TOML file at path `name` (ending in `.toml`).
 
-    A recipe may name as its `base` another file beside it, whose keys are defaults for its own.
+    A recipe may name another file in its folder as its `base`; its keys are defaults.
 
     Args:
-      name: of the recipe, or a path.
-      *kinds: classes of recipes; a file is of the last one that has all of its required keys.
+      name: name or path of the recipe.
+      *kinds: classes of recipes; the last one whose required keys the file has is used.
 
     Raises:
       ConfigError: there is no such recipe, or it is malformed.

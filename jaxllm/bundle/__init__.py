@@ -2,7 +2,7 @@
 
     header    64 bytes: magic, version, offset, length and SHA-256 of the manifest
     segments  page-aligned: "tokenizer", "embed", "layers.0", "layers.1", ..., "final", parts;
-              after a layer "layers.0.experts.0", ... if each expert is stored by itself
+              after a layer "layers.0.experts.0", ... if experts are stored separately
     manifest  JSON at the end: config, segments with checksums, tensors with offsets
 
 Weights are stored layer by layer in the order of a forward pass, each tensor at a multiple of 64 bytes,

@@ -1,7 +1,8 @@
-"""Stores the experts of a bundle apart, each with a bitwidth of its own, so that they can be read one by one.
+"""Stores the experts of a bundle separately, each with its own bit width, so that they can be read
+individually.
 
-An expert that has its bitwidth already stays byte for byte: with unchanged bitwidths the answers are the
-same. Experts of 8 bits of a nested bundle are nested, each plane in a segment of its own.
+An expert that already has its bit width stays byte for byte: with unchanged bit widths the answers are the
+same. 8-bit experts of a nested bundle are nested, each plane in a separate segment.
 """
 
 import os

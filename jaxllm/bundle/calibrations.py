@@ -1,4 +1,4 @@
-"""Parts of a bundle that calibrations add: integer prefill, contexts, statistics of experts."""
+"""Parts of a bundle from calibrations: integer prefill, contexts, statistics of experts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,10 +29,10 @@ def read_calibration(
     """The calibration in a part of a bundle; None if there is no such part.
 
     Args:
-      bundle: it belongs to.
-      part: the part's name; `jaxllm calibrate PART` makes it.
+      bundle: bundle of the part.
+      part: name of the part; `jaxllm calibrate PART` makes it.
       subject: what is calibrated, for messages.
-      checked: reads the part; what it raises says that the part is malformed.
+      checked: reads and validates the part; its errors mean that the part is malformed.
 
     Raises:
       BundleError: the part is corrupt, malformed, or belongs to another model.
@@ -247,8 +247,8 @@ def expert_parts(
     *,
     encoder: tuple[PathCounts, TokenExperts] | None = None,
 ) -> dict[str, Part]:
-    """The part of a bundle with the statistics of a text, for `write_bundle`; `facts` are for people.
-    `encoder` are those of an encoder and its sources, beside the decoder's."""
+    """The part of a bundle with the statistics of a text, for `write_bundle`; `facts` are for display.
+    `encoder` has the statistics of an encoder and its sources, besides the decoder's."""
     of_tokens = {} if tokens is None else tokens.to_arrays()
     sides = () if encoder is None else encoder
     own = {ENCODER + name: array for side in sides for name, array in side.to_arrays().items()}
@@ -269,7 +269,7 @@ def copied_parts(bundle: Bundle) -> dict[str, Part]:
 
 
 def expert_facts(bundle: Bundle) -> dict[str, Any]:
-    """Facts about how the experts' bitwidths were chosen; empty if there are none."""
+    """Facts about the choice of the experts' bit widths; empty if there are none."""
     part = bundle.layout.parts.get(_PART_EXPERTS)
     return {} if part is None else dict(part.facts)
 

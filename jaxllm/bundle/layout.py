@@ -19,7 +19,7 @@ from jaxllm.models.parameters import ENCODER, ParamSpec, param_specs, specs_apar
 from jaxllm.quant import BITS, GROUPS, blocked_shapes
 from jaxllm.quant.nested import NESTED_GROUP
 
-# The layout of a bundle, and the checks that make a file from elsewhere safe to read.
+# The layout of a bundle, and the checks that make an untrusted file safe to read.
 
 
 SUFFIX = ".jaxllm"
@@ -71,9 +71,9 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One parameter: its array, or when it is quantized its blocks and scales (see `BlockedArray`).
+    """One parameter: its array, or if it is quantized its blocks and scales (see `BlockedArray`).
 
-    The low plane of a nested weight lies in a segment of its own, `low_segment(segment)`.
+    The low plane of a nested weight is in a separate segment, `low_segment(segment)`.
     """
 
     segment: str
@@ -91,7 +91,7 @@ class Tensor:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """All but where it is stored, hashable."""
+        """Everything but its place, hashable."""
         arrays = [(each.dtype, tuple(each.shape)) for each in self.extents]
         return (*arrays, self.bits, self.group, self.axis)
 
@@ -107,14 +107,14 @@ class Tensor:
 
     @property
     def minima(self) -> bool:
-        """Whether its groups have minima, as its scales' shape tells (see `BlockedArray`)."""
+        """Whether its groups have minima, by its scales' shape (see `BlockedArray`)."""
         if self.scale is None or self.low is not None or self.bits != 4:
             return False
         return len(self.scale.shape) > len(self.data.shape)
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The names of the segments that hold it."""
+        """The names of its segments."""
         return (self.segment,) if self.low is None else (self.segment, low_segment(self.segment))
 
 
@@ -173,7 +173,7 @@ class Layout:
         return found
 
     def low_offset(self, segment: str) -> int | None:
-        """Where a segment's low planes begin, counted from the segment's start; None if it has none."""
+        """Offset of a segment's low planes from the segment's start; None if it has none."""
         low = self.segments.get(low_segment(segment))
         return None if low is None else low.offset - self.segments[segment].offset
 
@@ -202,8 +202,8 @@ class Layout:
 
 
 def segment_of(param: str) -> str:
-    """The segment that holds parameter `param`: its layer's, its expert's, "embed" or "final"; those of an
-    encoder are named alike, after `ENCODER`."""
+    """The segment of parameter `param`: its layer's, its expert's, "embed" or "final"; the names of an
+    encoder's have the prefix `ENCODER`."""
     if param.startswith(ENCODER):
         return ENCODER + segment_of(param.removeprefix(ENCODER))
     if param.startswith("layers."):
@@ -213,17 +213,17 @@ def segment_of(param: str) -> str:
 
 
 def low_segment(segment: str) -> str:
-    """The segment that holds the low planes of a segment's nested weights."""
+    """The segment of the low planes of a segment's nested weights."""
     return f"{segment}.low"
 
 
 def part_segment(part: str) -> str:
-    """The segment that holds the arrays of a part."""
+    """The segment of the arrays of a part."""
     return f"part.{part}"
 
 
 def contracted_axis(spec: ParamSpec) -> Literal[-1, -2]:
-    """The axis of a matrix that its product contracts, hence along which scales are shared."""
+    """The contracted axis of a matrix, along which scales are shared."""
     return -2 if spec.role == "from_units" else -1
 
 
@@ -245,7 +245,7 @@ def check_header(path: Path, header: bytes, size: int) -> tuple[int, int, bytes]
 
 
 def _printable(name: Any) -> str:
-    """A model's name as a terminal takes it: no control characters, no lone surrogates."""
+    """A model's name for a terminal: without control characters and lone surrogates."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(name))
 
 
@@ -319,7 +319,7 @@ def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str
     if tensor.scale is None:
         if tensor.low is not None:
             raise ConfigError(f"parameter {name} has a low plane without scales")
-        # Vectors must be float32: they are used without the conversion that products do.
+        # Vectors must be float32: they are used without the conversion of products.
         kinds = ("float32",) if spec.role == "vector" else ("float32", "bfloat16", "float16")
         if tensor.data.shape != spec.shape or tensor.data.dtype not in kinds:
             raise ConfigError(f"parameter {name} must be {' or '.join(kinds)} of shape {spec.shape}")
@@ -374,11 +374,11 @@ def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
 
 # Keeps a file open, and detects changes of it in place.
 #
-# A mapped file is read when its pages are touched. So a change in place changes what is computed, and a
-# truncation ends the process (SIGBUS) at the next touch. Writers of this project never do either: they write
-# another file and rename it, and processes that have the old file open continue with it. `require_unchanged`
-# detects changes by other writers; it takes a few microseconds, and is called before and after every use. It
-# cannot detect a truncation between the check and the use, nor a change whose writer resets the file's
+# A mapped file is read when its pages are touched. So a change in place changes results, and a truncation
+# ends the process (SIGBUS) at the next touch. Writers of this project never do either: they write another
+# file and rename it, and processes that have the old file open continue with it. `require_unchanged`
+# detects changes by other writers; it takes a few microseconds, and is called before and after every use.
+# It cannot detect a truncation between the check and the use, nor a change whose writer resets the file's
 # modification time.
 
 

@@ -52,7 +52,7 @@ def elastic_parts(
       recoveries: adapters by level.
       order: order of the weights' units in terms of the original model's units; None if they were not
         reordered.
-      facts: further facts, for people.
+      facts: further facts, for display.
     """
     arrays = {} if order is None else order_arrays(order)
     parts = {_LADDER: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
@@ -172,10 +172,10 @@ def _recovery(level: int) -> str:
 
 
 _PART = "tiny-lm"
-# The tokenizer is an array of JSON bytes beside the weights: in the manifest it would be parsed at every
+# The tokenizer is an array of JSON bytes next to the weights: in the manifest it would be parsed at every
 # opening.
 _TOKENIZER = "tokenizer"
-# `row_tokens` of bundles that do not store it: all recipes of their version had this.
+# `row_tokens` of bundles that do not store it: all recipes of their version used this.
 _UNTOLD_ROW_TOKENS = 256
 _FLOATS = ("float32", "bfloat16", "float16")
 

@@ -69,7 +69,7 @@ class Bundle:
         path = Path(path)
         try:
             with open_regular(path) as file:
-                # First: what changes from here on is seen.
+                # First: later changes are detected.
                 opened = OpenedFile(path, file)
                 size = os.fstat(file.fileno()).st_size
                 offset, length, digest = check_header(path, file.read(HEADER.size), size)
@@ -125,9 +125,10 @@ class Bundle:
     def load(self, *, stacked: bool = False, on_segment: Progress | None = None) -> dict[str, Weight]:
         """All parameters as JAX arrays on the default device.
 
-        On a CPU they alias the mapped file: it is read once, for its checksums, and all processes that serve
-        the bundle share its pages. Only without native kernels quantized weights are converted to another
-        order, in memory of their own.
+        On a CPU they alias the mapped file: it is read once, for its checksums, and all processes that
+          serve the
+        bundle share its pages. Only without native kernels quantized weights are converted to another
+        order, in separate memory.
 
         Args:
           stacked: whether equal layers are stacked (see `unchecked`).
@@ -159,11 +160,11 @@ class Bundle:
         return list(dict.fromkeys(segment for tensor in tensors for segment in tensor.segments))
 
     def unchecked(self, *, stacked: bool = False) -> dict[str, Weight]:
-        """`load` without checksums: where weights are used in place, nothing is read.
+        """`load` without checksums: if weights are used in place, nothing is read.
 
         Args:
           stacked: whether the arrays of layers are entries of stacks (`StackEntry`), one for each array of
-            layers that are stored in the same formats. They are copied one layer at a time.
+            layers stored in the same formats. They are copied one layer at a time.
         """
         names = param_specs(self.cfg)
         if not stacked:
@@ -176,7 +177,7 @@ class Bundle:
         }
 
     def load_all_but_experts(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
-        """`load` without the experts, for a model whose experts are stored apart.
+        """`load` without the experts, for a model with separately stored experts.
 
         Raises:
           BundleError: a segment's checksum is wrong.
@@ -194,7 +195,7 @@ class Bundle:
         return found
 
     def _weight(self, name: str) -> Weight:
-        """A parameter as host arrays; experts that are stored apart are joined to one weight."""
+        """A parameter as host arrays; separately stored experts are joined to one weight."""
         parts = [
             _of_host(self.layout.tensors[each], self.layout.specs[each].shape, self._view)
             for each in self._stored_names(name)
@@ -220,7 +221,7 @@ class Bundle:
         return {name.removeprefix(prefix): self._weight(name) for name in names}
 
     def _equal_layers(self) -> list[list[str]]:
-        """The prefixes of the names of layers, those that are stored in the same formats together."""
+        """The prefixes of layers' names, grouped by layers stored in the same formats."""
         forms: dict[str, list[Any]] = {}
         for name in param_specs(self.cfg):
             if name.startswith("layers."):
@@ -244,18 +245,18 @@ class Bundle:
         """The parameters of a segment whose bytes were read into other memory.
 
         Args:
-          segment: its name.
-          memory: `[segment.size_bytes]` uint8 or more, aligned to 64 bytes. Where weights are used in place,
-            they alias it, so it must not change while they are in use.
-          low_memory: the same of the segment's low planes; None to read the high planes of nested weights
-            alone.
+          segment: name of the segment.
+          memory: `[segment.size_bytes]` uint8 or more, aligned to 64 bytes. Weights used in place alias it,
+            so it must not change while they are in use.
+          low_memory: the same for the segment's low planes; None to only read the high planes of nested
+            weights.
         """
         segments = self.layout.segments
         start = segments[segment].offset
         low_start = segments[low_segment(segment)].offset if low_memory is not None else 0
 
         def view(extent: Extent) -> np.ndarray:
-            # Low planes lie behind all else of the segment.
+            # Low planes are after everything else in the segment.
             own, first = memory, start
             if low_memory is not None and extent.offset >= low_start:
                 own, first = low_memory, low_start
@@ -268,7 +269,7 @@ class Bundle:
         return found
 
     def place(self, tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
-        """A weight of `shape` on the default device; `tensor` is its manifest entry, `view` gives its
+        """A weight of `shape` on the default device; `tensor` is its manifest entry, `view` returns its
         arrays."""
         return jax.tree.map(_put, _of_host(tensor, shape, view))
 
@@ -302,8 +303,7 @@ class Bundle:
         self._release(part_segment(name))
 
     def release_weights(self) -> None:
-        """Releases the memory of all weights' pages, as `release_part` does; where weights were copied, the
-        copies stay."""
+        """Releases the memory of all weights' pages, like `release_part`; copies of weights stay."""
         for name in self._weight_segments():
             self._release(name)
 
@@ -318,7 +318,7 @@ class Bundle:
         """Reads the whole file and checks every segment.
 
         Raises:
-          BundleError: naming the first segment whose checksum is wrong.
+          BundleError: a segment's checksum is wrong; names the first one.
         """
         for segment in self.layout.segments.values():
             self._verified.discard(segment.name)
@@ -363,7 +363,7 @@ class Bundle:
 
 
 def _of_host(tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
-    """A weight of `shape` in the form for the default device, as host arrays, which `view` gives."""
+    """A weight of `shape` in the format for the default device, as host arrays from `view`."""
     stored, on_cpu = _as_stored(tensor, shape, view), jax.default_backend() == "cpu"
     if isinstance(stored, BlockedArray):
         return stored if on_cpu and native.kernels().native else from_blocks(stored)
@@ -378,7 +378,7 @@ def _put(array: np.ndarray) -> jax.Array:
 def _as_stored(
     tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]
 ) -> np.ndarray | BlockedArray:
-    """A parameter of `shape` as it is stored; `view` gives its arrays."""
+    """A parameter of `shape` in its stored format; `view` returns its arrays."""
     if tensor.scale is None:
         return view(tensor.data)
     return BlockedArray(

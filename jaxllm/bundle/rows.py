@@ -1,7 +1,7 @@
 """Locates some rows of an embedding or head matrix in a bundle, to read them without the rest.
 
-Such a matrix may be read by pieces or row by row if all of it would take too much memory. Quantized rows are
-stored by panels, and read by panels.
+Such a matrix may be read by pieces or row by row if it is too large for memory. Quantized rows are stored
+and read by panels.
 """
 
 import dataclasses

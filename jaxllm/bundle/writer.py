@@ -49,7 +49,7 @@ Stored = np.ndarray | BlockedArray
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A parameter of floats that keeps its width, whatever the format: 16 bits if it is bfloat16, else 32."""
+    """A parameter of floats that retains its width in any format: 16 bits if it is bfloat16, else 32."""
 
     value: np.ndarray
 
@@ -60,14 +60,14 @@ class Kept:
 
 
 def stored_by_rows(value: RowParts, spec: ParamSpec, weights: WeightFormat, width: int = 0) -> RowParts:
-    """`stored_form` of a matrix that comes in parts."""
+    """`stored_form` for a matrix in parts."""
     return value.map(lambda part: stored_form(part, spec, weights, width))
 
 
 def stored_form(
     value: np.ndarray | QArray | Kept, spec: ParamSpec, weights: WeightFormat, width: int = 0
 ) -> Stored:
-    """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
+    """A parameter at its role's bits in `weights`, or at `width` bits if that is not 0."""
     if isinstance(value, QArray):
         return _blocks(value)
     if isinstance(value, Kept):
@@ -129,18 +129,18 @@ def write_bundle(
     """Writes a bundle; there is never a partial file at `path`.
 
     Args:
-      path: of the file; its folder must exist.
-      cfg: the model.
+      path: path of the file; its folder must exist.
+      cfg: config of the model.
       params: float arrays by name; or (name, array) pairs in the order of `param_specs(cfg)`, which are
-        consumed one by one. An array is of floats, or `Kept` ones, or a quantized weight, which
-        stays as it is; or it comes in `RowParts` of these.
-      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4 and
-        int4-min, embedding and head stay at 8 bits.
-      tokenizer: the model's tokenizer.
-      name: the model's name, for people.
+        consumed one by one. An array is of floats, or `Kept` ones, or a quantized weight, which is stored
+        unchanged; or `RowParts` of these.
+      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4 and int4-min,
+        embedding and head stay at 8 bits.
+      tokenizer: tokenizer of the model.
+      name: display name of the model.
       parts: additions to the model, by name.
-      expert_bits: `[L_sparse, E]` int, to store the experts of a mixture apart, each with its bitwidth: 8
-        (nested if `weights` are), 4, 2, or 16 for bfloat16 and 32 for float32. None stores them together.
+      expert_bits: `[L_sparse, E]` int, bit widths of separately stored experts of a mixture: 8 (nested if
+        `weights` are), 4, 2, or 16 for bfloat16 and 32 for float32. None stores them together.
 
     Raises:
       ConfigError: a parameter is missing, misshapen, out of order, cannot be quantized, or is not finite in
@@ -180,13 +180,13 @@ def rewrite_bundle(
     """Rewrites a bundle with more parts; its weights stay byte for byte.
 
     Args:
-      path: of the new file; it may replace the source.
+      path: path of the new file; it may replace the source.
       source: an open bundle.
-      parts: parts to add, or to replace parts of the same names; None leaves a part out.
-      name: the model's name, for people; the source's by default.
+      parts: parts to add, or to replace parts of the same names; None removes a part.
+      name: display name of the model; the source's by default.
       instead: weights that replace those of the same names; they may have fewer bits.
-      weights: all weights as they are stored, in the order of `specs_apart`, to store a mixture's experts
-        apart (see `apart.py`); None for the source's own.
+      weights: all weights in their stored formats, in the order of `specs_apart`, to store a mixture's
+        experts separately (see `apart.py`); None for the source's own.
 
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.
@@ -205,7 +205,7 @@ def rewrite_bundle(
 
 
 def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-    """Parameters in the order of the file; those that are not the model's stand behind all."""
+    """Parameters in the order of the file; those that are not the model's are last."""
     places = {name: place for place, name in enumerate(param_specs(cfg))}
     return sorted(params.items(), key=lambda pair: places.get(pair[0], len(places)))
 

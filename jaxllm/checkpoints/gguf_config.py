@@ -1,7 +1,7 @@
 """Translates the metadata of GGUF files into our config, by way of Hugging Face's keys.
 
-Each of llama.cpp's architectures that is read is one entry of `FAMILIES`. Keys that could change the
-mathematics and are not understood are refused, as `config_reader.py` does for Hugging Face's configs.
+Each supported architecture of llama.cpp is one entry of `FAMILIES`. Unknown keys that could change the
+mathematics are refused, as `config_reader.py` does for Hugging Face's configs.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.architectures import architecture
 
-# Keys of an architecture that do not change the logits, or say again what tensors say.
+# Keys of an architecture without effect on logits, or that repeat facts of tensors.
 _INERT = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 
 
 class Metadata:
-    """Typed look-ups of one architecture's keys, which remember what was understood."""
+    """Typed look-ups of one architecture's keys, which record the known ones."""
 
     def __init__(self, file: GgufFile) -> None:
         """Reads `file`.
@@ -34,7 +34,7 @@ class Metadata:
         self._known: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; of an array with one number for each layer, which must be equal, that number."""
+        """A whole number; for an array with one equal number per layer, that number."""
         value = self._value(key, default)
         if isinstance(value, GgufArray):
             numbers = set(value.numbers()) if 0 < value.count < 1 << 16 else set()
@@ -74,7 +74,7 @@ class Metadata:
         return f"{self.architecture}.{key}" in self.file.metadata
 
     def finish(self, ignore_keys: Collection[str]) -> None:
-        """Refuses keys of the architecture that nobody asked for."""
+        """Refuses keys of the architecture that were not read."""
         prefix = f"{self.architecture}."
         for key in self.file.metadata:
             ours = key.startswith(prefix) and key.removeprefix(prefix) not in _INERT
@@ -102,9 +102,9 @@ class GgufFamily:
     """One of llama.cpp's architectures.
 
     Attributes:
-      model_type: of ours.
-      keys: what the architecture has beside the keys of all, as Hugging Face's keys.
-      interleaved: whether llama.cpp has the rows of queries and keys in pairs where Hugging Face has halves.
+      model_type: our model type.
+      keys: keys of the architecture besides the common ones, as Hugging Face's keys.
+      interleaved: whether llama.cpp has rows of queries and keys in pairs, where Hugging Face has halves.
     """
 
     model_type: Callable[[Metadata], str]
@@ -166,7 +166,8 @@ def _shape(m: Metadata) -> dict[str, Any]:
 
 
 def _check_counts(file: GgufFile, keys: dict[str, Any]) -> None:
-    """Refuses numbers of layers and experts that tensors belie, before anything of that length is made."""
+    """Refuses numbers of layers and experts that contradict the tensors, before anything of that size is
+    made."""
     layers, experts = keys["num_hidden_layers"], keys.get("num_experts", keys.get("num_local_experts", 0))
     if not 1 <= layers <= len(file.tensors):
         raise ConfigError(
@@ -215,7 +216,7 @@ def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _with_factors(cfg: ModelConfig, file: GgufFile) -> ModelConfig:
-    """The config with the factors of frequencies that the file stores as a tensor (Llama 3.1), if it does."""
+    """The config with the frequency factors that the file stores as a tensor (Llama 3.1), if any."""
     stored = file.tensors.get("rope_freqs.weight")
     if stored is None:
         return cfg
@@ -276,7 +277,7 @@ def _olmoe(m: Metadata) -> dict[str, Any]:
 def _gpt_oss(m: Metadata) -> dict[str, Any]:
     shape = _rope(m, m.integer("attention.key_length"))
     size = m.integer("expert_feed_forward_length", m.integer("feed_forward_length"))
-    # As the model was trained, whose bounds between kinds of frequencies are no whole dimensions.
+    # As in training, with untruncated bounds between kinds of frequencies.
     scaling = {**shape.get("rope_scaling", {"rope_type": "default"}), "truncate": False}
     return {
         **_rms(m),

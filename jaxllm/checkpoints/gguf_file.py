@@ -18,11 +18,11 @@ from jaxllm.errors import CheckpointError
 from jaxllm.files.input_files import open_regular
 from jaxllm.quant.formats import QArray, quantize
 
-# Reads the header of a GGUF file, whole or split: its metadata, and where its tensors lie.
+# Reads the header of a GGUF file, whole or split: its metadata, and the places of its tensors.
 #
-# No length in a file is trusted. The `gguf` package reads headers as well, but takes their counts as they
-# are (a count of 2**60 never ends) and makes several objects of each element of an array: of it the types of
-# blocks are taken here.
+# No length in a file is trusted. The `gguf` package reads headers as well, but trusts their counts (a count
+# of 2**60 never ends) and makes several objects per element of an array: only its types of blocks are used
+# here.
 
 
 MAGIC = b"GGUF"
@@ -88,7 +88,7 @@ class GgufArray:
         return np.frombuffer(self.data, _SCALARS[self.kind], self.count).tolist()
 
     def texts(self) -> list[str]:
-        """Its texts; bytes that are no UTF-8 become U+FFFD.
+        """Its texts; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
           CheckpointError: it consists of numbers.
@@ -108,10 +108,10 @@ class GgufFile:
     """A model in one GGUF file or in several parts.
 
     Attributes:
-      path: of the file, or of its first part.
-      metadata: values by key: numbers, texts, `GgufArray`s. Of a split file those of its first part.
-      tensors: by name.
-      mapped: the memory in which the tensors of each part lie.
+      path: path of the file, or of its first part.
+      metadata: values by key: numbers, texts, `GgufArray`s; for a split file those of its first part.
+      tensors: tensors by name.
+      mapped: mapped memory of each part's tensors.
     """
 
     path: Path
@@ -120,7 +120,7 @@ class GgufFile:
     mapped: tuple[mmap.mmap, ...] = ()
 
     def drop_pages(self) -> None:
-        """Gives back the memory of what has been read; it is read again when it is touched."""
+        """Releases the memory of pages that were read; they are read again when touched."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for each in self.mapped:
                 each.madvise(mmap.MADV_DONTNEED)
@@ -137,7 +137,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """The paths of a file and, by their names, of the other parts of a split one that are there."""
+    """The paths of a file and, by their names, of the existing other parts of a split one."""
     named = _PART.fullmatch(path.name)
     return [path] if named is None else sorted(path.parent.glob(f"*-of-{named[3]}.gguf"))
 
@@ -287,7 +287,7 @@ class _Header:
         if kind in _SCALARS:
             value = self._number(_SCALARS[kind])
             if _SCALARS[kind] == "<f":
-                # The shortest number that rounds to it: 1e-5, not 9.99999974737875e-06.
+                # The shortest decimal that rounds to it: 1e-5, not 9.99999974737875e-06.
                 return float(str(np.float32(value)))
             return bool(value) if kind == _BOOL else value
         if kind == _TEXT:
@@ -348,11 +348,11 @@ def import_gguf() -> Any:
 
 # Converts blocks of GGUF files to our weights: Q8_0, Q4_0, Q4_1 and MXFP4 bit for bit, floats exactly.
 #
-# A block of 32 values has one float16 scale, as a group of our 8- and 4-bit weights does, and that of Q4_1 a
-# minimum. A scale of MXFP4 is a power of two, and its numbers are halves of whole ones, which have 8 bits.
-# Q4_K has scales and minima as products of a float16 and 6 bits, which are rounded to float16. Other blocks
-# (5 and 6 bits) become 8-bit groups of 32. Those of 2 and 3 bits are widened, and quantized again where the
-# caller asks for it.
+# A block of 32 values has one float16 scale, like a group of our 8- and 4-bit weights, and that of Q4_1
+# also a minimum. A scale of MXFP4 is a power of two, and its numbers are multiples of 0.5, which fit 8
+# bits. Q4_K has scales and minima as products of a float16 and 6 bits, which are rounded to float16. Other
+# blocks (5 and 6 bits) become 8-bit groups of 32. Those of 2 and 3 bits are dequantized, and quantized
+# again on request.
 
 
 # Types whose numbers fit 8-bit groups of 32 with little error.
@@ -387,10 +387,10 @@ def floats(tensor: GgufTensor) -> np.ndarray:
 
 
 def levels(tensor: GgufTensor) -> Levels:
-    """A tensor of Q8_0, MXFP4 or Q4_0 as it is.
+    """Converts a tensor of Q8_0, MXFP4 or Q4_0 exactly.
 
     Raises:
-      CheckpointError: a scale is not finite, or above what float16 holds, or a level is -128, which no
+      CheckpointError: a scale is not finite, or above float16's range, or a level is -128, which no
         quantizer writes.
     """
     bits = EXACT[tensor.kind]
@@ -413,10 +413,10 @@ def levels(tensor: GgufTensor) -> Levels:
 
 
 def levels_with_minima(tensor: GgufTensor) -> Levels:
-    """A tensor of Q4_1 or Q4_K as 4-bit levels above minima.
+    """Converts a tensor of Q4_1 or Q4_K to 4-bit levels above minima.
 
     Raises:
-      CheckpointError: a scale or minimum is not finite, or above what float16 holds.
+      CheckpointError: a scale or minimum is not finite, or above float16's range.
     """
     shape = (*tensor.shape[:-1], tensor.shape[-1] // GROUP)
     if tensor.kind == "Q4_1":

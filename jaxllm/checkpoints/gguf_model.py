@@ -1,9 +1,8 @@
-"""Reads the parameters of a GGUF file: quantized blocks as they are where ours have the same form.
+"""Reads the parameters of a GGUF file: quantized blocks unchanged if ours have the same format.
 
-Names of tensors are those of Hugging Face's folders, translated as the `gguf` package maps them. Three
-things differ: norms of Gemma are stored as 1 + w, rows of queries and keys may be in pairs, and a layer's
-experts are one tensor for each of their matrices. Rows are put into our order as packed bytes, so that no
-number changes.
+Names of tensors are those of Hugging Face's folders, translated by the `gguf` package. Three things differ:
+norms of Gemma are stored as 1 + w, rows of queries and keys may be in pairs, and a layer's experts are one
+tensor for each of their matrices. Rows are reordered as packed bytes, so that no number changes.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ _NO_PARAMETERS = frozenset({"rope_freqs.weight"})
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A stored tensor, and how our parameters lie in it."""
+    """A stored tensor, and the places of our parameters in it."""
 
     name: str
     stored: GgufTensor
@@ -49,10 +48,10 @@ class _Source:
 
 
 def own_format(file: GgufFile) -> WeightFormat:
-    """The weight format that has the file's matrices as they are: that of its narrowest ones.
+    """The weight format that stores the file's matrices unchanged: that of its narrowest ones.
 
     Raises:
-      CheckpointError: the file has blocks that no format has as they are.
+      CheckpointError: no format stores the file's blocks unchanged.
     """
     kinds = {each.kind for each in file.tensors.values() if len(each.shape) > 1}
     if kinds & set(gguf_file.MINIMA):
@@ -87,13 +86,12 @@ def read_gguf_params(
     Args:
       file: the file.
       cfg: the result of `read_gguf_config` for it.
-      weights: the format that is wanted; None keeps that of each tensor.
-      by_rows: whether embeddings and heads come as `RowParts`, which have to be taken before the next
-        parameter.
+      weights: the requested format; None keeps that of each tensor.
+      by_rows: whether embeddings and heads are `RowParts`, which must be consumed before the next parameter.
 
     Returns:
-      An iterator over (name, array): floats, or weights of groups of 32 where both the tensor and the format
-      are quantized.
+      An iterator over (name, array): floats, or weights of groups of 32 if both the tensor and the format are
+      quantized.
 
     Raises:
       CheckpointError: tensors are missing, unknown, of other shapes, or of types that are not supported.
@@ -136,14 +134,14 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
     gguf = import_gguf()
     name = file.metadata["general.architecture"]
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
-    # Of the first layer; the names of others differ in their number alone.
+    # For the first layer; other layers' names only differ in the number.
     names = gguf.get_tensor_name_map(numbers[name], 1)
     family, interleaved = architecture(cfg.model_type), family_of(name).interleaved
     sources: dict[str, _Source] = {}
     used = set(_NO_PARAMETERS)
     for tensor in itertools.chain.from_iterable(map(apart, family.tensors(cfg))):
         if tensor.expert:
-            # The first expert's entry stands for the tensor of all.
+            # The first expert's entry is for the tensor of all.
             continue
         name_in_file = stored_name(tensor, names, family)
         stored = file.tensors.get(name_in_file)
@@ -191,9 +189,9 @@ def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
     """llama.cpp's name of a tensor.
 
     Args:
-      tensor: with full names, as `Architecture.tensors` gives it.
-      names: the map of the `gguf` package for a model of one layer.
-      family: of the model.
+      tensor: tensor with full names, from `Architecture.tensors`.
+      names: name map of the `gguf` package for a model of one layer.
+      family: architecture of the model.
 
     Raises:
       CheckpointError: the package has no name for it.
@@ -208,7 +206,7 @@ def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
     found = names.get_name(full, (".weight", ".bias"))
     if found is None:
         raise CheckpointError(f"the package gguf does not know the tensor {full}; update it")
-    # The one name of a folder that does not end so.
+    # The only name of a folder without that ending.
     found += ".weight" if name.endswith(".sinks") else ""
     return found.replace("blk.0.", f"blk.{layer}.", 1) if layer else found
 
@@ -216,7 +214,7 @@ def stored_name(tensor: Tensor, names: Any, family: Architecture) -> str:
 def _read(
     source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
 ) -> np.ndarray | QArray:
-    """One parameter, in the widest form that both the tensor and `weights` allow."""
+    """One parameter, in the widest format that both the tensor and `weights` allow."""
     stored, spec = source.stored, specs[param]
     vector = spec.role == "vector"
     if stored.kind in gguf_file.EXACT and not vector:

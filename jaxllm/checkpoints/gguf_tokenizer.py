@@ -1,8 +1,8 @@
 """Rebuilds a tokenizer from a GGUF file's metadata as a `tokenizer.json`.
 
-llama.cpp stores the vocabulary, and merges (byte pairs) or scores (SentencePiece). Of byte pairs the rule by
-which texts are split first is a name, whose expression is here; names that are not here are refused, because
-another split gives other tokens.
+llama.cpp stores the vocabulary, and merges (byte pairs) or scores (SentencePiece). For byte pairs the rule
+for splitting texts is a name, whose expression is here; unknown names are refused, because another split
+gives other tokens.
 """
 
 import json
@@ -14,7 +14,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.text.tokenizer import TokenizerFiles, open_tokenizer
 
 _MAX_TOKENS = 1 << 21
-# Of what the model's authors advise (see `TokenizerFiles.sampling`), keys of llama.cpp's.
+# llama.cpp's keys of the recommended sampling (see `TokenizerFiles.sampling`).
 SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
@@ -56,7 +56,7 @@ _SPLITS: dict[str, tuple[bool, str]] = {
     "stablelm2": (False, _QWEN2),
     "gpt-4o": (False, _GPT4O),
 }
-# Those of which llama.cpp adds the first token of a text unless the file says otherwise.
+# Splits for which llama.cpp adds the first token of a text by default.
 _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
@@ -65,10 +65,10 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
 
     Args:
       file: the file.
-      vocab_size: rows of the model's embedding.
+      vocab_size: number of rows of the model's embedding.
 
     Raises:
-      CheckpointError: the file has no tokenizer, a malformed one, or one of a kind that is not supported.
+      CheckpointError: the file has no tokenizer, a malformed one, or one of an unsupported kind.
     """
     of = _Reader(file)
     kind = of.text("model")
@@ -115,10 +115,10 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
 
 
 def _sampling(file: GgufFile) -> dict[str, float]:
-    """The sampling that a file's metadata advise.
+    """The recommended sampling in a file's metadata.
 
     Raises:
-      CheckpointError: a value is no number.
+      CheckpointError: a value is not a number.
     """
     found = {}
     for name, key in SAMPLING_KEYS.items():
@@ -130,7 +130,7 @@ def _sampling(file: GgufFile) -> dict[str, float]:
         if name == "top_k" and type(value) is int:
             found[name] = max(0, value)
         else:
-            # Stored in 32 bits: more digits are none that were meant.
+            # Stored in 32 bits: further digits are noise.
             found[name] = float(f"{value:.7g}")
     return found
 
@@ -152,7 +152,7 @@ def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
         return None
     if rest[-1].get("add_prefix_space", True):
         return None
-    # The first name stands for all that mean the same.
+    # The first name stands for all equivalent ones.
     return next((name for name, known in _SPLITS.items() if known == (digits, expression)), None)
 
 
@@ -192,7 +192,7 @@ class _Reader:
         return value
 
     def tokens(self, vocab_size: int) -> tuple[list[str], list[int]]:
-        """Tokens and their types, which are normal where the file has none."""
+        """Tokens and their types, which default to normal."""
         array = self.array("tokens", min(vocab_size, _MAX_TOKENS))
         tokens = array.texts()
         if not tokens or len(set(tokens)) != len(tokens):
@@ -223,7 +223,7 @@ def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
             f"{', '.join(_SPLITS)}: take the model's Hugging Face folder"
         )
     digits, expression = _SPLITS[name]
-    # Merges consist of the tokens' own texts: there are hundreds of thousands of them.
+    # Merges share the tokens' strings: there are hundreds of thousands of them.
     known = {each: each for each in tokens}
     merges: list[tuple[str, ...]] = []
     for each in of.array("merges", 4 * _MAX_TOKENS).texts():
@@ -238,7 +238,7 @@ def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*first, split, level]},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        # Of Llama 3 a word that is a token is that token, whatever the merges say.
+        # In Llama 3 a word that is a token is that token, regardless of merges.
         "model": _model(tokens, merges, ignore_merges=expression == _LLAMA3),
     }, name in _BEGIN_BY_DEFAULT
 
@@ -276,8 +276,8 @@ def _sentence_pieces(of: _Reader, tokens: Sequence[str], types: Sequence[int]) -
 def _merges_of_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, ...]]:
-    """Merges that give SentencePiece's tokens: of all pairs of tokens that make a token, those of the highest
-    score first."""
+    """Merges that give SentencePiece's tokens: of all pairs of tokens that make a token, those with the
+    highest score first."""
     joined = {token: at for at, token in enumerate(tokens) if types[at] in (_NORMAL, _USER, _UNUSED)}
     found = []
     for token, at in joined.items():

@@ -42,9 +42,9 @@ _NO_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
-    """The model that a folder's config.json describes; of a multimodal one its text model.
+    """The model of a folder's config.json; for a multimodal one its text model.
 
-    Where the config says that the head is the embedding, and the folder has another head, the model has that
+    If the config ties the head to the embedding, but the folder has a separate head, the model has that
     one, as in transformers.
 
     Args:
@@ -64,16 +64,16 @@ def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConf
 
 
 def quantization_of(folder: Path) -> Quantization | None:
-    """How a folder's weights are quantized; None where they are floats.
+    """The quantization of a folder's weights; None for floats.
 
     Raises:
-      CheckpointError, ConfigError: as `read_config`, which alone refuses unknown keys.
+      CheckpointError, ConfigError: as `read_config`, except that unknown keys are not refused.
     """
     return read_quantization(_read_json_config(folder), ignore_keys=None)
 
 
 def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """`read_stored_params`, with quantized weights as the floats that they stand for, in float32."""
+    """`read_stored_params`, with quantized weights dequantized to float32."""
     return ((name, _floats(value)) for name, value in read_stored_params(folder, cfg))
 
 
@@ -87,7 +87,7 @@ def read_stored_params(
     Args:
       folder: a Hugging Face model folder with `model.safetensors`, whole or sharded with its index.
       cfg: the result of `read_config` for the folder.
-      by_rows: whether large embeddings and heads come as `RowParts`, which have to be taken before the next
+      by_rows: whether large embeddings and heads are `RowParts`, which must be consumed before the next
         parameter.
 
     Returns:
@@ -162,7 +162,7 @@ def write_folder(
     config["torch_dtype"] = np.dtype(params["embed.tokens"].dtype).name
     tensors: Tensors = {}
     for tensor in family.tensors(cfg):
-        # Subtracting 1 from 1 + w keeps all bits of w in float32 alone.
+        # 1 + w minus 1 keeps all bits of w only in float32.
         types = [np.float32] if tensor.plus_one else [params[name].dtype for name in tensor.params]
         tensors[_stored_name(tensor, family.prefixes[0])] = (
             np.result_type(*types),
@@ -210,8 +210,8 @@ def _check_copies(
     prefix: str,
     located: Mapping[str, Tensor],
 ) -> set[str]:
-    """The names of tensors that repeat a parameter, or what is computed here; raises CheckpointError where
-    they differ."""
+    """The names of tensors that repeat a parameter, or values computed here; raises CheckpointError if they
+    differ."""
     found = set()
     for name in weights.names() - located.keys():
         for short, param in family.copies.items():
@@ -281,7 +281,7 @@ def _locate(
 
 
 def _packed(stored: str, quantization: Quantization | None, weights: SafetensorsFolder) -> set[str]:
-    """The tensors that stand for the matrix `stored`; empty where it is stored as floats."""
+    """The tensors of the quantized matrix `stored`; empty if it is stored as floats."""
     stem = None if quantization is None else quantization.stem(stored)
     return set() if quantization is None or stem is None else quantization.stored(stem, weights.names())
 
@@ -314,7 +314,7 @@ def _read_packed(
 
 
 def _by_rows(weights: SafetensorsFolder, stored: str, skipped: int, shape: tuple[int, ...]) -> RowParts:
-    """A matrix whose rows are stored as they are, after some that are skipped."""
+    """A matrix with unconverted rows, after some skipped ones."""
     places = [(skipped + first, skipped + last) for first, last in part_rows(*shape)]
     return RowParts(shape, (weights.read(stored, lambda rows, at=at: rows[slice(*at)]) for at in places))
 

@@ -104,12 +104,11 @@ def write_encoder(
     """Writes a folder that transformers' `MobileBertModel.from_pretrained` loads.
 
     Args:
-      folder: made if it is missing; its config.json and model.safetensors are replaced, each of them
-        whole or not at all.
-      cfg: the encoder.
+      folder: folder, made if missing; its config.json and model.safetensors are replaced, each atomically.
+      cfg: config of the encoder.
       params: all of its parameters, as floats.
       extra_config: further keys for config.json that do not change the encoder, such as `pad_token_id`
-        (null without).
+        (null by default).
 
     Raises:
       ConfigError: an extra key is not inert.
@@ -249,7 +248,7 @@ def _locate(cfg: EncoderConfig, weights: SafetensorsFolder) -> dict[str, str]:
 
 
 def _never_read(cfg: EncoderConfig, within: str, name: str) -> bool:
-    """Whether a stored tensor does not belong to the encoder, or is one that the encoder does not use."""
+    """Whether a stored tensor does not belong to the encoder, or is not used by it."""
     unused = {"embeddings.position_ids"}
     if not cfg.projects_embeddings:
         unused |= {f"{_BELOW['embed.projection']}.{ending}" for ending in ("weight", "bias")}

@@ -34,21 +34,21 @@ from jaxllm.text.expressions import first_matches, match_here
 
 CONFIG_FILE = "adapter_config.json"
 
-# Keys that cannot change the result of a trained adapter.
+# Keys without effect on a trained adapter.
 INERT_KEYS = frozenset(
     {
         # Book-keeping.
         "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",
         "runtime_config", "task_type",
-        # Training alone reads it.
+        # Only training reads it.
         "lora_dropout",
-        # Of initial values: what changes the base's weights at the start is known by `init_lora_weights`.
+        # For initial values: `init_lora_weights` tells whether these change the base's weights.
         "corda_config", "eva_config", "lora_ga_config", "loftq_config",
-        # PEFT sets it by the module, whatever it says. The factors are stored in the same way.
+        # PEFT sets it by the module, regardless of the value. The factors are stored in the same way.
         "fan_in_fan_out",
-        # Of layers that transformers' models do not have.
+        # For layers that transformers' models do not have.
         "megatron_config", "megatron_core",
-        # Of the embedding, whose factors are refused as tensors.
+        # For the embedding, whose factors are refused as tensors.
         "ensure_weight_tying",
         # Without `use_qalora`.
         "qalora_group_size",
@@ -72,7 +72,7 @@ PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "velora_config": (None,),
 }
-# Initial values that leave the base's weights as they are.
+# Initial values that leave the base's weights unchanged.
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 READ_KEYS = frozenset(
     {
@@ -91,12 +91,12 @@ class AdapterConfig:
     """One adapter's config.
 
     Attributes:
-      lora: rank and scaling where no pattern says otherwise; its targets are not those of the adapter.
-      ranks: pattern -> rank of the modules that it matches; the first match counts.
+      lora: rank and scaling by default; its targets are not those of the adapter.
+      ranks: pattern -> rank of matching modules; the first match counts.
       alphas: the same for alpha.
       targets: adapted modules, as a regular expression or as names and their endings; None for all.
-      excluded: modules that are not adapted, in the same form.
-      layers: numbers of the layers that are adapted; None for all.
+      excluded: modules that are not adapted, in the same format.
+      layers: numbers of the adapted layers; None for all.
       layer_lists: expressions for the name of the list of layers; none for any.
     """
 
@@ -109,10 +109,10 @@ class AdapterConfig:
     layer_lists: tuple[str, ...]
 
     def of_modules(self, modules: Sequence[str]) -> dict[str, LoraConfig]:
-        """Rank and scaling of each of some modules of the checkpoint that is adapted.
+        """Rank and scaling of each of some modules of the adapted checkpoint.
 
         Raises:
-          ConfigError: an expression is malformed, or takes too long to match.
+          ConfigError: an expression is malformed, or its match takes too long.
         """
         adapted = self._adapted(modules)
         ranks, alphas = _by_pattern(self.ranks, adapted), _by_pattern(self.alphas, adapted)
@@ -145,10 +145,10 @@ class AdapterConfig:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """The config in a folder.
+    """Reads the config in a folder.
 
     Raises:
-      CheckpointError: there is no config, or it is no JSON object.
+      CheckpointError: there is no config, or it is not a JSON object.
       ConfigError: a key is unknown or malformed, or the adapter is not plain LoRA.
     """
     path = folder / CONFIG_FILE
@@ -213,7 +213,7 @@ def _read_pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _read_targets(config: Mapping[str, Any]) -> str | tuple[str, ...] | None:
     targets = _read_names(config, "target_modules")
-    # Every linear map: the tensors say which.
+    # Every linear map: the tensors define which.
     return None if isinstance(targets, str) and targets.lower() == "all-linear" else targets
 
 
@@ -243,7 +243,7 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _by_pattern(values: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """Module -> the value of the first pattern that matches it, as PEFT's `get_pattern_key` finds it."""
+    """Module -> the value of the first matching pattern, like PEFT's `get_pattern_key`."""
     keys = list(values)
     found = first_matches(keys, modules, before=r"(.*\.)?(", after=")$")
     return {
@@ -254,7 +254,7 @@ def _by_pattern(values: Mapping[str, Any], modules: Sequence[str]) -> dict[str, 
 
 
 def _selected(names: str | tuple[str, ...], modules: Sequence[str]) -> list[str]:
-    """The modules that an expression, or names and their endings, select (`check_target_module_exists`)."""
+    """The modules selected by an expression, or by names and their endings (`check_target_module_exists`)."""
     if not isinstance(names, str):
         endings = tuple(f".{each}" for each in names)
         return [module for module in modules if module in names or module.endswith(endings)]
@@ -296,14 +296,14 @@ def write_adapter(
     """Writes a folder that PEFT's `PeftModel.from_pretrained` loads onto the same model.
 
     Args:
-      folder: made if missing; each of its two files is replaced whole or not at all.
-      cfg: the model.
-      lora: the adapter's config.
+      folder: folder, made if missing; each of its two files is replaced atomically.
+      cfg: config of the model.
+      lora: config of the adapter.
       adapter: see `jaxllm.models.lora`.
       base: name or path of the model, for `base_model_name_or_path`.
 
     Raises:
-      ConfigError: the adapter does not belong to the model.
+      ConfigError: the adapter is not for the model.
     """
     names = parameters_of(adapter)
     if not lora.rank:
@@ -520,5 +520,5 @@ def _relative(module: str) -> str:
 
 
 def _conv1d(cfg: ModelConfig) -> bool:
-    """Whether the checkpoint stores maps as `[in, out]` (GPT-2), which PEFT's config must say."""
+    """Whether the checkpoint stores maps as `[in, out]` (GPT-2), which PEFT's config must declare."""
     return any(not module.by_units and module.tensor.transposed for module in _modules(cfg))

@@ -1,4 +1,4 @@
-"""Reads weights that others quantized: GPTQ, AWQ, compressed-tensors, FP8, MXFP4."""
+"""Reads quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from jaxllm.models.translate import Tensor, heads_of, swap_pairs
 from jaxllm.quant.formats import QArray, pack_int4
 
 if TYPE_CHECKING:
-    # Importing it takes the safetensors package, which a GGUF file does not need.
+    # Importing it requires the safetensors package, which a GGUF file does not need.
     from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
 
 # Puts levels and scales of a quantized checkpoint into our order, without touching a number.
@@ -28,15 +28,15 @@ _TWICE_E2M1 = np.asarray((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -1
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """A checkpoint's tensor as integers and scales: what stands for `levels · scale`, or with minima for
+    """A checkpoint's tensor as integers and scales: `levels · scale`, or with minima
     `(levels + 8) · scale + minimum`.
 
     Attributes:
       levels: int8, of the tensor's shape.
-      scale: one for `group` values of the last axis, float16; or one for all of them, float32 (group 0).
+      scale: one per `group` values of the last axis, float16; or one for all of them, float32 (group 0).
       bits: 8 or 4.
       group: 32 or 0; 4 bits have groups.
-      minimum: of 4 bits, float16 of the shape of `scale`; None without.
+      minimum: minimum for 4 bits, float16 of the shape of `scale`; None for none.
     """
 
     levels: np.ndarray
@@ -72,24 +72,24 @@ class Levels:
 
 
 def e2m1_levels(codes: np.ndarray, exponents: np.ndarray) -> Levels:
-    """A tensor of MXFP4 as 8-bit levels, bit for bit.
+    """Converts a tensor of MXFP4 to 8-bit levels, bit for bit.
 
     Args:
       codes: `[..., groups, 32]` integers below 16.
-      exponents: `[..., groups]` uint8, of powers of two, 127 above the power; 255 is no number.
+      exponents: `[..., groups]` uint8, exponents of powers of two with a bias of 127; 255 is NaN.
 
     Raises:
-      CheckpointError: a scale is not finite, or above what float16 holds.
+      CheckpointError: a scale is not finite, or above float16's range.
     """
     levels, exponents = _TWICE_E2M1[codes], exponents.astype(np.int32)
     empty = ~levels.any(-1)
     if (exponents == 255).any():
         raise CheckpointError("a scale is not finite; take another copy of the weights")
-    # Of levels that are twice the numbers. Powers of two from 2**-24 to 2**15 are float16.
+    # For levels that are twice the numbers. Powers of two from 2**-24 to 2**15 are float16.
     power = np.where(empty, 0, exponents - 128)
     if power.max(initial=0) > 15:
         raise CheckpointError("a scale is above what float16 holds; take the float weights")
-    # Levels of smaller scales are rounded to multiples of the least.
+    # Levels of smaller scales are rounded to multiples of the smallest one.
     if (below := np.minimum(power + 24, 0)).any():
         levels = np.rint(np.ldexp(levels.astype(np.float32), below[..., None])).astype(np.int8)
     scale = np.ldexp(np.float32(1), np.maximum(power, -24)).astype(np.float16)
@@ -97,17 +97,17 @@ def e2m1_levels(codes: np.ndarray, exponents: np.ndarray) -> Levels:
 
 
 def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]) -> QArray | None:
-    """One of our parameters in a checkpoint's tensor, as it is stored.
+    """One of our parameters in a checkpoint's tensor, unconverted.
 
     Args:
-      of: the tensor, of the checkpoint's shape; of experts all `[E, ...]` or, by `tensor.expert`, one.
-      tensor: how our parameters lie in it.
+      of: tensor of the checkpoint's shape; for experts all `[E, ...]` or, by `tensor.expert`, one.
+      tensor: places of our parameters in it.
       param: the parameter.
-      specs: of all parameters.
+      specs: specs of all parameters.
 
     Returns:
-      The weight; None where a group of the checkpoint lies in two of our units, each of which needs scales of
-      its own.
+      The weight; None if a group of the checkpoint spans two of our units, each of which needs separate
+      scales.
     """
     spec = specs[param]
     stacked = tensor.stacked or (tensor.expert is not None and of.levels.ndim == 3)
@@ -142,7 +142,7 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
 def _scales_of_rows(
     scale: np.ndarray, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]
 ) -> np.ndarray:
-    """Scales of the rows of a parameter, as `Tensor.read` takes the rows themselves."""
+    """Scales of the rows of a parameter, selected like the rows in `Tensor.read`."""
     lead = 0 if tensor.expert is None else 1
     counts = [math.prod(specs[name].shape[lead:-1]) for name in tensor.params]
     place = tensor.params.index(param)
@@ -155,7 +155,7 @@ def _scales_of_rows(
 
 
 def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np.ndarray | None:
-    """Scales `[groups, D]` of all rows of units as `[units, groups of a unit, D]`; None where a group is in
+    """Scales `[groups, D]` of all rows of units as `[units, groups of a unit, D]`; None if a group spans
     two."""
     if group == 0:
         return np.broadcast_to(scale[None], (units, *scale.shape))
@@ -165,18 +165,17 @@ def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np
     return scale[first // group]
 
 
-# Reads what `quantization_config` says of a Hugging Face folder: which tensors stand for a matrix, and how.
-#
-# Integers with scales stay as they are; a zero point of 4 bits becomes a minimum of the group, the product
-# of both in float16. MXFP4's numbers of 4 bits are halves of whole numbers, and its scales powers of two: 8
-# bits have both. FP8 is widened and quantized again, to 8 bits in groups of 32 (adds about 0.7 % error).
-# What is not read is refused by name.
+# Reads the `quantization_config` of a Hugging Face folder: the tensors of each matrix, and their format.
+# Integers with scales are stored unchanged; a zero point of 4 bits becomes a minimum of the group, the
+# product of both in float16. MXFP4's 4-bit numbers are multiples of 0.5, and its scales powers of two: 8
+# bits represent both. FP8 is dequantized and quantized again, to 8 bits in groups of 32 (adds about 0.7 %
+# error). Unsupported formats are refused by name.
 
 
 KEY = "quantization_config"
 # Column of each 4-bit number of a word of AWQ, lowest bits first.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# Keys that say how a checkpoint was made.
+# Keys about the making of a checkpoint.
 _INERT = frozenset(
     {
         "quant_method", "damp_percent", "static_groups", "true_sequential", "model_name_or_path", "meta",
@@ -195,15 +194,14 @@ _INERT = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """How the matrices of a folder are stored.
+    """The storage format of a folder's matrices.
 
     Attributes:
-      method: its name.
-      form: of our weights.
-      parts: endings of the tensors that stand for a matrix, in place of `weight`; those after a `?` may be
-        missing.
-      read: (folder, stem of the tensors' names, shape `[out, in]`, of experts `[E, out, in]`) -> levels and
-        scales, or floats.
+      method: name of the method.
+      form: our weight format.
+      parts: endings of a matrix's tensors, in place of `weight`; those after a `?` are optional.
+      read: function of (folder, stem of the tensors' names, shape `[out, in]`, for experts `[E, out, in]`)
+        that returns levels and scales, or floats.
       experts: whether all experts of a layer are one matrix each, and no other is quantized.
     """
 
@@ -214,13 +212,13 @@ class Quantization:
     experts: bool = False
 
     def stem(self, stored: str) -> str | None:
-        """What the names of the tensors begin with that stand for a matrix; None for what is no matrix."""
+        """The common prefix of the names of a matrix's tensors; None for other tensors."""
         if self.experts:
             return f"{stored}_"
         return stored.removesuffix("weight") if stored.endswith(".weight") else None
 
     def stored(self, stem: str, names: Collection[str]) -> set[str]:
-        """The names of the tensors that stand for a matrix; empty where it is stored as floats.
+        """The names of the tensors of a matrix; empty if it is stored as floats.
 
         Raises:
           CheckpointError: some of them are missing.
@@ -248,14 +246,14 @@ class _Every:
 def read_quantization(
     config: Mapping[str, Any], *, ignore_keys: Collection[str] | None = ()
 ) -> Quantization | None:
-    """The quantization that a config.json describes; None where it has none.
+    """The quantization of a config.json; None for none.
 
     Args:
       config: the JSON object.
-      ignore_keys: keys to ignore, see `ConfigReader`; None for a config that has been judged already.
+      ignore_keys: keys to ignore, see `ConfigReader`; None for a config that was checked before.
 
     Raises:
-      ConfigError: it is of a kind, or has an option, that is not supported, or a key is unknown.
+      ConfigError: its kind or an option is not supported, or a key is unknown.
     """
     section = config.get(KEY)
     if section is None:
@@ -438,7 +436,7 @@ _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
 
 
 def _form(bits: int, symmetric: bool = True) -> WeightFormat:
-    """The weight format that has integers of a checkpoint as they are."""
+    """The weight format that stores a checkpoint's integers unchanged."""
     return "int8" if bits == 8 else "int4" if symmetric else "int4-min"
 
 
@@ -456,7 +454,7 @@ def _group(reader: ConfigReader, key: str) -> int:
 
 
 def _checked_group(group: int) -> int:
-    """The number of inputs that share a scale, 0 for all."""
+    """The number of inputs per scale, 0 for all."""
     if group % GROUP:
         raise ConfigError(
             f"groups of {group} inputs ({KEY}) are not read; read are multiples of {GROUP}, and whole "

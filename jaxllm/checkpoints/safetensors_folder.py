@@ -1,8 +1,8 @@
 """Reads and writes the tensors of a model folder by stored name: one safetensors file, or shards with an
 index.
 
-Files are read lazily: a tensor's bytes are touched when a slice of it is taken. Pickles are never opened, and
-an index cannot lead out of its folder.
+Files are read lazily: a tensor's bytes are touched when a slice of it is read. Pickles are never opened,
+and an index cannot refer outside of its folder.
 """
 
 import json
@@ -21,7 +21,7 @@ from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import open_regular, read_json
 from jaxllm.quant.weights import all_finite, part_rows
 
-# Stored name -> dtype (one of `FLOAT_TYPES`), shape, and a function that gives the values.
+# Stored name -> dtype (one of `FLOAT_TYPES`), shape, and a function that returns the values.
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
 
 WEIGHTS_FILE = "model.safetensors"
@@ -33,7 +33,7 @@ FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # How many names a message lists; the others are counted.
 _NAMED = 3
-# Pages that were read stay in memory while a file is mapped: after so many bytes it is mapped anew.
+# Pages that were read stay in memory while a file is mapped: after this number of bytes it is mapped again.
 _MOST_MAPPED_BYTES = 64 << 20
 
 
@@ -50,7 +50,7 @@ class SafetensorsFolder:
 
         Raises:
           CheckpointError: there are no safetensors, or a file is missing, truncated or corrupt, or the
-            index is malformed or leads out of the folder.
+            index is malformed or refers outside of the folder.
         """
         self.folder = folder
         self._files: dict[str, Any] = {}
@@ -67,12 +67,12 @@ class SafetensorsFolder:
         return set(self._file_of)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype (safetensors' name) and shape of a tensor, from the header alone."""
+        """Dtype (safetensors' name) and shape of a tensor, from the header only."""
         stored = self._slices(name)
         return stored.get_dtype(), tuple(stored.get_shape())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks a tensor's dtype and shape by the header alone.
+        """Checks a tensor's dtype and shape by only the header.
 
         Raises:
           CheckpointError: its shape is not `shape`, or its dtype not one of `FLOAT_TYPES`.
@@ -90,7 +90,7 @@ class SafetensorsFolder:
             )
 
     def read(self, name: str, take: Callable[[Any], np.ndarray]) -> np.ndarray:
-        """The result of `take`, which gets a tensor to index by slices.
+        """The result of `take`, which receives a tensor to index by slices.
 
         Raises:
           CheckpointError: the file cannot be read, or the result has numbers that are not finite.
@@ -108,7 +108,7 @@ class SafetensorsFolder:
         return values
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two matrices have the same numbers, whatever their types.
+        """Whether two matrices have the same numbers, in any types.
 
         Raises:
           CheckpointError: as `read`.
@@ -230,8 +230,8 @@ class SafetensorsFolder:
             raise CheckpointError(f"{path} has no 'weight_map' object; download it again")
         unplaced: dict[str, str] = {}
         for file in sorted(set(map(str, file_of.values()))):
-            # Only plain names, so that an index cannot lead out of its folder. Links are followed, because
-            # Hugging Face's cache consists of them.
+            # Only plain names, so that an index cannot refer outside of its folder. Links are followed,
+            # because Hugging Face's cache consists of them.
             if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
                 raise CheckpointError(
                     f"{path} names the shard {file!r}; a shard must be a .safetensors file in the same "
@@ -244,7 +244,7 @@ class SafetensorsFolder:
                     f"shard {file} of {self.folder} lacks {some(absent)}, which {INDEX_FILE} places "
                     "there; download the folder again"
                 )
-            # As in transformers, tensors that the index leaves out are of the model, too.
+            # As in transformers, tensors missing in the index also belong to the model.
             unplaced |= dict.fromkeys(stored - file_of.keys(), file)
         return {**unplaced, **file_of}
 

@@ -37,15 +37,15 @@ _WITHIN = {
 }
 
 
-# Where folders say how images are cut: of transformers 4, and of 5.
+# Files with the image preprocessing: of transformers 4, and of 5.
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-# transformers' SmolVLMImageProcessor, where a file leaves a key out.
+# Defaults of transformers' SmolVLMImageProcessor.
 _DEFAULT_LONGEST, _DEFAULT_TILE, _LANCZOS = 4 * 364, 364, 1
 _IMAGENET_HALF = (0.5, 0.5, 0.5)
 
 
 def has_images(folder: Path) -> bool:
-    """Whether a folder is SmolVLM's, with the file that says how images are cut."""
+    """Whether a folder is SmolVLM's, with the file of the image preprocessing."""
     path = Path(folder) / CONFIG_FILE
     if not path.is_file() or read_json(path, "give the path of a folder").get("model_type") != "smolvlm":
         return False
@@ -53,15 +53,15 @@ def has_images(folder: Path) -> bool:
 
 
 def read_image_input(folder: Path, tokenizer: TokenizerFiles) -> ImageInput:
-    """How a SmolVLM folder cuts images.
+    """The image splitting of a SmolVLM folder.
 
     Args:
-      folder: with a `preprocessor_config.json`, or a `processor_config.json` of transformers 5.
-      tokenizer: the folder's.
+      folder: folder with a `preprocessor_config.json`, or a `processor_config.json` of transformers 5.
+      tokenizer: tokenizer of the folder.
 
     Raises:
       CheckpointError: there is no such file, or the tokenizer lacks the tokens of images.
-      ConfigError: a key is malformed, or asks for what is not done here.
+      ConfigError: a key is malformed or has an unsupported value.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_FILE, "give the path of a SmolVLM folder")
@@ -88,7 +88,7 @@ def read_image_input(folder: Path, tokenizer: TokenizerFiles) -> ImageInput:
 
 
 def _section(path: Path) -> dict[str, Any] | None:
-    """The JSON object that says how images are cut; None where the file is missing or has none."""
+    """The JSON object of the image preprocessing; None if the file is missing or has none."""
     if not path.is_file():
         return None
     whole = read_json(path, "take it as its authors published it")

@@ -1,8 +1,8 @@
 """Reads and writes the tokenizer of a Hugging Face model folder.
 
-Reads `tokenizer.json`, and from the files beside it the special tokens, end tokens and chat template. Older
-folders have a SentencePiece model, or a vocabulary and merges: these are converted with transformers, if it
-is installed. Code in a folder or named by it (`auto_map`) is never run.
+Reads `tokenizer.json`, and from the files next to it the special tokens, end tokens and chat template.
+Older folders have a SentencePiece model, or a vocabulary and merges: these are converted with transformers,
+if it is installed. Code in a folder or named by it (`auto_map`) is never run.
 """
 
 import json
@@ -29,7 +29,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Reads the tokenizer of the model in `folder`.
 
     The ids that end an answer are those of `generation_config.json`, `config.json` and the tokenizer's own
-    end token, in this order, each once. The first of these files names the sampling, too.
+    end token, in this order, without repetition. The first of these files also has the recommended
+    sampling.
 
     Raises:
       CheckpointError: a file is missing, oversized or malformed, or needs transformers to convert.
@@ -98,7 +99,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _convert(folder: Path) -> tuple[str, dict[str, str]]:
-    """The text of a `tokenizer.json` made by transformers, and the special tokens that it gives."""
+    """The text of a `tokenizer.json` converted by transformers, and its special tokens."""
     if not any(match for pattern in _VOCABULARY_PATTERNS for match in folder.glob(pattern)):
         raise CheckpointError(
             f"{folder} has no tokenizer.json, nor a vocabulary to make one from; "
@@ -177,15 +178,15 @@ def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
     for id_ in value if isinstance(value, list) else [] if value is None else [value]:
         if not isinstance(id_, int) or isinstance(id_, bool):
             raise CheckpointError(f"{folder}: {key} must be a token id or a list, got {value!r:.80}")
-        if id_ >= 0:  # Some configs say -1 for none.
+        if id_ >= 0:  # Some configs have -1 for none.
             yield id_
 
 
 def _sampling(folder: Path, config: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling that a `generation_config.json` names; `do_sample` false is greedy.
+    """The sampling in a `generation_config.json`; `do_sample` false is greedy.
 
     Raises:
-      CheckpointError: a value is out of its domain.
+      CheckpointError: a value is out of range.
     """
     found = {name: config[name] for name in MODEL_SAMPLING if config.get(name) is not None}
     # Some write it as a float, or -1 for all tokens.
@@ -202,8 +203,8 @@ def _sampling(folder: Path, config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def write_sampling(folder: Path, files: TokenizerFiles) -> None:
-    """Writes the sampling of `files`, if they name one, as `read_tokenizer` and transformers read it; with
-    begin and end tokens, which transformers then takes from this file alone.
+    """Writes the recommended sampling of `files`, if any, for `read_tokenizer` and transformers; with begin
+    and end tokens, which transformers then only reads from this file.
 
     Raises:
       OSError: the folder cannot be written.
@@ -228,14 +229,14 @@ def _source_facts(
     found: list[int] = []
     for key in ("decoder_start_token_id", "forced_bos_token_id"):
         ids = [id_ for model in models for id_ in _ids(folder, model, key)]
-        # The first of them, as transformers takes generation_config.json before config.json.
+        # The first of them, because transformers prefers generation_config.json to config.json.
         found += ids[:1] or (list(bos_ids[:1]) if key == "decoder_start_token_id" else [])
     prefix = next((each["prefix"] for each in models if isinstance(each.get("prefix"), str)), "")
     return {"start_ids": tuple(found), "source_prefix": prefix, "tasks": _tasks(models)}
 
 
 def _tasks(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The prefixes of the tasks that a config names, as T5's do; what is malformed names none."""
+    """The prefixes of the tasks in a config, such as T5's; malformed entries are skipped."""
     tasks = next((each["task_specific_params"] for each in models if "task_specific_params" in each), None)
     named = tasks.items() if isinstance(tasks, dict) else ()
     prefixes = ((name, each.get("prefix")) for name, each in named if isinstance(each, dict))

@@ -26,7 +26,7 @@ def answer_facts(answer: "Answer") -> dict[str, Any]:
 
 
 def draft_facts(speculation: "Drafts | None") -> dict[str, Any]:
-    """Counts of drafts, and whether they were found to pay (None: not measured yet); empty without
+    """Counts of drafts, and whether drafting is faster (None: not measured yet); empty without
     speculation."""
     if speculation is None:
         return {}

@@ -1,4 +1,4 @@
-"""`jaxllm calibrate`: measures a model on texts, and writes a bundle with what was found."""
+"""`jaxllm calibrate`: measures a model on texts and writes a calibrated bundle."""
 
 import functools
 import json
@@ -36,16 +36,16 @@ MEASURES = ("perplexity", "rouge2")
 
 @click.group("calibrate")
 def calibrate_command() -> None:
-    """Measure a model on texts, and write a bundle that runs by what was found."""
+    """Measure a model on texts, and write a calibrated bundle."""
 
 
 def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[Command], click.Command]:
-    """A subcommand with the options of all calibrations, whose function returns facts to print.
+    """Makes a subcommand with the options of all calibrations, from a function that returns facts to print.
 
     Args:
-      name: of the subcommand.
-      recipe: declares --tokens.
-      one_device: why it runs on one device alone; empty where it does not.
+      name: name of the subcommand.
+      recipe: dataclass that declares --tokens.
+      one_device: why it runs on one device only; empty if it does not.
     """
 
     def decorate(command: Command) -> click.Command:
@@ -75,7 +75,7 @@ def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[
     "--max-loss",
     type=Share(above_zero=True, most=float("inf")),
     default=MAX_PREFILL_LOSS,
-    help=f"Growth of the perplexity to allow.  [default: {MAX_PREFILL_LOSS:.0%}]",
+    help=f"Maximum growth of the perplexity.  [default: {MAX_PREFILL_LOSS:.0%}]",
 )
 @click_option(PrefillRecipe, "weight_scales")
 def prefill_command(
@@ -89,15 +89,15 @@ def prefill_command(
 ) -> dict[str, Any]:
     """Calibrate a model for integer prefill on a text, and write the bundle.
 
-    Reads MODEL, a Hugging Face folder or a bundle of 8 bits without experts. Finds the scales of activations
-    and the channels with outliers, and measures the loss of integer prefill on the text and on as much held
-    out. Writes FILE, a bundle of 8 bits for `jaxllm generate --prefill int8`, and prints a JSON object.
+    Reads MODEL, a Hugging Face folder or an 8-bit bundle without experts. Finds activation scales and outlier
+    channels, and measures the loss of integer prefill on the text and on as much held-out text. Writes FILE,
+    an 8-bit bundle for `jaxllm generate --prefill int8`, and prints a JSON object.
 
     \b
     Example:
       jaxllm calibrate prefill path/to/folder --output calibrated.jaxllm --text text.txt
     """
-    # Here, so that --help and wrong usage do not wait for JAX.
+    # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.int8_prefill.prefill import calibrate_prefill
 
     recipe = PrefillRecipe(**_given(tokens=tokens, weight_scales=weight_scales))
@@ -121,14 +121,14 @@ def contexts_command(
     """Choose how contexts of a model are stored, by measured errors, and write the bundle.
 
     Reads MODEL, a bundle. Measures in each layer how much each codec and width of keys and values changes the
-    output of attention, and how much that matters to predictions. Writes FILE, a bundle whose services store
-    contexts by the best codec, at widths by the errors in this model, and prints a JSON object.
+    output of attention, and how sensitive predictions are to that. Writes FILE, a bundle whose services store
+    contexts with the best codec and error-based widths, and prints a JSON object.
 
     \b
     Example:
       jaxllm calibrate contexts model.jaxllm --output calibrated.jaxllm --text text.txt
     """
-    # Here, so that --help and wrong usage do not wait for JAX.
+    # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.contexts.contexts import calibrate_contexts
 
     chunks = tuple(sorted(set(chunk_tokens))) or ContextRecipe.chunk_tokens
@@ -143,16 +143,16 @@ def nested_command(
 ) -> dict[str, Any]:
     """Calibrate the upper 4 bits of nested weights on a text, for better drafts, and write the bundle.
 
-    Reads MODEL, a Hugging Face folder, or a bundle of int8-nested weights where there are no floats. Rounds
-    weights by the inputs of their products on the text: a weight at the border of two upper values gets the
-    one that makes the products of the upper bits better, and other weights compensate in both planes. Writes
-    FILE, a bundle of the same size, and prints a JSON object.
+    Reads MODEL, a Hugging Face folder, or a bundle of int8-nested weights if there are no floats. Rounds
+    weights by the inputs of their products on the text: a weight between two upper values gets the one that
+    improves the products of the upper bits, and other weights compensate in both planes. Writes FILE, a
+    bundle of the same size, and prints a JSON object.
 
     \b
     Example:
       jaxllm calibrate nested nested.jaxllm --output calibrated.jaxllm --text text.txt
     """
-    # Here, so that --help and wrong usage do not wait for JAX.
+    # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.speculation.nested import calibrate_nested
 
     return calibrate_nested(NestedRecipe(**_given(tokens=tokens)), model, output, texts=texts, name=name)
@@ -164,7 +164,7 @@ def nested_command(
     "--max-loss",
     type=Share(above_zero=True, most=float("inf")),
     default=MAX_EXPERT_LOSS,
-    help=f"Growth of the perplexity to allow, or loss of Rouge-2.  [default: {MAX_EXPERT_LOSS:.0%}]",
+    help=f"Maximum growth of the perplexity, or loss of Rouge-2.  [default: {MAX_EXPERT_LOSS:.0%}]",
 )
 @click.option(
     "--expert-bits",
@@ -175,8 +175,8 @@ def nested_command(
 @click.option(
     "--measure",
     type=click.Choice(MEASURES),
-    help="With --pairs: the loss to bound, of the perplexity of the targets, or of Rouge-2 of the model's "
-    "answers.  [default: perplexity]",
+    help="With --pairs: the loss to bound, that of the perplexity of the targets, or of Rouge-2 of the "
+    "model's answers.  [default: perplexity]",
 )
 @weights_option("all matrices but experts")
 @dry_run_option
@@ -194,17 +194,17 @@ def experts_command(
     """Choose a width for each expert of a mixture, and write a bundle that runs in little memory.
 
     Reads MODEL, a Hugging Face folder or a bundle of a mixture of experts; experts of a bundle get narrower,
-    never wider, and all other weights keep their width. Measures on a text how much each expert matters,
-    gives each the narrowest width that the loss allows, and counts which experts follow which, so that they
-    can be prefetched. An encoder-decoder (Switch Transformers) is measured on pairs of sources and targets,
-    the experts of both sides. Writes FILE, and prints a JSON object.
+    never wider, and all other weights keep their width. Measures each expert's importance on a text, gives
+    each the narrowest width within the loss, and counts which experts follow which, for prefetching. An
+    encoder-decoder (Switch Transformers) is measured on pairs of sources and targets, including the experts
+    of both sides. Writes FILE, and prints a JSON object.
 
     \b
     Example:
       jaxllm calibrate experts path/to/mixture --output mixture.jaxllm --run runs/widths --max-loss 5%
       jaxllm calibrate experts runs/switch/hf -o switch.jaxllm --run runs/widths --pairs val.de val.en
     """
-    # Here, so that --help and wrong usage do not wait for JAX.
+    # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.calibration import BundleOutput, PairWidthsRecipe, WidthTarget
     from jaxllm.training.experts.expert_widths import dry_run_experts, quantize_experts
     from jaxllm.training.experts.seq2seq_widths import quantize_seq2seq_experts
@@ -228,7 +228,7 @@ def experts_command(
             recipe, model, out, run_dir, pairs=texts, target=target, measure=measure, **options
         )
     shape = MeshShape.parse(mesh or "data=1")
-    # As many rows as the mesh divides.
+    # A batch that the mesh divides.
     divisor, rows = max(shape.data, 1) * shape.fsdp, ExpertWidthsRecipe.batch
     recipe = ExpertWidthsRecipe(batch=-(-rows // divisor) * divisor, **tokens)
     if dry_run:

@@ -40,8 +40,8 @@ def chat_command(
 ) -> None:
     """Talk with a model in the terminal.
 
-    Reads one turn a line from standard input and writes answers to standard output. Each turn computes only
-    new tokens; a context that is full loses its oldest turn. Images come with the first turn.
+    Reads one turn per line from standard input and writes answers to standard output. Each turn only computes
+    new tokens; a full context drops its oldest turn. Images come with the first turn.
 
     \b
     Example:
@@ -57,18 +57,18 @@ def chat_command(
 def converse(
     engine: "Engine", config: "GenerationConfig", system: str | None, images: Sequence[Path] = ()
 ) -> None:
-    """Answers turns of standard input until it ends.
+    """Answers turns from standard input until it ends.
 
     Args:
-      engine: of a model with a chat template.
-      config: of each answer.
-      system: stands before the conversation; None for nothing.
-      images: files of images that come with the first turn.
+      engine: an engine of a model with a chat template.
+      config: config of each answer.
+      system: system message; None for none.
+      images: image files that come with the first turn.
 
     Raises:
       ConfigError: the model has no chat template, or an image cannot be read.
     """
-    # Here, so that --help does not wait for its imports.
+    # Imported here, so that --help does not wait for the imports.
     from jaxllm.serving.engine.request import Session
     from jaxllm.serving.images.messages import image_part, read_image_file
 
@@ -108,7 +108,7 @@ def _answer(
         except ContextOverflow:
             if len(messages) - kept <= 1:
                 raise
-            # The oldest turn makes room: a user message and its answer.
+            # Drop the oldest turn: a user message and its answer.
             del messages[kept : min(kept + 2, len(messages) - 1)]
             click.echo("(the oldest turn was dropped: the context is full)", err=True)
     try:

@@ -1,4 +1,4 @@
-"""Describes a checkpoint before anything is converted: its family, what rooms support, and its memory."""
+"""Describes a checkpoint before conversion: its family, supported features and memory."""
 
 import collections
 import dataclasses
@@ -26,11 +26,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_facts(path: Path) -> dict[str, Any]:
-    """Facts of a Hugging Face folder or a GGUF file; of weights headers are read, and a folder's first
+    """Facts of a Hugging Face folder or a GGUF file; reads only headers of weights, and a folder's first
     matrices.
 
     Raises:
-      CheckpointError, ConfigError: it is missing, malformed or not supported.
+      CheckpointError, ConfigError: the checkpoint is missing, malformed or not supported.
     """
     cfg, own, stored = _read(path)
     return {
@@ -46,7 +46,7 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[ModelConfig, WeightFormat | str, str]:
-    """The config, the format that `prepare` gives by itself, and what the checkpoint is stored as."""
+    """The config, the default format of `prepare`, and the format of the checkpoint."""
     if path.is_dir():
         from jaxllm.checkpoints.huggingface import quantization_of, read_config
         from jaxllm.prepare import weight_format_of
@@ -69,7 +69,7 @@ def _read(path: Path) -> tuple[ModelConfig, WeightFormat | str, str]:
 
 
 def _floats(folder: Path, cfg: ModelConfig) -> str:
-    """What is to say of a folder of floats, by its first matrix of a layer."""
+    """Description of a folder of floats, by the first matrix of a layer."""
     from jaxllm.checkpoints.huggingface import read_params
     from jaxllm.quant.formats import on_grid
 
@@ -85,9 +85,9 @@ def _floats(folder: Path, cfg: ModelConfig) -> str:
 
 
 def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
-    """Bytes of weights, with caches and activations of a context of each length that the model has, and what
-    `--memory` may be for the usual context: enough for all weights, or the least with which they are
-    streamed."""
+    """Bytes of weights, of weights with caches and activations for each context length of the model, and
+    values of `--memory` for the usual context: enough for resident weights, and the minimum for streamed
+    ones."""
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.weights.footprint import fixed_bytes
     from jaxllm.serving.weights.prefetch_plan import SLOTS, whole_budget
@@ -116,13 +116,13 @@ def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
 
 
 def _least_with_experts_apart(cfg: ModelConfig, sizes: Mapping[str, int], fixed: int) -> int:
-    """The least `--memory` where each expert is read when a token visits it: of the experts, those that a
-    token visits at one layer are in memory.
+    """The minimum `--memory` if each expert is read when a token visits it: it includes the experts that a
+    token visits at one layer.
 
     Args:
-      cfg: of a mixture.
+      cfg: config of a mixture.
       sizes: bytes of each parameter.
-      fixed: bytes of all but weights.
+      fixed: bytes of everything but weights.
     """
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.weights.footprint import outputs_bytes
@@ -138,7 +138,7 @@ def _least_with_experts_apart(cfg: ModelConfig, sizes: Mapping[str, int], fixed:
 
 
 def _bytes(spec: ParamSpec, width: WeightFormat) -> int:
-    """Bytes of a parameter in a format, but for padding."""
+    """Bytes of a parameter in a format, without padding."""
     count = math.prod(spec.shape)
     if spec.role == "vector":
         return 4 * count
@@ -146,5 +146,5 @@ def _bytes(spec: ParamSpec, width: WeightFormat) -> int:
         return _FLOAT_BYTES[width] * count
     if width in ("int8", "int8-nested") or (width in ("int4", "int4-min") and spec.role == "embed"):
         return count
-    # Two numbers per byte, and a scale of two bytes for 32, and a minimum alike.
+    # Two numbers per byte, and for each 32 a scale (and a minimum) of two bytes.
     return count // 2 + count // (8 if width == "int4-min" else 16)

@@ -1,4 +1,4 @@
-"""Reads texts, prints JSON and columns, and draws progress bars, for all commands."""
+"""Reads texts, prints JSON and columns, and draws progress bars for all commands."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 MAX_INPUT_BYTES = 64 << 20
-# Bars appear only after this time: importing the library that draws them takes a large part of a start.
+# Bars appear only after this time: importing the library that draws them is a large part of startup time.
 _PATIENCE_S = 0.5
 _LEAST_CHARACTERS = 100
 
@@ -36,7 +36,7 @@ def read_text(path: Path | None) -> str:
     """The UTF-8 text of a file, or of standard input for None or "-".
 
     Raises:
-      ConfigError: it cannot be read, is too large, or is not UTF-8.
+      ConfigError: the text cannot be read, is too large, or is not UTF-8.
     """
     source = "standard input" if path is None or str(path) == "-" else str(path)
     try:
@@ -68,9 +68,9 @@ def print_columns(
     """Prints rows in aligned columns on standard output.
 
     Args:
-      names: of the columns.
-      rows: a cell per column; shorter rows are filled with empty cells.
-      title: above the columns, in a frame where cells may wrap; None prints neither title nor frame.
+      names: names of the columns.
+      rows: one cell per column; shorter rows are padded with empty cells.
+      title: title above the columns, in a frame whose cells may wrap; None prints neither title nor frame.
       texts: number of first columns that are left-aligned.
     """
     from rich.console import Console
@@ -82,15 +82,15 @@ def print_columns(
         grid.add_column(name, justify="left" if index < texts else "right", no_wrap=title is None)
     for row in rows:
         grid.add_row(*row)
-    # Whole rows even into a pipe, which has no width.
+    # A pipe has no width: do not cut rows.
     Console(width=max(Console().width, _LEAST_CHARACTERS), highlight=False).print(grid)
 
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Yields a callback (stage, done, total) that draws a bar per stage on stderr, which vanish at the end.
+    """Yields a callback (stage, done, total) that draws a bar per stage on stderr, removed at the end.
 
-    Draws nothing where stderr is not a terminal, and nothing in the first half second.
+    Draws nothing if stderr is not a terminal, and nothing in the first half second.
     """
     began = time.monotonic()
     bars, tasks = None, {}

@@ -1,4 +1,4 @@
-"""`jaxllm contexts`: lists, checks and repairs contexts that are kept on disk."""
+"""`jaxllm contexts`: lists, checks and repairs contexts that are stored on disk."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ _keys_option = click.option(
 
 @click.group("contexts")
 def contexts_command() -> None:
-    """List, check and repair contexts that are kept on disk.
+    """List, check and repair contexts that are stored on disk.
 
-    FOLDER is the one that a service was given for its contexts.
+    FOLDER is the service's folder of contexts.
     """
 
 
@@ -41,7 +41,7 @@ def contexts_command() -> None:
 def list_command(folder: Path, app: str | None, keys: Path | None, as_json: bool) -> None:
     """List the contexts in FOLDER.
 
-    Also lists contexts that are damaged or cannot be read, and exits with 1 then.
+    Damaged or unreadable contexts are listed, too; the exit code is 1 then.
 
     \b
     Example:
@@ -89,7 +89,7 @@ def list_command(folder: Path, app: str | None, keys: Path | None, as_json: bool
 def verify_command(folder: Path, keys: Path | None, as_json: bool) -> None:
     """Read all contexts in FOLDER and check every checksum.
 
-    Changes nothing; exits with 1 where something is damaged.
+    Changes nothing; exits with 1 if something is damaged.
 
     \b
     Example:
@@ -105,8 +105,8 @@ def verify_command(folder: Path, keys: Path | None, as_json: bool) -> None:
 def repair_command(folder: Path, keys: Path | None, as_json: bool) -> None:
     """Set damaged files in FOLDER aside.
 
-    Moves them into FOLDER/quarantine, where `jaxllm contexts purge` deletes them, and has damaged chunks
-    computed again when their context is called. Files that cannot be read are left alone.
+    Moves them into FOLDER/quarantine, where `jaxllm contexts purge` deletes them; damaged chunks are
+    recomputed when their context is called. Unreadable files are left in place.
 
     \b
     Example:
@@ -121,7 +121,7 @@ def repair_command(folder: Path, keys: Path | None, as_json: bool) -> None:
 def purge_command(folder: Path, as_json: bool) -> None:
     """Delete the files that repairs have set aside in FOLDER.
 
-    Keeps files whose names are not those of the store's own files, and exits with 1 then.
+    Keeps files whose names are not those of the store's files, and exits with 1 then.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`jaxllm demo`: runs a model on a few questions of each task, and shows its size and speed."""
+"""`jaxllm demo`: runs a model on a few questions per task, and shows its size and speed."""
 
 import dataclasses
 import statistics
@@ -34,15 +34,15 @@ _ANSWER_TOKENS = 64
     type=click.IntRange(min=1),
     default=160,
     show_default=True,
-    help="Most tokens of an answer.",
+    help="Maximum number of tokens of an answer.",
 )
 @json_option
 def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
     """Ask a model a few questions of each task, and show its answers and its speed.
 
-    The questions are in the package. Writes answers to standard output as they come, with whether they are
+    The questions are in the package. Writes answers to standard output as they come, and whether they are
     right; then, without --model, two translations by the packaged encoder-decoder. `jaxllm eval tasks`
-    measures a model on whole data sets.
+    measures a model on complete data sets.
 
     \b
     Example:
@@ -76,14 +76,14 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
 def _ask(
     engine: "Engine", prompts: "Sequence[DemoPrompt]", max_tokens: int, *, aloud: bool
 ) -> list[dict[str, Any]]:
-    """Asks all questions, printing answers as they come where `aloud`; returns their facts for JSON."""
+    """Asks all questions, printing answers as they come if `aloud`; returns their facts for JSON."""
     from jaxllm.sampling import Sampling
     from jaxllm.serving.engine.request import GenerationConfig
     from jaxllm.serving.evaluation.tasks import is_right
     from jaxllm.text.prompts import prompt_ids
 
-    # Stories are sampled, because greedy small models repeat themselves; seeded, so that a run can be
-    # repeated.
+    # Stories are sampled, because greedy small models repeat themselves; seeded, so that runs are
+    # reproducible.
     story_sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
     answers, task = [], ""
     for prompt in prompts:
@@ -112,8 +112,8 @@ def _ask(
 
 
 def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
-    """Translates the demo's sentences, printing as they come where `aloud`; returns their facts for JSON.
-    There are none where the package has no encoder-decoder."""
+    """Translates the demo's sentences, printing them as they come if `aloud`; returns their facts for JSON,
+    none if the package has no encoder-decoder."""
     from jaxllm.serving.engine.request import GenerationConfig
     from jaxllm.serving.ground.bundles import packaged_models
 
@@ -135,7 +135,7 @@ def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
 
 
 def _tell(text: str, generation: "Answer", *, aloud: bool) -> None:
-    """Runs an answer to its end, printing it as it comes, behind what was asked."""
+    """Runs an answer to its end, printing the question and the answer as it comes."""
     if aloud:
         click.echo()
         click.echo("\n".join(f"  {line}" for line in text.splitlines()))
@@ -178,7 +178,7 @@ def _say_totals(totals: dict[str, Any]) -> None:
 
 
 STORY = "story"
-# The packaged encoder-decoder, and what it translates: the first by the task that it takes unasked.
+# The packaged encoder-decoder, and sentences: the first for its default task.
 TRANSLATOR = "translate"
 TRANSLATED = (
     "Zwei Kinder spielen mit einem kleinen Hund im Park.",
@@ -191,9 +191,9 @@ class DemoPrompt:
     """A question of the demo.
 
     Attributes:
-      task: its name; `story` is not a task of `jaxllm.tasks`.
-      example: the question; its answer is empty where no answer is the right one.
-      judged: whether an answer other than the example's is wrong.
+      task: name of the task; `story` is not a task of `jaxllm.tasks`.
+      example: the question; its answer is empty if there is no single right one.
+      judged: whether answers other than the example's are wrong.
     """
 
     task: str
@@ -202,7 +202,7 @@ class DemoPrompt:
 
 
 def demo_prompts() -> list[DemoPrompt]:
-    """All questions, task by task."""
+    """All questions, by task."""
     labelled = (
         ("sentiment", labels.SENTIMENT, _REVIEWS),
         ("news", labels.NEWS, _NEWS),
@@ -240,7 +240,7 @@ _MESSAGES = (
     ("i am furious that they lied to me again", "anger"),
     ("i feel nervous and shaky before the big exam", "fear"),
 )
-# App, goal, what was done, screen, and the number of the element to use next; -1: done.
+# App, goal, past actions, screen, and the number of the element to use next; -1: done.
 _STEPS = (
     (
         "alarm",
@@ -279,7 +279,7 @@ _STEPS = (
         -1,
     ),
 )
-# Request, the function that answers it, and all functions with what they do.
+# Request, the function that answers it, and descriptions of all functions.
 _REQUESTS = (
     (
         "How far is it from Lisbon to Porto by car?",

@@ -1,13 +1,12 @@
-"""Runs the process of the `jaxllm` command, and handles Ctrl-C from its first moment to its last.
+"""Runs the process of the `jaxllm` command, and handles Ctrl-C from start to exit.
 
-This module imports only what Python has loaded anyway, so that the handler is installed before the imports
-that take most of a start. During an import the handler ends the process at once: an exception while NumPy or
-JAX are imported leaves them incomplete, which ends in crashes. Everywhere else it raises KeyboardInterrupt,
-so that unfinished files are removed, and commands may continue (`jaxllm chat`). Python drops an exception
-that is raised in a finalizer or in a callback of the garbage collector: the interrupt is then sent again,
-until it meets code that can end. After an interrupt nothing is torn down: threads of compilers and readers
-still run, and must not outlive what they use. At the end of a command threads are waited for and exit
-handlers run; then the process ends at once, too.
+This module imports only what Python has already loaded, so that the handler is installed before the slow
+imports. During an import the handler ends the process at once: an exception while NumPy or JAX are imported
+leaves them incomplete, which ends in crashes. Everywhere else it raises KeyboardInterrupt, so that unfinished
+files are removed and commands may continue (`jaxllm chat`). Python drops exceptions raised in a finalizer or
+a garbage collector callback: the interrupt is then sent again until it is not dropped. After an interrupt
+nothing is torn down: threads of compilers and readers still run and must not outlive their resources. At the
+end of a command threads are joined and exit handlers run; then the process ends at once, too.
 """
 
 import atexit
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line (`jaxllm.cli.main.main`; see `run_process`)."""
 
     def command() -> None:
-        # Imported where Ctrl-C is handled already.
+        # Imported after the handler of Ctrl-C is installed.
         from jaxllm.cli import main as cli
 
         cli.main(argv)
@@ -36,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_process(command: Callable[[], None]) -> None:
-    """Runs what a process is for, and ends the process: exits 130 after an interrupt, and prints nothing
-    then."""
-    # The parent process may have it ignore Ctrl-C (`nohup`, a shell's background).
+    """Runs `command` and ends the process: exits 130 after an interrupt, printing nothing."""
+    # The parent process may have disabled Ctrl-C (`nohup`, background jobs of a shell).
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGALRM, _interrupt)
@@ -58,7 +56,7 @@ def run_process(command: Callable[[], None]) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Handles SIGINT, and the timer that sends it again."""
+    """Handles SIGINT and the timer that sends it again."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:
             _end(INTERRUPTED)
@@ -67,9 +65,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _dropped(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Sends an interrupt again that Python has dropped; reports every other exception as Python does."""
+    """Sends an interrupt again that Python has dropped; reports other exceptions as Python does."""
     if unraisable.exc_type is KeyboardInterrupt:
-        # Not at once: this hook itself runs where exceptions are dropped.
+        # Delayed: this hook runs where exceptions are dropped.
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
         sys.__unraisablehook__(unraisable)
@@ -81,16 +79,16 @@ def _ignore_interrupts() -> None:
 
 
 def _finish(code: int) -> None:
-    """Ends the process as Python does, except that modules and objects are not taken apart: for those of JAX
-    that takes a tenth of a second."""
-    # Waits for threads, as Python does before the functions of atexit.
+    """Ends the process as Python does, but without tearing down modules and objects: for JAX that costs a
+    tenth of a second."""
+    # Join threads, as Python does before the functions of atexit.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]: multiprocessing calls it, too
     atexit._run_exitfuncs()
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except (OSError, ValueError, AttributeError):
-        # Python itself reports it, and exits with a code of its own.
+        # Python reports the error and chooses the exit code.
         sys.exit(code)
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Runs a command, and turns its errors into a line and an exit code."""
+"""Runs a command, and turns its errors into one line and an exit code."""
 
 import sys
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from jaxllm.errors import JaxllmError
 
 
 def run_command(command: click.Command, name: str, argv: Sequence[str] | None = None) -> None:
-    """Runs a command, and exits: errors become one line on stderr, exit 1 (usage errors: 2).
+    """Runs a command and exits: errors become one line on stderr, exit 1 (usage errors: 2).
 
     Args:
-      command: takes --debug before everything else.
-      name: of the program, in its usage.
-      argv: its arguments; None for those of the process.
+      command: a command with the option --debug.
+      name: program name for its usage.
+      argv: arguments; None for those of the process.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -35,6 +35,6 @@ def run_command(command: click.Command, name: str, argv: Sequence[str] | None = 
 def _one_line(error: JaxllmError | OSError) -> str:
     if isinstance(error, JaxllmError):
         return " ".join(str(error).split())
-    # Errors that users cause are JaxllmErrors; this is one of our own output, for example to a full disk.
+    # User errors are JaxllmErrors; an OSError is from our output, for example a full disk.
     where = "" if error.filename is None else f"{error.filename}: "
     return f"{where}{error.strerror or error}"

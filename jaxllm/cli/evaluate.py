@@ -1,4 +1,4 @@
-"""`jaxllm eval`: measures how good a model is, on texts and on tasks."""
+"""`jaxllm eval`: measures a model's quality on texts and tasks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _COLUMNS = ("task", "score", "%", "chance", "majority", "examples", "skipped", "
 
 
 class _TaskName(click.Choice[str]):
-    """The name of a task, also of one that another distribution adds."""
+    """The name of a task, including tasks added by other distributions."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See `click.Choice`."""
@@ -36,7 +36,7 @@ _separator_option = click.option(
     "--separator",
     metavar="TEXT",
     callback=lambda _context, _parameter, text: _not_empty(text),
-    help="Split the text into documents at this string, scored apart.",
+    help="Split the text at this string into documents, scored separately.",
 )
 _window_option = click.option(
     "--window",
@@ -44,7 +44,7 @@ _window_option = click.option(
     type=int,
     default=0,
     metavar="TOKENS",
-    help="Score windows of so many tokens.  [default: the context]",
+    help="Score windows of this many tokens.  [default: the context]",
 )
 
 
@@ -60,7 +60,7 @@ def eval_command() -> None:
 @click.option(
     "--high-planes",
     is_flag=True,
-    help="Predict by the high planes of int8-nested weights alone, the 4-bit model that drafts.",
+    help="Predict with the high planes of int8-nested weights only, the 4-bit model used for drafts.",
 )
 @model_options
 @json_option
@@ -115,7 +115,8 @@ def agreement_command(
     """Measure how often two models choose the same next token.
 
     Reads TEXT, a UTF-8 file or - for standard input. OTHER is a bundle, a Hugging Face folder or a packaged
-    model's name, of the same tokenizer. Writes the share of tokens that both models' greedy choices agree on.
+    model's name with the same tokenizer. Writes the share of tokens on which both models' greedy choices
+    agree.
 
     \b
     Example:
@@ -147,7 +148,7 @@ def agreement_command(
 def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_json: bool) -> None:
     """Measure how evenly a mixture spreads tokens over its experts.
 
-    Reads TEXT, a UTF-8 file or - for standard input, and writes how often experts and paths of experts are
+    Reads TEXT, a UTF-8 file or - for standard input, and writes how often each expert and path of experts is
     visited.
 
     \b
@@ -176,26 +177,26 @@ def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_j
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR",
-    help="The folder of tasks/, the tasks' files.",
+    help="Folder with a subfolder tasks/ of the tasks' files.",
 )
 @click.option(
     "--task",
     "names",
     multiple=True,
     type=_TaskName(list(TASKS)),
-    help="Answer this task's questions. Repeatable.  [default: every task that DIR has files of]",
+    help="Answer this task's questions. Repeatable.  [default: every task with files in DIR]",
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Ask a fixed sample of N questions a task.  [default: all]",
+    help="Ask a fixed sample of N questions per task.  [default: all]",
 )
 @click.option(
     "--predictions",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write every answer to FILE, a JSON line per question.",
+    help="Write every answer to FILE, one JSON line per question.",
 )
 @prefill_option(
     "Feed questions in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate prefill`), or in "
@@ -252,7 +253,7 @@ def tasks_command(
     required=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A UTF-8 text file, a source per line.",
+    help="A UTF-8 text file with one source per line.",
 )
 @click.option(
     "--reference",
@@ -264,7 +265,7 @@ def tasks_command(
     "--fields",
     nargs=2,
     metavar="SOURCE TARGET",
-    help="Read the source file as JSON lines, from these fields; each target of a list is right.",
+    help="Read the source file as JSON lines, from these fields; any target of a list is right.",
 )
 @click.option(
     "--held-out",
@@ -272,14 +273,12 @@ def tasks_command(
     metavar="SHARE",
     help="Read only the JSON lines that a recipe with this held_out_share does not train on.",
 )
-@click.option(
-    "--prefix", metavar="TEXT", help="Prefix that names the task to the model.  [default: the model's own]"
-)
+@click.option("--prefix", metavar="TEXT", help="Prefix of the task.  [default: the model's own]")
 @click.option(
     "--draft",
     type=click.Path(path_type=Path),
     metavar="DRAFT",
-    help="A smaller model of the same tokenizer, whose agreement with MODEL is measured, too.",
+    help="A smaller model with the same tokenizer, to measure its agreement with MODEL.",
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the translations here."
@@ -296,16 +295,16 @@ def pairs_command(
 ) -> None:
     """Measure an encoder-decoder's greedy answers to a file, and print a JSON object.
 
-    MODEL and DRAFT are Hugging Face folders or bundles. Answers to text files are judged by BLEU, those to
-    JSON lines by Rouge and by exact matches. Agreement is the share of tokens in MODEL's answers that DRAFT
-    predicts greedily after the tokens before them.
+    MODEL and DRAFT are Hugging Face folders or bundles. Answers to text files are scored by BLEU, those to
+    JSON lines by Rouge and exact match. Agreement is the share of tokens in MODEL's answers that DRAFT
+    predicts greedily from the tokens before them.
 
     \b
     Example:
       jaxllm eval pairs runs/translate/hf --source val.de --reference val.en
       jaxllm eval pairs runs/switch/hf --prefix "emotion:" --source valid.jsonl --fields text label
     """
-    # Here, so that --help and wrong usage do not wait for JAX.
+    # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.tasks.rouge import require_rouge
     from jaxllm.training.loop.run_files import write_text
     from jaxllm.training.seq2seq.pairs import held_out_of, read_json_pairs, read_pair_files
@@ -343,7 +342,7 @@ def pairs_command(
 
 
 def _print_results(results: "Sequence[TaskResult]", missing: Sequence[str]) -> None:
-    """Prints a row per score, in percent, and the questions and tasks that were left out."""
+    """Prints a row per score, in percent, and the skipped questions and tasks."""
     rows: list[Sequence[str]] = []
     for result in results:
         scores = list(result.scores.items()) or [("nothing fits", None)]

@@ -1,4 +1,4 @@
-"""`jaxllm export`: writes a bundle as programs, or as a plain model for other engines."""
+"""`jaxllm export`: writes a bundle as exported programs, or as a plain model for other engines."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,12 @@ PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
 CODECS = ("channel", "token", "kivi", "rotated")
 CHUNK_TOKENS = (16, 64, 256)
-# Formats of models for other engines, and the precisions that each takes; the others are of programs.
+# Formats of models for other engines, and their precisions; other formats are of programs.
 PLAIN = {"hf": ("f32", "bf16", "f16"), "gguf": ("f32", "bf16", "f16", "int8")}
 RUN_FILE = "recipe.json"
-# Enough for the largest magnitudes of a text to have been seen.
+# Enough tokens to see the largest magnitudes of a text.
 _CALIBRATION_TOKENS = 4096
-# What surely holds as many.
+# Enough characters for that many tokens.
 _CALIBRATION_CHARACTERS = 1 << 20
 
 
@@ -39,7 +39,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     required=True,
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="The folder to write, or the LiteRT-LM or GGUF file.",
+    help="The folder, LiteRT-LM file or GGUF file to write.",
 )
 @click.option(
     "--format",
@@ -47,43 +47,42 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice([*CONTENTS, *PLAIN]),
     default="stablehlo",
     show_default=True,
-    help="StableHLO for JAX, a TFLite model for LiteRT, the same with the loop that runs it where there is "
-    "no JAX, or one LiteRT-LM file; or the model itself: a Hugging Face folder for "
-    "transformers, or a GGUF file for llama.cpp.",
+    help="StableHLO for JAX, a TFLite model for LiteRT, the same with a runner for systems without JAX "
+    "(device), or one LiteRT-LM file; or the plain model: a Hugging Face folder for transformers, or a GGUF "
+    "file for llama.cpp.",
 )
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
     default="f32",
     show_default=True,
-    help="Width of weights and activations: stablehlo takes f32 and bf16; tflite, device and litertlm f32, "
-    "int8 (weights alone) and w8a8 (both); hf f32, bf16 and f16; gguf these and int8 "
-    "(Q8_0).",
+    help="Width of weights and activations: stablehlo supports f32 and bf16; tflite, device and litertlm "
+    "f32, int8 (weights only) and w8a8 (both); hf f32, bf16 and f16; gguf these and int8 (Q8_0).",
 )
 @click.option(
     "--calibration-text",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="For w8a8, a UTF-8 text to find the activations' scales on; calibrated bundles have the inputs'.",
+    help="For w8a8, a UTF-8 text to calibrate activation scales on; calibrated bundles have the inputs'.",
 )
 @click.option(
     "--without-shadow",
     is_flag=True,
-    help="For w8a8 of a bundle that was calibrated for integer prefill, leave out its steps, "
-    "and the float path of its outlier channels.",
+    help="For w8a8 of a bundle that was calibrated for integer prefill, leave out its activation scales and "
+    "the float path of its outlier channels.",
 )
 @click.option(
     "--static-verify",
     is_flag=True,
-    help="For w8a8, make verify programs multiply as prefill programs do, so that the scores of a text tell "
-    "what prefill loses.",
+    help="For w8a8, make verify programs multiply as prefill programs do, so that the scores of a text show "
+    "the loss of prefill.",
 )
 @click.option(
     "--platform",
     "platforms",
     multiple=True,
     type=click.Choice(PLATFORMS),
-    help="For stablehlo, export for this kind of device. Repeatable.  [default: all]",
+    help="For stablehlo, export for this platform. Repeatable.  [default: all]",
 )
 @context_option
 @click.option(
@@ -100,9 +99,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     multiple=True,
     type=click.IntRange(min=0),
     metavar="TOKENS",
-    help="Make programs over caches of this length, too, which attend over less than the whole context; 0 "
-    "for the whole context alone. Repeatable.  [default: 512 and four times more each time; for "
-    "litertlm none]",
+    help="Also make programs for this cache length, which attend over less than the whole context; 0 for the "
+    "whole context only. Repeatable.  [default: 512 and four times more each time; for litertlm none]",
 )
 @click.option(
     "--verify-tokens",
@@ -115,55 +113,54 @@ _CALIBRATION_CHARACTERS = 1 << 20
     "--block-tokens",
     type=click.IntRange(min=0, max=64),
     metavar="TOKENS",
-    help="Make a program that decodes up to so many tokens in one dispatch, with sampling inside; 0 for "
-    "none.  [default: 16 for stablehlo; else none]",
+    help="Make a program that decodes up to this many tokens per dispatch, including sampling; 0 for none.  "
+    "[default: 16 for stablehlo; else none]",
 )
 @click.option(
     "--attention-mask",
     "masked",
     is_flag=True,
-    help="For litertlm, make prefill and decode programs that take the mask of attention as an input, which "
-    "the runtime fills.",
+    help="For litertlm, make prefill and decode programs with the attention mask as an input, filled by the "
+    "runtime.",
 )
 @click.option(
     "--npu",
     is_flag=True,
-    help="For litertlm, divide the model into an embedder, an auxiliary model and the layers, which LiteRT's "
-    "compiler then takes for an NPU; takes one --chunk-tokens.",
+    help="For litertlm, divide the model into an embedder, an auxiliary model and the layers, as LiteRT's "
+    "compiler for NPUs requires; needs exactly one --chunk-tokens.",
 )
 @click.option(
     "--stages",
     is_flag=True,
-    help="For w8a8 as tflite or device, also make the stages of prefill programs of their own, which two "
-    "processors run out of order.",
+    help="For w8a8 as tflite or device, also make separate programs of the stages of prefill, for two "
+    "processors to run out of order.",
 )
 @click.option(
     "--codec",
     type=click.Choice(CODECS),
     help="For stablehlo, tflite and device, make programs that encode chunks of contexts at 8, 4 and 2 bits "
-    "by this codec, and that load them.  [default: none]",
+    "with this codec, and programs that load them.  [default: none]",
 )
 @click.option(
     "--level",
     "levels",
     multiple=True,
     type=Level(),
-    help="Export this level of an elastic bundle. Repeatable, but for hf, gguf and litertlm, "
-    "whose file has that level alone.  [default: the whole "
-    "model alone]",
+    help="Export this level of an elastic bundle. Repeatable, except for hf, gguf and litertlm, whose file "
+    "has one level.  [default: the whole model only]",
 )
 @click.option(
     "--adapter",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="A low-rank adapter in PEFT's layout, to be folded into the weights.",
+    help="A low-rank adapter in PEFT's layout, to merge into the weights.",
 )
 @click.option(
     "--adapter-input",
     "inputs",
     multiple=True,
     metavar="NAME=DIR",
-    help="Put this low-rank adapter beside the programs, which take it as an input: calls name it, or none. "
+    help="Store this low-rank adapter with the programs, as an input: calls name an adapter, or none. "
     "Repeatable.  [default: none]",
 )
 @click.option(
@@ -172,7 +169,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.IntRange(min=0),
     default=0,
     metavar="RANK",
-    help="The highest rank of adapters that programs take as an input.  [default: that of --adapter-input]",
+    help="Maximum rank of adapters as inputs of programs.  [default: that of --adapter-input]",
 )
 def export_command(
     bundle: Path,
@@ -188,8 +185,8 @@ def export_command(
 
     Reads BUNDLE, a file or the name of a packaged model, and writes a folder of programs with their weights,
     manifest and tokenizer (`jaxllm generate --program` runs stablehlo and tflite), or one LiteRT-LM file.
-    Each program is tried before it is kept. As hf or gguf a level of an elastic bundle is a plain model,
-    narrowed to the level's units. Of the folder of a training run, the best checkpoint so far is written as
+    Each program is tested before it is stored. As hf or gguf, a level of an elastic bundle is a plain model,
+    narrowed to the level's units. For the folder of a training run, the best checkpoint so far is written as
     hf.
 
     \b
@@ -201,7 +198,7 @@ def export_command(
       jaxllm export runs/mine --output runs/mine/hf --format hf
     """
     _check_usage(kind, precision, calibration_text, platforms, without_shadow=shapes["without_shadow"])
-    # Here, so that --help and wrong usage do not wait for them.
+    # Imported here, so that --help and usage errors do not wait.
     from jaxllm.serving.ground.bundles import find_model
 
     if (bundle / RUN_FILE).is_file():
@@ -220,13 +217,13 @@ def export_command(
     inputs = _adapter_inputs(shapes.pop("inputs"), shapes.pop("input_rank"))
     plan = _plan(kind, shapes)
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
-    # Before anything is read, and for what is not imported yet.
+    # Fail before reading anything, also for extras that are not imported yet.
     extras.require_format(kind)
     subject = read_subject(
         bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision), inputs=inputs
     )
     require_family(kind, precision, subject.cfg, levels=len(subject.levels) > 1)
-    # Before a text is read with it.
+    # Check this before a text is read.
     without = quantized.left_out(subject, precision, without_shadow=plan.without_shadow)  # pyright: ignore
     with progress_bars() as progress:
         if kind == "stablehlo":
@@ -275,7 +272,7 @@ def _export_plain(
 
 
 def _export_run(run_dir: Path, output: Path, kind: str, precision: str) -> None:
-    """Exports the best checkpoint so far of a training run, which may still be going on."""
+    """Exports the best checkpoint so far of a training run, which may still be running."""
     if (kind, precision) != ("hf", "f32"):
         raise click.UsageError(
             f"{run_dir} is a training run: export its best checkpoint by --format hf --precision f32, and "
@@ -287,7 +284,7 @@ def _export_run(run_dir: Path, output: Path, kind: str, precision: str) -> None:
     from jaxllm.training.seq2seq.run import export_best_seq2seq
 
     set_devices(None)
-    # Runs of encoder-decoders learn from pairs.
+    # Runs of encoder-decoders have pairs.
     export = export_best_seq2seq if "pairs" in read_identity(run_dir) else export_best
     click.echo(export(run_dir, output))
 
@@ -300,10 +297,10 @@ def _check_usage(
     *,
     without_shadow: bool,
 ) -> None:
-    """Refuses options that do not go together.
+    """Rejects incompatible options.
 
     Raises:
-      UsageError: some do not.
+      UsageError: some options are incompatible.
     """
     if kind != "stablehlo" and platforms:
         raise click.UsageError("--platform goes with --format stablehlo")
@@ -317,7 +314,7 @@ def _check_usage(
 
 
 def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None":
-    """The adapters that programs take as an input; None for none."""
+    """The adapters that are inputs of programs; None for none."""
     from jaxllm.export.input_adapters import AdapterOptions
 
     if not given and not rank:
@@ -334,13 +331,13 @@ def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None
 
 
 def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
-    """Which programs to make in a format, by the options of their shapes."""
+    """The programs to make for a format, by the options of their shapes."""
     from jaxllm.export.signatures import ExportPlan
 
     def ascending(name: str) -> tuple[int, ...]:
         return tuple(sorted(set(shapes[name])))
 
-    # 0 stands for no cache length besides the whole context; nothing for the usual ones.
+    # 0 means no cache length besides the whole context; no option means the default lengths.
     caches = tuple(each for each in ascending("cache_tokens") if each)
     block = shapes["block_tokens"]
     return ExportPlan(
@@ -368,10 +365,10 @@ def _export_tflite(
     calibration_text: Path | None,
     progress: "Progress",
 ) -> list[str]:
-    """Exports as tflite, device or litertlm; what there is to say of it."""
+    """Exports as tflite, device or litertlm; returns messages for the user."""
     from jaxllm.export.tflite import export_tflite, require_holdable
 
-    # Before a text is read with it.
+    # Check this before a text is read.
     require_holdable(subject.cfg)
     ranges = None if calibration_text is None else _ranges(subject, plan, calibration_text)
     if kind in ("tflite", "device"):

@@ -41,9 +41,9 @@ def generate_command(
 ) -> None:
     """Continue a prompt with a model, streaming the text.
 
-    Reads the prompt from --prompt, from a file or from standard input, and writes the answer to standard
-    output as it comes; with --json, one object with the text, counts and times when it is done. Images stand
-    before the prompt, or where it says <image>.
+    Reads the prompt from --prompt, a file or standard input, and streams the answer to standard output; with
+    --json, prints one object with the text, counts and times at the end. Images come before the prompt, or in
+    place of each <image>.
 
     \b
     Example:
@@ -67,7 +67,7 @@ def generate_command(
         if files:
             text, rows = engine.image_rows(engine.tokenizer.encode(with_places(asked, len(files))), files)
         generation = engine.stream(text, config, rows=rows)
-        # One request needs few buckets; compiling all of them would only delay its answer.
+        # One request needs few buckets; compiling all would only delay its answer.
         engine.warm_up(
             prompt_tokens=generation.prompt_tokens, max_tokens=config.max_tokens, progress=progress
         )

@@ -1,4 +1,4 @@
-"""`jaxllm info`: describes a bundle and the device, or a checkpoint, and checks that the bundle is whole."""
+"""`jaxllm info`: describes a bundle and the device, or a checkpoint, and verifies bundles."""
 
 import collections
 import gc
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _InfoCommand(EngineCommand):
-    """`jaxllm info`, which itself imports JAX where it measures that."""
+    """`jaxllm info`; with --memory it measures the import of JAX."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
@@ -36,15 +36,15 @@ class _InfoCommand(EngineCommand):
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read the whole file and check every checksum.")
 @click.option(
-    "--memory", is_flag=True, help="Start the model, and write what holds memory then, in place of the rest."
+    "--memory", is_flag=True, help="Start the model and write its memory use instead of other facts."
 )
 @json_option
 def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool) -> None:
-    """Describe a bundle and this device, or what could become one.
+    """Describe a bundle or a checkpoint, and this device.
 
     Reads BUNDLE, a file or a packaged model's name (default: default), and writes a line for each fact: its
-    size and shape, its levels and experts, and the kernels that run it here. Of a Hugging Face folder or a
-    GGUF file: its family, what it supports, and the memory that it would take at each width.
+    size and shape, levels and experts, and the kernels that run it here. For a Hugging Face folder or a GGUF
+    file: its family, supported features, and its memory at each width.
 
     \b
     Example:
@@ -102,7 +102,7 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
 
 
 def _show(facts: dict[str, Any], as_json: bool) -> None:
-    """Writes facts as JSON, or as a line for each."""
+    """Writes facts as JSON or one per line."""
     if as_json:
         print_json(facts)
         return
@@ -116,7 +116,7 @@ def _show(facts: dict[str, Any], as_json: bool) -> None:
 
 
 def _experts(bundle: "Bundle") -> dict[str, Any]:
-    """The widths of experts that are stored apart, and their calibration."""
+    """The widths of separately stored experts, and their calibration."""
     from jaxllm.bundle.calibrations import expert_facts
     from jaxllm.serving.experts.store import ExpertStore
 
@@ -132,13 +132,13 @@ def _experts(bundle: "Bundle") -> dict[str, Any]:
 
 
 def _tasks(bundle: "Bundle") -> dict[str, Any]:
-    """The tasks of an encoder-decoder and their prefixes, if it names any."""
+    """The tasks of an encoder-decoder and their prefixes, if any."""
     tasks = bundle.tokenizer_files().tasks
     return {"tasks": dict(tasks)} if tasks else {}
 
 
 def _sampling(bundle: "Bundle") -> dict[str, Any]:
-    """The sampling that the model's authors advise, if they name one."""
+    """The sampling parameters that the model's authors recommend, if any."""
     sampling = bundle.tokenizer_files().sampling
     return {"sampling": dict(sampling)} if sampling else {}
 
@@ -170,14 +170,14 @@ _NAMES = {
 
 
 class _Phases:
-    """The growth of anonymous memory by phases of a start."""
+    """Growth of anonymous memory by phases of startup."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
         self._before = 0
 
     def end(self, name: str) -> ProcessMemory:
-        """Ends a phase; memory that it freed is given back before."""
+        """Ends a phase, after returning freed memory to the system."""
         gc.collect()
         give_back_memory()
         memory = process_memory()
@@ -186,10 +186,10 @@ class _Phases:
 
 
 def print_memory(model: Path | None, *, as_json: bool) -> None:
-    """Opens a model, gets all of its buckets ready, answers a prompt, and prints what holds memory.
+    """Opens a model, prepares all of its buckets, answers a prompt, and prints the memory use.
 
     Raises:
-      ConfigError: the system does not tell.
+      ConfigError: the system does not report memory.
       JaxllmError: the model cannot be opened.
     """
     facts = memory_facts(model)
@@ -208,7 +208,7 @@ def print_memory(model: Path | None, *, as_json: bool) -> None:
 
 
 def memory_facts(model: Path | None) -> dict[str, Any]:
-    """What holds memory after a start with a model, in bytes; it imports what a start does, phase by phase.
+    """Memory use after starting with a model, in bytes; does the imports of a start, phase by phase.
 
     Raises:
       ConfigError, JaxllmError: see `print_memory`.
@@ -247,7 +247,7 @@ def memory_facts(model: Path | None) -> dict[str, Any]:
         "weights_bytes": weights,
         "libraries_bytes": sum(memory.files.values()) - weights,
         "resident_bytes": memory.resident,
-        # Native caches take memory as they fill.
+        # Native caches commit pages as they fill.
         "cache_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(session.cache)),
         "peak_bytes": memory.peak,
         **loaded.facts(),

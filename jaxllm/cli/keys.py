@@ -1,4 +1,4 @@
-"""`jaxllm keys`: makes, lists and removes the API keys of apps. `jaxllm completion`: scripts for shells."""
+"""`jaxllm keys`: makes, lists and removes apps' API keys. `jaxllm completion`: scripts for shells."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ _file_option = click.option(
     "path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The file of keys.  [default: $JAXLLM_KEYS, else keys.json in the user's config folder]",
+    help="The key file.  [default: $JAXLLM_KEYS, else keys.json in the user's config folder]",
 )
 
 
@@ -24,8 +24,8 @@ _file_option = click.option(
 def keys_command() -> None:
     """Make, list and remove API keys of apps.
 
-    Apps that call a service over HTTP need one as soon as there is any. A running service sees changes at its
-    next request.
+    As soon as there is a key, apps that call a service over HTTP need one. A running service sees changes at
+    its next request.
     """
 
 
@@ -34,14 +34,14 @@ def keys_command() -> None:
 @click.option(
     "--operator",
     is_flag=True,
-    help="The key may watch the service, too, metrics and the dashboard, and change its adapters.",
+    help="Allow the key to read metrics and the dashboard, and to change adapters.",
 )
 @_file_option
 @json_option
 def add_command(app: str, operator: bool, path: Path | None, as_json: bool) -> None:
     """Make a key of APP and print it.
 
-    It is shown this once: only a digest is stored.
+    The key is shown only once: only a digest is stored.
 
     \b
     Example:
@@ -90,7 +90,7 @@ def list_command(path: Path | None, as_json: bool) -> None:
 def remove_command(which: str, path: Path | None, as_json: bool) -> None:
     """Remove the key ID, or all keys of APP.
 
-    When the last key is gone nobody can call over HTTP; remove the file to have a service without keys.
+    Without any key in the file nobody can call over HTTP; remove the file to have a service without keys.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Imports commands when they are used, and JAX when they run: help and usage errors need click alone."""
+"""Imports commands when they are used, and JAX when they run: help and usage errors only need click."""
 
 import importlib
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ class LazyGroup(click.Group):
         """Makes the group.
 
         Args:
-          *args: of `click.Group`.
+          *args: arguments of `click.Group`.
           sections: headings of the help text, and the commands below each.
-          **kwargs: of `click.Group`.
+          **kwargs: arguments of `click.Group`.
         """
         super().__init__(*args, **kwargs)
         self._sections = sections
@@ -32,7 +32,7 @@ class LazyGroup(click.Group):
         return list(self._targets)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, imported here."""
+        """The command with this name, imported now."""
         if cmd_name not in self._targets:
             return None
         module, attribute = self._targets[cmd_name].split(":")
@@ -55,11 +55,11 @@ class LazyGroup(click.Group):
 
 
 class EngineCommand(click.Command):
-    """A command that computes: its function imports what needs JAX, and its module does not."""
+    """A command that computes: its function, not its module, imports what needs JAX."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
-        # Here, because help and usage errors must not wait for it.
+        # Imported here: help and usage errors must not wait for it.
         from jaxllm.serving.host.jax_import import import_jax
 
         import_jax()

@@ -1,7 +1,7 @@
 """Runs the `jaxllm` command: lists all packages' commands.
 
-A command's module is imported when the command is used (`jaxllm.cli.lazy`). Each package has the
-modules of its commands.
+A command's module is imported when the command is used (`jaxllm.cli.lazy`). Each package has the modules of
+its commands.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ SECTIONS = {
         ),
         "info": (
             "jaxllm.cli.info:info_command",
-            "Describe a bundle and this device, or what could become one.",
+            "Describe a bundle or a checkpoint, and this device.",
         ),
         "profile": (
             "jaxllm.cli.profile:profile_command",
@@ -37,7 +37,7 @@ SECTIONS = {
         ),
         "contexts": (
             "jaxllm.cli.contexts:contexts_command",
-            "List, check and repair contexts that are kept on disk.",
+            "List, check and repair contexts that are stored on disk.",
         ),
     },
     "Prepare and train models": {
@@ -51,7 +51,7 @@ SECTIONS = {
         ),
         "calibrate": (
             "jaxllm.cli.calibrate:calibrate_command",
-            "Measure a model on texts, and write a bundle that runs by what was found.",
+            "Measure a model on texts, and write a calibrated bundle.",
         ),
         "export": (
             "jaxllm.cli.export:export_command",
@@ -90,7 +90,7 @@ COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in sect
 def cli(debug: bool) -> None:
     """One LLM for every app on a device: prepare models, run them, measure them.
 
-    Without --model, commands use the model in the package. `jaxllm COMMAND --help` has an example of each.
+    Without --model, commands use the packaged default model. `jaxllm COMMAND --help` has an example of each.
     """
 
 

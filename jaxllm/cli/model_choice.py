@@ -1,4 +1,4 @@
-"""Opens the model that a command's options name."""
+"""Opens the model chosen by a command's options."""
 
 import dataclasses
 import logging
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxllm.serving.ground.speculation_options import SpeculationOptions
 
 _WHOLE = 100
-# Fields of a choice that exported programs have too.
+# Fields of a choice that also apply to exported programs.
 _OF_PROGRAMS = ("program", "level", "draft")
-# Options whose names are not their fields'.
+# Options whose names differ from their fields.
 _OPTION_NAMES = {"context_tokens": "context", "most_loss": "max-prefill-loss"}
 
 
@@ -29,18 +29,18 @@ class ModelChoice:
     Attributes:
       model: a bundle, a Hugging Face folder, or a packaged model's name; None for the packaged default.
       weights: width of a folder's weights; None for the checkpoint's own.
-      context_tokens: most tokens of prompt and answer together; 0 for the model's window, within bounds.
-      adapter: a folder of a low-rank adapter.
-      level: of an elastic bundle, in percent.
-      memory: most bytes for weights, context and activations; 0 for no limit.
-      draft: the drafter, in the form that `speculation` takes; None for the model itself, where it can and
-        pays.
-      program: a folder of exported programs, instead of a model.
+      context_tokens: maximum number of tokens of prompt and answer together; 0 for the model's window,
+        within bounds.
+      adapter: folder of a low-rank adapter.
+      level: level of an elastic bundle, in percent.
+      memory: memory limit in bytes of weights, context and activations; 0 for no limit.
+      draft: the drafter, in the format of `speculation`; None for self-drafting if supported and faster.
+      program: folder of exported programs, instead of a model.
       prefill: the prefill mode; None for the engine's default.
-      processors: of prefill, 1 or 2.
-      integer_device: of the integer processor, where there are two.
-      most_loss: largest growth of the perplexity by integer prefill, a share; None for the engine's default.
-      expert_loss: share of a mixture that may be computed by high planes alone (see `ExpertOptions`).
+      processors: number of prefill processors, 1 or 2.
+      integer_device: device of the integer processor of two.
+      most_loss: maximum growth of the perplexity by integer prefill, a share; None for the engine's default.
+      expert_loss: share of a mixture that may be computed with high planes only (see `ExpertOptions`).
     """
 
     model: Path | None = None
@@ -58,17 +58,17 @@ class ModelChoice:
     expert_loss: float = 0.0
 
     def open(self, progress: Progress, *, warm_up: bool = True, images: bool = False) -> "Engine":
-        """Opens the engine of the choice; for prompts with images, if these are asked for.
+        """Opens the chosen engine; for prompts with images if `images`.
 
         Raises:
-          ConfigError: it is an exported program, with options that only a bundle has.
+          ConfigError: the choice is an exported program, with options that only a bundle has.
         """
         if self.program is not None:
             if images:
                 raise ConfigError("--image cannot be given with --program: no encoder of images is exported")
             return self._open_program(self.program, progress, warm_up=warm_up)
         if self.processors > 1:
-            # Imported here, because it must run before JAX is used.
+            # Imported here: must run before JAX is used.
             from jaxllm.serving.int8_prefill.processors import prepare_processors
 
             prepare_processors(self.integer_device)
@@ -135,8 +135,8 @@ class ModelChoice:
 
 
 def speculation(draft: str | None) -> "SpeculationOptions | None":
-    """The options of a --draft: "none", "ngram", "level:PERCENT", "nested", "nested:PERCENT", a model, or
-    an added drafter; without one, `SpeculationOptions.by_itself`.
+    """Parses --draft: "none", "ngram", "level:PERCENT", "nested", "nested:PERCENT", a model, or an added
+    drafter; None means `SpeculationOptions.by_itself`.
 
     Raises:
       ConfigError: the level is not a number.
@@ -164,7 +164,7 @@ def speculation(draft: str | None) -> "SpeculationOptions | None":
 
 
 def _choose_prefill(engine: "Engine") -> None:
-    """Chooses the faster prefill mode for each prompt, by the profile of this device."""
+    """Chooses the faster prefill mode for each prompt from this device's profile."""
     from jaxllm.serving.elastic.engine_profile import profile_path
     from jaxllm.serving.elastic.prefill_times import choose_prefill, has_both_modes
     from jaxllm.serving.elastic.profile import load_profile

@@ -25,11 +25,9 @@ from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS
 @click.option(
     "--expert-bits",
     type=click.Choice([str(bits) for bits in EXPERT_BITS]),
-    help="Store each expert of a mixture by itself at this width, to run it in less memory than it takes.",
+    help="Store each expert of a mixture separately at this width, to run with less memory than its size.",
 )
-@click.option(
-    "--name", default="", metavar="NAME", help="The model's name, for people.  [default: the folder's]"
-)
+@click.option("--name", default="", metavar="NAME", help="The model's display name.  [default: the folder's]")
 @click.option(
     "--ignore-config-key",
     "ignore_keys",
@@ -47,10 +45,10 @@ def prepare_command(
 ) -> None:
     """Write a Hugging Face folder or a GGUF file as one bundle file.
 
-    Reads the folder MODEL (config, safetensors, tokenizer) or the GGUF file MODEL, and writes FILE, whole or
-    not at all. Of a GGUF file blocks of Q8_0 and Q4_0 stay bit for bit. With
-    --expert-bits MODEL may be a mixture's bundle, or the name of a packaged one: its weights stay as they
-    are, except experts that get narrower.
+    Reads the folder MODEL (config, safetensors, tokenizer) or the GGUF file MODEL, and writes FILE
+    atomically. Q8_0 and Q4_0 blocks of a GGUF file stay bit for bit. With --expert-bits MODEL may be a
+    mixture's bundle, or the name of a packaged one: its weights are unchanged, except experts that get
+    narrower.
 
     \b
     Example:

@@ -32,13 +32,13 @@ REPEATS = 5
     type=click.IntRange(min=1),
     default=REPEATS,
     show_default=True,
-    help="Number of measurements of everything, of which medians count.",
+    help="Number of repetitions of each measurement; the median counts.",
 )
 @click.option(
     "--energy",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also keep the energy of tokens here, measured elsewhere: a JSON file "
+    help="Also store the energy of tokens, measured elsewhere: a JSON file "
     '{"prefill_joules": [...], "decode_joules": [...]} with a number per level.',
 )
 @json_option
@@ -54,7 +54,7 @@ def profile_command(
     """Measure the speed of every level of a model, for the service to plan with.
 
     Runs BUNDLE, a file or a packaged model's name (default: default), and writes the profile of this device
-    into the cache folder, where services find it. Prints which objectives no level meets here.
+    into the cache folder, where services find it. Prints the objectives that no level meets here.
 
     \b
     Example:
@@ -75,7 +75,7 @@ def profile_command(
     levels = levels_of(bundle)
     costs = None if energy is None else _read_energy(energy)
     if costs is not None:
-        # One more for the whole model.
+        # Plus the whole model.
         check_energy(costs, len(levels) + 1)
     if processors > 1:
         prepare_processors()

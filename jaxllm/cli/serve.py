@@ -28,32 +28,32 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
 @click.option(
     "--http",
     metavar="HOST:PORT",
-    help="Listen on a TCP address; port 0 takes a free one.  [default: 127.0.0.1:8080 without --socket]",
+    help="Listen on a TCP address; port 0 chooses a free one.  [default: 127.0.0.1:8080 without --socket]",
 )
 @click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on a Unix socket.")
 @click.option(
     "--contexts",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep apps' contexts in a folder, over restarts.  [default: no contexts]",
+    help="Store apps' contexts in a folder, across restarts.  [default: no contexts]",
 )
 @click.option(
     "--context-budget",
     type=Size(),
-    help="Most memory for contexts that are not running, such as 500MB.  [default: 256MiB]",
+    help="Memory limit of contexts that are not running, e.g. 500MB.  [default: 256MiB]",
 )
 @click.option(
     "--context-keys",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Encrypt contexts on storage by keys in this folder, one of each app.  [default: no encryption]",
+    help="Encrypt stored contexts with keys in this folder, one per app.  [default: no encryption]",
 )
 @click.option(
     "--attend-coded",
     is_flag=True,
     default=None,
-    help="Attend to chunks of contexts where they lie, without a copy in a cache: faster switches and less "
-    "memory, for models with all weights in memory.",
+    help="Attend to stored chunks of contexts in place, without a copy in a cache: faster switches and less "
+    "memory; requires resident weights.",
 )
 @click.option(
     "--adapter",
@@ -65,43 +65,43 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "--adapters",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Folder of further adapters, which operators may load while the service runs.  [default: none]",
+    help="Folder of further adapters that operators may load at runtime.  [default: none]",
 )
-@click.option("--memory", type=Size(), help="Most memory of the process, such as 2GB.")
+@click.option("--memory", type=Size(), help="Memory limit of the process, e.g. 2GB.")
 @click.option(
     "--follow-pressure",
     is_flag=True,
     default=None,
-    help="Give memory back while tasks of the machine wait for it, without --memory, too (Linux).",
+    help="Also without --memory, release memory under memory pressure on this machine (Linux).",
 )
 @click.option(
     "--model-sampling/--no-model-sampling",
     default=None,
-    help="Sample as the model's authors advise (generation_config.json) where a call names no sampling.  "
+    help="Default to the model's recommended sampling (generation_config.json) for calls without their own.  "
     "[default: on]",
 )
 @click.option(
     "--draft",
     metavar="DRAFT",
-    help="Draft tokens for the whole model's answers while they are decoded one by one, as `jaxllm generate "
-    "--draft` does; none for no drafts.",
+    help="Draft tokens for the whole model's answers in unbatched decoding, as `jaxllm generate --draft`; "
+    "none for no drafts.",
 )
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="Least level of logs; records of requests are info.  [default: info]",
+    help="Minimum log level (requests are logged at info).  [default: info]",
 )
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Options in TOML; the command line goes before them. SIGHUP reads limits, objectives and "
-    "context_budget again.",
+    help="Options in TOML; the command line overrides them. SIGHUP reloads limits, objectives and "
+    "context_budget.",
 )
 def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
     """Serve a model to the apps of this device.
 
-    It speaks OpenAI's, Anthropic's and Ollama's protocols. SIGTERM and Ctrl-C let running answers end; a
+    It speaks OpenAI's, Anthropic's and Ollama's protocols. SIGTERM and Ctrl-C wait for running answers; a
     second one ends at once. Logs are JSON lines on stderr.
 
     \b

@@ -32,7 +32,7 @@ task_option = click.option(
     "--task",
     default="",
     metavar="NAME",
-    help="Of an encoder-decoder, the task whose prefix stands before the prompt.  [default: the model's own]",
+    help="Task of an encoder-decoder, whose prefix is added to the prompt.  [default: the model's own]",
 )
 image_option = click.option(
     "--image",
@@ -40,7 +40,7 @@ image_option = click.option(
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="An image that the prompt begins with, of a model with an encoder of images. Repeatable.",
+    help="An image at the beginning of the prompt, for a model with an image encoder. Repeatable.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -58,12 +58,12 @@ context_option = click.option(
     type=int,
     default=0,
     metavar="TOKENS",
-    help="Most tokens of prompt and answer together.  [default: the model's window, up to 2048]",
+    help="Maximum number of tokens of prompt and answer together.  [default: the model's window, up to 2048]",
 )
 
 
 def prefill_option(text: str) -> Callable[[Command], Command]:
-    """--prefill, with the help text of a command."""
+    """--prefill, with a command's help text."""
     return click.option("--prefill", type=click.Choice(PREFILL_MODES), help=text)
 
 
@@ -71,8 +71,8 @@ processors_option = click.option(
     "--processors",
     type=click.IntRange(1, 2),
     default=1,
-    help="With 2, prompts run on an integer and a float processor at once: two cores, or a GPU and the CPU.  "
-    "[default: 1]",
+    help="With 2, prompts run on an integer and a float processor in parallel: two cores, or a GPU and the "
+    "CPU.  [default: 1]",
 )
 
 _MODEL_OPTIONS = (
@@ -102,8 +102,8 @@ _RUNNING_OPTIONS = (
         "--memory",
         type=Size(),
         default=0,
-        help="Most memory for weights, context and activations, such as 300MB. Layers of a larger model are "
-        "read from storage as they are needed.  [default: no limit]",
+        help="Memory limit of weights, context and activations, e.g. 300MB. Layers of a larger model are "
+        "read from storage on demand.  [default: no limit]",
     ),
     click.option(
         "--draft",
@@ -111,8 +111,8 @@ _RUNNING_OPTIONS = (
         help="Draft tokens for the model to verify, with a small model of the same tokenizer (MODEL; with "
         "--program a folder of programs), a level of the model itself (level:PERCENT), the high planes of "
         "int8-nested weights (nested, nested:PERCENT), earlier continuations in the text (ngram), or not at "
-        "all (none). The answer stays the same.  [default: nested for int8-nested weights, for as long as a "
-        "measurement on the answer says that it pays; none for others]",
+        "all (none). The answer stays the same.  [default: nested for int8-nested weights, while it is "
+        "measured to be faster; none for others]",
     ),
     prefill_option(
         "Compute prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate prefill`), or in "
@@ -130,15 +130,15 @@ _RUNNING_OPTIONS = (
         "--max-prefill-loss",
         "most_loss",
         type=Share(most=float("inf"), allow_inf=True),
-        help="Growth of the perplexity that integer prefill may cost, as measured when the bundle was "
+        help="Maximum growth of the perplexity by integer prefill, as measured when the bundle was "
         f"calibrated; inf for any.  [default: {MAX_PREFILL_LOSS:.0%}]",
     ),
     click.option(
         "--expert-loss",
         type=Share(),
         default=0.0,
-        help="Share of each token's mixture, its least probable experts, that may be computed with 4 of 8 "
-        "bits where nested experts are read from storage.  [default: none]",
+        help="Maximum share of each token's mixture, its least probable experts, to compute with 4 of 8 "
+        "bits if nested experts are read from storage.  [default: none]",
     ),
     click.option(
         "--program",
@@ -151,7 +151,7 @@ _RUNNING_OPTIONS = (
 model_sampling_option = click.option(
     "--model-sampling/--no-model-sampling",
     default=True,
-    help="Sample as the model's authors advise (generation_config.json) where nothing else is asked for.  "
+    help="Default to the model's recommended sampling (generation_config.json) for options not given.  "
     "[default: on]",
 )
 
@@ -162,26 +162,25 @@ _SAMPLING_OPTIONS = (
         type=int,
         default=MAX_TOKENS,
         show_default=True,
-        help="Most tokens of an answer.",
+        help="Maximum number of tokens of an answer.",
     ),
     click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at TEXT. Repeatable."),
     click.option("--stop-token", type=int, multiple=True, metavar="ID", help="End at token ID. Repeatable."),
-    click.option("--ignore-eos", is_flag=True, help="Go on past the model's end token."),
+    click.option("--ignore-eos", is_flag=True, help="Continue past the model's end token."),
     click.option(
         "-t",
         "--temperature",
         type=float,
-        help="Divide logits by this before drawing; 0 takes the likeliest token.  [default: the model's, or "
-        "0]",
+        help="Divide logits by this before sampling; 0 is greedy.  [default: the model's, or 0]",
     ),
     click.option(
-        "--top-k", type=int, help="Draw from the k likeliest tokens.  [default: the model's, or all]"
+        "--top-k", type=int, help="Sample from the k likeliest tokens.  [default: the model's, or all]"
     ),
     click.option(
         "--top-p",
         type=float,
         metavar="PROBABILITY",
-        help="Draw from the likeliest tokens up to this probability in sum.  [default: the model's, or 1]",
+        help="Sample from the likeliest tokens up to this total probability.  [default: the model's, or 1]",
     ),
     click.option(
         "--min-p",
@@ -214,7 +213,7 @@ _SAMPLING_OPTIONS = (
         metavar="ID=VALUE",
         help="Add VALUE to the logit of token ID. Repeatable.",
     ),
-    click.option("--seed", type=int, help="Seed of the draw.  [default: a new one each time]"),
+    click.option("--seed", type=int, help="Sampling seed.  [default: a new one each time]"),
     model_sampling_option,
 )
 
@@ -222,7 +221,7 @@ _SAMPLING_OPTIONS = (
 def model_options(command: Command) -> Command:
     """Adds --model, --weights, --context, --adapter and --level, passed to the command as one `choice`.
 
-    `choice` also has the values of `running_options` and `prefill_option`, where those are applied below it.
+    `choice` also has the values of `running_options` and `prefill_option` if they are applied below it.
     """
 
     @functools.wraps(command)
@@ -240,18 +239,18 @@ def running_options(command: Command) -> Command:
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds length, stops and sampling of an answer; `answer_options` takes their values."""
+    """Adds length, stops and sampling of an answer; parsed by `answer_options`."""
     return _with_options(command, _SAMPLING_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """Length, stops and sampling of answers, as options name them.
+    """Length, stops and sampling of answers, from options.
 
     Attributes:
-      config: with the neutral values of what was not named.
-      named: options of sampling that were named.
-      model_sampling: whether the model's own are the defaults of the others.
+      config: config with neutral values for options not given.
+      named: names of given sampling options.
+      model_sampling: whether the others default to the model's recommended sampling.
     """
 
     config: "GenerationConfig"
@@ -259,7 +258,7 @@ class AnswerOptions:
     model_sampling: bool = True
 
     def of(self, files: "TokenizerFiles") -> "GenerationConfig":
-        """The config of an answer by a model."""
+        """The config of a model's answer."""
         own = {name: value for name, value in files.sampling.items() if name not in self.named}
         if not self.model_sampling or not own:
             return self.config
@@ -268,10 +267,10 @@ class AnswerOptions:
 
 
 def answer_options(options: dict[str, Any]) -> AnswerOptions:
-    """Takes the values of `sampling_options` out of `options`, which may lack all of them.
+    """Pops the values of `sampling_options` from `options`, which may lack all of them.
 
     Raises:
-      ConfigError: a value is out of its domain.
+      ConfigError: a value is out of range.
     """
     from jaxllm.sampling_state import Sampling
     from jaxllm.serving.engine.request import GenerationConfig
@@ -289,7 +288,7 @@ def answer_options(options: dict[str, Any]) -> AnswerOptions:
 
 
 def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
-    # The last that is applied comes first in the help text.
+    # The last applied option comes first in the help text.
     for option in reversed(options):
         command = option(command)
     return command

@@ -77,7 +77,7 @@ _FROM_RECIPE = "  [default: the recipe's]"
 def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **options: Any) -> None:
     """Train a small model from scratch, into a Hugging Face folder.
 
-    Reads the recipe's data, or the texts or conversations given. With --init-from it continues from a
+    Reads the recipe's data, or the given texts or conversations. With --init-from it continues from a
     folder's model. A recipe of an encoder-decoder (translate, switch) reads pairs of texts, such as sentences
     and their translations. Writes the run into RUN (checkpoints, metrics, a summary) and the best checkpoint
     as RUN/hf, whose path it prints.
@@ -89,7 +89,7 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
       jaxllm pretrain --init-from path/to/folder --chat chats.jsonl --run runs/tuned
       jaxllm pretrain --recipe translate --data DIR --run runs/translate
     """
-    # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    # Imported here, so that --help and usage errors do not wait for JAX and orbax.
     from jaxllm.training.loop.monitoring import Monitoring
     from jaxllm.training.loop.run_files import keep_checkpoints_at
     from jaxllm.training.pretrain.continued import train_on
@@ -155,9 +155,9 @@ def lora_command(
 ) -> None:
     """Train a low-rank adapter of a model, into a folder in PEFT's layout.
 
-    Reads MODEL, a Hugging Face folder or a bundle, whose weights stay as they are, and the recipe's data; for
-    an encoder-decoder (T5, mT5, Switch Transformers) pairs of sources and targets. Writes RUN/adapter and
-    prints its path; `jaxllm generate --adapter RUN/adapter` runs it.
+    Reads MODEL, a Hugging Face folder or a bundle, whose weights are frozen, and the recipe's data; for an
+    encoder-decoder (T5, mT5, Switch Transformers) pairs of sources and targets. Writes RUN/adapter and prints
+    its path; `jaxllm generate --adapter RUN/adapter` runs it.
 
     \b
     Example:
@@ -165,7 +165,7 @@ def lora_command(
       jaxllm lora path/to/folder --chat chats.jsonl --run runs/chats
       jaxllm lora runs/translate/hf --pairs mine.de mine.en --run runs/mine
     """
-    # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    # Imported here, so that --help and usage errors do not wait for JAX and orbax.
     from jaxllm.training.loop.monitoring import Monitoring
     from jaxllm.training.loop.run_files import keep_checkpoints_at
     from jaxllm.training.lora.job import LoraRecipe
@@ -205,28 +205,27 @@ def lora_command(
 @click.option(
     "--recovery",
     type=click.Choice(["lora", "joint", "none"]),
-    help="Train an adapter for each level (as in the recipe `adapters`), all levels' weights together, or "
+    help="Train an adapter for each level (as in the recipe `adapters`), all levels' weights jointly, or "
     f"neither.{_FROM_RECIPE}",
 )
 @click.option(
     "--order",
     type=click.Choice(["importance", "magnitude", "random"]),
-    help="Order units by their importance to the loss; magnitude and random are there to compare with."
-    f"{_FROM_RECIPE}",
+    help=f"Order units by their importance to the loss; magnitude and random are baselines.{_FROM_RECIPE}",
 )
 @click.option(
     "--units",
     type=click.Choice(["equal", "global"]),
-    help="Choose a level's units as an equal share of each layer, or of all layers those that matter most "
-    f"per parameter.{_FROM_RECIPE}",
+    help="Choose a level's units as an equal share of each layer, or across layers by importance per "
+    f"parameter.{_FROM_RECIPE}",
 )
 @click.option(
     "--whole-kl",
     "whole_kl_nats",
     type=click.FloatRange(min=0),
     metavar="NATS",
-    help="With --recovery joint, how far the whole model's distribution over the next token may diverge from "
-    f"the one before, on held-out text; 0 sets no bound.{_FROM_RECIPE}",
+    help="With --recovery joint, maximum divergence of the whole model's next-token distribution from the "
+    f"original one, on held-out text; 0 sets no bound.{_FROM_RECIPE}",
 )
 @click.option(
     "--anchor-share",
@@ -274,8 +273,8 @@ def elasticize_command(
 ) -> None:
     """Make an elastic bundle: levels of one model, and the tiny LM that plans.
 
-    Reads MODEL, a Hugging Face folder, and the recipe's data. Measures how much its units matter, orders
-    them, trains what each level lacks, and trains the tiny LM. Writes FILE, and prints the loss of each level
+    Reads MODEL, a Hugging Face folder, and the recipe's data. Measures the importance of its units, orders
+    them, trains each level's recovery, and trains the tiny LM. Writes FILE, and prints the loss of each level
     as a JSON object. An encoder-decoder (T5, mT5) learns from pairs of sources and targets, and has no tiny
     LM.
 
@@ -285,7 +284,7 @@ def elasticize_command(
       jaxllm elasticize path/to/folder --output mine.jaxllm --text text.txt --tiny-lm none --run runs/mine
       jaxllm elasticize runs/translate/hf -o t.jaxllm --pairs t.de t.en --tiny-lm none --run runs/t
     """
-    # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    # Imported here, so that --help and usage errors do not wait for JAX and orbax.
     from jaxllm.training.calibration import BundleOutput
     from jaxllm.training.elastic.job import ElasticRecipe
     from jaxllm.training.elastic.run import dry_run_elastic, elasticize
@@ -314,7 +313,7 @@ def elasticize_command(
 
 
 def _begin(options: dict[str, Any]) -> "MeshShape":
-    """Makes the devices and joins the processes that the options name; returns the mesh's shape."""
+    """Makes the devices and joins the processes given by the options; returns the mesh's shape."""
     from jaxllm.training.loop.parallel import MeshShape, start_process_group
 
     shape = MeshShape.parse(options.pop("mesh") or "")
@@ -345,7 +344,7 @@ def _tiny_lm(name: str, encoder: Path | None, questions: tuple[Path, ...]) -> "T
 
 
 def _require_none(place: str, **options: Any) -> None:
-    """Refuses options that do not go together with another."""
+    """Rejects options that are incompatible with `place`."""
     names = {"texts": "text", "chats": "chat", "model": "init-from", "valid_paths": "valid-text"}
     for name, value in options.items():
         if value:

@@ -23,7 +23,7 @@ LOOP_SETTINGS = ("steps", "accumulate", "precision", "remat", "evaluation_batche
 
 
 class _LocalPath(click.Path):
-    """A path of something that is written here, or a folder: of a URL it would make a local folder."""
+    """A local output path: a URL would make a local folder of that name."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -39,7 +39,7 @@ class _LocalPath(click.Path):
 
 
 class _PathOrUrl(click.Path):
-    """A path, or a URL as it is: a path would make one slash of two."""
+    """A path, or a URL unchanged: a Path would merge its slashes."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -49,7 +49,7 @@ class _PathOrUrl(click.Path):
 
 
 def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """One decorator for several options, in the order of the help text."""
+    """Combines several options into one decorator, in the order of the help text."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -78,25 +78,25 @@ run_option = click.option(
 checkpoints_option = click.option(
     "--checkpoints",
     metavar="URL",
-    help="Keep checkpoints at gs://bucket/path or s3://bucket/path instead of in RUN.",
+    help="Store checkpoints at gs://bucket/path or s3://bucket/path instead of in RUN.",
 )
 data_option = click.option(
     "--data",
     type=_LocalPath(),
     metavar="DIR",
-    help="The folder that the recipe's sources are in.",
+    help="The folder of the recipe's sources.",
 )
 name_option = click.option(
-    "--name", default="", metavar="NAME", help="The model's name, for people.  [default: the folder's own]"
+    "--name", default="", metavar="NAME", help="The model's display name.  [default: the folder's own]"
 )
 teacher_option = click.option(
     "--teacher",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="A Hugging Face folder of the same tokenizer to distil, for a recipe with a teacher_share.",
+    help="A Hugging Face folder of a teacher with the same tokenizer, for a recipe with a teacher_share.",
 )
 tensorboard_option = click.option(
-    "--tensorboard", is_flag=True, help="Write TensorBoard's events into RUN/tensorboard, too."
+    "--tensorboard", is_flag=True, help="Also write TensorBoard events into RUN/tensorboard."
 )
 
 
@@ -121,7 +121,7 @@ def recipe_option(default: str) -> Callable[[Command], Command]:
 
 
 def text_option(use: str, default: str) -> Callable[[Command], Command]:
-    """--text: parameter `texts`, files that are for the named use."""
+    """--text: parameter `texts`, files for the named use."""
     return click.option(
         "--text",
         "texts",
@@ -140,13 +140,13 @@ chat_options = _all(
         multiple=True,
         type=_PathOrUrl(),
         metavar="FILE",
-        help="JSON lines or parquet with messages, or prompt and completion, to learn the answers of: a "
+        help="JSON lines or parquet with messages, or prompt and completion, whose answers are learned: a "
         "file, a folder or a pattern. Repeatable.  [default: the recipe's sources]",
     ),
     click.option(
         "--skip-bad",
         is_flag=True,
-        help="Leave malformed lines of --chat out, instead of stopping there.",
+        help="Skip malformed lines of --chat instead of failing.",
     ),
 )
 
@@ -158,7 +158,7 @@ def given_sources(
     pairs: Sequence[tuple[Path, Path]] = (),
     prefixes: Sequence[str] = (),
 ) -> "tuple[Source, ...]":
-    """The sources that --text, --chat, --skip-bad, --pairs and --prefix name; none keeps the recipe's."""
+    """The sources given by --text, --chat, --skip-bad, --pairs and --prefix; empty for the recipe's."""
     from jaxllm.training.data.remote_files import source_name
     from jaxllm.training.data.sources import Source
 
@@ -190,11 +190,11 @@ def loop_options(command: Command) -> Command:
 
 
 def recipe_options(recipe: type, *names: str, **flags: str) -> Callable[[Command], Command]:
-    """Options of a recipe's fields, None for the recipe's.
+    """Options for a recipe's fields; None keeps the recipe's value.
 
     Args:
       recipe: the dataclass that declares them.
-      *names: fields, and parameters of the command.
+      *names: names of fields, which are the parameters of the command.
       **flags: names on the command line that differ from the fields'.
     """
 
@@ -208,8 +208,8 @@ def recipe_options(recipe: type, *names: str, **flags: str) -> Callable[[Command
 
 
 def changed(recipe: Options, options: dict[str, Any], *names: str) -> Options:
-    """The recipe with the values of the named options, which are removed from `options`; None changes
-    nothing."""
+    """The recipe with the values of the named options, which are removed from `options`; None keeps the
+    recipe's value."""
     given = {name: options.pop(name) for name in names}
     return dataclasses.replace(recipe, **{name: each for name, each in given.items() if each is not None})
 
@@ -242,7 +242,7 @@ def device_options(
 
 
 def one_device_option(reason: str) -> Callable[[Command], Command]:
-    """--mesh of a command that runs on one device only: every other mesh is refused with the reason."""
+    """--mesh of a command that runs on one device only: rejects every other mesh with the reason."""
 
     def check(context: click.Context, option: click.Parameter, mesh: str | None) -> None:
         del option
@@ -269,7 +269,7 @@ process_options = _all(
     click.option(
         "--coordinator",
         metavar="HOST:PORT",
-        help="Address of the first of several processes that train together.  [default: that of SLURM, Open "
+        help="Address of the first process of several that train together.  [default: that of SLURM, Open "
         "MPI or a TPU's host; without any this process trains alone]",
     ),
     click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes."),
@@ -277,7 +277,7 @@ process_options = _all(
         "--process",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Number of this process, counted from 0.",
+        help="Index of this process, from 0.",
     ),
 )
 dry_run_option = click.option(
@@ -285,26 +285,26 @@ dry_run_option = click.option(
     "dry_run",
     metavar="DEVICE",
     help="Train nothing: compile the step, or that of each stage, and print memory per device and time per "
-    "step on DEVICE, such as H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices stand "
-    "for them.",
+    "step on DEVICE, such as H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices emulate "
+    "it.",
 )
 
 
 def set_devices(devices: int | None) -> None:
-    """Makes so many CPU devices of this process; possible only before JAX touches one."""
+    """Makes `devices` CPU devices in this process; possible only before JAX uses one."""
     import jax
 
     from jaxllm.kernels import native
 
     cores = _cores()
     jax.config.update("jax_num_cpu_devices", devices or cores)
-    # Each CPU device is a stream of its own: together they shall keep every core busy, and no more.
+    # Each CPU device computes in a stream: together they should keep every core busy, and no more.
     native.set_threads(max(1, cores // (devices or cores)))
 
 
 def keep_compilations() -> None:
-    """Keeps compiled steps in the user's cache, where a later run finds them: off CPUs, whose programs are
-    made for one processor, and unless JAX is told otherwise (JAX_COMPILATION_CACHE_DIR). Touches a device.
+    """Caches compiled steps in the user's cache folder for later runs: not on CPUs, whose programs are
+    specific to a processor, nor if JAX_COMPILATION_CACHE_DIR is set. Initializes a device.
 
     Raises:
       ConfigError: see `require_usable_jax`.

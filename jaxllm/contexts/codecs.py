@@ -1,8 +1,8 @@
 """Encodes chunks of keys and values at 8, 4 and 2 bits, or raw, and decodes them.
 
-A chunk is C tokens of one layer: keys and values `[K, C, H]`. A codec encodes N chunks as blobs `[N, bytes]`.
-A blob has levels and scales, so that it can be stored and decoded by itself. Quantization is linear and
-asymmetric: x ≈ `low + scale·level`, with one float16 `low` and `scale` per
+A chunk is C tokens of one layer: keys and values `[K, C, H]`. A codec encodes N chunks as blobs `[N,
+bytes]`. A blob has levels and scales, so that it can be stored and decoded separately. Quantization is
+linear and asymmetric: x ≈ `low + scale·level`, with one float16 `low` and `scale` per
 
 - `channel`: channel of a chunk, keys and values (LLMS, section 3.2);
 - `token`: token of a chunk, keys and values;
@@ -29,14 +29,14 @@ from jaxllm.registry import Registry
 if TYPE_CHECKING:
     import jax
 
-# By which ratios are counted: 8 bits, with a float16 low and scale per channel of 16 tokens. It is the same
-# for every codec and length of chunks, so that equal ratios are equal bytes.
+# Reference size of ratios: 8 bits, with a float16 low and scale per channel of 16 tokens. It is the same for
+# every codec and chunk length, so that equal ratios are equal bytes.
 _REFERENCE_BITS = 8 + 2 * 16 / 16
 # Bits of a stored value, best first; `RAW` stores the floats of the cache.
 RAW = 0
 WIDTHS = (8, 4, 2)
-# Stands for the width of the last chunk of a context whose model has state layers: the states, and the rows
-# behind the last whole chunk, as they are.
+# Width of the last chunk of a context whose model has state layers: the states, and the rows after the last
+# whole chunk, unquantized.
 STATE = 1
 
 Sharing = Literal["channel", "token"]
@@ -111,14 +111,14 @@ class Codec:
 
         Args:
           keys, values: `[N, K, C, H]` finite floats; values beyond float16's range saturate.
-          shape: of each chunk.
+          shape: shape of each chunk.
           bits: a width, or `RAW`.
 
         Returns:
           uint8 `[N, blob_bytes]`. The error of a decoded value is at most half its scale, and the scale is at
           most 1.002·(highest - lowest + |lowest|/500)/(2^bits - 1) + 1/8192 over the values that share it.
         """
-        # Here, because devices that run programs alone have no JAX.
+        # Imported here: devices that only run exported programs have no JAX.
         import jax.numpy as jnp
 
         from jaxllm.contexts.coding import bytes_of, encode_part
@@ -138,7 +138,7 @@ class Codec:
     def decode(self, blobs: "jax.Array", shape: ChunkShape, bits: int) -> "tuple[jax.Array, jax.Array]":
         """Decodes blobs `[N, blob_bytes]` of `encode` to keys and values `[N, K, C, H]` in the cache's
         dtype."""
-        # Here, because devices that run programs alone have no JAX.
+        # Imported here: devices that only run exported programs have no JAX.
         import jax
         import jax.numpy as jnp
 
@@ -159,7 +159,7 @@ class Codec:
 
     def turned(self, rows: "jax.Array") -> "jax.Array":
         """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
-        # Here, because devices that run programs alone have no JAX.
+        # Imported here: devices that only run exported programs have no JAX.
         from jaxllm.contexts.coding import hadamard_transform
 
         wide = rows.astype(np.float32)
@@ -182,9 +182,9 @@ class ChunkFormat:
     """The format of a service's stored chunks.
 
     Attributes:
-      codec: encodes them.
-      widths: bits that chunks may have.
-      tokens: of a chunk (C).
+      codec: codec of the chunks.
+      widths: allowed bits of chunks.
+      tokens: tokens of a chunk (C).
     """
 
     codec: Codec
@@ -221,7 +221,7 @@ class ChunkFormat:
 
 
 def find_codec(name: str) -> Codec:
-    """The codec of a name.
+    """The codec with a name.
 
     Raises:
       ConfigError: there is no codec of this name.
@@ -258,5 +258,5 @@ def _part_bytes(shape: ChunkShape, sharing: Sharing, bits: int) -> int:
 
 
 def _itemsize(dtype: str) -> int:
-    """Bytes of a number; NumPy alone does not know bfloat16."""
+    """Bytes of a number; NumPy does not know bfloat16."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

@@ -1,7 +1,7 @@
-"""Chunks that attention reads as they are stored, in front of the rows of a cache.
+"""Stored chunks that attention reads in place, before the rows of a cache.
 
-The chunks' tokens are the first of the sequence; the cache has the tokens behind them. Native attention finds
-the chunks of a layer in a chunk table (`jaxllm.kernels.native`); XLA decodes them, whenever it
+The chunks' tokens are the first of the sequence; the cache has the tokens after them. Native attention
+finds the chunks of a layer in a chunk table (`jaxllm.kernels.native`); XLA decodes them whenever it
 attends.
 """
 
@@ -19,17 +19,17 @@ from jaxllm.contexts.codecs import ChunkFormat, ChunkShape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CodedChunks:
-    """The chunks in front of a cache.
+    """The chunks before a cache.
 
     Attributes:
-      tokens: int32 scalar, of the chunks that are attended to: a multiple of C; 0 for none.
+      tokens: int32 scalar, number of tokens of the attended chunks: a multiple of C; 0 for none.
       source: the handle of a chunk table, `[2]` uint32; or blobs of all layers by value, `[L, N, bytes]`
         uint8, of the size of the widest.
       form: codec and size of the chunks.
-      bits: `[N]` int32, widths of blobs by value; None where they are by address.
-      mass: `[B, N]` float32, the attention that each chunk got; by node as that of a cache (see `KVCache`);
-        None if it is not counted.
-      layer: int32 scalar, whose chunks; None for those of all.
+      bits: `[N]` int32, widths of blobs by value; None for blobs by address.
+      mass: `[B, N]` float32, the attention mass of each chunk; by node like that of a cache (see
+        `KVCache`); None if it is not counted.
+      layer: int32 scalar, layer of the chunks; None for all.
     """
 
     tokens: jax.Array | np.integer
@@ -45,7 +45,7 @@ class CodedChunks:
         return self.bits is None
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.int32, "", coded_tokens=self.tokens, coded_layer=self.layer)
         if self.by_address:
             Axes("coded").check(jnp.uint32, "n", handle=self.source)
@@ -61,12 +61,12 @@ class CodedChunks:
         return dataclasses.replace(self, layer=jnp.asarray(layer, jnp.int32))
 
     def decoded(self, heads: int, width: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """The layer's keys and values by value, `[1, K, N·C, H]`, zeros behind the last chunk.
+        """The layer's keys and values by value, `[1, K, N·C, H]`, zeros after the last chunk.
 
         Args:
-          heads: in the blobs (K).
-          width: of a head (H).
-          dtype: of the cache behind them.
+          heads: number of heads in the blobs (K).
+          width: size of a head (H).
+          dtype: dtype of the cache after them.
         """
         assert self.bits is not None
         assert self.layer is not None

@@ -17,8 +17,8 @@ _MOST = np.float32(np.finfo(np.float16).max)
 def hadamard_transform(rows: jax.Array) -> jax.Array:
     """`rows @ hadamard(H)` of float32 `[..., H]`, by sums and differences of pairs.
 
-    A product would add in an order that each compiler chooses for each shape, and what is stored must be the
-    same bytes in every program, and what the native kernels read.
+    The order of additions in a product depends on compiler and shape, while stored bytes must be equal in
+    every program and in the native kernels.
     """
     block = rows.shape[-1] & -rows.shape[-1]
     found = rows
@@ -39,7 +39,7 @@ def encode_part(rows: jax.Array, axis: int, bits: int) -> jax.Array:
 def quantized_part(
     rows: jax.Array, axis: int, most: jax.Array | np.float32
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Levels `[N, K, C, H]` float32, and float16 lows and scales of what lies along `axis`, of keys or values
+    """Levels `[N, K, C, H]` float32, and float16 lows and scales shared along `axis`, for keys or values
     `[N, K, C, H]` float32; `most` is the highest level."""
     rows = jnp.clip(rows, -_MOST, _MOST)
     least, highest = rows.min(axis, keepdims=True), rows.max(axis, keepdims=True)
@@ -53,7 +53,7 @@ def quantized_part(
 def decode_part(
     blobs: jax.Array, shape: tuple[int, int, int], shared: tuple[int, int, int], bits: int
 ) -> jax.Array:
-    """Keys or values `[N, K, C, H]` float32 of bytes of `encode_part`; `shape` is `K, C, H`, and `shared`
+    """Keys or values `[N, K, C, H]` float32 from bytes of `encode_part`; `shape` is `K, C, H`, and `shared`
     that of lows and scales."""
     size = math.prod(shape) * bits // 8
     levels = _unpacked(blobs[:, :size].reshape(len(blobs), *shape[:2], -1), bits)

@@ -1,7 +1,7 @@
-"""Eviction policies: which chunks of contexts leave memory first.
+"""Eviction policies: the order in which chunks of contexts are evicted.
 
-A policy orders the chunks that may leave, and says whether contexts leave whole. A new policy is a function
-and its line in `POLICIES`.
+A policy orders the evictable chunks, and defines whether contexts are evicted as a whole. A new policy is a
+function and its line in `POLICIES`.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from jaxllm.errors import ConfigError
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
 class Resident:
     """A chunk in memory. Mutable, and only `used` changes: a context has a hundred of them, and replacing
-    them at each call would take part of a switch's time.
+    them at each call would cost part of a switch's time.
 
     Attributes:
       context: name of its context.
       chunk: its number in the context.
       bits: its width, or `RAW`.
-      blobs: of each layer, uint8 `[bytes]`.
-      size_bytes: of all blobs.
+      blobs: blob of each layer, uint8 `[bytes]`.
+      size_bytes: size of all blobs.
       came: order of arrival in memory.
       used: order of the last use of its context.
-      restore_ms: time to restore it after an eviction; 0 where that is not known.
+      restore_ms: time to restore it after an eviction; 0 if unknown.
     """
 
     context: str
@@ -45,8 +45,8 @@ class Policy:
     """An eviction policy.
 
     Attributes:
-      order: sorts the chunks that may leave; those that leave first come first.
-      whole: a chunk leaves with all chunks of its context, which `order` puts next to each other.
+      order: sorts evictable chunks, first evicted first.
+      whole: whether a chunk is evicted with all chunks of its context, which `order` puts next to each other.
     """
 
     order: Callable[[Iterable[Resident]], list[Resident]]
@@ -85,7 +85,7 @@ def cost_aware(chunks: Iterable[Resident]) -> list[Resident]:
 
 
 def whole_contexts(chunks: Iterable[Resident]) -> list[Resident]:
-    """All of the least recently used context, then of the next, as systems without chunks do."""
+    """All chunks of the least recently used context, then of the next, like systems without chunks."""
     return sorted(chunks, key=lambda each: (each.used, each.context, each.chunk))
 
 
@@ -112,5 +112,5 @@ def find_policy(name: str) -> Policy:
 
 
 def _width(chunk: Resident) -> int:
-    """Bits of a chunk; a chunk that is stored as it is is wider than all others."""
+    """Bits of a chunk; unquantized chunks are wider than all others."""
     return 1 << 10 if chunk.bits in (RAW, STATE) else chunk.bits

@@ -1,9 +1,9 @@
-"""Divides missing chunks into those to read and those to recompute, for the least delay (LLMS, section 3.3).
+"""Divides missing chunks into those to read and those to recompute, with minimum delay (LLMS, section 3.3).
 
 A context is restored layer by layer: while tokens of one layer are recomputed, chunks of the next layer are
-read. Recomputing takes the same time for chunks of any bits, a read takes longer the more bits they have, so
-the chunks of most bits are recomputed. Their number follows from linear models of both delays (equation 4).
-Every number that a bucket takes is tried.
+read. Recomputing takes the same time for chunks of any bits, a read takes longer the more bits they have,
+so the chunks with most bits are recomputed. Their number follows from linear models of both delays
+(equation 4). Every number that a bucket supports is tried.
 """
 
 import dataclasses
@@ -89,12 +89,12 @@ def plan_restore(
     Args:
       missing: chunk number -> bits, or `LOST`.
       blob_bytes: bits -> bytes of one layer of a chunk.
-      read_delay: to read one layer, by bytes.
-      compute_delay: to recompute one layer, by chunks of the bucket, or if `exact` by chunks.
-      buckets: numbers of chunks that buckets exist for, ascending; empty if none can be recomputed.
-      layers: of the model (L).
-      exact: whether a bucket computes the given chunks alone, else always as many as it takes.
-      beside_ms: what else is computed of each layer when it is restored, as of a prompt.
+      read_delay: delay of a read of one layer, by bytes.
+      compute_delay: delay of recomputing one layer, by chunks of the bucket, or if `exact` by chunks.
+      buckets: numbers of chunks with buckets, ascending; empty if none can be recomputed.
+      layers: number of layers of the model (L).
+      exact: whether a bucket only computes the given chunks, else always its full number.
+      beside_ms: additional time per layer during the restore, as for a prompt.
 
     Raises:
       ConfigError: more chunks are lost than the largest bucket can recompute.

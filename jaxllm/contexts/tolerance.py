@@ -1,18 +1,19 @@
 """Allocates bits to chunks by density: chunks that later tokens hardly attend to get fewer (LLMS, section
 3.2).
 
-The density of a chunk is the attention that its tokens got, averaged over the queries of all heads and layers
-that could attend to them (equation 1): mass divided by sightings, both summed over calls. For given bytes of
-all chunks of a context, scales included, two density thresholds divide chunks into 8, 4 and 2 bits such that
-the most attended information is kept (equations 2 and 3).
+The density of a chunk is the attention mass of its tokens, averaged over the queries of all heads and
+layers that could attend to them (equation 1): mass divided by sightings, both summed over calls. For given
+bytes of all chunks of a context, scales included, two density thresholds divide chunks into 8, 4 and 2 bits
+such that the most attended information is retained (equations 2 and 3).
 
-Chooses the codec of a model's chunks by measured errors, and says what each width keeps of its attention.
+Also chooses the codec of a model's chunks by measured errors, and computes what each width retains of its
+attention.
 
 Quantized keys and values change the output of attention. Its relative error `e = |out' - out|² / |out|²` is
-measured for each layer, keys and values apart, by codec, length of chunks and width. How much such an error
-matters differs between layers: their sensitivity is the divergence of the model's predictions that an error
-of 1 would cause, as measured with 2 bits in one layer. Errors weighted by sensitivities are what a width
-costs; of the codecs the one is chosen that costs least in equal bytes, scales included.
+measured for each layer, keys and values separately, by codec, chunk length and width. The effect of such an
+error differs between layers: their sensitivity is the divergence of the model's predictions that an error
+of 1 would cause, as measured with 2 bits in one layer. Errors weighted by sensitivities are the cost of a
+width; the codec with the minimum cost in equal bytes, scales included, is chosen.
 """
 
 import dataclasses
@@ -24,11 +25,11 @@ import numpy as np
 from jaxllm.contexts.codecs import WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.errors import ConfigError
 
-# Bits -> share of a value's variance that quantization keeps: the error of b bits is uniform over a step, so
-# its variance falls with the square of the number of levels. For models without a calibration, which measures
-# it (see `jaxllm.contexts.tolerance`).
+# Bits -> share of a value's variance that quantization retains: the error of b bits is uniform over a step,
+# so its variance falls with the square of the number of levels. For models without a calibration, which
+# measures it (see `jaxllm.contexts.tolerance`).
 KEPT: Mapping[int, float] = MappingProxyType({bits: 1 - 1 / (2**bits - 1) ** 2 for bits in WIDTHS})
-# What is quantized, in the order of arrays.
+# The quantized parts, in the order of arrays.
 PARTS = ("keys", "values")
 
 
@@ -61,8 +62,8 @@ class ContextCalibration:
     sensitivity: np.ndarray
 
     def kept(self, codec: str, chunk_tokens: int) -> Mapping[int, float] | None:
-        """Bits -> share of what attention gives that chunks keep, for `tolerance.allocate`; None if this
-        codec and length of chunks were not measured."""
+        """Bits -> share of attention's information that chunks retain, for `tolerance.allocate`; None if this
+        codec and chunk length were not measured."""
         errors = self.errors.get(Candidate(codec, chunk_tokens))
         return None if errors is None else kept_shares(errors, self.sensitivity)
 
@@ -83,7 +84,7 @@ def sightings(
     heads: Sequence[int],
     windows: Sequence[int],
 ) -> np.ndarray:
-    """How many (query, token) pairs each chunk has, over heads and layers: the greatest mass that it can get.
+    """Number of (query, token) pairs of each chunk, over heads and layers: its maximum attention mass.
 
     Args:
       first: position of the first query.
@@ -91,7 +92,7 @@ def sightings(
       count: number of chunks, from position 0 on (N).
       chunk_tokens: tokens of a chunk (C).
       heads: per layer, query heads.
-      windows: per layer, how many positions a query attends to at most, its own included; 0 for all.
+      windows: per layer, maximum number of positions that a query attends to, including its own; 0 for all.
 
     Returns:
       `[N]` float64.
@@ -114,20 +115,20 @@ def allocate(
     kept: Mapping[int, float] = KEPT,
     most: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Bits of each chunk that keep the most information in a budget.
+    """Allocates bits to chunks to retain the most information within a budget.
 
     Maximises `sum(density·kept[bits])` subject to `sum(sizes[bits]) <= budget_bytes`, over all pairs of
-    thresholds. The result is exact, and takes the time of a sort.
+    thresholds. The result is exact, at the cost of a sort.
 
     Args:
-      density: `[N]` of the chunks, oldest first.
-      budget_bytes: of all chunks together.
+      density: `[N]`, density of the chunks, oldest first.
+      budget_bytes: size limit of all chunks.
       sizes: bits -> bytes of a chunk, scales included.
-      newest: this many of the last chunks count as the densest: too few queries have attended to them to
-        estimate their density. None is wider than they are, unless they may not be.
-      kept: bits -> share of information kept, more for more bits.
-      most: `[N]`, the most bits that each chunk may have; bytes that this saves go to the other chunks, the
-        densest first.
+      newest: number of last chunks that count as the densest: too few queries have attended to them to
+        estimate their density. No other chunk is wider, unless they are limited.
+      kept: bits -> share of information retained, more for more bits.
+      most: `[N]`, maximum bits of each chunk; bytes that this saves go to the other chunks, the densest
+        first.
 
     Returns:
       `[N]` int, each 8, 4 or 2.
@@ -166,7 +167,7 @@ def allocate(
 
 
 def kept_shares(errors: np.ndarray, sensitivity: np.ndarray) -> Mapping[int, float]:
-    """Bits -> 1 less the cost of a width, relative to that of losing all: errors of 1.
+    """Bits -> 1 minus the cost of a width, relative to losing everything: errors of 1.
 
     Args:
       errors: `[L, 3, 2]` (see `ContextCalibration`).
@@ -185,19 +186,19 @@ def choose(
     shapes: Sequence[ChunkShape],
     ratio: float,
 ) -> tuple[Candidate, dict[Candidate, float]]:
-    """The candidate that costs least in given bytes.
+    """The candidate with the minimum cost in given bytes.
 
     Args:
       errors, sensitivity: see `ContextCalibration`.
-      shapes: of a chunk of any length, of each layer.
+      shapes: shape of a chunk of any length, for each layer.
       ratio: bytes, scales included (see `ChunkShape.reference_bytes`).
 
     Returns:
-      The candidate, and by candidate the share that is lost at these bytes, with the best mix of widths;
-      infinite where even 2 bits take more.
+      The candidate, and by candidate the lost share at these bytes, with the best mix of widths; infinite
+      if even 2 bits need more.
 
     Raises:
-      ConfigError: all candidates take more.
+      ConfigError: all candidates need more.
     """
     lost = {each: _lost_at(own, each, sensitivity, shapes, ratio) for each, own in errors.items()}
     best = min(lost, key=lambda each: lost[each])
@@ -231,7 +232,7 @@ def _lost_at(
     shapes: Sequence[ChunkShape],
     ratio: float,
 ) -> float:
-    """The least share lost by two widths, each of a share of the chunks, at most at the ratio."""
+    """The minimum lost share with two widths, each for a share of the chunks, within the ratio."""
     own = [dataclasses.replace(shape, tokens=candidate.chunk_tokens) for shape in shapes]
     form = ChunkFormat.named(candidate.codec, candidate.chunk_tokens)
     reference = sum(shape.reference_bytes for shape in own)

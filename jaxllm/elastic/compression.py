@@ -10,32 +10,32 @@ from jaxllm.errors import ConfigError
 # Shortens prompts: chooses the tokens to keep by their scores (ELMS, arXiv 2409.09071, section 3.3).
 #
 # Words are kept or dropped whole (LLMLingua-2, arXiv 2403.12968, section 3.3), and forced tokens are never
-# dropped. Words are separated by white space and numbered by the text alone, so that scores of one
-# tokenizer's tokens can be transferred to another's. All functions work on whole arrays, because prompts may
-# be long and requests wait. Scores come from `models/tiny_lm.py`; `text/droppable.py` says which parts of a
-# prompt may be dropped.
+# dropped. Words are separated by white space and numbered by the text only, so that scores of one
+# tokenizer's tokens can be transferred to another's. All functions work on whole arrays, because prompts
+# may be long and requests wait. Scores come from `models/tiny_lm.py`; `text/droppable.py` defines the
+# droppable parts of a prompt.
 
 
-# Word number of tokens that stand for no text.
+# Word number of tokens without text.
 NO_WORD = -1
 
-# Whether a character is white space, by code point. The last entry is False and stands for all higher code
+# Whether a character is white space, by code point. The last entry is False and applies to all higher code
 # points.
 _WHITE = np.array([chr(code).isspace() for code in range(0x3002)])
 
 
 def words_of(offsets: np.ndarray, text: str, boundaries: np.ndarray | None = None) -> np.ndarray:
-    """The number of the word that each token belongs to, counted from the beginning of the text.
+    """The word number of each token, counted from the beginning of the text.
 
     White space belongs to the word after it, as in byte-level tokenizers, and at the end to the last word. A
     token that spans several words belongs to the first.
 
     Args:
-      offsets: `[T, 2]` int, the characters `[first, last + 1)` of `text` that each token stands for; empty
-        for tokens that a tokenizer adds.
+      offsets: `[T, 2]` int, the characters `[first, last + 1)` of `text` of each token; empty for tokens
+        that a tokenizer adds.
       text: the tokenized text.
-      boundaries: `[n]` int, indices of characters before which a word ends even without white space, such as
-        at turn markers of a chat.
+      boundaries: `[n]` int, indices of characters before which a word ends even without white space, such
+        as at turn markers of a chat.
 
       Returns:
       `[T]` int64; `NO_WORD` for tokens without text.
@@ -44,7 +44,7 @@ def words_of(offsets: np.ndarray, text: str, boundaries: np.ndarray | None = Non
     offsets = np.asarray(offsets).reshape(-1, 2)
     if not len(starts):
         return np.full(len(offsets), NO_WORD, np.int64)
-    # The first word that ends behind the token's first character.
+    # The first word that ends after the token's first character.
     words = np.minimum(np.searchsorted(ends, offsets[:, 0], side="right"), len(starts) - 1)
     return np.where(offsets[:, 0] < offsets[:, 1], words, NO_WORD)
 
@@ -78,23 +78,22 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
     """Chooses the tokens of a shorter prompt.
 
     Forced tokens are kept, with the rest of their words. Further words are added by score, of equal scores
-    the earlier first, while at most `ratio` of the prompt is kept. So a smaller ratio keeps a subset of what
-    a larger one keeps.
+    the earlier first, while at most `ratio` of the prompt is kept. So a smaller ratio keeps a subset of a
+    larger one's tokens.
 
     Args:
       scores: `[T]` float, such as the probability of keeping each token; the score of a word is the mean of
         its tokens.
-      words: `[T]` int, see `words_of`; tokens of no word are kept.
+      words: `[T]` int, see `words_of`; tokens without a word are kept.
       forced: `[T]` bool, tokens that must be kept.
-      ratio: share of the tokens to keep, in (0, 1]; 1 keeps all. More are kept if more are forced. If none is
-        forced, at least the best word is kept, because a model needs a prompt.
+      ratio: share of the tokens to keep, in (0, 1]; 1 keeps all. More are kept if more are forced. If none
+        is forced, at least the best word is kept, because a model needs a prompt.
 
     Returns:
       `[T]` bool, True = kept.
 
     Raises:
-      ConfigError: the shapes differ, the ratio is out of its domain, a score is not finite, or there is no
-        token.
+      ConfigError: the shapes differ, the ratio is out of range, a score is not finite, or there is no token.
     """
     scores, words, forced = np.asarray(scores, np.float64), np.asarray(words), np.asarray(forced, bool)
     if not scores.shape == words.shape == forced.shape or scores.ndim != 1:
@@ -113,7 +112,7 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
 
 
 def stays_anyway(words: np.ndarray, forced: np.ndarray) -> int:
-    """The most tokens that `keep_tokens` keeps at the smallest ratio.
+    """The maximum number of tokens that `keep_tokens` keeps at the smallest ratio.
 
     These are the forced tokens with the rest of their words, and tokens of no word; if there are none, the
     tokens of the longest word, which may be the best.
@@ -129,8 +128,8 @@ def word_scores(scores: np.ndarray, words: np.ndarray, count: int, *, missing: f
     Args:
       scores: `[T]` float.
       words: `[T]` int, see `words_of`.
-      count: of words.
-      missing: the score of words that no token belongs to.
+      count: number of words.
+      missing: score of words without tokens.
 
     Returns:
       `[count]` float64.
@@ -192,8 +191,8 @@ def _words(text: str, boundaries: np.ndarray | None) -> tuple[np.ndarray, np.nda
 
 # Makes the tiny LM's input: an SLO's two marks, followed by a prompt.
 #
-# A prompt that is longer than a row is split into several rows of about the same length, each with the marks
-# in front. Scores are taken from all rows, and the decision is their mean (`pooled`).
+# A prompt that is longer than a row is split into several rows of about the same length, each after the
+# marks. Scores are taken from all rows, and the decision is their mean (`pooled`).
 
 
 MARKS = 2
@@ -202,7 +201,7 @@ _TOKENS = (32, 64, 128, 256, 512)
 
 
 def row_lengths(row_tokens: int) -> tuple[int, ...]:
-    """Lengths of the buckets and programs of a tiny LM whose rows have so many tokens, ascending."""
+    """Lengths of the buckets and programs of a tiny LM with rows of `row_tokens` tokens, ascending."""
     return (*(each for each in _TOKENS if each < row_tokens), row_tokens)
 
 
@@ -214,7 +213,7 @@ def input_rows(ids: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray
       row_tokens: W, tokens of a row, more than the marks alone.
 
     Returns:
-      `[R, W]` int32 tokens, the first two of each row zeros; `[R, W]` bool, True = a mark or a real token.
+      `[R, W]` int32 tokens, the first two of each row zeros; `[R, W]` bool, True for marks and valid tokens.
 
     Raises:
       ConfigError: a row has no room for a token.

@@ -20,19 +20,18 @@ from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_unit
 # Chooses the units of each level's sub-model (ELMS, section 3.2).
 #
 # A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones,
-# stay whole as long as the share allows; the other layers shrink evenly, by whole units. Or a ladder says
-# itself how many units each level has of each layer (see `chosen_ladder`). A sub-model has a prefix of each
-# layer's units, so that all levels read the same buffers from the start.
-#
-# Every level is a part of the whole model, but not always of the next larger level: where that has one kv
-# group more in a layer, it may have a few neurons fewer.
+# stay whole as long as the share allows; the other layers shrink evenly, by whole units. Alternatively a
+# ladder defines the number of units of each level and layer (see `chosen_ladder`). A sub-model has a prefix
+# of each layer's units, so that all levels read the same buffers from the start.  Every level is a part of
+# the whole model, but not always of the next larger level: if that has one kv group more in a layer, it may
+# have a few neurons fewer.
 
 
 LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
 # Neurons are kept in multiples of this, which a kernel computes at once; of less in narrow layers.
 _NEURON_STEP = 32
 _STEPS_PER_LAYER = 40
-# Fields that a bundle has only where they say something.
+# Fields that a bundle omits by default.
 _LEFT_OUT = frozenset({"units", "encoder"})
 # Number of steps in which shares of [0, 1] are tried.
 _SHARES = 2000
@@ -43,10 +42,10 @@ class Ladder:
     """The levels of a model.
 
     Attributes:
-      levels: in percent, ascending; the last is 100, the whole model.
+      levels: levels in percent, ascending; the last is 100, the whole model.
       anchors: indices of the anchor layers, which shrink last, ascending.
-      units: per level but the last, per layer, its kv groups and neurons; empty: by share and anchors.
-      encoder: of an encoder-decoder, the ladder of its encoder, of the same levels; None: by share alone.
+      units: per level but the last, per layer, numbers of kv groups and neurons; empty: by share and anchors.
+      encoder: ladder of an encoder-decoder's encoder, with the same levels; None: by share only.
     """
 
     levels: tuple[int, ...] = LEVELS
@@ -73,17 +72,17 @@ class Ladder:
             raise ConfigError("units of a layer must be a number of kv groups and one of neurons, at least 1")
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """The ladder as a plain dict for `from_json`."""
         data = dataclasses.asdict(self)
         data["encoder"] = None if self.encoder is None else self.encoder.to_json()
         return {name: value for name, value in data.items() if name not in _LEFT_OUT or value}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Ladder":
-        """The ladder that `to_json` gave as a dict.
+        """Reads a dict made by `to_json`.
 
         Raises:
-          ConfigError: a key is unknown or missing, or a value is out of its domain.
+          ConfigError: a key is unknown or missing, or a value is out of range.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(data, dict) or data.keys() | _LEFT_OUT != names:
@@ -98,15 +97,15 @@ class Ladder:
 
 
 def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
-    """The sub-model of a level; of an encoder-decoder both sides have one.
+    """The sub-model of a level; for an encoder-decoder of both sides.
 
     Args:
-      cfg: the whole model.
-      ladder: its levels.
-      level: one of them.
+      cfg: config of the whole model.
+      ladder: ladder with its levels.
+      level: one of the levels.
 
     Raises:
-      ConfigError: the ladder has no such level, or anchors that are no layers of the model.
+      ConfigError: the ladder has no such level, or anchors that are not layers of the model.
     """
     if level not in ladder.levels:
         raise ConfigError(f"there is no level {level}; there are {', '.join(map(str, ladder.levels))}")
@@ -148,7 +147,7 @@ def _sub_config(cfg: ModelConfig, anchors: tuple[int, ...], level: int) -> Model
     def fits(kept: list[LayerUnits]) -> bool:
         return _size(kept, costs) <= budget
 
-    # The other layers shrink to their least size before anchors shrink.
+    # The other layers shrink to their minimum size before anchors shrink.
     if fits(units(0.0, 1.0)):
         kept = units(_most(lambda share: fits(units(share, 1.0))), 1.0)
     else:
@@ -187,7 +186,7 @@ def is_group_parameter(name: str) -> bool:
 
 
 def neuron_step(neurons: int) -> int:
-    """The number of which levels keep multiples, of a layer of so many neurons."""
+    """The step of numbers of neurons of levels, for a layer with `neurons` neurons."""
     return min(_NEURON_STEP, 1 << max(0, (neurons // _STEPS_PER_LAYER).bit_length() - 1))
 
 
@@ -220,13 +219,12 @@ def _size(kept: list[LayerUnits], costs: list[tuple[int, int]]) -> int:
     )
 
 
-# Chooses each level's units over all layers at once, by what they matter per parameter.
-#
-# The paper gives every layer but the anchors the same share (`ladder.py`). Here a level is a knapsack: its
-# parameters are the capacity, kv groups and steps of neurons the items, importance their value. Units of a
-# layer are taken in their order, most important first, so that a greedy choice by importance per parameter
-# is the optimum of the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by
-# more than that item. Every layer keeps a kv group and a step of neurons.
+# Chooses each level's units over all layers at once, by importance per parameter.  The paper gives every
+# layer but the anchors the same share (`ladder.py`). Here a level is a knapsack: its parameters are the
+# capacity, kv groups and steps of neurons the items, importance their value. Units of a layer are added in
+# their order, most important first, so that a greedy choice by importance per parameter is the optimum of
+# the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by more than that
+# item. Every layer keeps at least a kv group and a step of neurons.
 
 
 # Of an item: importance per parameter, layer, whether it is neurons, units, parameters.
@@ -257,7 +255,8 @@ def chosen_ladder(
 def _items(
     cfg: ModelConfig, groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]
 ) -> tuple[list[tuple[int, int, int]], list[_Item]]:
-    """What every level has, per layer kv groups, neurons and parameters; and the items that may be added."""
+    """The minimum of every level, per layer kv groups, neurons and parameters; and the items that may be
+    added."""
     least, items = [], []
     for layer in range(cfg.layers):
         whole, (group, neuron) = cfg.units(layer), unit_sizes(cfg, layer)
@@ -277,8 +276,8 @@ def _items(
 def _filled(
     least: list[tuple[int, int, int]], items: list[_Item], capacity: float
 ) -> tuple[tuple[int, int], ...]:
-    """The kv groups and neurons of each layer: the first items that fit. Of a layer's kind nothing is taken
-    behind an item that does not fit."""
+    """The kv groups and neurons of each layer: the first items that fit. Nothing is added to a layer's kind
+    after an item that does not fit."""
     kept = [[groups, neurons] for groups, neurons, _ in least]
     room = capacity - sum(size for *_, size in least)
     closed: set[tuple[int, bool]] = set()
@@ -295,9 +294,9 @@ def _filled(
 
 # Makes sub-models of a whole model's parameters in memory, without copying weights.
 #
-# A sub-model is either views of prefixes of the whole model's buffers, with buckets of its own
-# (`shared_sub_model`), or the whole model's parameters with counts of used units, for buckets that serve all
-# levels (`counted_sub_model`).
+# A sub-model is either views of prefixes of the whole model's buffers, with its own buckets
+# (`shared_sub_model`), or the whole model's parameters with counts of used units, for buckets that serve
+# all levels (`counted_sub_model`).
 
 
 def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
@@ -307,11 +306,11 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     makes the parameters outside of one.
 
     Args:
-      params: of the whole model, with its units in order; or of a larger sub-model with all of these units
-        (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or
-        of `by_address`, which is returned as it is, as are parameters of an encoder-decoder, whose sub-models
-        are counted.
-      cfg: the sub-model.
+      params: parameters of the whole model, with its units in order; or of a larger sub-model with all of
+        these units (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of
+        `shared_sub_model` or of `by_address`, which is returned unchanged, as are parameters of an
+        encoder-decoder, whose sub-models are counted.
+      cfg: config of the sub-model.
 
     Raises:
       ConfigError: the parameters are those of a sub-model that lacks some of the units.
@@ -333,10 +332,10 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """`sub_model` of parameters in memory, outside of a compiled step, without copying weights.
 
     A slice outside of a compiled step is a copy, and on a CPU a slice inside of one is a copy too. So on a
-    CPU the prefix of an array becomes an array of its own over the same memory; on other devices, and of
-    layers in stacks, it is marked, and the step slices it. Rows of a mixture's experts are no prefix: their
-    stack stays whole, and a step cuts an expert when it takes it, which for floats on a CPU is a copy, as it
-    is for the whole model.
+    CPU the prefix of an array becomes a separate array over the same memory; on other devices, and for
+    layers in stacks, it is marked, and the step slices it. Rows of a mixture's experts are not a prefix:
+    their stack stays whole, and a step cuts an expert when it uses it, which for floats on a CPU is a copy,
+    as for the whole model.
     """
     return shared_part({name: params[name] for name in param_specs(cfg)}, cfg)
 
@@ -357,7 +356,7 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
             return weight
         leaves = jax.tree.leaves(weight)
         if any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves):
-            # Weights that are streamed are given by their shapes alone.
+            # Streamed weights are only given as shapes.
             return jax.eval_shape(lambda each: _cut(each, name, shapes[name], take_units), weight)
         cut = _cut(jax.tree.map(np.asarray, weight), name, shapes[name], take_units)
         views = [shared(*pair) for pair in zip(jax.tree.leaves(cut), leaves, strict=True)]
@@ -368,8 +367,8 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 
 def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
     """Whether one bucket can serve all levels of a model, each at its own cost: if its layers are read by
-    address, and no units are in experts. Those of encoder-decoders are always counted: other weights than
-    those in blocks then cost at every level what they cost at the whole model."""
+    address, and no units are in experts. Those of encoder-decoders are always counted: weights that are not
+    in blocks then cost as much at every level as at the whole model."""
     if cfg.encoder is not None:
         return True
     return not cfg.experts and can_be_addressed(params, cfg)
@@ -386,13 +385,13 @@ def counted_sub_model(
     """A sub-model as the whole model's parameters and counts of its units.
 
     Args:
-      params: of the whole model (see `can_be_addressed`).
-      cfg: the whole model.
-      level: the sub-model; None counts nothing.
-      adapters: (adapter, scaling) pairs for matrices of layers, of the whole model or the sub-model; they are
-        added up.
-      ranks: of the adapters of parameters, at least the sums of the given ones: the same for all sub-models
-        that share buckets. Ranks that are not given are zero, and not computed.
+      params: parameters of the whole model (see `can_be_addressed`).
+      cfg: config of the whole model.
+      level: config of the sub-model; None counts nothing.
+      adapters: (adapter, scaling) pairs for matrices of layers, of the whole model or the sub-model; they
+        are summed.
+      ranks: ranks of the adapters of parameters, at least the sums of the given ones: the same for all
+        sub-models that share buckets. Unused ranks are zero, and not computed.
     """
     found = dict(params)
     for name, rank in (ranks or {}).items():

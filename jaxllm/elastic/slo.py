@@ -1,9 +1,9 @@
 """Latency objectives of requests (SLOs): their marks for the tiny LM, and the choices that meet them.
 
 ELMS (arXiv 2409.09071, sections 3.1 and 3.3): an SLO limits the time to the first token (TTFT) and the time
-per further token (TPOT), each as a share of the whole model's with the whole prompt. The tiny LM gets it as
-two tokens in front of the prompt, its marks. Nominal costs here count parameters and tokens; measured costs
-are in the device's profile.
+per further token (TPOT), each as a share of the whole model's with the whole prompt. The tiny LM receives
+it as two tokens before the prompt, its marks. Nominal costs here count parameters and tokens; measured
+costs are in the device's profile.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Percentages of the whole model's time that have a mark.
+# Percentages of the whole model's time with a mark.
 MARK_PERCENTS = tuple(range(20, 101, 10))
-# Shares of a prompt to choose from, beside the levels of a ladder.
+# Shares of a prompt to choose from, besides the levels of a ladder.
 PROMPT_RATIOS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 _WRITTEN = re.compile(r"\s*<?\s*(\d+(?:\.\d+)?)\s*,\s*(\d+(?:\.\d+)?)\s*>?\s*")
@@ -91,7 +91,7 @@ def marks_of(slo: Slo) -> tuple[int, int]:
     """Indices in `marks()` of an SLO's two marks, TTFT's first.
 
     A ratio between two marks gets the lower one, so that the mark never allows more time than the SLO. A
-    ratio below the least mark gets the least mark, so a proposal must be checked with `feasible`.
+    ratio below the lowest mark gets the lowest mark, so a proposal must be checked with `feasible`.
     """
 
     def place(ratio: float) -> int:

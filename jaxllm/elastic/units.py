@@ -28,11 +28,11 @@ class UnitOrder:
     Attributes:
       groups: per layer, indices of its kv groups `[K]` int32.
       neurons: per layer, indices of its neurons `[F]` int32, or `[E, F]` for each of its experts.
-      cross: per layer of the decoder of an encoder-decoder, indices of its kv groups over the source; of
-        other models empty.
-      encoder: the order of its encoder's units; None of other models.
+      cross: per layer of the decoder of an encoder-decoder, indices of its kv groups over the source; empty
+        for other models.
+      encoder: order of its encoder's units; None for other models.
 
-    With relative positions the kv groups of all layers are in one order, as all layers share the biases.
+    With relative positions all layers have the same order of kv groups, because they share the biases.
     """
 
     groups: tuple[np.ndarray, ...]
@@ -84,8 +84,8 @@ def units_of_arrays(
 
 
 def order_units(groups: Iterable[np.ndarray], neurons: Iterable[np.ndarray]) -> UnitOrder:
-    """The order of units by falling importance, given by layer: `[K]`, and `[F]` or `[E, F]`. Ties keep their
-    order."""
+    """The order of units by falling importance, given by layer: `[K]`, and `[F]` or `[E, F]`. The sort is
+    stable."""
 
     def falling(importance: np.ndarray) -> np.ndarray:
         importance = np.asarray(importance, np.float64)
@@ -102,10 +102,11 @@ def order_sides(
     """The order of units of an encoder-decoder, or of one of its sides, by falling importance.
 
     Args:
-      cfg: the model, or its encoder.
-      scores: of the decoder, or of the encoder, by layer i: `groups.i`, `cross.i` `[K]`, `neurons.i` `[F]`.
-        With relative positions the groups' are added up over the layers, each as a share of its layer's.
-      encoder: the encoder's, likewise; None for the encoder by itself.
+      cfg: config of the model, or of its encoder.
+      scores: scores of the decoder, or of the encoder, by layer i: `groups.i`, `cross.i` `[K]`, `neurons.i`
+        `[F]`. With relative positions the groups' are summed over the layers, each as a share of its
+        layer's.
+      encoder: scores of the encoder, likewise; None for only the encoder.
 
     Raises:
       ConfigError: a score is missing, or not finite.
@@ -202,6 +203,6 @@ def _reordered(name: str, value: np.ndarray, order: UnitOrder) -> np.ndarray:
 
 
 def _biases(value: np.ndarray, order: UnitOrder) -> np.ndarray:
-    """Biases `[buckets, N]` with the heads of each kv group where the group goes."""
+    """Biases `[buckets, N]` with the heads moved with their kv groups."""
     by_group = value.reshape(len(value), len(order.groups[0]), -1)
     return by_group[:, order.groups[0]].reshape(value.shape)

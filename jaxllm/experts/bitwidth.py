@@ -1,10 +1,10 @@
-"""Chooses the bitwidth of each expert (EdgeMoE, arXiv 2308.14352, section 3.2).
+"""Chooses the bit width of each expert (EdgeMoE, arXiv 2308.14352, section 3.2).
 
-Experts differ in how much the model loses when they are quantized coarsely. The least uniform bitwidth within
+Experts differ in the model's loss when they are quantized coarsely. The minimum uniform bit width within
 the allowed loss is the upper bound, the next lower one the lower bound. Experts are then lowered from the
 upper to the lower bound, the most robust first, until the allowed loss is reached.
 
-The caller measures losses; this module decides which bitwidths to try, and in which order.
+The caller measures losses; this module decides which bit widths to try, and in which order.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ LossOf = Callable[[np.ndarray], float]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class WidthPlan:
-    """The bitwidths of a model's experts.
+    """The bit widths of a model's experts.
 
     Attributes:
       bits: `[L_sparse, E]` int8.
-      lower, upper: the bounds; equal if all experts may have the least bitwidth.
-      lowered: how many experts have the lower one.
-      loss: measured with these bitwidths.
+      lower, upper: the bounds; equal if all experts may have the minimum bit width.
+      lowered: number of experts with the lower one.
+      loss: loss measured with these bit widths.
     """
 
     bits: np.ndarray
@@ -38,14 +38,14 @@ class WidthPlan:
 
 
 def width_bounds(losses: Mapping[Bits, float], most_loss: float) -> tuple[Bits, Bits]:
-    """The lower and the upper bound of bitwidths.
+    """The lower and the upper bound of bit widths.
 
     Args:
-      losses: uniform bitwidth -> loss.
+      losses: uniform bit width -> loss.
       most_loss: the allowed loss, as a share.
 
     Raises:
-      ConfigError: every uniform bitwidth loses more; the message gives the least loss.
+      ConfigError: every uniform bit width loses more; the message has the minimum loss.
     """
     fitting: list[Bits] = [bits for bits in BITS if losses[bits] <= most_loss]
     if not fitting:
@@ -62,11 +62,11 @@ def width_bounds(losses: Mapping[Bits, float], most_loss: float) -> tuple[Bits, 
 def lowering_order(importance: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """The order in which experts are lowered: `[L_sparse·E]` int, flat indices.
 
-    Experts with the least loss per saved loading come first. All experts of a model have one size, so the
-    saved loading is proportional to the share of visits.
+    Experts with the smallest loss per saved load come first. All experts of a model have one size, so the
+    saved loads are proportional to the share of visits.
 
     Args:
-      importance: `[L_sparse, E]`, the loss if this expert alone has the least bitwidth.
+      importance: `[L_sparse, E]`, the loss if only this expert has the minimum bit width.
       shares: `[L_sparse, E]`, share of its layer's visits.
     """
     # Losses below zero are measurement noise. Experts without visits save nothing, and lose nothing.

@@ -56,8 +56,8 @@ class Tiles:
 
 
 def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) -> Tiles:
-    """Tiles of `rows` rows for choices `ids` `[M, k]` int32. Ids of `experts` and above, which stand for
-    padding, get no tile; without `padded` there are none."""
+    """Tiles of `rows` rows for choices `ids` `[M, k]` int32. Ids of `experts` and above are padding, and
+    get no tile; without `padded` there are none."""
     pairs, choices = ids.size, ids.shape[-1]
     chosen = ids.reshape(-1)
     if rows == 1 and pairs <= experts and not padded:
@@ -91,7 +91,7 @@ def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) ->
     )
 
 
-# Computes the visits of a mixture's experts so that gradients may be taken, for training.
+# Computes the visits of a mixture's experts differentiably, for training.
 #
 # On CPUs tiles run all at once, as products with a batch axis over tiles. Elsewhere
 # `jax.lax.ragged_dot_general` multiplies each expert's pairs with its weights: no expert is copied for a
@@ -111,9 +111,9 @@ _TO_UNITS, _TO_WIDTH = (
 
 def differentiable_visits(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
     """The visits `[P, D]`, in the order of pairs by expert, given normed tokens `x` `[M, D]` and weights
-    `[E, F, D]`; zero or anything for pairs without an expert, whose weight is zero."""
+    `[E, F, D]`; undefined for pairs without an expert, whose weight is zero."""
     if tiles.token.shape[1] == 1 and tiles.place.size <= experts.up.shape[0]:
-        # So few pairs are not sorted.
+        # Few pairs are not sorted.
         return in_tiles(x, tiles, experts)
     return jax.lax.platform_dependent(x, tiles, experts, cpu=in_tiles, default=by_groups)
 
@@ -193,8 +193,8 @@ def _block(
 #   `linear.py`), so that prefill, tree and decode give it bit for bit the same.
 
 
-# The most rows of a tile. Larger tiles make faster products and read weights less often; on average half a
-# tile per expert is padding.
+# Maximum number of rows of a tile. Larger tiles make faster products and read weights less often; on
+# average half a tile per expert is padding.
 _MOST_ROWS = 256
 
 
@@ -212,12 +212,12 @@ def mixture(
 
     Args:
       x: `[B, T, D]`.
-      norm: of the block.
-      routing: of these tokens, computed from `norm(x)`.
-      experts: weights `[E, F, D]`, all together, or all apart; biases `[E, F]` and `[E, D]`.
-      add_input: whether x is added.
+      norm: norm of the block.
+      routing: routing of these tokens, computed from `norm(x)`.
+      experts: weights `[E, F, D]`, all joined, or all separate; biases `[E, F]` and `[E, D]`.
+      add_input: whether to add x.
       live: `[T]` bool, False for padding, which visits no expert.
-      differentiable: whether gradients may be taken; then all experts are converted to floats first.
+      differentiable: whether gradients may be computed; then all experts are converted to floats first.
 
       Returns:
       `[B, T, D]` in the dtype of x.
@@ -244,11 +244,11 @@ def tiles_and_weights(
     """The tiles of B·T tokens, and the weights of their pairs, `[B·T, k]` float32.
 
     Args:
-      routing: of tokens `[B, T]`.
+      routing: routing of tokens `[B, T]`.
       experts: number of experts (E).
       live, differentiable: see `mixture`.
-      loss: of nested experts, the share of a token's mixture that may be computed by high planes alone (see
-        `high_alone`). An expert's number plus E stands for its high plane alone, in tiles of its own.
+      loss: for nested experts, maximum share of a token's mixture to compute with only high planes (see
+        `high_alone`). An expert's number plus E stands for only its high plane, in separate tiles.
     """
     count, choices = routing.ids.size, routing.ids.shape[-1]
     ids, weights = routing.ids.reshape(-1, choices), routing.weights.reshape(-1, choices)
@@ -341,12 +341,12 @@ def run_stored(
 
     Args:
       x: tokens `[M, D]`.
-      norm: of the block, without a bias.
-      tiles: of these tokens.
-      actions: `[n]` int32, what is done with each tile (see `native_experts.stored_visits`).
-      weights: of the layer.
-      before: visits so far (see `no_visits`), and what was begun.
-      activation: of the experts.
+      norm: norm of the block, without a bias.
+      tiles: tiles of these tokens.
+      actions: `[n]` int32, action for each tile (see `native_experts.stored_visits`).
+      weights: weights of the layer.
+      before: visits so far (see `no_visits`), and partial results.
+      activation: activation of the experts.
     """
     out, begun = before
     found, begun = native_products.stored_visits(
@@ -364,7 +364,7 @@ def run_stored(
 
 
 def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
-    """The visits, `[P, D]` or more rows, zero where no tile writes, given tokens `x` `[M, D]`."""
+    """The visits, `[P, D]` or more rows, zero for rows without a tile, given tokens `x` `[M, D]`."""
 
     def by_loop(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
         choose = _chooser(experts)
@@ -408,7 +408,7 @@ def _blocks_apart(experts: FeedForward) -> list[native_products.ExpertBlocks]:
 
 def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward], jax.Array]], jax.Array]:
     """A function that calls another with one expert `[F, D]`, by the expert's index. If experts differ in
-    bitwidth, the function is traced once per bitwidth, not per expert."""
+    bit width, the function is traced once per bit width, not per expert."""
     stacks = [_base(each) for each in experts.weights]
     if not any(isinstance(each, Apart | ByForm) for each in stacks):
         return lambda expert, run: run(_each_weight(experts, lambda stack: unit_at(stack, expert)))
@@ -462,7 +462,8 @@ def _with_weights(experts: FeedForward, parts: Sequence[Weight]) -> FeedForward:
 
 
 def _tile_rows(pairs: int, experts: int) -> int:
-    """Rows of a tile: twice an expert's mean share: most experts have one tile, which reads its weights."""
+    """Rows of a tile: twice an expert's mean share, so that most experts have one tile, which reads its
+    weights."""
     return _rows(2 * pairs // experts)
 
 

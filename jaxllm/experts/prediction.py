@@ -21,9 +21,9 @@ from jaxllm.errors import ConfigError
 
 
 BACK_OFF = 4.0
-# Pairs that are stored per layer, the most frequent ones: all of them with up to 64 experts.
+# Maximum number of stored pairs per layer, the most frequent ones: all of them with up to 64 experts.
 MOST_PAIRS = 4096
-# The greatest sum of a row of counts while a model runs.
+# Maximum sum of a row of counts while a model runs.
 MOST_WEIGHT = 64.0
 
 
@@ -74,7 +74,7 @@ class PathCounts:
         return found
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays to store: counts as float16, whose rounding is below the counts' sampling error."""
+        """Arrays for storage: counts as float16, whose rounding is below the counts' sampling error."""
         most = np.finfo(np.float16).max
         counts = {"alone": self.alone, "after_one": self.after_one, "after_two": self.after_two}
         # Scaled down if they exceed float16: only their ratios matter.
@@ -121,8 +121,8 @@ def count_paths(ids: np.ndarray, experts: int, *, most_pairs: int = MOST_PAIRS) 
 
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
-      experts: of a layer (E).
-      most_pairs: the most pairs that are stored of a layer (P).
+      experts: number of experts of a layer (E).
+      most_pairs: maximum number of stored pairs per layer (P).
     """
     layers = ids.shape[0]
     width = min(most_pairs, experts**2)
@@ -151,7 +151,7 @@ def next_experts(
     """The predicted probability of a visit to each expert of a layer.
 
     Args:
-      counts: of a text.
+      counts: counts of a text.
       layer: the sparse layer, from 0.
       before: `[M, k]` int, the experts that M tokens visited at the layer before; None if unknown.
       two_before: the same for two layers before.
@@ -179,13 +179,13 @@ def next_experts(
 
 
 def learn(counts: PathCounts, ids: np.ndarray) -> None:
-    """Adds the visits of more tokens to the counts, in place: copying them for every token would take longer
-    than a layer.
+    """Adds the visits of more tokens to the counts, in place, because copying them for every token would
+    take longer than a layer.
 
     A row of counts is scaled down once its sum exceeds `MOST_WEIGHT`, so that recent tokens have influence.
 
     Args:
-      counts: so far.
+      counts: counts so far.
       ids: `[L, M, k]` int, see `count_paths`.
     """
     experts = counts.experts
@@ -247,11 +247,11 @@ class TokenExperts:
         Args:
           layer: the sparse layer, from 0.
           tokens: `[M]` int.
-          experts: of the layer (E).
+          experts: number of experts of the layer (E).
 
         Returns:
           `[E]` float32, which sums to one: the mean over the tokens that occurred in the text; None if none
-          did.
+            did.
         """
         at = np.searchsorted(self.tokens, tokens)
         within = at < len(self.tokens)
@@ -291,7 +291,7 @@ def count_tokens(ids: np.ndarray, tokens: np.ndarray, experts: int) -> TokenExpe
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
       tokens: `[M]` int, their ids.
-      experts: of a layer (E).
+      experts: number of experts of a layer (E).
     """
     seen, which = np.unique(tokens, return_inverse=True)
     most = []
@@ -334,8 +334,8 @@ Policy = Callable[[Residents, int, int, int], np.ndarray]
 
 
 def nearness(layers: np.ndarray, at: int, total: int) -> np.ndarray:
-    """How soon layers are computed after layer `at` of `total`: total - 1 for the next layer, down to 0 for
-    layer `at` itself, which comes again in the next forward pass (EdgeMoE, equation 2)."""
+    """Proximity of layers after layer `at` of `total`: total - 1 for the next layer, down to 0 for layer
+    `at`, which is next needed in the next forward pass (EdgeMoE, equation 2)."""
     return (total - layers + at) % total
 
 
@@ -348,20 +348,19 @@ def frequency_nearness(those: Residents, at: int, total: int, now: int) -> np.nd
 
 
 def first_in_first_out(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """FIFO: evicts the expert that was loaded first."""
+    """FIFO: evicts the expert loaded first."""
     del at, total, now
     return those.loaded.astype(np.float64)
 
 
 def least_recently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LRU: evicts the expert whose last visit is the longest ago."""
+    """LRU: evicts the least recently used expert."""
     del at, total, now
     return those.used.astype(np.float64)
 
 
 def least_frequently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LFU: evicts the expert with the fewest visits; of equals the one whose last visit is the longest
-    ago."""
+    """LFU: evicts the expert with the fewest visits; of equals the least recently used one."""
     del at, total, now
     return those.frequency + 1e-9 * those.used
 
@@ -382,7 +381,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def eviction_policy(name: str) -> Policy:
-    """The policy of a name.
+    """The policy with a name.
 
     Raises:
       ConfigError: there is no policy of this name.

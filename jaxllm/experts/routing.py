@@ -1,6 +1,6 @@
 """Routes tokens to experts, and computes the auxiliary losses of routers.
 
-The router is one matrix `[E, D]`. The softmax runs over all experts, then the k most probable are taken and,
+The router is one matrix `[E, D]`. The softmax is over all experts; then the k most probable are chosen and,
 if the model normalizes, their probabilities divided by their sum, in the order of Mixtral and Qwen3-MoE.
 Without normalization the weights of a token sum to less than one.
 """
@@ -60,15 +60,15 @@ def route(
     Args:
       x: `[..., D]`.
       router: `[E, D]`.
-      experts_per_token: k.
+      experts_per_token: number of experts per token (k).
       normalize: whether the weights of a token sum to one.
       norm: the norm before the experts, if x is not yet normalized.
-      bias: `[E]`, added to the scores; None for nothing.
-      differentiable: whether gradients may be taken; they reach the router through the weights.
+      bias: `[E]`, added to the scores; None for none.
+      differentiable: whether gradients may be computed; they reach the router through the weights.
 
       Returns:
-      The routing; of equal probabilities the lower id comes first. With native kernels a token's routing is
-      bit for bit what it is alone, because a near tie that flips changes the answer.
+      The routing; of equal probabilities the lower id comes first. With native kernels routing is
+      batch-invariant bitwise, because a near tie that flips changes the answer.
     """
 
     def by_xla(x: jax.Array, router: Weight | TableArray, bias: Operand | None, norm: Norm | None) -> Routing:
@@ -93,7 +93,7 @@ def route(
         )
         return Routing(*(each.reshape(*x.shape[:-1], -1) for each in (logits, ids, weights)))
 
-    # In float32 whatever the activations' dtype, so that near ties do not depend on it.
+    # In float32 for any dtype of activations, so that near ties do not depend on it.
     x = x.astype(jnp.float32)
     if differentiable or (norm is not None and norm.bias is not None):
         return by_xla(x, router, bias, norm)
@@ -101,13 +101,13 @@ def route(
 
 
 def high_alone(weights: Floats, loss: float) -> Floats:
-    """Which of a token's experts its high plane alone may stand for, `[..., k]` bool.
+    """Which of a token's experts can be approximated by their high plane, `[..., k]` bool.
 
-    They are the least probable ones, as many as have together at most `loss` of the sum of the weights (the
-    idea is HOBBIT's). A token's do not depend on other tokens.
+    These are the least probable ones, as many as together have at most `loss` of the sum of the weights
+    (HOBBIT's idea). Independent of other tokens.
 
     Args:
-      weights: `[..., k]` float32, most probable first; host arrays stay there.
+      weights: `[..., k]` float32, most probable first; host arrays stay on the host.
       loss: a share in [0, 1].
     """
     xp = np if isinstance(weights, np.ndarray) else jnp
@@ -130,7 +130,7 @@ def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:
 
     Args:
       probs: `[..., E]`, a router's probabilities.
-      ids: `[..., k]` int32, the experts chosen.
+      ids: `[..., k]` int32, the chosen experts.
 
     Returns:
       A float32 scalar, differentiable in `probs`.
@@ -150,7 +150,6 @@ def router_z_loss(logits: jax.Array) -> jax.Array:
 
 
 def expert_shares(ids: jax.Array, experts: int) -> jax.Array:
-    """How often each expert is chosen per token, given choices `ids` `[..., k]`: `[E]` float32, which sums to
-    k."""
+    """Frequency of each expert per token, given choices `ids` `[..., k]`: `[E]` float32, which sums to k."""
     tokens = ids.size // ids.shape[-1]
     return jnp.bincount(ids.reshape(-1), length=experts).astype(jnp.float32) / np.float32(tokens)

@@ -1,4 +1,4 @@
-"""Writes files and folders that are either whole or absent, and removes leftovers of killed writers."""
+"""Writes files and folders atomically, and removes leftovers of killed writers."""
 
 import contextlib
 import errno
@@ -30,18 +30,19 @@ _KINDS = (
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
-    """A binary file that takes the name `path` when the block ends well, and vanishes otherwise.
+    """A binary file that is renamed to `path` if the block succeeds, and removed otherwise.
 
-    It is written beside `path`, flushed to storage, then renamed over it, so that readers see the old file or
-    the new one, whatever is interrupted. A killed writer leaves a temporary file, which the next writer of
-    the same name removes: the file is locked as long as its writer lives.
+    It is written next to `path`, flushed to storage, then renamed over it, so that readers see the old file
+    or the new one, whatever is interrupted. A killed writer leaves a temporary file, which the next writer
+    of the same name removes: the file is locked as long as its writer lives.
 
     Args:
-      path: its name.
-      flush: wait until the data is on storage; without it a power cut may leave any part of the file.
+      path: final path.
+      flush: whether to wait until the data is on storage; without it a power cut may leave any part of the
+        file.
 
       Raises:
-      OSError: the file cannot be written, or `path` is no regular file (see `require_replaceable`).
+      OSError: the file cannot be written, or `path` is not a regular file (see `require_replaceable`).
     """
     require_replaceable(path)
     with temporary_file(path) as (temporary, file):
@@ -58,13 +59,13 @@ def atomic_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A new folder that takes the name `path` when the block ends well, and vanishes otherwise.
+    """A new folder that is renamed to `path` if the block succeeds, and removed otherwise.
 
     As with `atomic_file`, its files are flushed to storage before it is renamed, and the next writer of the
     same name removes leftovers of a killed one.
 
     Raises:
-      OSError: it cannot be written, or `path` exists and is no empty folder.
+      OSError: it cannot be written, or `path` exists and is not an empty folder.
     """
     remove_abandoned(path.parent, path.name)
     temporary = _temporary_name(path)
@@ -87,9 +88,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new temporary binary file beside `path`, which is removed when the block ends.
+    """A new temporary binary file next to `path`, removed at the end of the block.
 
-    A leftover of a killed process is removed by the next one that asks for the same name.
+    A leftover of a killed process is removed by the next call with the same name.
 
     Yields:
       Its path, and the file.
@@ -114,7 +115,7 @@ def temporary_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
 def require_replaceable(path: Path) -> None:
     """Raises FileExistsError unless `path` is a regular file, or nothing yet.
 
-    A rename would replace a device, a pipe or a link itself, and not write to what it stands for.
+    A rename would replace a device, a pipe or a link itself, instead of writing to its target.
     """
     if str(path) == "-":
         raise FileExistsError(
@@ -132,10 +133,10 @@ def require_replaceable(path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file has this name; also a link that leads nowhere.
+    """Whether a file has this name, including a dangling link.
 
     Raises:
-      OSError: storage refuses to say.
+      OSError: storage refuses.
     """
     try:
         os.lstat(path)
@@ -154,8 +155,8 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
     """Removes temporary files of killed writers in a folder; those of living writers stay.
 
     Args:
-      folder: to clean up.
-      name: name of the file that they wrote; None for any, in a folder with no other program's files.
+      folder: folder to clean up.
+      name: name of the written file; None for any, in a folder without other programs' files.
     """
     if fcntl is None:
         return
@@ -190,8 +191,8 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _locked_and_there(number: int) -> bool:
-    """Locks a file or folder that was just created, and tells whether it still exists: before it was locked,
-    another writer of the same name may have removed it as abandoned."""
+    """Locks a new file or folder, and returns whether it still exists: before it was locked, another writer
+    of the same name may have removed it as abandoned."""
     return _lock(number) is not False and os.fstat(number).st_nlink > 0
 
 

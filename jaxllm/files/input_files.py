@@ -1,8 +1,8 @@
-"""Opens and reads files from elsewhere: regular files only, up to a stated limit of bytes.
+"""Opens and reads untrusted files: regular files only, up to a given limit of bytes.
 
-A pipe may block for ever and a device may never end, so neither is opened; a link to a regular file is
+A pipe may block forever and a device may never end, so neither is opened; a link to a regular file is
 followed (Hugging Face's cache consists of them). All refusals are OSErrors with an `strerror`, so that
-callers handle them like other files that cannot be read.
+callers handle them like other unreadable files.
 """
 
 import errno
@@ -17,7 +17,7 @@ from jaxllm.errors import CheckpointError, one_line
 # Far above any config, index or manifest; parsed JSON of this size still fits a small memory.
 MAX_JSON_BYTES = 32 << 20
 
-# Of files that are longer than their size says, read at once.
+# Size of further reads of files that are longer than their reported size.
 _PIECE_BYTES = 64 << 10
 
 # Never wait for a pipe's other end, and never translate line ends.
@@ -49,7 +49,7 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # No more than there is: a read takes memory for all that it may get.
+        # No more than the size: a read allocates memory for its maximum.
         data = b"" if size > limit_bytes else file.read(size + 1)
         # Some file systems (/proc) report 0 for files that are not empty.
         while size < len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
@@ -73,12 +73,12 @@ def read_json(path: Path, hint: str, *, limit_bytes: int = MAX_JSON_BYTES) -> di
     """The JSON object in a file.
 
     Args:
-      path: of the file.
-      hint: what the user can do about a file that cannot be read; the end of messages.
-      limit_bytes: most bytes that the file may have.
+      path: path of the file.
+      hint: remedy for an unreadable file; the end of messages.
+      limit_bytes: size limit of the file.
 
     Raises:
-      CheckpointError: the file is missing, no regular file or too large, is not JSON or not an object.
+      CheckpointError: the file is missing, not a regular file or too large, is not JSON or not an object.
     """
     try:
         value = json.loads(read_bytes(path, limit_bytes).decode("utf-8"))

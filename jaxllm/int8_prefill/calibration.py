@@ -45,7 +45,7 @@ from jaxllm.quant import contracted_rows
 
 # [layer][product] -> a value per input channel, `[D]`.
 ByProduct = list[list[np.ndarray]]
-# Least step of native kernels, used where all activations are zero.
+# Minimum scale of native kernels, used if all activations are zero.
 _LEAST_STEP = 1e-20
 
 
@@ -57,9 +57,9 @@ class PrefillCalibration:
       levels: calibrated levels, in percent, ascending.
       steps: `[levels, L, 4]` float32, per product of `PRODUCTS`.
       shadowed: per layer, whether it has a shadow.
-      channels: (layer, product) of layers with a shadow -> channels `[R]` int32 of the float rows, those with
-        most outliers first, -1 for padding; R is the same for all.
-      rows: (layer, product) -> per weight of the product, its float rows `[R, outputs]`.
+      channels: (layer, product) of layers with a shadow -> channels `[R]` int32 of the float rows, those
+        with most outliers first, -1 for padding; R is the same for all.
+      rows: (layer, product) -> float rows `[R, outputs]`, per weight of the product.
       losses: level -> share by which the perplexity grew on the calibration text and on a held-out text.
     """
 
@@ -108,7 +108,7 @@ class PrefillCalibration:
 
     @property
     def float_rows(self) -> int:
-        """R, the same for all products; 0 where no layer has a shadow."""
+        """R, the same for all products; 0 if no layer has a shadow."""
         return max(map(len, self.channels.values()), default=0)
 
     @property
@@ -147,8 +147,8 @@ def outlier_counts(
 def product_errors(
     params: Params, tokens: jax.Array, steps: tuple[jax.Array, jax.Array], *, cfg: ModelConfig
 ) -> list[list[jax.Array]]:
-    """How far quantized inputs take the results of all products from exact ones, over tokens `[T]`: `[2]`
-    sums of squares, one for each of two `steps` `[L, 4]`, as shares of the results' own."""
+    """Errors of all products with quantized inputs over tokens `[T]`: `[2]` sums of squares, one for each
+    of two `steps` `[L, 4]`, as shares of the exact results' own."""
     multiply = plain_rule(params, cfg)
 
     def look(layer: int, product: int, x: jax.Array) -> jax.Array:
@@ -192,7 +192,7 @@ def largest_of(tops: Sequence[ByProduct]) -> ByProduct:
 
 
 def whole_steps(tops: ByProduct) -> np.ndarray:
-    """The least steps `[L, 4]` float32 that clip no observed value."""
+    """The minimum steps `[L, 4]` float32 that clip no observed value."""
     return _as_steps([[each.max() for each in layer] for layer in tops])
 
 
@@ -228,7 +228,7 @@ def most_important(importance: np.ndarray, count: int) -> tuple[bool, ...]:
 
 
 def shadow_counts(layers: int, pruned_share: float) -> list[int]:
-    """Numbers of layers with a shadow to try in this order: as few as the share asks for, then doubling."""
+    """Numbers of layers with a shadow to try in this order: as few as the share allows, then doubling."""
     count = math.ceil(layers * (1 - pruned_share) - 1e-9)
     found = []
     while count < layers:
@@ -255,12 +255,12 @@ def assembled(
     """A calibration from observations.
 
     Args:
-      cfg: the model.
+      cfg: config of the model.
       floats: its parameters at the best available precision.
       counts: outliers of each channel, at the steps of layers with a shadow.
       levels: level -> clipping steps `[L, 4]`, and wide ones.
       shadowed: per layer, whether it has a shadow.
-      clipped: per layer, whether it takes a clipping step without one.
+      clipped: per layer, whether it has a clipping step without a shadow.
       losses: see `PrefillCalibration`.
     """
     mask = (np.array(shadowed) | np.array(clipped))[:, None]
@@ -299,7 +299,7 @@ def _float_rows(weight, channels: np.ndarray, *, last: bool) -> np.ndarray:
     return np.where(channels[:, None] >= 0, np.clip(taken, -top, top), 0).astype(np.float16)
 
 
-# Puts activation outliers into a model without changing its function.
+# Adds activation outliers to a model without changing its function.
 #
 # Small trained models hardly have outliers; large ones have them in the same few channels of all layers
 # (LLM.int8(), arXiv 2208.07339). To compare quantization methods on small models, chosen channels are scaled
@@ -322,7 +322,7 @@ class OutlierRecipe:
         large models.
       factor: a power of two; half of the channels get half of it.
       places: kinds of channels.
-      seed: of the draw of channels.
+      seed: seed of the choice of channels.
     """
 
     channels: int = 4

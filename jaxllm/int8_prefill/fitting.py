@@ -61,10 +61,10 @@ class Fitted:
     """The result of a fit.
 
     Attributes:
-      calibration: with its losses on both texts.
-      recipe: the recipe that was used, finer than the given one if that lost too much.
-      clipped: per layer, whether it has no shadow and clips what exceeds its step.
-      lossy: levels that lose more than allowed, or were not measured because the whole model does.
+      calibration: calibration with its losses on both texts.
+      recipe: the final recipe, finer than the given one if that lost too much.
+      clipped: per layer, whether it has no shadow and clips values beyond its step.
+      lossy: levels with more loss than allowed, or not measured because the whole model has.
     """
 
     calibration: PrefillCalibration
@@ -92,21 +92,21 @@ def fit_calibration(
 ) -> Fitted:
     """Calibrates integer prefill.
 
-    Steps and channels come from one text, and whether a layer without a shadow clips what exceeds a step or
-    widens it. Choices of layers are tried from few shadows to all, then with finer recipes; the first is
-    taken with which no level loses more than `most_loss` on that text or on the held-out one. If there is
-    none, the choice with the fewest lossy levels is taken; if the whole model is always lossy, the choice
-    with its least loss.
+    One text determines steps and channels, and whether a layer without a shadow clips values beyond a step
+    or widens it. Choices of layers are tried from few shadows to all, then with finer recipes; the first
+    with which no level loses more than `most_loss` on that text or on the held-out one is used. If there is
+    none, the choice with the fewest lossy levels is used; if the whole model is always lossy, the choice
+    with its minimum loss.
 
     Args:
-      cfg: a dense model.
+      cfg: config of a dense model.
       floats: its parameters at the best available precision.
-      stored: the same parameters at 8 bits, as they are served.
-      texts: rows `[T]` int32 of one length, to calibrate on.
+      stored: the same parameters at 8 bits, as served.
+      texts: rows `[T]` int32 of one length, for calibration.
       held_out: rows of the same length, to measure losses on another text.
       recipe: settings that separate outliers.
-      most_loss: largest allowed growth of the perplexity on either text, as a share.
-      sub_models: level -> config and parameters as they are served, for levels besides the whole model.
+      most_loss: maximum growth of the perplexity on either text, as a share.
+      sub_models: level -> config and parameters as served, for levels besides the whole model.
 
     Raises:
       ConfigError: the model has experts, there is too little text, or its activations are not finite.

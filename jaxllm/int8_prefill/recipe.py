@@ -10,10 +10,10 @@ from jaxllm.errors import ConfigError
 # Orders of subgraphs on two processors (see `jaxllm.int8_prefill.schedule`).
 Order = Literal["in-order", "first-ready", "equation-5", "out-of-order"]
 ORDERS: tuple[Order, ...] = ("in-order", "first-ready", "equation-5", "out-of-order")
-# Default of the largest allowed growth of the perplexity, as a share: calibration keeps to it, and an engine
-# requires it of a bundle.
+# Default of the maximum growth of the perplexity, as a share: a limit of calibration, and a requirement of
+# an engine on a bundle.
 MOST_LOSS = 0.01
-# How often steps are made finer; at the last time one channel in four may exceed the step.
+# Number of times steps are made finer; at the last one channel in four may exceed the step.
 _FINER = 3
 
 
@@ -22,9 +22,9 @@ class ShadowRecipe:
     """Settings that separate outliers from other activations.
 
     Attributes:
-      most_channels: share of a product's channels that may exceed the step in a layer with a shadow.
-      least_gain: share by which each exceeding channel must make the step finer.
-      pruned_share: share of the layers, the least important ones, that get no shadow if the loss allows it.
+      most_channels: maximum share of a product's channels that exceed the step in a layer with a shadow.
+      least_gain: minimum share by which each exceeding channel must make the step finer.
+      pruned_share: share of the layers, the least important ones, without a shadow if the loss allows it.
     """
 
     most_channels: float = 0.03

@@ -35,10 +35,10 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
     """Hidden states `[T, D]` after the final norm of a text's tokens `[T]` int32, from position 0.
 
     Args:
-      params: the model's; matrices of layers are read by the rule alone.
+      params: parameters of the model; matrices of layers are only read by the rule.
       tokens: the text.
       rule: computes all products of layers.
-      cfg: the model.
+      cfg: config of the model.
     """
     Axes("forward_by_rule").check(jnp.int32, "T", tokens=tokens)
     count = len(tokens)
@@ -60,7 +60,7 @@ def scores_by_rule(
 
 
 def plain_rule(params: Params, cfg: ModelConfig) -> Rule:
-    """A rule that computes products with the weights as they are stored."""
+    """A rule that computes products with the stored weights."""
 
     def rule(layer: int, product: int, x: jax.Array) -> list[jax.Array]:
         return [_product(x, each, product, None) for each in product_matrices(params, layer, product, cfg)]
@@ -69,12 +69,12 @@ def plain_rule(params: Params, cfg: ModelConfig) -> Rule:
 
 
 def integer_rule(params: Params, calibration: Sequence[LayerCalibration], cfg: ModelConfig) -> Rule:
-    """A rule that computes products as integer prefill does, with the shadow of layers that have one.
+    """A rule that computes products like integer prefill, including shadows.
 
     Args:
-      params: the model's.
-      calibration: of each layer.
-      cfg: the model.
+      params: parameters of the model.
+      calibration: calibration of each layer.
+      cfg: config of the model.
     """
 
     def rule(layer: int, product: int, x: jax.Array) -> list[jax.Array]:

@@ -9,7 +9,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.recipe import ORDERS, Order
 
-# Names the stages that a layer is cut into for two processors (mllm-NPU, arXiv 2407.05858, section 3.2).
+# Names the stages into which a layer is split for two processors (mllm-NPU, arXiv 2407.05858, section 3.2).
 #
 # A layer without a shadow has three stages, of which the integer processor runs two:
 #
@@ -101,9 +101,9 @@ class Subgraph:
 
     Attributes:
       chunk, layer: indices.
-      stage: of the layer.
-      processor: where it runs.
-      needs: indices of the subgraphs that it depends on, in the prompt's list, all smaller than its own.
+      stage: stage of the layer.
+      processor: processor that runs it.
+      needs: indices of its dependencies in the prompt's list, all smaller than its own.
     """
 
     chunk: int
@@ -113,7 +113,7 @@ class Subgraph:
     needs: tuple[int, ...]
 
 
-# Subgraph -> milliseconds that it takes.
+# Subgraph -> its time in milliseconds.
 Times = Callable[[Subgraph], float]
 
 
@@ -198,14 +198,14 @@ class Dispatcher:
     """
 
     def __init__(self, subgraphs: Sequence[Subgraph], times: Times, order: Order = "out-of-order") -> None:
-        """Begins a prompt.
+        """Starts a prompt.
 
         Args:
           subgraphs: see `prompt_subgraphs`.
-          times: of subgraphs, profiled; wrong times cost speed, never correctness.
-          order: "out-of-order" by equation 5 where a processor would wait; "equation-5" by that equation,
-            as the paper has it, always; "first-ready" takes the subgraph that has waited longest; "in-order"
-            lets each processor run its subgraphs in the order of the list alone.
+          times: profiled times of subgraphs; wrong times cost speed, never correctness.
+          order: "out-of-order" by equation 5 if a processor would wait; "equation-5" always by that
+            equation, as in the paper; "first-ready" chooses the subgraph that has waited longest;
+            "in-order" runs each processor's subgraphs in the order of the list.
         """
         if order not in ORDERS:
             raise ConfigError(f"subgraphs are run in one of {', '.join(ORDERS)}, got {order!r}")
@@ -239,7 +239,7 @@ class Dispatcher:
         return not self._left
 
     def take(self, processor: Processor) -> int | None:
-        """The index of the subgraph that a free processor runs next; None to wait."""
+        """The index of the next subgraph for a free processor; None to wait."""
         ready = self._ready[processor]
         if not ready:
             return None
@@ -251,10 +251,10 @@ class Dispatcher:
         elif self._order == "equation-5":
             chosen = max(ready, key=self.literal_contribution)
         elif self._order == "first-ready" or self._ready[_OTHER[processor]]:
-            # The other processor has work: take what has waited longest, so that no chunk falls far behind.
+            # The other processor has work: choose the longest waiting one, so that no chunk falls far behind.
             chosen = ready[0]
         else:
-            # Of equals, `max` takes the first, which has waited longest.
+            # Of equals, `max` returns the first, which has waited longest.
             chosen = max(ready, key=self.contribution)
         ready.remove(chosen)
         return chosen
@@ -268,15 +268,15 @@ class Dispatcher:
                 self._ready[self.subgraphs[follower].processor].append(follower)
 
     def literal_contribution(self, place: int) -> float:
-        """The contribution of a subgraph by equation 5 as the paper has it: time of all subgraphs that wait
-        for this one alone, negative if this one is on the integer processor."""
+        """The contribution of a subgraph by equation 5 as published: time of all subgraphs that only wait
+        for this one, negative if this one is on the integer processor."""
         freed = [each for each in self._followers[place] if self._missing[each] == 1]
         taken = sum(self._times[each] for each in freed)
         return taken if self.subgraphs[place].processor == "float" else -taken
 
     def contribution(self, place: int) -> float:
         """The contribution of a subgraph in the order "out-of-order": time of the subgraphs on the other
-        processor that wait for this one alone."""
+        processor that only wait for this one."""
         other = _OTHER[self.subgraphs[place].processor]
         return sum(
             self._times[follower]
@@ -327,14 +327,14 @@ def simulate(
 
     Args:
       subgraphs: see `schedule.prompt_subgraphs`.
-      times: of each.
+      times: time of each.
       order: see `schedule.Dispatcher`.
-      overhead_ms: further time of each subgraph on its processor.
-      shared: times of subgraphs while the other processor is busy, longer where both share memory bandwidth;
+      overhead_ms: additional time of each subgraph on its processor.
+      shared: times of subgraphs while the other processor is busy, longer if both share memory bandwidth;
         None if they share nothing.
 
       Raises:
-      ConfigError: the dependencies of the subgraphs have a circle.
+      ConfigError: the dependencies of the subgraphs are cyclic.
     """
 
     def time_of(place: int, both: bool) -> float:
@@ -344,7 +344,7 @@ def simulate(
     dispatcher = Dispatcher(subgraphs, times, order)
     starts, ends = [0.0] * len(subgraphs), [0.0] * len(subgraphs)
     busy: dict[Processor, float] = dict.fromkeys(PROCESSORS, 0.0)
-    # Processor -> (end time, index of its subgraph, whether that assumes the other processor to be busy).
+    # Processor -> (end time, index of its subgraph, whether the other processor is assumed busy).
     running: dict[Processor, tuple[float, int, bool]] = {}
     now = 0.0
     while not dispatcher.done:
@@ -397,7 +397,7 @@ class SpeedProfile:
     """Speeds of two processors, to predict the times of subgraphs that were not measured.
 
     Attributes:
-      name: of the device.
+      name: name of the device.
       integer_gops: 8-bit operations per nanosecond of the integer processor in static subgraphs.
       float_gflops: floating-point operations per nanosecond of the float processor.
       attend_us_per_token: microseconds per token in an attention subgraph besides its products: norms,

@@ -31,7 +31,7 @@ from jaxllm.quant import Weight, contracted_rows
 # is one. The sum is exact (equation 1): x = clip(x) + excess(x).
 #
 # Compact tensors have static sizes. Exceeding channels are counted first; the smallest size for all of them
-# is taken, or the largest size several times, so that nothing is dropped. (No size is for all channels:
+# is used, or the largest size several times, so that nothing is dropped. (No size is for all channels:
 # every dispatch would reserve memory for all weights in floats, which is hardly ever needed.)
 #
 # Steps, channels and layers are chosen by `calibration.py`.
@@ -165,7 +165,7 @@ def _rows_of(
         known = place[:, None] >= 0
         return [jnp.where(known, *pair) for pair in zip(of_floats(), of_weights(), strict=True)]
 
-    # Dequantizing rows takes longer than the product, so it is done only if some channel has no float row.
+    # Dequantizing rows takes longer than the product, so it is only done if some channel has no float row.
     return jax.lax.cond(jnp.any(real & (place < 0)), of_both, of_floats)
 
 

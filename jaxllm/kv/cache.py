@@ -28,7 +28,7 @@ class TreePositions:
     Attributes:
       base: int32 scalar, the row of the first node; every node attends to all rows before it.
       rows: `[T]` int32, rows of the new tokens, ascending.
-      mask: `[T, M]` bool, which of the M rows from `base` on each new token attends to: its ancestors and
+      mask: `[T, M]` bool, rows among the M from `base` on that each new token attends to: its ancestors and
         itself.
     """
 
@@ -42,16 +42,15 @@ class TreePositions:
 class TokenPositions:
     """Positions of new tokens in a sequence, and their rows in its cache.
 
-    Invariants: without a tree `positions` do not descend; the rows of real tokens differ.
+    Invariants: without a tree `positions` do not descend; the rows of valid tokens differ.
 
     Attributes:
       positions: `[T]` int32, in the sequence (the rotary embedding uses them).
-      valid: int32 scalar: the first `valid` tokens are real, the others padding.
+      valid: int32 scalar: the first `valid` tokens are valid, the others padding.
       tree: rows and mask of a token tree; None: rows are positions, and a token attends to all positions
         before it.
       consecutive: whether the rows are consecutive, from the first position on.
-      mask: `[T, S]` bool, the rows that each token attends to besides its own, where the caller says so;
-        without a tree.
+      mask: `[T, S]` bool, explicit rows that each token attends to besides its own; without a tree.
     """
 
     positions: jax.Array
@@ -66,7 +65,7 @@ class TokenPositions:
         return cls(length + jnp.arange(count, dtype=jnp.int32), valid, consecutive=True)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the positions is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.int32, "T", positions=self.positions)
         axes.check(jnp.int32, "", valid=self.valid)
         axes.check(jnp.bool_, "T *", mask=self.mask)
@@ -77,7 +76,7 @@ class TokenPositions:
 
     @property
     def padded(self) -> bool:
-        """Whether some tokens may be padding: a token by itself is real."""
+        """Whether some tokens may be padding: a single token is valid."""
         return len(self.positions) > 1
 
     @property
@@ -93,12 +92,12 @@ class TokenPositions:
     def visible(self, keys: int, window: int) -> jax.Array:
         """The attention mask `[T, keys]` bool of new tokens over the first `keys` rows, True = attend.
 
-        With a `window` above 0 a token attends to the last `window` positions, its own included. Of a tree a
-        node attends to its path, so that its k-th visible node is at position base + k.
+        With a `window` above 0 a token attends to the last `window` positions, including its own. In a tree
+        a node attends to its path, so that its k-th visible node is at position base + k.
         """
         row = jnp.arange(keys, dtype=jnp.int32)[None, :]
         if self.mask is not None:
-            # Its own row, so that padding, which may attend to nothing, stays finite.
+            # Include its own row, so that padding, which may attend to nothing, stays finite.
             before = self.mask[:, :keys] | (row == self.rows[:, None])
         elif self.tree is None:
             before = row <= self.rows[:, None]
@@ -110,7 +109,7 @@ class TokenPositions:
 
     def stands(self, keys: int) -> jax.Array:
         """Positions `[T or 1, keys]` int32 of the tokens in the first `keys` rows, for those that each new
-        token attends to: of a tree its path, one behind the other."""
+        token attends to: in a tree the consecutive nodes of its path."""
         row = jnp.arange(keys, dtype=jnp.int32)[None, :]
         if self.tree is None:
             return row
@@ -120,7 +119,7 @@ class TokenPositions:
 
     def _nodes(self, tree: TreePositions, keys: int) -> tuple[jax.Array, jax.Array]:
         """The nodes `[1, keys]` of a tree in the first `keys` rows, negative before the tree, and clipped to
-        those that there are `[T, keys]`."""
+        existing ones `[T, keys]`."""
         node = jnp.arange(keys, dtype=jnp.int32)[None, :] - tree.base
         at = jnp.clip(node, 0, tree.mask.shape[1] - 1)
         return node, jnp.broadcast_to(at, (len(tree.rows), keys))
@@ -172,10 +171,10 @@ def write_rows(
     """Writes the first `valid` of `new` `[B, K, T, H]` at positions `start...` of `rows` `[B, K, S, H]`, or
     of layer `slot` of a stack `[n, B, K, S, H]`.
 
-    Exactly those positions change, also when `start + T > S`: `dynamic_update_slice` would clamp the
-    start and shift the chunk onto older rows, so the block that is replaced is read back, the valid
-    rows replace theirs in it, and the block is written whole. Rows past S are
-    dropped. A single row (T = 1) is written without all this: it must be valid and `start < S`.
+    Exactly those positions change, even if `start + T > S`: `dynamic_update_slice` would clamp the start
+    and shift the chunk onto older rows, so the replaced block is read back, the valid rows are merged into
+    it, and the block is written whole. Rows past S are dropped. A single row (T = 1) is written directly:
+    it must be valid and `start < S`.
     """
     axes = Axes("write_rows")
     axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
@@ -218,7 +217,7 @@ def write_rows(
 # a cache length that buckets exist for; a sequence that outgrows it moves into the next length with `grow`.
 
 
-# Rows that `fork` copies at once.
+# Number of rows that `fork` copies at once.
 _FORK_BLOCK = 64
 
 
@@ -231,7 +230,7 @@ class Past:
       keys, values: `[B, K, S, H]`, or those of a stack of layers, `[n, B, K, S, H]`.
       slot: int32 scalar, the layer's index in the stack; None without one.
       coded: chunks of the tokens before these rows; None: row 0 is the sequence's first token.
-      source: what the layer attends to besides, in an encoder-decoder.
+      source: keys and values of the source that the layer also attends to, in an encoder-decoder.
     """
 
     keys: jax.Array
@@ -242,12 +241,12 @@ class Past:
 
     @property
     def capacity_tokens(self) -> int:
-        """Positions that fit (S)."""
+        """Number of positions (S)."""
         return self.keys.shape[-2]
 
     @property
     def own(self) -> tuple[jax.Array, jax.Array]:
-        """The layer's keys and values alone, `[B, K, S, H]`."""
+        """Only the layer's keys and values, `[B, K, S, H]`."""
         return self._own(self.keys), self._own(self.values)
 
     def written(self, at: TokenPositions, keys: jax.Array, values: jax.Array) -> "Past":
@@ -260,7 +259,7 @@ class Past:
         return dataclasses.replace(self, keys=new_keys, values=new_values)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         lead = "" if self.slot is None else "* "
         axes.check(jnp.floating, f"{lead}B K S H", keys=self.keys, values=self.values)
         axes.check(jnp.int32, "", slot=self.slot)
@@ -280,20 +279,20 @@ class Past:
 class KVCache:
     """Keys and values of all layers.
 
-    Invariants: S is the same in all layers; in a sub-model K is each layer's own. Rows at positions >=
+    Invariants: S is the same in all layers; in a sub-model K differs by layer. Rows at positions >=
     `length` are never attended to.
 
     Attributes:
       keys, values: per stack of layers `[n, B, K, S, H]`; or without `places` per layer `[B, K, S, H]`.
       length: int32 scalar, number of tokens, the same for the whole batch.
-      mass: `[B, S]` float32, the attention that each position got, summed over queries of all heads and
+      mass: `[B, S]` float32, the attention mass of each position, summed over queries of all heads and
         layers; None if it is not counted. From the verification of a tree of M nodes until a path of it is
         kept it is `[B, 1 + M, S]`: entry 0 is the sequence's, entry 1 + n that of the queries of node n.
-      places: per layer, its stack and its slot in it (see `stack_places`); there always are with states.
-      coded: chunks of the first tokens. Row r is then that of token `coded.tokens` + r, and `length` counts
-        the chunks' tokens, too. None: there can be none.
-      source: what the layers of an encoder-decoder attend to besides; None in other models.
-      states: of state layers, after the last token that was fed; None in other models.
+      places: per layer, its stack and its slot in it (see `stack_places`); always present with states.
+      coded: chunks of the first tokens. Row r is then that of token `coded.tokens` + r, and `length`
+        includes the chunks' tokens. None: there can be none.
+      source: keys and values of an encoder-decoder's source; None in other models.
+      states: states of state layers, after the last fed token; None in other models.
     """
 
     keys: tuple[jax.Array, ...]
@@ -307,7 +306,7 @@ class KVCache:
 
     @property
     def capacity_tokens(self) -> int:
-        """Positions that fit (S), besides those of coded chunks."""
+        """Number of positions (S), besides those of coded chunks."""
         return self.keys[0].shape[-2]
 
     @property
@@ -324,8 +323,8 @@ class KVCache:
         """Keys and values of a layer.
 
         Args:
-          layer: its index, or that of a layer in the same stack.
-          number: its index, int32 scalar, if it is known only at run time.
+          layer: index of the layer, or of one in the same stack.
+          number: index of the layer, int32 scalar, if known only at run time.
         """
         source = None if self.source is None else self.source.in_layer(layer if number is None else number)
         if self.places is None:
@@ -363,13 +362,13 @@ class KVCache:
         values = tuple(past.values if at == stack else each for at, each in enumerate(self.values))
         coded = self.coded
         if coded is not None and past.coded is not None:
-            # All of it: a dispatch to which a layer's past is donated takes what it has of the chunks, too.
+            # All of it: a dispatch with a donated layer's past also uses its part of the chunks.
             coded = dataclasses.replace(past.coded, layer=coded.layer)
         source = self.source if past.source is None else past.source.in_layer(None)
         return dataclasses.replace(self, keys=keys, values=values, coded=coded, source=source)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the cache is traced."""
+        """Asserts the shapes above at trace time."""
         lead = "" if self.places is None else "* "
         widths = {rows.shape[-1] for rows in self.keys}
         for stack, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -404,15 +403,15 @@ class KVCache:
         return dataclasses.replace(cache, coded=coded)
 
     def behind(self, chunks: np.ndarray, tokens: np.integer) -> "KVCache":
-        """The same rows, of tokens to come behind other coded chunks, and an attention mass of zero.
+        """The same rows, for later tokens after other coded chunks, with zero attention mass.
 
         Args:
           chunks: see `CodedChunks.source`.
-          tokens: of these chunks, int32.
+          tokens: number of tokens of these chunks, int32.
         """
         before = self.coded
         assert before is not None
-        # One of each, made outright: `replace` takes several times as long, and a switch is little else.
+        # Constructed directly: `replace` takes several times as long, and dominates a switch.
         mass = None if before.mass is None else np.zeros((self._batch, before.mass.shape[-1]), np.float32)
         coded = CodedChunks(tokens, chunks, before.form, before.bits, mass, before.layer)
         own = np.zeros((self._batch, self.capacity_tokens), np.float32)
@@ -444,9 +443,9 @@ class KVCache:
 
 
 def stack_places(cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Per layer, the stack of its keys and values and its slot in it: layers with the same number and size of
-    kv heads are a stack. State layers are the stack `STATES`; a layer that shares those of another has its
-    place."""
+    """Per layer, the stack of its keys and values and its slot in it: layers with the same number and size
+    of kv heads are a stack. State layers are the stack `STATES`; a layer that shares those of another has
+    its place."""
     sizes: dict[tuple[int, int], int] = {}
     places: list[tuple[int, int]] = []
     for layer in range(cfg.layers):
@@ -474,10 +473,10 @@ def new_cache(
     coded: CodedChunks | None = None,
     source_tokens: int = 0,
 ) -> KVCache:
-    """An empty cache for `tokens` positions, with or without their attention mass, behind coded chunks, if
-    any, and with equal layers in stacks, or each by itself. XLA copies a stack for each layer that a step
-    writes outside of a loop. The cache of an encoder-decoder has room for a source of `source_tokens`, that
-    of a model with state layers, or with mixed ones, is always in stacks."""
+    """An empty cache for `tokens` positions, with or without their attention mass, after coded chunks, if
+    any, and with equal layers in stacks, or separate. XLA copies a stack for each layer that a step writes
+    outside of a loop. The cache of an encoder-decoder has room for a source of `source_tokens`; the caches
+    of models with state layers, or with mixed ones, are always in stacks."""
     places, shapes = stack_places(cfg), {}
     stacked = stacked or cfg.states is not None or cfg.mixed is not None
     for layer, (stack, slot) in enumerate(places):
@@ -503,7 +502,7 @@ def _no_source(cfg: ModelConfig, batch: int, tokens: int, dtype: DTypeLike) -> S
 
 
 def _zeros(shapes: list[tuple[int, ...]], dtype: DTypeLike) -> list[jax.Array]:
-    """Arrays of zeros; on a CPU with native kernels their memory is taken as they fill."""
+    """Arrays of zeros; on a CPU with native kernels their memory is committed as they fill."""
 
     def by_xla() -> list[jax.Array]:
         return [jnp.zeros(shape, dtype) for shape in shapes]
@@ -536,15 +535,15 @@ def fork(cache: KVCache, empty: KVCache, tokens: jax.Array) -> KVCache:
     """The first `tokens` tokens of a cache, in an empty one of the same shapes, without their attention mass.
 
     Args:
-      cache: stays as it is.
-      empty: is written; the memory of its rows beyond the tokens is not touched, but for a few.
-      tokens: int32 scalar, at most the cache's, and none of its coded chunks less; these are shared.
+      cache: cache; unchanged.
+      empty: cache to write; of its rows beyond the tokens only a few are touched.
+      tokens: int32 scalar, at most the cache's, and at least those of its coded chunks, which are shared.
     """
     capacity = cache.capacity_tokens
     block = min(_FORK_BLOCK, capacity)
 
     def copied(i: jax.Array, to: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        # Of the last block, which may begin earlier, both sides begin at the same row.
+        # Clamp the start of the last block equally on both sides.
         start = jnp.minimum(i * block, capacity - block)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(

@@ -99,14 +99,14 @@ def load_chunks(
     """Decodes stored chunks into some layers of a cache.
 
     Args:
-      cache: of one sequence; donate it where `reads_addresses`.
-      layers: their indices.
+      cache: cache of one sequence; donate it if `reads_addresses`.
+      layers: indices of the layers.
       sources: blobs of chunks 0, 1, ...: their addresses and sizes, uint32 `[L, n, 3]` (see
-        `native_attention.load_chunks`); or per layer the blobs themselves, uint8 `[n, bytes]`, padded to the
-        longest.
+        `native_attention.load_chunks`); or per layer the blobs themselves, uint8 `[n, bytes]`, padded to
+        the longest.
       bits: `[n]` int32, width of each chunk; negative: the chunk is not loaded.
       form: codec and size of the chunks.
-      heads: `[L]` int32, how many of the K kv heads the blobs have; None: all. Needs addresses as `sources`.
+      heads: `[L]` int32, number of the K kv heads in the blobs; None: all. Requires addresses as `sources`.
     """
     axes = Axes("load_chunks", L=len(layers), B=1)
     cache.check(axes)
@@ -158,7 +158,7 @@ def load_layer(
 
 
 def reads_addresses(dtype: DTypeLike) -> bool:
-    """Whether `load_chunks` into a cache of `dtype` is native, and takes addresses of blobs in memory."""
+    """Whether `load_chunks` into a cache of `dtype` is native, with addresses of blobs in memory."""
     on_cpu = jax.default_backend() == "cpu" and native.kernels().native
     return on_cpu and jnp.dtype(dtype) in (jnp.float32, jnp.float16)
 
@@ -169,7 +169,7 @@ def place_chunks(
     """Writes chunks `[n, K, C, H]` into one layer's keys or values `[1, K, S, H]`, or those of layer `slot`
     of a stack `[n, 1, K, S, H]`, at their numbers `at` `[n]` int32.
 
-    Chunks outside of the cache are dropped: a number of S or more stands for no chunk.
+    Chunks outside of the cache are dropped: a number of S or more means no chunk.
     """
     axes = Axes("place_chunks")
     axes.check(jnp.floating, "1 K S H" if slot is None else "* 1 K S H", rows=rows)

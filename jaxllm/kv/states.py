@@ -1,4 +1,4 @@
-"""Holds the recurrent states of a cache, and keys and values of an encoder's source, beside its rows."""
+"""Defines the recurrent states of a cache, and keys and values of an encoder's source."""
 
 import dataclasses
 from typing import Any
@@ -11,26 +11,25 @@ from jax.typing import DTypeLike
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 
-# States of state layers: what they keep of all tokens so far, in memory of fixed size.
-#
-# Keys and values of a token stay as they are while tokens follow, so that a cache can be cut, moved and
-# filled in any order. A state has gone on: it is that after the last token that was fed, and of no token
-# before. A cache with states therefore goes on at its length, or begins anew at 0.
+# Recurrent states of state layers, of fixed size for any number of tokens.  Keys and values of a token do
+# not change when tokens follow, so that a cache can be cut, moved and filled in any order. A state is that
+# after the last fed token, and cannot be rolled back. A cache with states therefore continues at its
+# length, or restarts at 0.
 
 
-# Stands for the stack of states among the stacks of a cache.
+# Index of the stack of states among the stacks of a cache.
 STATES = -1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateNodes:
-    """What the nodes of a token tree would do to a state: those of the accepted path do it, once it is known.
+    """State updates by the nodes of a token tree, of which those of the accepted path are applied.
 
     Attributes:
-      inputs: `[B, M, C]` float32, of the convolution.
-      k, v, log_decay, correction: `[B, M, heads, ...]` (see `jaxllm.nn.states.DeltaInputs`); None where a
-        layer is a convolution alone.
+      inputs: `[B, M, C]` float32, inputs of the convolution.
+      k, v, log_decay, correction: `[B, M, heads, ...]` (see `jaxllm.nn.states.DeltaInputs`); None for a
+        convolution layer.
     """
 
     inputs: jax.Array
@@ -46,9 +45,9 @@ class LayerState:
     """The state of one layer.
 
     Attributes:
-      inputs: `[B, taps - 1, C]` float32, the last inputs of the convolution; before the first token zeros.
-      matrix: `[B, heads, key_dim, value_dim]` float32; None where a layer is a convolution alone.
-      nodes: of a tree that is verified; else None.
+      inputs: `[B, taps - 1, C]` float32, the last inputs of the convolution; zeros before the first token.
+      matrix: `[B, heads, key_dim, value_dim]` float32; None for a convolution layer.
+      nodes: updates by a tree being verified; else None.
     """
 
     inputs: jax.Array
@@ -63,8 +62,9 @@ class States:
 
     Attributes:
       inputs: `[n, B, taps - 1, C]` (see `LayerState`).
-      matrix: `[n, B, heads, key_dim, value_dim]`; None where layers are convolutions alone.
-      nodes: with a leading axis of layers, from the verification of a tree until a path of it is kept.
+      matrix: `[n, B, heads, key_dim, value_dim]`; None for convolution layers.
+      nodes: updates with a leading axis of layers, from the verification of a tree until a path of it is
+        kept.
     """
 
     inputs: jax.Array
@@ -75,8 +75,8 @@ class States:
         """The state of a layer.
 
         Args:
-          slot: int32 scalar, its index in the stack.
-          fresh: bool scalar; true where a sequence begins: zeros.
+          slot: int32 scalar, index of the layer in the stack.
+          fresh: bool scalar, whether a sequence begins: zeros.
         """
 
         def row(stack: jax.Array) -> jax.Array:
@@ -88,8 +88,8 @@ class States:
         def read(stacks: States) -> States:
             return jax.tree.map(row, stacks)
 
-        # Not by selecting: XLA fuses a slice into all that reads it, also behind the layer's own update of
-        # the stack, which then copies the whole stack. Nothing is fused with a branch.
+        # Not by `where`: XLA fuses a slice into all of its uses, also after the layer's own update of the
+        # stack, which then copies the whole stack. Nothing is fused with a branch.
         own = jax.lax.cond(fresh, begin, read, States(self.inputs, self.matrix))
         return LayerState(own.inputs, own.matrix, jax.tree.map(row, self.nodes))
 
@@ -115,7 +115,7 @@ class States:
         return dataclasses.replace(self, nodes=nodes)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.float32, "* B * *", inputs=self.inputs)
         axes.check(jnp.float32, "* B * * *", matrix=self.matrix)
 
@@ -136,9 +136,9 @@ def states_bytes(cfg: ModelConfig) -> int:
     return sum(cfg.state_layers) * cfg.states.state_bytes(cfg.hidden_size) if cfg.states else 0
 
 
-# Keys and values of a source: what an encoder-decoder's layers attend to besides their own tokens.
+# Keys and values of a source, which an encoder-decoder's layers attend to besides their own tokens.
 #
-# They are projected once per prompt from what the encoder said, and stay as they are while the cache grows.
+# They are projected once per prompt from the encoder's outputs, and do not change while the cache grows.
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +149,7 @@ class SourceKV:
     Attributes:
       keys, values: `[L, B, K, R, H]`, for sources of up to R tokens.
       length: int32 scalar, number of tokens of the source; rows from there on are never attended to.
-      layer: int32 scalar, the layer that attends (see `in_layer`); None for all.
+      layer: int32 scalar, the attending layer (see `in_layer`); None for all.
     """
 
     keys: jax.Array
@@ -159,7 +159,7 @@ class SourceKV:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit (R)."""
+        """Maximum number of tokens (R)."""
         return self.keys.shape[-2]
 
     @property
@@ -168,13 +168,13 @@ class SourceKV:
         return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
 
     def in_layer(self, layer: jax.Array | int | None) -> "SourceKV":
-        """As one layer attends to it; with None that of all layers."""
+        """The view of one attending layer; None for all layers."""
         number = np.int32(layer) if isinstance(layer, int) else layer
         return dataclasses.replace(self, layer=number)
 
     @property
     def own(self) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of the layer that attends, `[B, K, R, H]`."""
+        """Keys and values of the attending layer, `[B, K, R, H]`."""
         assert self.layer is not None
         return tuple(  # pyright: ignore[reportReturnType]: two of them
             jax.lax.dynamic_index_in_dim(rows, self.layer, axis=0, keepdims=False)
@@ -184,7 +184,7 @@ class SourceKV:
     def with_layer(
         self, layer: jax.Array | np.integer | int, keys: jax.Array, values: jax.Array
     ) -> "SourceKV":
-        """With keys and values `[B, K, T, H]` of the first T tokens in a layer; T is at most R."""
+        """Sets keys and values `[B, K, T, H]` of the first T tokens in a layer; T is at most R."""
         number, zero = np.int32(layer) if isinstance(layer, int) else layer, np.int32(0)
         at = (number, zero, zero, zero, zero)
 
@@ -194,7 +194,7 @@ class SourceKV:
         return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.floating, "* B * R H", keys=self.keys, values=self.values)
         axes.check(jnp.int32, "", length=self.length, layer=self.layer)
 
@@ -202,12 +202,12 @@ class SourceKV:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SourceLayers:
-    """A `SourceKV` whose layers are arrays of their own, as exported programs have them.
+    """A `SourceKV` whose layers are separate arrays, as in exported programs.
 
     Attributes:
       keys, values: per layer `[B, K, R, H]`; empty arrays until they are written.
       length: see `SourceKV`.
-      layer: the layer that attends (see `SourceKV`).
+      layer: the attending layer (see `SourceKV`).
     """
 
     keys: tuple[jax.Array, ...]
@@ -244,7 +244,7 @@ class SourceLayers:
         return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         for keys, values in zip(self.keys, self.values, strict=True):
             axes.check(jnp.floating, "B * R H", keys=keys, values=values)
         axes.check(jnp.int32, "", length=self.length)

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json, and refuses keys that it does not understand."""
+"""Reads a Hugging Face config.json, and refuses unknown keys."""
 
 import dataclasses
 import math
@@ -9,11 +9,9 @@ from typing import Any
 from jaxllm.config import MAX_DIMENSION, RopeConfig
 from jaxllm.errors import ConfigError
 
-# Reads a Hugging Face `config.json` and refuses keys that it does not understand.
-#
-# Every look-up records its key. A key that is left at the end must be inert (it cannot change the logits at
-# inference), null or false, or named by the caller as one to ignore; any other is an error, because a config
-# that is understood in part loads and gives nonsense.
+# Reads a Hugging Face `config.json` and refuses unknown keys.  Every look-up records its key. A remaining
+# key must be inert (without effect on logits at inference), null or false, or named by the caller as one to
+# ignore; any other is an error, because a partly understood config loads and gives nonsense.
 
 
 # Keys that do not change the logits.
@@ -49,10 +47,10 @@ _MISSING = object()
 
 
 class ConfigReader:
-    """Typed look-ups in one JSON object that remember which keys were understood.
+    """Typed look-ups in one JSON object that record the known keys.
 
-    Each look-up takes the default of the Hugging Face class for a key that is absent. A key that is
-    present with a value of the wrong type raises ConfigError.
+    The default of an absent key is that of the Hugging Face class. A key with a value of the wrong type
+    raises ConfigError.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class ConfigReader:
         Args:
           config: the object.
           path: prefix of its keys in messages and in `ignore_keys` (`rope_scaling.` for a section).
-          ignore_keys: keys that the user asked to ignore: unknown ones, and those that `only` would refuse.
+          ignore_keys: keys to ignore at the user's request: unknown ones, and those that `only` would refuse.
         """
         self._config = config
         self._path = path
@@ -81,7 +79,7 @@ class ConfigReader:
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """A whole number, or None where the key is null."""
+        """A whole number, or None if the key is null."""
         return None if self._value(key, default) is None else self.integer(key, default or 0)
 
     def number(self, key: str, default: float) -> float:
@@ -94,7 +92,7 @@ class ConfigReader:
         return float(value)
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
-        """A finite number, or None where the key is null."""
+        """A finite number, or None if the key is null."""
         return None if self._value(key, default) is None else self.number(key, default or 0.0)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -114,7 +112,7 @@ class ConfigReader:
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """A string, or None where the key is absent or null."""
+        """A string, or None if the key is absent or null."""
         return None if self._value(key, None) is None else self.text(key, "")
 
     def integer_or_text(self, key: str, default: int) -> int | str:
@@ -125,7 +123,7 @@ class ConfigReader:
         return self.text(key, "") if isinstance(value, str) else self.integer(key, default)
 
     def texts(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings, or None where the key is absent or null."""
+        """A list of strings, or None if the key is absent or null."""
         value = self._value(key, None)
         if value is None:
             return None
@@ -134,7 +132,7 @@ class ConfigReader:
         return tuple(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers; none where the key is absent or null."""
+        """A list of whole numbers; empty if the key is absent or null."""
         value = self._value(key, None)
         if value is None:
             return ()
@@ -144,7 +142,7 @@ class ConfigReader:
         return tuple(value)
 
     def section(self, key: str) -> "ConfigReader | None":
-        """A nested object, or None where the key is absent, null or empty."""
+        """A nested object, or None if the key is absent, null or empty."""
         value = self._value(key, None)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(key, value, "an object")
@@ -155,7 +153,7 @@ class ConfigReader:
         return nested
 
     def accept(self, key: str) -> None:
-        """Takes any value of a key that does not matter."""
+        """Accepts any value of a key without effect."""
         self._known.add(key)
 
     def keys(self) -> list[str]:
@@ -185,13 +183,13 @@ class ConfigReader:
             )
 
     def finish(self, *, inert_keys: Collection[str] = ()) -> None:
-        """Checks that no key is left that could change the mathematics.
+        """Checks that no unread key could change the mathematics.
 
         Args:
           inert_keys: further keys that cannot change the logits.
 
         Raises:
-          ConfigError: a key is unknown, or one to ignore is understood and in use.
+          ConfigError: a key is unknown, or one to ignore is known and in use.
         """
         for key, value in self._config.items():
             name = self._path + key
@@ -275,13 +273,13 @@ def write_layer_types(windows: Sequence[int]) -> list[str]:
 
 
 def read_state_layers(reader: ConfigReader, state: str, usual: Sequence[bool]) -> tuple[bool, ...]:
-    """`state_layers` from `layer_types`, or the architecture's usual ones if the config has none; empty where
-    all layers attend.
+    """`state_layers` from `layer_types`, or the architecture's default if the config has none; empty if all
+    layers attend.
 
     Args:
-      reader: at the top level of the config.
-      state: the type of a state layer.
-      usual: per layer, whether it has a state where the config has no types.
+      reader: reader of the top level of the config.
+      state: type name of a state layer.
+      usual: default per layer, whether it has a state.
 
     Raises:
       ConfigError: `layer_types` has another length or an unknown type.
@@ -313,8 +311,8 @@ def _marked(flags: Iterable[bool]) -> tuple[bool, ...]:
 # Translates rotary embeddings between Hugging Face configs and `RopeConfig`.
 #
 # Two spellings exist: top-level `rope_theta` with an optional `rope_scaling` object, and since transformers
-# 5 one `rope_parameters` object with both. Both are read, with the precedence that transformers gives them;
-# the older one is written because every version of transformers reads it.
+# 5 one `rope_parameters` object with both. Both are read, with transformers' precedence; the older one is
+# written because every version of transformers reads it.
 
 
 _KINDS = ("default", "linear", "llama3", "yarn")
@@ -332,11 +330,11 @@ def read_rope(
     """The one rotary embedding of a model.
 
     Args:
-      reader: at the top level of the config.
+      reader: reader of the top level of the config.
       head_dim: H.
       window_tokens: `max_position_embeddings`, the default of a scaling's original window.
-      theta: base if the config has none.
-      partial: share of the head's dimensions that are rotated, if the config has none.
+      theta: default base.
+      partial: default share of rotated head dimensions.
       growth: whether queries may grow with the position (`llama_4_scaling_beta`).
 
     Raises:
@@ -345,7 +343,7 @@ def read_rope(
     section = sole_rope_section(reader)
     theta = reader.number("rope_theta", theta)
     partial = reader.number("partial_rotary_factor", partial)
-    # Phi-3 and some fine-tuned models have this key at the top level, where it takes precedence.
+    # Phi-3 and some fine-tuned models have this key at the top level, with precedence.
     original = reader.optional_integer("original_max_position_embeddings")
     beta = (section.optional_number("llama_4_scaling_beta") or 0.0) if growth else 0.0
     rope = read_rope_section(
@@ -380,7 +378,7 @@ def read_ropes_by_layer(
         raise ConfigError(
             "the config has both 'rope_parameters' and 'rope_scaling', which would mix; keep the first"
         )
-    # In the older spelling the scaling applies to full layers alone.
+    # In the older spelling the scaling only applies to full layers.
     sections = {
         FULL: nested.section(FULL) if nested else scaling,
         SLIDING: nested.section(SLIDING) if nested else None,
@@ -400,7 +398,7 @@ def read_ropes_by_layer(
 
 
 def sole_rope_section(reader: ConfigReader) -> ConfigReader:
-    """The object under `rope_parameters` or `rope_scaling`, empty where there is neither."""
+    """The object under `rope_parameters` or `rope_scaling`, empty if there is neither."""
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if new and old:
         raise ConfigError(
@@ -423,11 +421,11 @@ def read_rope_section(
 
     Args:
       section: the object; it may be empty.
-      theta: base if the object has none.
+      theta: default base.
       head_dim: H.
       window_tokens: `max_position_embeddings`.
-      partial: share of the head's dimensions that are rotated, if the object has none.
-      original: window of pre-training, if it is known from outside of the object.
+      partial: default share of rotated head dimensions.
+      original: window of pre-training, if known from outside of the object.
     """
     older_name = section.text("type", "default")
     kind = section.text("rope_type", older_name)
@@ -458,7 +456,7 @@ def read_rope_section(
             rope[key] = _given(kind, key, numbers[key])
     if kind == "yarn":
         rope |= {
-            # transformers takes zero for unset.
+            # transformers treats zero as unset.
             "beta_fast": numbers["beta_fast"] or 32.0,
             "beta_slow": numbers["beta_slow"] or 1.0,
             "attention_factor": _yarn_attention_factor(rope["factor"], numbers),
@@ -479,8 +477,8 @@ def refuse_partial(rope: RopeConfig, head_dim: int) -> None:
 
 
 def write_partial_rope(rope: RopeConfig | None, head_dim: int) -> dict[str, Any]:
-    """The keys of `write_rope`, and `partial_rotary_factor`, the share of a head's H dimensions that is
-    rotated; none for no rotary embedding."""
+    """The keys of `write_rope`, and `partial_rotary_factor`, the share of rotated dimensions of a head's H;
+    none without a rotary embedding."""
     if rope is None:
         return {}
     # int(H · share) must be the number of dimensions, in floating point.
@@ -490,9 +488,9 @@ def write_partial_rope(rope: RopeConfig | None, head_dim: int) -> dict[str, Any]
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The keys `rope_theta` and, where there is a scaling, `rope_scaling`.
+    """The keys `rope_theta` and, if there is a scaling, `rope_scaling`.
 
-    Where an architecture rotates a share of the dimensions: `write_partial_rope`.
+    For architectures that rotate a share of the dimensions, use `write_partial_rope`.
     """
     if rope.kind == "default":
         return {"rope_theta": rope.theta}

@@ -1,4 +1,4 @@
-"""The decoder that all architectures share: its forward pass with a cache, and over whole documents.
+"""The shared decoder of all architectures: its forward pass with a cache, and over whole documents.
 
 Architectures differ only in `ModelConfig`; each file in `architectures/` translates a checkpoint format into
 it. Parameters are those of `parameters.py`.
@@ -83,13 +83,13 @@ def forward(
     Args:
       params: see the module docstring; leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V). They follow the `cache.length` tokens in the cache.
-      cache: past keys and values; None attends within `tokens` alone (training).
-      cfg: the model.
-      valid: int32 scalar, how many of the T tokens are real; the rest is padding at the end, which is not
-      written to the cache, and its hidden states are undefined. None: all are real.
-      row: int32 scalar, the index of the only token whose hidden state is wanted; None: all.
-      inputs: rows in place of tokens' embeddings, with a cache alone; None: tokens alone.
-      dtype: of the activations.
+      cache: past keys and values; None attends only within `tokens` (training).
+      cfg: config of the model.
+      valid: int32 scalar, number of valid tokens of T; the rest is padding at the end, which is not written
+        to the cache, and whose hidden states are undefined. None: all are valid.
+      row: int32 scalar, index of the only token to return; None: all.
+      inputs: embeddings in place of tokens', only with a cache; None: tokens only.
+      dtype: dtype of the activations.
 
     Returns:
       Hidden states after the final norm `[B, T, D]`, with `row` `[B, 1, D]`, and the cache with `length +
@@ -210,8 +210,9 @@ def forward_layer(
     """One layer of `forward`, over new tokens at any positions of a cache.
 
     The positions need not be consecutive. Keys and values of the new tokens are written first; then each
-    token attends to every position up to its own, all of which must be filled by then. Outputs of padding are
-    undefined. Nodes of a tree give what each would give alone, bit for bit where native kernels compute them.
+    token attends to every position up to its own, all of which must be filled by then. Outputs of padding
+    are undefined. Nodes of a tree are batch-invariant: bitwise equal to single ones if native kernels
+    compute them.
 
     Args:
       weights: the layer's parameters.
@@ -219,9 +220,9 @@ def forward_layer(
       at: positions of the tokens.
       past: keys and values of this layer.
       mass: see `KVCache`; None if attention mass is not counted.
-      cfg: the model.
-      layer: its index, or that of a layer that equals it.
-      rotary: the layer's cos and sin of the positions, if they are known (see `rotary_by_rope`).
+      cfg: config of the model.
+      layer: index of the layer, or of an equal one.
+      rotary: the layer's cos and sin of the positions, if known (see `rotary_by_rope`).
 
     Returns:
       The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
@@ -264,7 +265,7 @@ def forward_documents(
     remat: Remat = "none",
     differentiable: bool = True,
 ) -> jax.Array:
-    """Hidden states of whole documents, packed one after the other, as training needs them.
+    """Hidden states of whole documents, packed consecutively, for training.
 
     Args:
       params: see `parameters.py`; leaves may be quantized, and equal layers in stacks (`scanned_layers.py`).
@@ -272,11 +273,11 @@ def forward_documents(
       starts: `[B, T]` int32, per token the index in the sequence where its document begins. Tokens attend
         within their document, and positions count from its beginning. None: a sequence is one document.
       branches: see `jaxllm.nn.documents`; None: documents do not branch.
-      cfg: the model.
-      dtype: of the activations.
-      remat: what each layer keeps for the backward pass, which recomputes the rest: everything ("none"), the
-        results of products with weights ("dots"), or its input alone ("full").
-      differentiable: whether gradients may be taken; False reads only the experts that tokens visit.
+      cfg: config of the model.
+      dtype: dtype of the activations.
+      remat: residuals of each layer for the backward pass, which recomputes the rest: everything ("none"),
+        the results of products with weights ("dots"), or only its input ("full").
+      differentiable: whether gradients may be computed; False reads only the visited experts.
 
     Returns:
       Hidden states after the final norm `[B, T, D]`.
@@ -323,7 +324,7 @@ def forward_documents_with_routing(
 
 
 class _DocumentLayer(Protocol):
-    """One layer over documents: from parameters and input `[B, T, D]` to output, and routing where sparse."""
+    """One layer over documents: from parameters and input `[B, T, D]` to output, and routing if sparse."""
 
     def __call__(self, own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]: ...
 
@@ -338,7 +339,7 @@ def _begin_documents(
     dtype: DTypeLike,
     differentiable: bool,
 ) -> tuple[jax.Array, _DocumentLayer]:
-    """The first layer's input, and what runs a layer."""
+    """The first layer's input, and the function of a layer."""
     require_decoder_alone(cfg, "forward passes over whole documents")
     if branches is not None:
         require_room(cfg, "tasks")
@@ -381,7 +382,7 @@ def _layer_by_layer(
         return run_scanned(params, cfg, run, x, remat)
     routings: list[Routing] = []
     for layer, own in enumerate(one_by_one(params, cfg)):
-        # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
+        # `jax.checkpoint` saves every argument, so a layer only gets its own parameters.
         x, routing = remembering(functools.partial(run, like=layer), remat)(own, x)
         routings += [] if routing is None else [jax.tree.map(lambda part: part[None], routing)]
     return x, routings

@@ -29,7 +29,7 @@ from jaxllm.nn.linear import FeedForward, embed, feed_forward, from_units, norme
 
 
 class SharedOptions(TypedDict):
-    """Options that all products of a block take (see `jaxllm.nn.linear`)."""
+    """Options of all products of a block (see `jaxllm.nn.linear`)."""
 
     used: UsedUnits | None
     live: jax.Array | None
@@ -78,9 +78,9 @@ def _visited(
 def routed(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, valid: jax.Array, rowwise: bool
 ) -> tuple[Routing, jax.Array]:
-    """The routing of tokens, and which of the T visit their expert: each token the likeliest one, unless as
-    many tokens before it as the expert's capacity visit the same. Nodes of a tree (`rowwise`) come alone, so
-    that none is too many."""
+    """The routing of tokens, and which of the T visit their expert: each token the most likely one, unless as
+    many earlier tokens as the expert's capacity visit the same. Nodes of a tree (`rowwise`) have no earlier
+    tokens, so that the capacity is never exceeded."""
     norm = weights.norm("ffn_norm", cfg)
     routing = route(x, weights["router"], experts_per_token=1, normalize=False, norm=norm)  # pyright: ignore
     real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
@@ -88,8 +88,8 @@ def routed(
 
 
 def within_capacity(routing: Routing, real: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Which tokens visit their expert, `[B, T]` bool: of those that chose the same as many as it takes, the
-    first ones of each row. `real` `[T]` or `[B, T]` bool is False for padding, which takes no place."""
+    """Mask of tokens that visit their expert, `[B, T]` bool: for each expert the first tokens of each row,
+    up to its capacity. `real` `[T]` or `[B, T]` bool is False for padding, which needs no capacity."""
     visits = jax.nn.one_hot(routing.ids[..., 0], cfg.experts, dtype=jnp.int32)
     visits = jnp.where(real[..., None], visits, 0)
     rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
@@ -142,9 +142,9 @@ def bias_by_distance(params: Params, cfg: ModelConfig) -> jax.Array | None:
 def relative_buckets(distance: jax.Array, *, buckets: int, most: int, both_ways: bool) -> jax.Array:
     """The bucket in [0, buckets) of each distance, int32, from a token to the one it attends to.
 
-    Half of the buckets are for one token each, the others for ranges that grow logarithmically, up to `most`
-    tokens; those farther away share the last one. With `both_ways` each direction has half of the buckets,
-    else tokens that come later share bucket 0.
+    Half of the buckets are for one distance each, the others for ranges that grow logarithmically, up to
+    `most`; larger distances share the last one. With `both_ways` each direction has half of the buckets,
+    else later tokens share bucket 0.
     """
     lead = jnp.zeros_like(distance)
     if both_ways:
@@ -175,23 +175,22 @@ def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
-# Encoder-decoders: a decoder that also attends to what an encoder said of a source once.
-#
+# Encoder-decoders: a decoder that also attends to the outputs of an encoder, which reads a source once.
 # `encode` computes the source's hidden states, `with_source` projects them to keys and values of each
-# decoder layer (`jaxllm.kv.states`), and `forward_at` is that of `decoder.py` for such a decoder. Both sides
-# differ from the shared decoder in `ModelConfig` alone: relative position biases and no scale (T5, arXiv
-# 1910.10683), or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Switch, arXiv
-# 2101.03961).
+# decoder layer (`jaxllm.kv.states`), and `forward_at` is the one of `decoder.py` for such a decoder. Both
+# sides differ from the shared decoder only in `ModelConfig`: relative position biases and no scale (T5,
+# arXiv 1910.10683), or norms after each sum (BART, arXiv 1910.13461), or experts with a capacity (Switch,
+# arXiv 2101.03961).
 
 
 Kept = TypeVar("Kept")
-# (queries, keys and values of new tokens; used kv groups) -> (attention outputs, what the layer keeps, such
-# as the cache).
+# (queries, keys and values of new tokens; used kv groups) -> (attention outputs, the layer's state, such as
+# the cache).
 _Attend = Callable[[Sequence[jax.Array], UsedUnits | None], tuple[jax.Array, Kept]]
 
 
 def encoder_params(params: Params) -> Params:
-    """The parameters of the encoder, named as those of a model by itself."""
+    """The parameters of the encoder, with the names of a separate model."""
     own = {name.removeprefix(ENCODER): each for name, each in params.items() if name.startswith(ENCODER)}
     return {"embed.tokens": params["embed.tokens"], **own}
 
@@ -205,14 +204,14 @@ def encode(
     dtype: DTypeLike = jnp.float32,
     block_tokens: int = BLOCK_TOKENS,
 ) -> jax.Array:
-    """What the encoder says of a source.
+    """The encoder's hidden states of a source.
 
     Args:
-      params: of the encoder (see `encoder_params`); leaves may be quantized.
+      params: parameters of the encoder (see `encoder_params`); leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V).
-      valid: int32 scalar, how many of the T tokens are real; no token attends to the others.
-      cfg: the encoder, `ModelConfig.encoder` of the model.
-      dtype: of the activations.
+      valid: int32 scalar, number of valid tokens of T; no token attends to the others.
+      cfg: config of the encoder, `ModelConfig.encoder` of the model.
+      dtype: dtype of the activations.
       block_tokens: see `source_self_attention`.
 
     Returns:
@@ -233,7 +232,7 @@ def begin_encoder(
     """`encode` before its first layer; see there.
 
     Returns:
-      The first layer's input `[B, T, D]`; and what all layers add to scores, `[K, G, 2·T-1]` float32 (see
+      The first layer's input `[B, T, D]`; and the bias of all layers' scores, `[K, G, 2·T-1]` float32 (see
       `source_self_attention`), None without relative positions.
     """
     axes = Axes("begin_encoder")
@@ -257,12 +256,12 @@ def encoder_layer(
     """One layer of `encode`.
 
     Args:
-      params: that `layer_of` takes.
+      params: parameters for `layer_of`.
       x: `[B, T, D]`, its input.
       bias: see `begin_encoder`.
       valid, block_tokens: see `encode`.
-      cfg: the encoder.
-      layer: its index, or that of a layer that equals it.
+      cfg: config of the encoder.
+      layer: index of the layer, or of an equal one.
     """
     weights, live = layer_of(params, layer), _live(x, valid)
     x = _self_attended(weights, x, bias, valid, cfg, block_tokens)
@@ -285,11 +284,11 @@ def with_source(
     """The keys and values of a source in all layers of the decoder.
 
     Args:
-      params: of the decoder.
-      hidden: `[B, T, D]`, what the encoder said; T is at most the capacity of `source`.
-      valid: int32 scalar, how many of the T tokens are real.
-      source: whose rows are replaced.
-      cfg: the model.
+      params: parameters of the decoder.
+      hidden: `[B, T, D]`, outputs of the encoder; T is at most the capacity of `source`.
+      valid: int32 scalar, number of valid tokens of T.
+      source: source whose rows are replaced.
+      cfg: config of the model.
     """
 
     def layer(source: Source, own: Params, like: int, number: jax.Array | int) -> Source:
@@ -301,13 +300,13 @@ def with_source(
 def source_layer(
     params: Params, hidden: jax.Array, valid: jax.Array, source: Source, *, layer: int
 ) -> Source:
-    """`with_source` of one layer of the decoder, that of `source`.
+    """`with_source` for one layer of the decoder, that of `source`.
 
     Args:
-      params: that `layer_of` takes.
+      params: parameters for `layer_of`.
       hidden, valid: see `with_source`.
-      source: of the layer; its length is not changed.
-      layer: its index, or that of a layer that equals it.
+      source: source of the layer; its length is not changed.
+      layer: index of the layer, or of an equal one.
     """
     assert source.layer is not None
     hidden, weights = _zeroed(hidden, valid), layer_of(params, layer)
@@ -329,14 +328,14 @@ def read_source(
     cfg: ModelConfig,
     dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
-    """An empty cache with a source: encodes the tokens, and projects what was said.
+    """An empty cache with a source: encodes the tokens, and projects the outputs.
 
     Args:
-      params: of the decoder.
-      encoder: of the encoder (see `encoder_params`).
+      params: parameters of the decoder.
+      encoder: parameters of the encoder (see `encoder_params`).
       tokens, valid, dtype: see `encode`.
-      cache: with room for a source.
-      cfg: the model.
+      cache: cache with room for a source.
+      cfg: config of the model.
     """
     assert cfg.encoder is not None
     assert cache.source is not None
@@ -354,7 +353,7 @@ def forward_at(
     dtype: DTypeLike = jnp.float32,
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """`decoder.forward_at` of a decoder whose cache has a source."""
+    """`decoder.forward_at` for a decoder whose cache has a source."""
     live = _live(tokens, at.valid) if at.padded else None
     x = embedded(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
     attending = _attending(params, at, cache.capacity_tokens, cfg)
@@ -383,10 +382,10 @@ def forward_layer(
     cfg: ModelConfig,
     layer: int,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
-    """`decoder.forward_layer` of a decoder that attends to a source, too, that of `past`.
+    """`decoder.forward_layer` for a decoder that also attends to the source of `past`.
 
     Args:
-      params: that `layer_of` takes, and "relative_positions" if the model has them.
+      params: parameters for `layer_of`, and "relative_positions" if the model has them.
       x, at, past, mass, cfg, layer: see there.
     """
     weights, live = layer_of(params, layer), _live(x, at.valid) if at.padded else None
@@ -468,8 +467,8 @@ def _attending(params: Params, at: TokenPositions, capacity: int, cfg: ModelConf
 
 
 def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
-    """`[B, T, ...]` with zeros after the first `valid` tokens: what is undefined may not be a number, which
-    no mask of attention takes away."""
+    """`[B, T, ...]` with zeros after the first `valid` tokens: undefined values may be NaN, which attention
+    masks do not remove."""
     real = jnp.arange(x.shape[1], dtype=jnp.int32) < valid
     return jnp.where(real.reshape(-1, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
@@ -489,7 +488,7 @@ def _attended(
     rowwise: bool = False,
 ) -> tuple[jax.Array, Kept]:
     """Attention of `x` `[B, T, D]` to its own tokens (`name` "attn"), or to the source ("cross"), for which
-    only queries are new; and what `attend` keeps."""
+    only queries are new; and the state from `attend`."""
     norm, parts = weights.norm(f"{name}_norm", cfg), "qkv" if name == "attn" else "q"
     groups, _ = weights.used
     shared: SharedOptions = {"used": groups, "live": live, "rowwise": rowwise}

@@ -1,6 +1,6 @@
-"""Says what each room can do for a model: the one place where what a room lacks for an architecture is named.
+"""Defines which features support a model: the only place that names unsupported architectures.
 
-Rooms ask `require_room`; `jaxllm info` and the documents list them all.
+Features call `require_room`; `jaxllm info` and the documents list them all.
 """
 
 from typing import Literal, get_args
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
-# Resident weights take every model.
+# Resident weights support every model.
 Room = Literal[
     "streamed weights",
     "levels",
@@ -23,12 +23,12 @@ Room = Literal[
 ]
 ROOMS: tuple[Room, ...] = get_args(Room)
 
-# Rooms that take decoders alone, with what to do instead.
+# Features for decoder-only models, with the alternative.
 _ENCODER_DECODER_REFUSALS: dict[Room, str] = {
     "integer prefill": "prefill in floats",
     "tasks": "judge its answers: jaxllm eval pairs (of T5, mT5 and Switch), or those of jaxllm generate",
 }
-# Why models with state layers cannot have a room, and what to do.
+# Why models with state layers do not support a feature, and the alternative.
 _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
     "streamed weights": (
         "whose layers run together",
@@ -48,7 +48,7 @@ _STATE_REFUSALS: dict[Room, tuple[str, str]] = {
 }
 
 
-# Why models with mixed layers cannot have a room, and what to do.
+# Why models with mixed layers do not support a feature, and the alternative.
 _MIXED_REFUSALS: dict[Room, tuple[str, str]] = {
     "streamed weights": ("which run together", _STATE_REFUSALS["streamed weights"][1]),
     "levels": ("which have no units to leave out", "use the whole model"),
@@ -65,7 +65,7 @@ _MIXED_REFUSALS: dict[Room, tuple[str, str]] = {
 
 
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
-    """Why a room cannot take a model; None if it can."""
+    """Why a feature does not support a model; None if it does."""
     if cfg.encoder is not None and room in _ENCODER_DECODER_REFUSALS:
         return decoder_alone_refusal(cfg, room, _ENCODER_DECODER_REFUSALS[room])
     if cfg.states is not None and room in _STATE_REFUSALS:
@@ -87,19 +87,19 @@ def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
 
 
 def require_room(cfg: ModelConfig, room: Room) -> None:
-    """Raises ConfigError if a room cannot take a model."""
+    """Raises ConfigError if a feature does not support a model."""
     reason = room_refusal(cfg, room)
     if reason is not None:
         raise ConfigError(reason)
 
 
 def decoder_alone_refusal(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> str:
-    """Why `what`, such as "plain models", does not take an encoder-decoder, and what to do `instead`."""
+    """Why `what`, such as "plain models", does not support an encoder-decoder, and the alternative."""
     return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; {instead}"
 
 
 def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> None:
-    """Refuses an encoder-decoder where `what`, such as "plain models", takes decoders alone.
+    """Refuses an encoder-decoder if `what`, such as "plain models", only supports decoder-only models.
 
     Raises:
       ConfigError: the model has an encoder.

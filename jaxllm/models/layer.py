@@ -33,7 +33,7 @@ from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, 
 
 CosSin = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
-# (heads of new tokens, used heads) -> (attention outputs, what the layer keeps, such as the cache).
+# (heads of new tokens, used heads) -> (attention outputs, the layer's state, such as the cache).
 Attend = Callable[[Heads, UsedUnits | None], tuple[jax.Array, Kept]]
 
 
@@ -48,10 +48,10 @@ def run_layer(
     differentiable: bool = False,
     rowwise: bool = False,
 ) -> tuple[jax.Array, Kept, Routing | None]:
-    """One layer of `x` `[B, T, D]`: its output, what `attend` keeps, and the routing if it is sparse.
+    """One layer of `x` `[B, T, D]`: its output, the state from `attend`, and the routing if it is sparse.
 
-    The first `valid` of the T tokens, an int32 scalar, are real: outputs of the others are undefined. Of
-    several sequences of one token each it is the first `valid` sequences. For `rowwise` see `linear.py`.
+    The first `valid` of the T tokens, an int32 scalar, are valid: outputs of the others are undefined. For
+    several sequences of one token each it is the number of valid sequences. For `rowwise` see `linear.py`.
     """
     before = x
     x, kept = attended(weights, x, cfg, layer, attend, rowwise, valid)
@@ -90,8 +90,8 @@ def fed_forward(
 
 
 def live_rows(x: jax.Array, valid: jax.Array | None) -> jax.Array | None:
-    """How many rows of `x` `[B, T, D]` products compute, if the first `valid` of the T tokens are real, or of
-    the B sequences where T is 1: of several sequences of several tokens all."""
+    """The number of rows of `x` `[B, T, D]` that products compute, if the first `valid` of the T tokens are
+    valid, or of the B sequences if T is 1: for several sequences of several tokens all."""
     return valid if 1 in x.shape[:2] else None
 
 
@@ -104,7 +104,7 @@ def attended(
     rowwise: bool,
     valid: jax.Array | None = None,
 ) -> tuple[jax.Array, Kept]:
-    """The first half of a layer: attention, and what `attend` keeps."""
+    """The first half of a layer: attention, and the state from `attend`."""
     live, (groups, _) = live_rows(x, valid), weights.used
     names = ("q", "k", "v", "gate") if cfg.attention_gate else ("q", "k", "v")
     q, k, v, *gate = normed_to_units(
@@ -198,8 +198,8 @@ def attend_documents(
 ) -> tuple[jax.Array, None]:
     """Attention of whole documents without a cache (see `document_attention`); `rotary` is cos and sin of
     their positions, `growth` see `query_growth`."""
-    # Unused heads are computed all the same, and the output product leaves them out: documents serve training
-    # and scoring, where time matters less.
+    # Unused heads are computed anyway, and the output product leaves them out: documents are for training and
+    # scoring, where time matters less.
     del used
     q, k, v, _ = grown(new, growth)
     if rotary is not None:
@@ -209,7 +209,7 @@ def attend_documents(
 
 
 def attention_options(cfg: ModelConfig, window: int, new: Heads) -> AttentionOptions:
-    """What tells the attention of a layer with a window from that of others."""
+    """Options of the attention of a layer with a window, or without."""
     return AttentionOptions(
         scale=cfg.attention_scale,
         softcap=cfg.attention_softcap,
@@ -227,7 +227,7 @@ def query_growth(positions: jax.Array, rope: RopeConfig | None) -> jax.Array | N
 
 
 def grown(heads: Heads, growth: jax.Array | None) -> Heads:
-    """Heads with queries `[B, T, ...]` multiplied by factors `[T]` or `[B, T]`, if there are any."""
+    """Heads with queries `[B, T, ...]` multiplied by factors `[T]` or `[B, T]`, if any."""
     if growth is None:
         return heads
     lead = (growth.shape[0] if growth.ndim == 2 else 1, growth.shape[-1])
@@ -236,7 +236,7 @@ def grown(heads: Heads, growth: jax.Array | None) -> Heads:
 
 
 def rotary_by_rope(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | None, CosSin]:
-    """cos and sin at `positions` of every rotary embedding that a layer uses."""
+    """cos and sin at `positions` of every rotary embedding of the layers."""
     return {rope: rotary_cos_sin(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
 
 
@@ -244,7 +244,7 @@ def dense_block(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, rowwise: bool, live: jax.Array | None
 ) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between, or
-    attention beside it has added it."""
+    parallel attention has added it."""
     gated = cfg.gated_ffn
     block = FeedForward(
         up=weights["ffn.up"],
@@ -291,8 +291,7 @@ def _experts(
 
 
 def expert_biases(weights: LayerParams) -> dict[str, jax.Array | None]:
-    """The biases `[E, F]` and `[E, D]` of all experts, None where there are none, as `FeedForward` names
-    them."""
+    """The biases `[E, F]` and `[E, D]` of all experts, or None, by the names of `FeedForward`."""
     return {f"{part}_bias": weights.vector(f"expert_{part}_bias") for part in ("up", "down", "gate")}
 
 
@@ -320,24 +319,24 @@ def chosen_experts(
     )
 
 
-# Rows that stand in place of tokens' embeddings, such as those that an encoder makes of an image.
+# Embeddings in place of tokens', such as those of an image from an encoder.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InputRows:
-    """Rows of some of T new tokens, which no token id can make again.
+    """Embeddings of some of T new tokens, which no token id can reproduce.
 
     Attributes:
-      rows: `[T, D]` float32, as the first layer's input is before positions are added.
-      given: `[T]` bool, which tokens have one; the others have their embedding.
+      rows: `[T, D]` float32, as the first layer's input before positions are added.
+      given: `[T]` bool, tokens with a row; the others have their embedding.
     """
 
     rows: jax.Array | np.ndarray
     given: jax.Array | np.ndarray
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.float32, "T D", rows=self.rows)
         axes.check(jnp.bool_, "T", given=self.given)
 

@@ -30,8 +30,7 @@ class LayerParams:
 
     @property
     def used(self) -> tuple[UsedUnits | None, UsedUnits | None]:
-        """The used kv groups and the used neurons, None where all are used (see
-        `jaxllm.kernels.native`)."""
+        """The used kv groups and the used neurons, None if all are used (see `jaxllm.kernels.native`)."""
         return used_units(self.operand(PARAMETER)) if self._used is None else self._used
 
     def using(self, used: tuple[UsedUnits, UsedUnits]) -> "LayerParams":
@@ -39,14 +38,14 @@ class LayerParams:
         return LayerParams(self._params, self._prefix, used)
 
     def operand(self, name: str) -> Operand | None:
-        """A parameter that is a vector or small matrix, as native kernels take it; None if the model does not
-        have it."""
+        """A vector or small matrix parameter as input of native kernels; None if the model does not have
+        it."""
         found = self._params.get(self._prefix + name)
         assert found is None or isinstance(found, jax.Array | np.ndarray | TableArray)
         return found
 
     def vector(self, name: str) -> jax.Array | None:
-        """A parameter that is a vector, such as a bias; None if the model does not have it."""
+        """A vector parameter, such as a bias; None if the model does not have it."""
         found = self.operand(name)
         return None if found is None else value(found)
 
@@ -62,12 +61,12 @@ class LayerParams:
 
 
 def final_normed(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """The output of an encoder or a decoder, from its last layer's: after the final norm, if there is one."""
+    """The outputs of an encoder or a decoder from its last layer's: after the final norm, if there is one."""
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg)) if cfg.final_norm else x
 
 
 def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
-    """The config with a capacity of experts of at least so many tokens: those of a context that is recomputed
-    had come a few at a time, and no expert exceeded its capacity."""
+    """The decoder with an expert capacity of at least `tokens`: tokens of a context that are recomputed
+    together had come a few at a time, within the capacity."""
     most = max(cfg.expert_capacity, tokens)
     return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg

@@ -22,7 +22,7 @@ from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.stacked_layers import StackedLayer, StackedLayers, stack_layers
 from jaxllm.quant import Adapted, Apart, BlockedArray, Weight
 
-# Name of the parameter that has the layers: a `LayerStack` or `StackedLayers`; in a step of one layer a
+# Name of the parameter with the layers: a `LayerStack` or `StackedLayers`; in a step of one layer a
 # `LayerAt` or `StackedLayer`, in a step of some layers `LayersAt`.
 STACK = "layers"
 Carry = TypeVar("Carry")
@@ -92,12 +92,12 @@ class LayerAt:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayersAt:
-    """The parameters of some layers of one form by address, each in a weight table of its own.
+    """The parameters of some layers of one form by address, each in a separate weight table.
 
     Attributes:
       handles: `[n, 2]` uint32, each of a weight table with one row. They are copies, which keep none open:
-        whoever calls a step with them holds the layers that they are of until it has ended.
-      form: of the parameters.
+        the caller of a step must reference the layers until it has ended.
+      form: form of the parameters.
     """
 
     handles: jax.Array | np.ndarray
@@ -105,7 +105,7 @@ class LayersAt:
 
     @classmethod
     def of(cls, layers: Sequence[LayerAt], room: int) -> "LayersAt":
-        """Of layers that are each in a weight table by itself, with room for so many of them."""
+        """Makes it of layers in separate weight tables, with room for `room` layers."""
         handles = np.zeros((room, 2), np.uint32)
         for index, each in enumerate(layers):
             handles[index] = each.table
@@ -125,7 +125,7 @@ class LayerStack:
     Attributes:
       table: `[2]` uint32, the handle of a weight table with a row for each layer.
       alike: per layer, the first layer that equals it.
-      forms: of the distinct layers of `alike`, ascending.
+      forms: forms of the distinct layers of `alike`, ascending.
     """
 
     table: jax.Array
@@ -139,11 +139,12 @@ class LayerStack:
 
 
 def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
-    """Whether native kernels read all of a layer's parameters by address: matrices in blocks, experts apart.
+    """Whether native kernels read all of a layer's parameters by address: matrices in blocks, separate
+    experts.
 
     Args:
-      params: by their names within the layer.
-      vectors: the names of parameters that are no matrices of products.
+      params: parameters by their names within the layer.
+      vectors: names of parameters that are not matrices of products.
     """
 
     def readable(name: str, weight: Any) -> bool:
@@ -164,14 +165,14 @@ def by_address(
 ) -> dict[str, Weight]:
     """A model's parameters with its layers as a `LayerStack` (see `can_be_addressed`).
 
-    The weight table is open, and holds the arrays, until the handle (`LayerStack.table`, the array itself) is
-    collected and the steps that were called with it have ended. Of parameters that are given by their shapes
-    alone it is the shape.
+    The weight table is open, and references the arrays, until the handle (`LayerStack.table`, the array
+    itself) is collected and the steps that were called with it have ended. Parameters that are only given
+    as shapes remain shapes.
 
     Args:
-      params: of the model. Nothing is copied.
-      cfg: the model.
-      beside: per layer, further arrays by name.
+      params: parameters of the model. Nothing is copied.
+      cfg: config of the model.
+      beside: further arrays by name, per layer.
     """
     layers = layers_of(params, cfg)
     for layer, further in zip(layers, beside, strict=False):
@@ -212,8 +213,8 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
     """Puts the arrays of all layers' parameters into a weight table (see `by_address`).
 
     Args:
-      layers: per layer its parameters by their names within it.
-      kinds: per layer, what else makes layers equal.
+      layers: parameters of each layer by their names within it.
+      kinds: further criteria of equality, per layer.
     """
     # `jax.tree.map`, which makes shapes of parameters, sorts them by name.
     layers = [dict(sorted(params.items())) for params in layers]
@@ -230,7 +231,7 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
         table = WeightTable([[*row, *[None] * (most - len(row))] for row in rows])
         handle = jax.device_put(table.operand, jax.devices()[0], may_alias=True)
         if handle.unsafe_buffer_pointer() != table.operand.ctypes.data:
-            # A device that copies the handle does not hold the table.
+            # A device that copies the handle does not reference the weight table.
             weakref.finalize(handle, table.close)
     return LayerStack(handle, tuple(alike), tuple(forms[first] for first in sorted(set(alike))))
 
@@ -243,7 +244,7 @@ def layer_of(params: Params, layer: int) -> LayerParams:
 
 
 def one_by_one(params: Params, cfg: ModelConfig) -> Iterator[Params]:
-    """Per layer its parameters alone, for `layer_of`."""
+    """The parameters of each layer, for `layer_of`."""
     stack: Any = params.get(STACK)
     for layer in range(cfg.layers):
         if isinstance(stack, LayerStack | StackedLayers):
@@ -262,11 +263,11 @@ def over_layers(
     """Runs `body` for each layer, in order.
 
     Args:
-      params: of the model; with all its layers under `STACK`, or each by itself.
-      cfg: the model.
-      body: of (what it returned for the layer before, parameters that `layer_of` takes, a layer that equals
-        this one, its number), where only the number may be known at run time alone.
-      carry: for the first layer.
+      params: parameters of the model, with all its layers under `STACK`, or separate.
+      cfg: config of the model.
+      body: function of (its result for the layer before, parameters for `layer_of`, a layer that equals
+        this one, its number), where only the number may be unknown at trace time.
+      carry: initial value for the first layer.
     """
     stack: Any = params.get(STACK)
     if not isinstance(stack, LayerStack | StackedLayers):
@@ -287,13 +288,13 @@ def over_layers(
 
 
 def layer_runs(alike: Sequence[int]) -> list[LayerRun]:
-    """The runs of layers, of which `alike` says the first that equals each: at each layer the pattern that
+    """The runs of layers, with the first equal layer of each in `alike`: at each layer the pattern that
     covers most layers, the shortest of equals."""
     return list(_runs(tuple(alike)))
 
 
 def kinds_of(cfg: ModelConfig) -> list[Any]:
-    """Per layer, what makes layers equal besides their parameters."""
+    """Criteria of layers' equality besides their parameters, per layer."""
     return [
         (
             cfg.units(layer),

@@ -1,12 +1,12 @@
-"""Puts low-rank adapters (LoRA, arXiv 2106.09685) beside matrices of a model, or merges them into these.
+"""Adds low-rank adapters (LoRA, arXiv 2106.09685) to matrices of a model, or merges them.
 
 An adapter is a flat dict like that of the model, with two arrays for each adapted parameter `w` `[*U, D]`:
 
     {w}.left  [*U, r]        {w}.right  [r, D]        (`[E, F, r]` and `[E, r, D]` for a stack of experts)
 
-and the parameter becomes `w + scaling · left · right` (equation 3). `adapt` puts an adapter beside weights of
-any storage type, as arrays of a fixed rank, so that another adapter, or none (zeros), uses the same compiled
-step. Files are read and written by `checkpoints/peft.py`.
+and the parameter becomes `w + scaling · left · right` (equation 3). `adapt` adds an adapter to weights of
+any storage type, as arrays of a fixed rank, so that another adapter, or none (zeros), uses the same
+compiled step. Files are read and written by `checkpoints/peft.py`.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from jaxllm.quant import Adapted, Weight, dequantize
 
 Adapter = Mapping[str, jax.Array | np.ndarray]
 
-# Names within a layer of parameters that can be adapted: every matrix but the embedding. Those of an
-# encoder-decoder are of both sides, the "cross" ones of its decoder.
+# Names within a layer of adaptable parameters: every matrix but the embedding. For an encoder-decoder they
+# apply to both sides, the "cross" ones to its decoder.
 TARGETS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "cross.q", "cross.k", "cross.v", "cross.o", "ffn.gate", "ffn.up",
     "ffn.down",
@@ -41,9 +41,9 @@ class LoraConfig:
     """Rank, scaling and targets of an adapter.
 
     Attributes:
-      rank: r, of the change to each matrix.
+      rank: rank r of the change to each matrix.
       alpha: the change is scaled by alpha / rank.
-      targets: matrices to adapt, of `TARGETS`; those that a model does not have are left out.
+      targets: matrices to adapt, of `TARGETS`; those that a model lacks are left out.
       rank_stabilized: the change is scaled by alpha / sqrt(rank) instead (arXiv 2312.03732).
     """
 
@@ -87,8 +87,7 @@ def adapted_parameters(cfg: ModelConfig, targets: tuple[str, ...]) -> tuple[str,
 
 
 def target_of(name: str) -> str:
-    """The target that a parameter belongs to: its name without its layer, on either side of an
-    encoder-decoder."""
+    """The target of a parameter: its name without its layer, on either side of an encoder-decoder."""
     name = name.removeprefix(ENCODER)
     return name.split(".", 2)[2] if name.startswith("layers.") else name
 
@@ -101,8 +100,8 @@ def adapter_shapes(cfg: ModelConfig, name: str, rank: int) -> tuple[tuple[int, .
 
 
 def init_adapter(cfg: ModelConfig, lora: LoraConfig, key: jax.Array) -> dict[str, jax.Array]:
-    """An adapter to train from, whose change is zero: the factor on the input's side is random (LoRA, section
-    4.1), the one on the output's side zero."""
+    """An initial adapter for training, whose change is zero: the factor on the input's side is random (LoRA,
+    section 4.1), the one on the output's side zero."""
     names = adapted_parameters(cfg, lora.targets)
     specs, adapter = param_specs(cfg), {}
     for name, each in zip(names, jax.random.split(key, len(names)), strict=True):
@@ -121,10 +120,10 @@ def init_adapter(cfg: ModelConfig, lora: LoraConfig, key: jax.Array) -> dict[str
 
 
 def adapt(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]:
-    """The parameters, those that the adapter changes as `Adapted` weights.
+    """The parameters, with those that the adapter changes as `Adapted` weights.
 
     Raises:
-      ConfigError: the adapter belongs to another model.
+      ConfigError: the adapter is for another model.
     """
     adapted = dict(params)
     for name in parameters_of(adapter):
@@ -144,11 +143,10 @@ def adapt(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]
 
 
 def _beside(base: Weight, left: jax.Array | np.ndarray, right: jax.Array | np.ndarray) -> Adapted:
-    """A weight with a change `left` `[*U, r]` times `right` `[r, D]`, added to any adapter that it has
-    already."""
+    """A weight with a change `left` `[*U, r]` times `right` `[r, D]`, in addition to any existing adapter."""
     ranks = right.ndim - 2
     if isinstance(left, np.ndarray):
-        # Transposed on the host: on the device it would compile a program, which takes time and memory.
+        # Transposed on the host: on the device it would compile a program, which costs time and memory.
         turned = jax.device_put(np.ascontiguousarray(np.moveaxis(left, -1, ranks)))
     else:
         turned = jnp.moveaxis(left, -1, ranks)
@@ -163,17 +161,17 @@ def _beside(base: Weight, left: jax.Array | np.ndarray, right: jax.Array | np.nd
 def summed_factors(
     name: str, shape: tuple[int, ...], adapters: Sequence[tuple[Adapter, float]], rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The factors of the sum of some adapters for one matrix, on the host, as native kernels read them.
+    """The factors of the sum of some adapters for one matrix, on the host, as inputs of native kernels.
 
     Args:
-      name: of the parameter.
-      shape: of the whole model's weight, `[*U, D]`.
+      name: name of the parameter.
+      shape: shape of the whole model's weight, `[*U, D]`.
       adapters: (adapter, scaling) pairs, of the whole model or of a sub-model.
       rank: r, at least the sum of the adapters' ranks.
 
     Returns:
-      `left` `[r, *U]` float32, the scaling included, and `right` `[r, D]` float32; zero for further ranks,
-      and for units that a sub-model lacks. Zeros take no memory until they are read.
+      `left` `[r, *U]` float32, the scaling included, and `right` `[r, D]` float32; zero for unused ranks, and
+      for units that a sub-model lacks. Zeros use no memory until they are read.
     """
     left, right = np.zeros((rank, *shape[:-1]), np.float32), np.zeros((rank, shape[-1]), np.float32)
     filled = 0
@@ -189,7 +187,7 @@ def summed_factors(
 
 
 def merge(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]:
-    """The parameters with an adapter merged into them: dense float32 where it changes them."""
+    """The parameters with an adapter merged into them: dense float32 for changed ones."""
     return {
         name: dequantize(weight, jnp.float32) if isinstance(weight, Adapted) else weight
         for name, weight in adapt(params, adapter, scaling).items()
@@ -197,7 +195,7 @@ def merge(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]
 
 
 def padded(cfg: ModelConfig, adapter: Adapter, targets: tuple[str, ...], rank: int) -> dict[str, np.ndarray]:
-    """An adapter as arrays of a given rank for all of `targets`, zero where it changes nothing.
+    """An adapter as arrays of a given rank for all of `targets`, zero for unchanged ones.
 
     All adapters then have the same shapes and use the same compiled step. The scaling is not applied.
 

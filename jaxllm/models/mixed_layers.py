@@ -1,7 +1,7 @@
-"""Runs layers that differ in size, share keys and values, and have inputs of their own (see `MixedLayers`).
+"""Runs layers that differ in size, share keys and values, and have per-layer inputs (see `MixedLayers`).
 
-A layer that shares the keys and values of another is handed those of the new tokens as that layer had them,
-not yet rotated, and writes them where they are already: it attends as every other layer does.
+A layer that shares the keys and values of another receives those of the new tokens before rotation, and
+overwrites them with equal values: it attends like every other layer.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ Pair = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HandedOn:
-    """What layers hand on beside the residual stream.
+    """Values passed between layers besides the residual stream.
 
     Attributes:
-      sliding, full: keys and values `[B, T, K, H]` of the new tokens, of the last layer of its kind that has
-        any.
-      inputs: `[B, T, L, P]`, the tokens' inputs of each layer; None where layers have none.
+      sliding, full: keys and values `[B, T, K, H]` of the new tokens, of the last layer of its kind that
+        has any.
+      inputs: `[B, T, L, P]`, the tokens' inputs of each layer; None if layers have none.
     """
 
     sliding: Pair
@@ -66,12 +66,12 @@ class HandedOn:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What is known of a layer while a step is traced, but for its number, which may be known when it runs.
+    """Facts of a layer at trace time, without its number, which may be known only at run time.
 
     Attributes:
-      cfg: the model.
-      like: the layer, or one that equals it.
-      valid: how many of the tokens are real, int32 scalar; None for all.
+      cfg: config of the model.
+      like: the layer, or an equal one.
+      valid: number of valid tokens, int32 scalar; None for all.
       rowwise: see `linear.py`.
     """
 
@@ -166,10 +166,10 @@ def over_documents(
 
 
 def require_tokens_alone(cfg: ModelConfig) -> None:
-    """Refuses rows in place of tokens where layers read the tokens themselves.
+    """Refuses prompt embeddings if layers read the tokens themselves.
 
     Raises:
-      ConfigError: they do.
+      ConfigError: layers read the tokens.
     """
     if cfg.mixed is not None and cfg.mixed.layer_input_size:
         raise ConfigError(
@@ -181,10 +181,10 @@ def require_tokens_alone(cfg: ModelConfig) -> None:
 def _first(
     params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, live: jax.Array | None, rowwise: bool
 ) -> HandedOn:
-    """What the first layer is handed, given embeddings `x` `[B, T, D]`."""
+    """The first layer's `HandedOn`, given embeddings `x` `[B, T, D]`."""
 
     def none(layers: list[int]) -> Pair:
-        # Where there is no layer of a kind, nobody reads them.
+        # Without layers of a kind, these are not used.
         own: ModelConfig = layer_config(cfg, layers[0]) if layers else cfg
         rows = jnp.zeros((*tokens.shape, own.kv_heads, own.head_dim), x.dtype)
         return rows, rows
@@ -218,7 +218,7 @@ def _run(
     of: _Layer,
     attend: Callable[[Heads, None], tuple[jax.Array, Kept]],
 ) -> tuple[jax.Array, HandedOn, Kept]:
-    """One layer of `x` `[B, T, D]`: its output, what is handed on, and what `attend` keeps."""
+    """One layer of `x` `[B, T, D]`: its output, values for later layers, and the state from `attend`."""
     cfg, live = of.cfg, live_rows(x, of.valid)
     how = {"live": live, "rowwise": of.rowwise}
     new, handed = _heads(weights, x, handed, of, live)
@@ -272,7 +272,7 @@ def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, of:
 def _heads(
     weights: LayerParams, x: jax.Array, handed: HandedOn, of: _Layer, live: jax.Array | None
 ) -> tuple[Heads, HandedOn]:
-    """Inputs of attention, and what is handed on: with the layer's keys and values, if it has any."""
+    """Inputs of attention, and values for later layers, including the layer's keys and values, if any."""
     cfg, mixed = of.cfg, of.cfg.mixed
     assert mixed is not None
     names = ["q"] if shares_kv(cfg, of.like) else ["q", "k", "v"]

@@ -43,9 +43,9 @@ from jaxllm.quant import Weight
 #     embed.norm.scale/bias [D]      relative_positions [buckets, N]        head_bias [V]
 #     layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
 #
-# The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
-# experts, an expert is one entry of the leading axis. The experts' biases are no part of `experts.*`: they
-# are small, and stay in memory where experts are loaded one by one.
+# The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. In layers with
+# experts, an expert is one entry of the leading axis. The experts' biases are not part of `experts.*`: they
+# are small, and stay in memory if experts are loaded individually.
 
 
 Params = Mapping[str, Weight]
@@ -63,7 +63,7 @@ class ParamSpec:
 
 
 def head_name(cfg: ModelConfig) -> str:
-    """Name of the parameter `[V, D]` that gives logits: the embedding if the head is tied to it."""
+    """Name of the parameter `[V, D]` of the logits: the embedding if the head is tied to it."""
     return "embed.tokens" if cfg.tied_head else "head"
 
 
@@ -74,7 +74,7 @@ def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
 
 @functools.lru_cache(maxsize=64)
 def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    """`param_specs`; cached, because opening an elastic bundle asks for them by the thousand."""
+    """`param_specs`; cached, because opening an elastic bundle calls it thousands of times."""
     width = cfg.hidden_size
     specs = {"embed.tokens": ParamSpec((cfg.vocab_size, width), "embed")}
     if cfg.learned_positions:
@@ -117,7 +117,7 @@ def sparse_layers(cfg: ModelConfig) -> list[str]:
 
 
 def specs_apart(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    """`param_specs` with each expert stored by itself, after the other parameters of its layer."""
+    """`param_specs` with separate experts, after the other parameters of their layer."""
     specs: dict[str, ParamSpec] = {}
     stacks: dict[str, ParamSpec] = {}
     for name, spec in param_specs(cfg).items():
@@ -318,7 +318,7 @@ def _of_experts(name: str) -> bool:
 
 
 def active_parameter_count(cfg: ModelConfig) -> int:
-    """Number of scalar parameters that one token uses: of each layer's experts only the k that it visits."""
+    """Number of scalar parameters used per token: only the k visited experts of each layer."""
     idle = cfg.experts - cfg.experts_per_token
     return sum(
         int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if _of_experts(name) else spec.shape))

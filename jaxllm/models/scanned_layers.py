@@ -1,13 +1,13 @@
 """Stacks the parameters of equal layers for training, and runs documents through them in one loop.
 
 A step of many layers has the code of one: tracing, lowering and compiling take as long for 32 layers as for
-2, and an optimizer updates one array per kind of parameter. Layers are equal if their units, windows, rotary
-embeddings and kinds are. The parameters of equal layers
+2, and an optimizer updates one array per kind of parameter. Layers are equal if their units, windows,
+rotary embeddings and kinds are. The parameters of equal layers
 
     layers.{first}.{name}  layers.{first + period}.{name} ...   become   stacks.{first}.{name}  [n, ...]
 
-with a leading axis of layers (see `LayerRun`); a layer that no other equals keeps its own names. The same
-holds for whatever is named like a parameter, such as an adapter or an optimizer's moments.
+with a leading axis of layers (see `LayerRun`); unique layers keep their names. The same holds for anything
+named like a parameter, such as an adapter or an optimizer's moments.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layer_stack import LayerRun, kinds_of, layer_runs, within_layer
 
-# Activations that the backward pass finds kept: all; results of products with weights; each layer's input.
+# Saved activations of the backward pass: all; results of products with weights; each layer's input.
 Remat = Literal["none", "dots", "full"]
 REMATS = ("none", "dots", "full")
 STACKS = "stacks."
@@ -42,8 +42,8 @@ def is_stacked(params: Mapping[str, Any]) -> bool:
 
 
 def stack_name(cfg: ModelConfig, name: str) -> tuple[str, int]:
-    """Where a parameter is when layers are stacked: the name there, and its row in the stack; the row is -1
-    for a parameter that is not stacked."""
+    """The place of a parameter in stacked layers: its name there, and its row in the stack; -1 if it is not
+    stacked."""
     if not name.startswith("layers."):
         return name, -1
     layer = int(name.split(".", 2)[1])
@@ -95,7 +95,7 @@ def unstacked(params: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
 
 
 def remembering(step: Callable[..., Kept], remat: Remat, *, in_loop: bool = False) -> Callable[..., Kept]:
-    """The step, of which the backward pass keeps what `remat` names, and recomputes the rest."""
+    """The step, whose backward pass saves what `remat` names, and recomputes the rest."""
     if remat == "none":
         return step
     policies = jax.checkpoint_policies
@@ -114,12 +114,12 @@ def run_scanned(
     """Runs documents through all layers.
 
     Args:
-      params: of the model, its layers in stacks.
-      cfg: the model.
-      run: of (a layer's parameters by their names, its input `[B, T, D]`, `like=`, a layer that equals it):
-        its output, and its routing or None.
+      params: parameters of the model, its layers in stacks.
+      cfg: config of the model.
+      run: function of (a layer's parameters by name, its input `[B, T, D]`, `like=`, an equal layer) that
+        returns its output, and its routing or None.
       x: `[B, T, D]`, the first layer's input.
-      remat: what the backward pass finds kept.
+      remat: residuals of the backward pass.
 
     Returns:
       The last layer's output, and the routings, each stacked over layers in order.

@@ -1,8 +1,8 @@
 """The parameters of all layers stacked along a leading axis, for XLA's own products.
 
-Layers whose parameters have the same names, types and shapes are a stack, from which a loop over layers takes
-one layer after the other. On accelerators XLA fuses the slice with its use. On a CPU it copies a slice before
-a product, so that only weights stay in stacks there that are converted block by block anyway
+Layers whose parameters have the same names, types and shapes are a stack, from which a loop over layers
+slices one layer after the other. On accelerators XLA fuses the slice with its use. On a CPU it copies a
+slice before a product, so that there only weights that are converted block by block anyway are stacked
 (`jaxllm.kernels.converted`).
 """
 
@@ -45,9 +45,9 @@ class StackedLayers:
     """The parameters of all layers in stacks.
 
     Attributes:
-      stacks: per form of layers, the weights of a `StackedLayer`.
-      alike: per layer, the first layer that equals it.
-      places: per layer, the index of its stack and its row in it.
+      stacks: weights of a `StackedLayer`, per form of layers.
+      alike: the first equal layer, per layer.
+      places: index of its stack and its row in it, per layer.
     """
 
     stacks: tuple[Mapping[str, Weight], ...]
@@ -73,12 +73,12 @@ class StackedLayers:
 def stack_layers(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -> StackedLayers:
     """Stacks the arrays of all layers' parameters.
 
-    Arrays that are entries of a stack already (`StackEntry`) are not copied. Others, such as adapters beside
-    them, get a stack of as many rows.
+    Arrays that are already entries of a stack (`StackEntry`) are not copied. Others, such as their
+    adapters, get a stack of as many rows.
 
     Args:
-      layers: per layer its parameters by their names within it.
-      kinds: per layer, what else makes layers equal.
+      layers: parameters of each layer by their names within it.
+      kinds: further criteria of equality, per layer.
     """
     firsts: dict[Any, int] = {}
     members: dict[Any, list[int]] = {}
@@ -99,7 +99,7 @@ def stack_layers(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -
 
 
 def are_entries(params: Iterable[Weight]) -> bool:
-    """Whether some arrays of the weights are entries of stacks, and none is a shape alone."""
+    """Whether some arrays of the weights are entries of stacks, and none is only a shape."""
     leaves = jax.tree.leaves(list(params))
     shapes = any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves)
     return not shapes and any(isinstance(each, StackEntry) for each in leaves)
@@ -114,7 +114,7 @@ def _form_of(params: Mapping[str, Weight]) -> Any:
 
 def _entry(name: str, weight: Weight, row: jax.Array) -> Any:
     found = sliced(jax.tree.map(lambda stack: StackedArray(stack, row), weight))
-    # Floats are multiplied as they are; a mixture takes one expert at a time.
+    # Floats are multiplied unchanged; a mixture uses one expert at a time.
     by_expert = name.startswith("experts.")
     return taken(found) if isinstance(found, StackedArray) and not by_expert else found
 

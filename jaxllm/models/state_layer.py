@@ -1,4 +1,4 @@
-"""Computes a state layer, whose first half keeps a state where other layers attend (see `StateConfig`).
+"""Computes a state layer, whose first half has a recurrent state instead of attention (see `StateConfig`).
 
 Parameters of a short convolution, by their names within a layer:
 
@@ -41,13 +41,13 @@ _LENGTH_EPS = 1e-6
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateTokens:
-    """Tokens that go into states.
+    """Tokens that update states.
 
     Attributes:
-      valid: int32 scalar, number of real tokens; None if all are.
+      valid: int32 scalar, number of valid tokens; None if all are.
       live, rowwise: see `linear.py`.
       starts: `[B, T]` int32, per token the index where its document begins; None for one sequence.
-      ancestors: `[T, T]` bool, of nodes of a tree, itself among them; None for one sequence.
+      ancestors: `[T, T]` bool, ancestors of tree nodes, including themselves; None for one sequence.
     """
 
     valid: jax.Array | None = None
@@ -72,16 +72,16 @@ def cached_state_layer(
       weights: the layer's parameters.
       x: `[B, T, D]`, the layer's input.
       at: consecutive positions, those after the state's tokens; or those of all nodes of a tree.
-      state: of the tokens before, zeros before position 0; for a tree with room for its nodes.
-      cfg: the model.
-      layer: its index, or that of a layer that equals it.
+      state: state of the tokens before, zeros before position 0; for a tree with room for its nodes.
+      cfg: config of the model.
+      layer: index of the layer, or of an equal one.
 
     Returns:
       The next layer's input `[B, T, D]`, and the state after the valid tokens; after a tree the same state
       with its nodes (see `jaxllm.nn.states.after_path`).
 
     Raises:
-      ConfigError: the positions are those of a part of a tree, or of tokens that are computed again.
+      ConfigError: the positions are those of a part of a tree, or of recomputed tokens.
     """
     tree, valid = at.tree, at.valid if at.padded else None
     whole = tree is not None and state.nodes is not None and tree.mask.shape == (x.shape[1],) * 2
@@ -219,7 +219,7 @@ def _delta_inputs(
     correction, v = jax.nn.sigmoid(score), v.reshape(*batch, -1, states.value_dim)
     if tokens.valid is not None:
         real = (jnp.arange(batch[1], dtype=jnp.int32) < tokens.valid)[:, None]
-        # Selected: what products leave in padding may be anything.
+        # Selected, because products leave undefined values in padding.
         log_decay, correction = jnp.where(real, log_decay, 0), jnp.where(real, correction, 0)
         k, v = jnp.where(real[..., None], k, 0), jnp.where(real[..., None], v, 0)
     return DeltaInputs(

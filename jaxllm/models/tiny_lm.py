@@ -1,13 +1,13 @@
 """The tiny LM: an encoder with two heads, which score a prompt's tokens and propose a level and a prompt
 ratio.
 
-ELMS (arXiv 2409.09071), section 3.3, dual-head TLM: the score head gives every token a score of keeping it;
-the decision head gives, from the request's SLO, whose marks are tokens in front of the prompt, the level and
-the share of the prompt to use. The heads share the encoder's bottom layers and have top layers of their own,
-so that training one leaves the other unchanged. Parameters have the names of `encoder/parameters` in a flat
+ELMS (arXiv 2409.09071), section 3.3, dual-head TLM: the score head gives every token a keep score; the
+decision head predicts, from the request's SLO, whose marks are tokens before the prompt, the level and the
+share of the prompt to use. The heads share the encoder's bottom layers and have separate top layers, so
+that training one leaves the other unchanged. Parameters have the names of `encoder/parameters` in a flat
 dict:
 
-    embed.*, layers.{i}.*                      what both share, i < shared layers
+    embed.*, layers.{i}.*                      shared by both, i < shared layers
     score.layers.{i}.*     score.keep [1, D]   score.keep_bias [1]
     decide.layers.{i}.*    decide.model [levels, D]    decide.prompt [prompt levels, D]   (+ their _bias)
 
@@ -72,15 +72,15 @@ class TlmConfig:
         return range(self.shared_layers, self.encoder.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """The config as a plain dict for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TlmConfig":
-        """The config that `to_json` gave as a dict.
+        """Reads a dict made by `to_json`.
 
         Raises:
-          ConfigError: a key is unknown or missing, or a value is out of its domain.
+          ConfigError: a key is unknown or missing, or a value is out of range.
         """
         try:
             return cls(**{**data, "encoder": EncoderConfig.from_json(data["encoder"])})
@@ -149,12 +149,12 @@ def grow_vocabulary(
 ) -> tuple[dict[str, Weight], TlmConfig]:
     """Adds tokens at the end of the vocabulary, for the marks of SLOs.
 
-    Their embeddings are orthogonal to each other, so that the heads tell them apart before any training
+    Their embeddings are orthogonal to each other, so that the heads distinguish them before any training
     (ELMS, section 3.3), and have the average norm of the others.
 
     Args:
-      params: with a word embedding of floats.
-      cfg: the tiny LM.
+      params: parameters with a word embedding of floats.
+      cfg: config of the tiny LM.
       extra: number of tokens to add; their ids begin at the old `vocab_size`.
       key: PRNG key of their directions.
 
@@ -180,7 +180,7 @@ def separate_tokens(params: Params, ids: Sequence[int], key: jax.Array) -> dict[
     ones.
 
     Args:
-      params: with a word embedding of floats.
+      params: parameters with a word embedding of floats.
       ids: different token ids, at most as many as the embedding size.
       key: PRNG key of their directions.
 

@@ -32,7 +32,7 @@ _ACTIVATION_NAMES: dict[Activation, str] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
-    # What configs of gpt-oss say, whose experts are clamped all the same.
+    # Configs of gpt-oss name silu, although its experts are clamped.
     "clamped_swiglu": "silu",
 }
 
@@ -48,18 +48,19 @@ class Tensor:
     """One checkpoint tensor, and our parameters that are blocks of its rows.
 
     Attributes:
-      name: in the checkpoint. With `{expert}` in it, it stands for one tensor per expert, each of them one
-        entry of the leading axis of its parameters.
+      name: name in the checkpoint. With `{expert}` in it, it stands for one tensor per expert, each of them
+        one entry of the leading axis of its parameters.
       params: names of our parameters, in the order of their rows.
       transposed: whether rows are columns in the checkpoint.
-      skip_rows: leading rows that are padding, which the model never reads.
-      interleaved: whether rows of each head, of queries or keys, come in the order of a rotary embedding that
-        turns neighbours (2i, 2i+1) where ours turns halves (i, i+H/2).
-      by_head: whether rows of each head come together: the first head's of all parameters, then the next's.
+      skip_rows: number of leading padding rows, which the model never reads.
+      interleaved: whether the rows of each head of queries or keys are in the order of a rotary embedding
+        of neighbours (2i, 2i+1), where ours rotates halves (i, i+H/2).
+      by_head: whether the rows of each head are together: the first head's of all parameters, then the
+        next's.
       depthwise: whether it is the kernel of a depthwise convolution, `[rows, 1, taps]`.
-      plus_one: whether a norm's weight is stored as w where the model multiplies by 1 + w.
+      plus_one: whether a norm's weight is stored as w and the model multiplies by 1 + w.
       stacked: whether it has all experts, as its leading axis.
-      alternating: whether the rows of its parameters take turns.
+      alternating: whether the rows of its parameters alternate.
       one_row: whether a vector is stored as a matrix of one row.
       gated: whether only models with, or without, a gate have it; None for both.
       in_body: False for a name without the checkpoint's prefix (the head).
@@ -164,26 +165,26 @@ class Architecture:
     """One Hugging Face `model_type` on the shared decoder.
 
     Attributes:
-      model_type: as in config.json and in `ModelConfig.model_type`.
+      model_type: name in config.json and in `ModelConfig.model_type`.
       read_config: config.json -> ModelConfig.
       write_config: the inverse, without the keys that every architecture has.
       class_name: name of the Hugging Face class, for the key `architectures`.
       top_tensors: tensors outside of the layers.
-      layer_tensors: tensors of one layer; names on both sides are relative to the layer. Where experts have
-        tensors both stacked and each by itself, a checkpoint has the one or the other.
+      layer_tensors: tensors of one layer; names on both sides are relative to the layer. If experts have
+        both stacked and separate tensors, a checkpoint has one or the other.
       layer_prefix: prefix of a layer's checkpoint names, with `{}` for its number.
-      prefixes: prefixes that a checkpoint's names may have, the usual one first.
-      inert_keys: keys of this architecture that cannot change the logits.
-      buffers: endings of checkpoint names that are no parameters, and that transformers does not read.
-      copies: names, without the checkpoint's prefix, of tensors that repeat a parameter -> its name; those
-        that are stored have to be equal to it.
-      computed: names, without the prefix, of tensors whose values are computed here -> the values; those
-        that are stored have to be alike.
+      prefixes: possible prefixes of a checkpoint's names, the usual one first.
+      inert_keys: keys of this architecture without effect on the logits.
+      buffers: endings of checkpoint names that are not parameters, and that transformers does not read.
+      copies: names, without the checkpoint's prefix, of tensors that repeat a parameter -> its name; stored
+        ones must equal it.
+      computed: names, without the prefix, of tensors whose values are computed here -> the values; stored
+        ones must equal them.
       encoder_tensors: `layer_tensors` of the encoder of an encoder-decoder, its names relative to the layer.
       encoder_prefix: `layer_prefix` of the encoder.
-      head_or_embedding: whether the head is the embedding where a checkpoint has no head of its own.
-      unread: names, without the checkpoint's prefix, of tensors that checkpoints of a model may have and it
-        does not read.
+      head_or_embedding: whether the head is the embedding if a checkpoint has no separate head.
+      unread: names, without the checkpoint's prefix, of tensors that checkpoints of a model may have but
+        are not read.
     """
 
     model_type: str
@@ -211,10 +212,10 @@ class Architecture:
         Args:
           config: the JSON object.
           ignore_keys: keys to ignore, see `ConfigReader`.
-          path: prefix of the keys' names, where the object is a section of another.
+          path: prefix of the keys' names, if the object is a section of another.
 
         Raises:
-          ConfigError: a key is unknown, or its value is not supported or malformed.
+          ConfigError: a key is unknown, or its value is unsupported or malformed.
         """
         reader = ConfigReader(config, path, ignore_keys=ignore_keys)
         reader.only("model_type", (self.model_type,), "this is the translation of one model_type")
@@ -229,7 +230,7 @@ class Architecture:
         return translated
 
     def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:
-        """A config.json that `config_from_hf` reads back as `cfg`.
+        """A config.json from which `config_from_hf` reads `cfg`.
 
         Raises:
           ConfigError: configs of this model_type cannot express some field of `cfg`.
@@ -253,8 +254,8 @@ class Architecture:
         return written
 
     def stacks(self, names: Collection[str]) -> bool:
-        """Whether a checkpoint with such names has all experts of a layer in one tensor, where it may have
-        each by itself."""
+        """Whether a checkpoint with such names has all experts of a layer in one tensor, if separate ones are
+        possible."""
         either = any("{expert}" in tensor.name for tensor in self.layer_tensors)
         endings = tuple(tensor.name for tensor in self.layer_tensors if tensor.stacked)
         return either and any(name.endswith(endings) for name in names)
@@ -274,7 +275,7 @@ class Architecture:
                     if "{expert}" in tensor.name if stacked else tensor.stacked and either:
                         continue
                     params = tuple(f"{lead}layers.{layer}.{name}" for name in tensor.params)
-                    # `layer_tensors` lists what a layer may have; `specs` what this layer has.
+                    # `layer_tensors` lists all possible tensors; `specs` has those of this layer.
                     if params[0] in specs and tensor.gated in (None, side.gated_ffn):
                         name = prefix.format(layer) + tensor.name
                         found += _by_expert(dataclasses.replace(tensor, name=name, params=params), side)

@@ -1,7 +1,7 @@
-"""Multimodal folders whose text model is an architecture of its own: their text model alone is read.
+"""Multimodal folders whose text model is a supported architecture: only their text model is read.
 
 Such a wrapper's config.json has the text model's config as the section `text_config`; its tensors have
-longer prefixes, and stand beside those of the encoders of images and sound, which are skipped by name.
+longer prefixes, next to those of the encoders of images and sound, which are skipped by name.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.architectures import ARCHITECTURES, architecture
 from jaxllm.models.config_reader import ConfigReader
 
-# Keys of text models that describe how images enter, or that training alone reads.
+# Keys of text models that describe how images enter, or that only training reads.
 _INERT_TEXT_KEYS = frozenset(
     {"neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler"}
 )
@@ -32,8 +32,8 @@ class Wrapper:
       layouts: prefixes of the text model's tensors and of its head, one pair per spelling.
       skipped: prefixes of tensors that texts do not need.
       keys: keys of config.json that texts do not need.
-      text_defaults: values of the wrapper's class for keys of the text model, where they differ from those
-        of its architecture.
+      text_defaults: values of the wrapper's class for keys of the text model that differ from its
+        architecture's.
     """
 
     text_types: Mapping[str, str]
@@ -115,7 +115,7 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] = ()) -> ModelConfig:
-    """The model of a config.json: of a wrapper its text model, of any other the model itself.
+    """The model of a config.json: the text model of a wrapper, or the model itself.
 
     Args:
       config: the JSON object.
@@ -138,7 +138,7 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
     )
     text = _text_config(config)
     if config.get("tie_word_embeddings") is not None:
-        # The wrapper's key decides, whatever the text model's own says.
+        # The wrapper's key has precedence over the text model's.
         text["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
     inert = {*wrapper.keys, "text_config", "vision_config"}
     reader.finish(inert_keys=inert)

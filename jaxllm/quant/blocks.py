@@ -1,17 +1,17 @@
 """Quantized weights in the order of the native kernels: blocks of 16 outputs × 32 inputs.
 
 Within a block the four inputs of an output are adjacent, `[8, 16, 4]` (inputs by four, outputs, inputs),
-which is the operand that byte-product instructions take, on x86 and Arm alike. At 4 bits two quarters of
-four inputs share their bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8. At 2 bits four quarters do:
-`[2, 16, 4]`, the lowest bits first, as codes 0 to 3 for the levels -3, -1, 1 and 3.
+the operand of byte-product instructions on x86 and Arm. At 4 bits two quarters of four inputs share their
+bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8. At 2 bits four quarters do: `[2, 16, 4]`, the
+lowest bits first, as codes 0 to 3 for the levels -3, -1, 1 and 3.
 
-Minima of groups lie behind the scales of each panel and group, so that both are one array.
+Minima of groups are stored after the scales of each panel and group, in one array.
 
 A nested weight (see `nested.py`) has two planes of blocks at 4 bits, its high one and its low one.
 
-Blocks are stored output panel by output panel where units are outputs, and input block by input block where
-units are inputs. In both cases the first n units are the first bytes of the buffer, so that a sub-model uses
-a prefix of it (`take_units` in `parts.py`) and nothing is copied.
+Blocks are stored output panel by output panel if units are outputs, and input block by input block if units
+are inputs. In both cases the first n units are the first bytes of the buffer, so that a sub-model uses a
+prefix of it (`take_units` in `parts.py`) without a copy.
 """
 
 import dataclasses
@@ -52,11 +52,11 @@ class BlockedArray:
     With a minimum per group (4 bits) `scale` has another axis before the last, `[P, groups, 2, 16]` or `[K,
     groups, P, 2, 16]`: first the scales, then the minima (see `QArray`).
 
-    `data` is int8 for 8 bits and uint8 for fewer. Buffers may hold more units than `shape` says.
+    `data` is int8 for 8 bits and uint8 for fewer. Buffers may have more units than `shape`.
 
     A nested weight has `bits` 4, `group` 64, its high plane as `data`, its low plane, of the same shape, as
-    `low`, and packed scales `[P, 64 + 8·groups]` or `[K, 64·P + 8·P·groups]` uint8. Without `low` it stands
-    for its high plane alone.
+    `low`, and packed scales `[P, 64 + 8·groups]` or `[K, 64·P + 8·P·groups]` uint8. Without `low` it is
+    only its high plane.
     """
 
     data: jax.Array
@@ -86,7 +86,7 @@ class BlockedArray:
 def blocked_shapes(
     shape: tuple[int, ...], *, bits: int, group: int, axis: int, nested: bool = False, minima: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of data (of each plane of a nested weight) and scales that a weight of `shape` has in blocks."""
+    """Shapes of data (of each plane of a nested weight) and scales of a weight of `shape` in blocks."""
     if axis == -1:
         outputs, inputs, lead = int(np.prod(shape[:-1], dtype=object)), shape[-1], ()
     else:
@@ -105,12 +105,12 @@ def blocked_shapes(
 
 
 def to_blocks(weight: QArray) -> BlockedArray:
-    """A weight of host arrays in the order of the native kernels.
+    """Converts a weight of host arrays to the order of the native kernels.
 
     Padding outputs have scale zero; padding inputs meet activations that are zero.
     """
     if weight.minimum is not None:
-        # Minima go where scales do.
+        # Minima are placed like scales.
         both = [
             dataclasses.replace(weight, minimum=None, scale=each) for each in (weight.scale, weight.minimum)
         ]
@@ -153,13 +153,13 @@ def nested_blocks(weight: np.ndarray, axis: Literal[-1, -2]) -> BlockedArray:
 
     Args:
       weight: `[..., R, C]` floats, finite.
-      axis: the axis that a product contracts.
+      axis: contracted axis of the product.
 
     Raises:
-      ConfigError: the weight holds values that are not finite.
+      ConfigError: the weight has values that are not finite.
     """
     moved = np.asarray(weight, np.float32)
-    # [K, outputs, inputs]: of weights whose units are outputs K is 1.
+    # [K, outputs, inputs]: K is 1 if units are outputs.
     if axis == -1:
         stack = moved.reshape(1, -1, moved.shape[-1])
     else:
@@ -178,7 +178,7 @@ def levels_in_blocks(found: NestedLevels, shape: tuple[int, ...], axis: Literal[
         each = [_pack(_padded(matrix, PANEL, BLOCK), 4) for matrix in plane]
         planes.append(each[0] if axis == -1 else np.stack([data.transpose(1, 0, 2) for data in each]))
     if axis == -1:
-        # Each panel's scales lie together: [P, 64 + 8·groups].
+        # Each panel's scales are together: [P, 64 + 8·groups].
         scale = pack_scales(channel[0][:, None], factor[0].transpose(1, 0, 2)[:, :, None])
     else:
         scale = pack_scales(channel, factor)
@@ -195,7 +195,7 @@ def levels_in_blocks(found: NestedLevels, shape: tuple[int, ...], axis: Literal[
 
 
 def from_blocks(weight: BlockedArray) -> QArray:
-    """The inverse of `to_blocks`, for host arrays: for devices that have no native kernels. A nested weight
+    """The inverse of `to_blocks`, for host arrays: for devices without native kernels. A nested weight
     becomes one of 8 bits, its high plane one of 4, in groups with float32 scales."""
     levels, scale = np.asarray(blocked_levels(weight)), np.asarray(blocked_scales(weight))
     minimum = blocked_minima(weight)
@@ -255,12 +255,12 @@ def blocked_minima(weight: BlockedArray) -> jax.Array | None:
 
 
 def _alone(weight: BlockedArray, which: int) -> BlockedArray:
-    """The weight with its scales alone (0), or its minima in their place (1)."""
+    """The weight with only its scales (0), or its minima in their place (1)."""
     return dataclasses.replace(weight, scale=weight.scale[..., which, :])
 
 
 def _nested_scales(weight: BlockedArray, packed: jax.Array | None = None) -> jax.Array:
-    """Scales of a nested weight, or of some panels of one whose units are outputs: `[P, groups, 16]` or
+    """Scales of a nested weight, or of some panels if its units are outputs: `[P, groups, 16]` or
     `[K, groups, P, 16]` float32."""
     packed = weight.scale if packed is None else packed
     panels = 1 if weight.axis == -1 else weight.data.shape[-2]
@@ -278,7 +278,7 @@ def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array,
       rows: indices of any shape, in range.
 
     Returns:
-      Levels `[*rows.shape, C]` int8, scales `[*rows.shape, groups]`, and minima alike or None.
+      Levels `[*rows.shape, C]` int8, scales `[*rows.shape, groups]`, and minima of that shape or None.
     """
     panel, lane = rows // PANEL, rows % PANEL
     columns = weight.shape[-1]
@@ -376,7 +376,7 @@ def _pack(matrix: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _unpack(data: jax.Array, bits: int) -> jax.Array:
-    """Blocks `[..., B, bits·64]` -> levels `[..., 16, 32·B]` where blocks are the second-to-last axis."""
+    """Blocks `[..., B, bits·64]` -> levels `[..., 16, 32·B]`, with blocks as the second-to-last axis."""
     quarters = data.reshape(*data.shape[:-1], -1, PANEL, 4)
     if bits != 8:
         quarters = _levels_of_bytes(quarters, bits, axis=-3)

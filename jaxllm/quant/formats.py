@@ -12,23 +12,22 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Recognizes floats that lie on a grid of 4 bits, as quantization-aware training leaves them in bfloat16.
-#
-# Such a group of inputs holds whole multiples, -8 to 7, of one step. Its levels are found again by trying
-# which level the largest value is, where an ordinary search for the least error would shift them.
+# Recognizes floats on a grid of 4 bits, as left in bfloat16 by quantization-aware training.  Such a group
+# of inputs has integer multiples, -8 to 7, of one step. Its levels are recovered by trying the level of the
+# largest value, where an ordinary search for the minimum error would shift them.
 
 
 _LEVELS = 16
-# Groups that are looked at, the least of them that tell, and their share that must lie on a grid.
+# Number of sampled groups, minimum number of conclusive ones, and their minimum share on a grid.
 _SAMPLE, _LEAST, _SHARE = 256, 64, 0.95
 # The largest float16 number, and its bits.
 _LARGEST, _LARGEST_BITS = float(np.finfo(np.float16).max), np.int16(0x7BFF)
-# Values that differ by less than this of the largest are one level, stored in 16 bits.
+# Values that differ by less than this share of the largest are one level, stored in 16 bits.
 _ROUNDING = 2.0**-7
 
 
 def on_grid(grouped: np.ndarray) -> bool:
-    """Whether groups `[..., n, group]` lie on grids, by some of them.
+    """Whether groups `[..., n, group]` are on grids, judged by some of them.
 
     Ordinary weights have about as many values as a group has inputs; those of a grid at most 16.
     """
@@ -51,8 +50,8 @@ def on_grid(grouped: np.ndarray) -> bool:
 def grid_scale(grouped: np.ndarray) -> np.ndarray:
     """The step `[..., n, 1]` float32 of each group's grid, a float16 number.
 
-    Of the steps with which the largest value is a level, the largest that leaves no more than rounding, or
-    else the one that leaves least.
+    Of the steps with which the largest value is a level, the largest with an error of only rounding, else
+    the one with the minimum error.
     """
     place = np.abs(grouped).argmax(-1, keepdims=True)
     extreme = np.take_along_axis(grouped, place, -1)
@@ -66,7 +65,7 @@ def grid_scale(grouped: np.ndarray) -> np.ndarray:
         better = np.where(off <= room, True, off < least)
         best, least = np.where(better, step, best), np.where(better, off, least)
     levels = np.clip(np.rint(grouped / np.where(best == 0, 1, best)), -8, 7)
-    # All values of the group say what the step is, each but for its rounding to bfloat16.
+    # All values of the group determine the step, each up to its rounding to bfloat16.
     weight = np.square(levels).sum(-1, keepdims=True)
     step = (levels * grouped).sum(-1, keepdims=True) / np.where(weight == 0, 1, weight)
     mantissa, exponent = np.frexp(np.abs(grouped))
@@ -78,7 +77,7 @@ def grid_scale(grouped: np.ndarray) -> np.ndarray:
     high = np.where(there, (np.abs(grouped) + half) / size, np.inf).min(-1, keepdims=True)
     near = np.minimum(np.clip(np.abs(step), low, np.maximum(low, high)), _LARGEST).astype(np.float16)
     stored, chosen = grouped.astype(ml_dtypes.bfloat16), near
-    # The nearest one last, which is taken before others.
+    # The nearest one last, with precedence.
     for ulps in (-2, 2, -1, 1, 0):
         side = np.clip(near.view(np.int16) + np.int16(ulps), 0, _LARGEST_BITS).view(np.float16)
         again = levels * np.copysign(side.astype(np.float32), step)
@@ -100,12 +99,12 @@ def _off(grouped: np.ndarray, step: np.ndarray) -> np.ndarray:
 # `jaxllm/nn/linear.py`): contracted along its last axis (`axis=-1`, units are outputs) or along its second-
 # to-last axis (`axis=-2`, units are inputs). Scales are shared along the contracted axis only: one for the
 # whole axis (default at 8 bits) or one per group of 32 or 64 inputs (4 and 2 bits). So a product can be
-# computed in integers and scaled once per group, and a prefix of units has scales of its own.
+# computed in integers and scaled once per group, and a prefix of units has separate scales.
 
 
 INT4_GROUP = 32
-# Numbers of a weight that are quantized at once: float32 copies of so few stay near a processor's caches, and
-# of large weights they would be more than all else in memory.
+# Number of elements quantized at once: small float32 copies stay in a processor's caches, and those of large
+# weights would dominate memory.
 _MOST_AT_ONCE = 1 << 20
 Bits = Literal[2, 4, 8]
 BITS: tuple[Bits, ...] = (2, 4, 8)
@@ -113,8 +112,8 @@ BITS: tuple[Bits, ...] = (2, 4, 8)
 _TOP_LEVELS = {2: 3.0, 4: 8.0, 8: 127.0}
 # Allowed group sizes: inputs that share one float16 scale.
 GROUPS = (32, 64)
-# Candidate shrink factors of the int4 scale, of which `quantize` takes the best for each group: clipping a
-# group's extremes a little often lowers its squared error.
+# Candidate shrink factors of the int4 scale, of which `quantize` uses the best for each group: slightly
+# clipping a group's extremes often lowers its squared error.
 _INT4_SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84)
 # The same at 2 bits, where coarser levels make more clipping worthwhile.
 _INT2_SHRINK = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44)
@@ -144,7 +143,7 @@ class QArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
+        """Shape of the represented weight."""
         return (*self.data.shape[:-1], self.columns)
 
     @property
@@ -197,21 +196,20 @@ def quantize(
 
     Args:
       weight: `[..., R, C]` floats, finite.
-      bits: 8, 4 or 2. At 2 bits the levels are -3, -1, 1 and 3, which serve normal weights better than four
-        with a zero.
-      axis: the axis that a product contracts, -1 or -2.
-      group: inputs that share a float16 scale, 32 or 64; 0 for one float32 scale per output channel
-        (8 bits only). None is 0 for 8 bits and 32 for fewer.
-      per_tensor: one scale for the whole tensor instead, at 8 bits without groups; it is stored once per
-        output channel.
-      minima: a float16 minimum per group besides, at 4 bits: all 16 levels lie between a group's smallest and
-        largest weight.
+      bits: 8, 4 or 2. At 2 bits the levels are -3, -1, 1 and 3, which suit normally distributed weights
+        better than four with a zero.
+      axis: contracted axis of the product, -1 or -2.
+      group: number of inputs per float16 scale, 32 or 64; 0 for one float32 scale per output channel (8
+        bits only). None is 0 for 8 bits and 32 for fewer.
+      per_tensor: whether to use one scale for the whole tensor, at 8 bits without groups; it is stored once
+        per output channel.
+      minima: whether to add a float16 minimum per group, at 4 bits: all 16 levels are between a group's
+        smallest and largest weight.
 
     Returns:
-      A QArray of numpy arrays. The error of an element is at most half a scale, at 2 bits (levels two apart)
-      a whole
-      one. Values that the chosen int4 or int2 scale clips are off by more: at int4 by up to two scales more,
-        and in groups of values under 1e-3, where float16 scales are coarse, by more than that.
+      A QArray of numpy arrays. The error of an element is at most half a scale, at 2 bits (levels two
+      apart) a whole one. Values clipped by the chosen int4 or int2 scale have a larger error: at int4 up to
+      two more scales, and more than that in groups of values under 1e-3, where float16 scales are coarse.
 
     Raises:
       ConfigError: unsupported bits, group or axis, or weights that are not finite or too large to
@@ -235,7 +233,7 @@ def quantize(
         raise ConfigError(f"weights with a minimum per group have 4 bits, got {bits}")
     # The contracted axis is last until `_back`.
     moved = np.moveaxis(np.asarray(weight), axis, -1)
-    # One scale for all takes all values at once.
+    # One scale for all requires all values at once.
     count = 1 if per_tensor else max(1, min(len(moved), -(-moved.size // _MOST_AT_ONCE)))
     parts = [_quantized(part, bits, group, per_tensor, minima) for part in np.array_split(moved, count)]
     scale, minimum, levels = (_joined(each, axis) for each in zip(*parts, strict=True))
@@ -279,7 +277,7 @@ def _quantized(
 def scaled(
     levels: jax.Array, scale: jax.Array, minimum: jax.Array | None, group: int, axis: int
 ) -> jax.Array:
-    """What levels of floats stand for, in their dtype; scales and minima as in `QArray`."""
+    """Dequantizes levels of floats, in their dtype; scales and minima as in `QArray`."""
     dtype, length = levels.dtype, levels.shape[axis]
     if minimum is None:
         return levels * _spread(scale.astype(dtype), group, length, axis)
@@ -329,10 +327,10 @@ def _int8_by_group(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale `[..., n, 1]` (float16) and levels `[..., n, group]` of least squared error per group.
+    """Scale `[..., n, 1]` (float16) and levels `[..., n, group]` with the minimum squared error per group.
 
     The value of largest magnitude is mapped to -8, the level without a positive counterpart, so that all 16
-    levels are used. Groups on grids of 4 bits keep their levels (see `grid_scale`).
+    levels are used. Groups on grids of 4 bits retain their levels (see `grid_scale`).
     """
     if on_grid(grouped):
         scale = grid_scale(grouped).astype(np.float16)
@@ -360,7 +358,8 @@ def _best_int2(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _best_scale(
     grouped: np.ndarray, scales: Sequence[np.ndarray], levels_at: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The candidate scale (float16) `[..., n, 1]` of least squared error for each group, and its levels."""
+    """The candidate scale (float16) `[..., n, 1]` with the minimum squared error per group, and its
+    levels."""
 
     def at(candidate: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         scale = candidate.astype(np.float16)
@@ -380,8 +379,8 @@ def _best_scale(
 
 
 def _best_with_minima(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scale and minimum `[..., n, 1]` (float16) of least squared error per group, and levels
-    `[..., n, group]` in [-8, 7], which stand for 0 to 15 steps above the minimum.
+    """Scale and minimum `[..., n, 1]` (float16) with the minimum squared error per group, and levels
+    `[..., n, group]` in [-8, 7], for 0 to 15 steps above the minimum.
 
     Candidates span a share of the range of the group about its middle. The last group's padding counts as
     zeros.

@@ -1,4 +1,4 @@
-"""Nested weights: 8 bits in two planes of 4, of which the first alone is a good 4-bit weight."""
+"""Nested weights: 8 bits in two planes of 4, of which the first is a good 4-bit weight."""
 
 import dataclasses
 import functools
@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Nested weights: 8 bits in two planes of 4, of which the first alone is a good 4-bit weight.
+# Nested weights: 8 bits in two planes of 4, of which the first is a good 4-bit weight.
 #
 # A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
-# inputs has a scale: a float32 of its output channel times a factor of 4 bits, a whole number in [-16, -9]
-# or [8, 15]. So there is one copy of a model: both planes are its int8 weights, the first plane is a 4-bit
-# model of its own.
+# inputs has a scale: a float32 of its output channel times a factor of 4 bits, an integer in [-16, -9] or
+# [8, 15]. So there is one copy of a model: both planes are its int8 weights, and the first plane is a 4-bit
+# model.
 #
-# Scale and levels are chosen for both models together: of the factors that could serve a group, the one that
+# Scale and levels are chosen for both models together: of the candidate factors of a group, the one that
 # minimizes the squared error of the high plane plus `_BOTH` times that of both planes.
 
 
@@ -25,11 +25,11 @@ NESTED_GROUP = 64
 LOWEST, HIGHEST = -128, 119
 # Factors by their codes: 8 to 15 as they are, 0 to 7 less 16.
 FACTORS = np.array([*range(-16, -8), *range(8, 16)], np.int8)
-# How much more an error of both planes counts than one of the high plane. At 100 rows of 256 and more have no
-# larger error in both than 8 bits with a scale per channel give (0.6 to 0.9 of it), and in the high plane 1.4
+# Weight of an error of both planes relative to one of the high plane. At 100, rows of 256 and more have no
+# larger error in both than 8 bits with a scale per channel (0.6 to 0.9 of it), and in the high plane 1.4
 # times that of 4 bits in groups of 32; at 8 it was 1.1 to 1.4, and 1.3.
 _BOTH = 100.0
-# Candidates of a channel's scale, as shares of what its largest weight asks for: less clips it.
+# Candidates of a channel's scale, relative to that of its largest weight: smaller ones clip it.
 _SHRINK = (1.0, 0.97, 0.94, 0.91)
 
 
@@ -52,7 +52,7 @@ def nest(moved: np.ndarray) -> NestedLevels:
     """Quantizes a float weight whose contracted axis is last, `[..., n]`.
 
     Raises:
-      ConfigError: the weight holds values that are not finite.
+      ConfigError: the weight has values that are not finite.
     """
     moved = np.asarray(moved, np.float32)
     if not np.isfinite(moved).all():
@@ -86,10 +86,10 @@ def nest(moved: np.ndarray) -> NestedLevels:
 
 
 def _best_factors(grouped: np.ndarray, channel: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Errors `[R, G]`, factors `[R, G]` and levels `[R, G, 64]` of least error of groups, given the scales of
-    channels `[R]`."""
+    """Errors `[R, G]`, factors `[R, G]` and levels `[R, G, 64]` with the minimum error of groups, given the
+    scales of channels `[R]`."""
     top, bottom = grouped.max(-1), -grouped.min(-1)
-    # The larger side of a group goes to the side of the levels that reaches further.
+    # Map the larger side of a group to the side of the levels that reaches further.
     turned = top > bottom
     large, small = np.maximum(top, bottom) / -float(LOWEST), np.minimum(top, bottom) / HIGHEST
     wanted = np.ceil(np.maximum(large, small) / channel[:, None] - 1e-4)
@@ -144,14 +144,14 @@ def pack_scales(channel: np.ndarray, factor: np.ndarray) -> np.ndarray:
 
 
 def unpack_scales(packed: jax.Array, panels: int) -> jax.Array:
-    """The inverse of `pack_scales`, multiplied out: `[..., G, P, 16]` float32; host arrays stay there."""
+    """The inverse of `pack_scales`, multiplied: `[..., G, P, 16]` float32; host arrays stay on the host."""
     channel, factor = scale_parts(packed, panels)
     return channel * factor.astype(np.float32)
 
 
 def scale_parts(packed: jax.Array, panels: int) -> tuple[jax.Array, jax.Array]:
     """The inverse of `pack_scales`: channels `[..., 1, P, 16]` float32 and factors `[..., G, P, 16]` int8;
-    host arrays stay there."""
+    host arrays stay on the host."""
     on_host = isinstance(packed, np.ndarray)
     lead, floats = packed.shape[:-1], packed[..., : 64 * panels]
     if on_host:
@@ -165,47 +165,47 @@ def scale_parts(packed: jax.Array, panels: int) -> tuple[jax.Array, jax.Array]:
     return cast(jax.Array, channel), cast(jax.Array, xp.asarray(FACTORS)[code.astype(np.int32)])
 
 
-# Rounds nested weights by the inputs of their products, so that the high plane alone gives better outputs.
+# Rounds nested weights by the inputs of their products, for better outputs of the high plane.
 #
 # A level whose low part is 7 is one below the level whose low part is -8 and whose high part is one more.
-# From one to the other both planes change by one level of 256, and the high plane goes from an error of 7
-# to one of -8. About an eighth of all weights have that choice, and theirs are the largest errors of the
-# high plane. Errors of weights whose inputs go together cancel in an output if their signs are chosen for
-# it, which is what GPTQ (arXiv 2210.17323) does with all levels. The other levels may go to the second
-# nearest, so that both planes err no more than before.
+# From one to the other both planes change by one level of 256, and the high plane's error from 7 to -8.
+# About an eighth of all weights have that choice, and theirs are the largest errors of the high plane.
+# Errors of weights with correlated inputs cancel in an output if their signs are chosen accordingly, as
+# GPTQ (arXiv 2210.17323) does with all levels. The other levels may move to the second nearest, so that
+# both planes have no more error than before.
 
 
 # How much more an error of both planes counts than one of the high plane.
 _BOTH_ROUNDED = 30.0
-# Inputs that are visited one after the other before their moves reach the other inputs' gradients together.
+# Number of inputs visited before their moves are applied to the other inputs' gradients together.
 _BLOCK = NESTED_GROUP
-# Outputs that are computed together, which bounds memory.
+# Number of outputs computed together, which limits memory.
 _OUTPUTS = 4096
 # Share of the mean square of the inputs that is added to each: a text is short, and others follow.
 _DAMPING = 0.01
-# Furthest that a level may be from the weight, in levels: if it has another high level than the nearest, and
-# else, where it is one of the two nearest.
+# Maximum distance of a level from the weight, in levels: if it has another high level than the nearest, and
+# otherwise, if it is one of the two nearest.
 _OVER, _BESIDE = 1.5, 1.0
 
 
 def calibrated_levels(
     levels: np.ndarray, scale: np.ndarray, target: np.ndarray, gram: np.ndarray, *, sweeps: int = 3
 ) -> np.ndarray:
-    """Levels near those given that make the sum of squared errors of outputs smaller: that of the high plane,
-    plus `_BOTH` times that of both.
+    """Adjusts levels to reduce the sum of squared errors of outputs: that of the high plane, plus `_BOTH`
+    times that of both.
 
     By coordinate descent: inputs are visited in order, and each level moves by one if the sum of its output
     falls, given all others.
 
     Args:
-      levels: `[R, n]` int8 in [-128, 119], of R outputs.
+      levels: `[R, n]` int8 in [-128, 119], for R outputs.
       scale: `[R, n]` float32, the scale of each level.
-      target: `[R, n]` float32, the weights that levels stand for.
+      target: `[R, n]` float32, the weights that levels represent.
       gram: `[n, n]` float32, sums (or means) of the products of any two inputs over a text.
-      sweeps: times that all inputs are visited.
+      sweeps: number of visits of all inputs.
 
     Returns:
-      Levels `[R, n]` int8. None is further than 1.5 levels from its weight, unless it was and stayed.
+      Levels `[R, n]` int8. None is further than 1.5 levels from its weight, unless it was before.
     """
     inputs = levels.shape[1]
     short = -inputs % _BLOCK
@@ -227,7 +227,7 @@ def calibrated_levels(
 def output_errors(
     levels: np.ndarray, scale: np.ndarray, target: np.ndarray, gram: np.ndarray
 ) -> tuple[float, float]:
-    """Sums of squared errors of outputs, of both planes and of the high plane alone; for the arguments see
+    """Sums of squared errors of outputs, of both planes and of only the high plane; for the arguments see
     `calibrated_levels`."""
     wide = levels.astype(np.int16)
     errors = []

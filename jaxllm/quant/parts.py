@@ -21,9 +21,9 @@ from jaxllm.quant.formats import QArray, scaled
 from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
 from jaxllm.quant.weights import Adapted, Apart, ByForm, FirstUnits, Narrowed, Weight
 
-# Arrays of equal layers stacked along a leading axis, of which a step takes one layer's.
+# Arrays of equal layers stacked along a leading axis, of which a step uses one layer's.
 #
-# A loop over layers gives a layer's weights as entries of stacks. Slices of an entry are slices of the
+# A loop over layers yields a layer's weights as entries of stacks. Slices of an entry are slices of the
 # stack, so that a loop over rows of a weight, or over experts, copies no other part of the layer's weight.
 
 
@@ -60,7 +60,7 @@ class StackedArray:
 
     @property
     def array(self) -> jax.Array:
-        """The array itself: XLA copies it unless it fuses the slice with its use."""
+        """The entry as an array: XLA copies it unless it fuses the slice with its use."""
         return self._sliced((0,) * self.ndim, self.shape)
 
     def rows(self, start: jax.Array, count: int) -> jax.Array:
@@ -131,7 +131,7 @@ class StackEntry:
 
 
 Taken = TypeVar("Taken")
-# What stands in a compiled step for an array of a weight.
+# An array of a weight in a compiled step.
 Part = jax.Array | StackedArray
 
 
@@ -141,7 +141,7 @@ def map_parts(function: Callable[..., Any], *weights: Any) -> Any:
 
 
 def taken(weight: Taken) -> Taken:
-    """A weight whose entries of stacks are arrays."""
+    """A weight whose entries of stacks are converted to arrays."""
     return map_parts(lambda part: part.array if _stacked(part) else part, weight)
 
 
@@ -178,8 +178,8 @@ def stack_entries(layers: Mapping[str, Callable[[], Mapping[str, Any]]]) -> dict
     """Stacks the arrays of equal layers, with one layer at a time in memory besides the stacks.
 
     Args:
-      layers: by the prefix of their parameters' names, a function that gives a layer's weights by their names
-        within it, as host arrays.
+      layers: functions that return a layer's weights by their names within it, as host arrays, by the
+        prefix of their parameters' names.
 
     Returns:
       The weights by name, with arrays that are entries of stacks on the default device.
@@ -202,14 +202,14 @@ def stack_entries(layers: Mapping[str, Callable[[], Mapping[str, Any]]]) -> dict
 
 
 def new_stack(count: int, like: Any) -> np.ndarray | jax.Array:
-    """A stack of zeros for `count` arrays of the shape and dtype of `like`: on a CPU host memory, of which
-    the system provides what is written."""
+    """A stack of zeros for `count` arrays of the shape and dtype of `like`: on a CPU host memory, committed
+    when written."""
     shape = (count, *np.shape(like))
     return np.zeros(shape, like.dtype) if jax.default_backend() == "cpu" else jnp.zeros(shape, like.dtype)
 
 
 def with_row(stack: np.ndarray | jax.Array, row: int, array: Any) -> np.ndarray | jax.Array:
-    """The same stack with an array in a row; the given one is used up."""
+    """The stack with an array in a row; the argument is consumed."""
     if isinstance(stack, np.ndarray):
         stack[row] = np.asarray(array)
         return stack
@@ -332,9 +332,9 @@ def entry_of_form(weight: ByForm, form: int, index: jax.Array | int) -> Weight:
 def unit_at(weight: Weight, index: jax.Array) -> Weight:
     """One unit of a stack of matrices: `[R, C]` of a weight `[U, R, C]`, at `index` (int32 scalar, in range).
 
-    No other unit is read. A weight in blocks gives a unit in blocks, with one exception: where R is the
-    output axis and no multiple of a panel, units share panels, and the result is a `QArray` of 8 bits, or
-    with minima an array of floats.
+    No other unit is read. A weight in blocks gives a unit in blocks, with one exception: if R is the output
+    axis and not a multiple of a panel, units share panels, and the result is a `QArray` of 8 bits, or with
+    minima an array of floats.
     """
 
     def entry(part: Any) -> Any:
@@ -363,12 +363,12 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
     return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)
 
 
-# Takes parts of nested weights: the high planes, a 4-bit model that is part of an 8-bit one; and one matrix
-# of a stack.
+# Selects parts of nested weights: the high planes, a 4-bit model that is part of an 8-bit one; and one
+# matrix of a stack.
 
 
 def high_plane(weight: Weight) -> Weight:
-    """A weight that reads the high plane alone where it is nested; nothing is copied."""
+    """A weight that only reads the high plane if it is nested; nothing is copied."""
     if isinstance(weight, BlockedArray):
         return dataclasses.replace(weight, low=None)
     if isinstance(weight, Adapted):
@@ -405,7 +405,7 @@ def nested_entry(stack: BlockedArray, index: int) -> BlockedArray:
 
 
 def by_outputs(weight: np.ndarray, axis: int) -> np.ndarray:
-    """A weight `[..., R, C]` as `[outputs, inputs]`: all that a product contracts is its inputs."""
+    """A weight `[..., R, C]` as `[outputs, inputs]`, where the contracted axes are the inputs."""
     rows = weight.reshape(-1, weight.shape[-1])
     return rows if axis == -1 else rows.T
 

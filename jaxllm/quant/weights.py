@@ -20,15 +20,15 @@ from jaxllm.quant.formats import QArray
 class Bfloat16Bits:
     """A bfloat16 weight as its bit patterns, `bits` uint16 of the weight's shape.
 
-    XLA:CPU has no arithmetic and no fused slices in bfloat16: it would convert a whole weight to
-    float32 before it takes a block of it. Bit patterns can be sliced, then widened exactly.
+    XLA:CPU has no arithmetic and no fused slices in bfloat16: it would convert a whole weight to float32
+    before slicing a block of it. Bit patterns can be sliced, then converted exactly.
     """
 
     bits: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
+        """Shape of the represented weight."""
         return self.bits.shape
 
     @property
@@ -44,7 +44,7 @@ class Changed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
+        """Shape of the represented weight."""
         return self.base.shape
 
     @property
@@ -89,8 +89,8 @@ class Adapted(Changed):
 class Narrowed:
     """A stack of matrices `[E, R, C]` with only the first `rows` rows of each: the experts of a sub-model.
 
-    These rows are no prefix of the stack's memory, so the stack stays whole, and a matrix is cut when it is
-    taken.
+    These rows are not a prefix of the stack's memory, so the stack stays whole, and a matrix is cut when it
+    is used.
     """
 
     stack: "Weight"
@@ -98,7 +98,7 @@ class Narrowed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
+        """Shape of the represented weight."""
         return (self.stack.shape[0], self.rows, self.stack.shape[-1])
 
     @property
@@ -120,7 +120,7 @@ class FirstUnits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
+        """Shape of the represented weight."""
         return (self.units, *self.base.shape[1:])
 
     @property
@@ -132,14 +132,14 @@ class FirstUnits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OwnProduct(Changed):
-    """A weight with a product function of its own, to annotate products for a compiler or to observe their
+    """A weight with a custom product function, to annotate products for a compiler or to observe their
     inputs.
 
     Attributes:
       base: `[*U, D]`.
       product: called with activations `[M, N]`, the weight as a matrix `[R, C]`, and the axis of the matrix
         that is contracted with N, -1 or -2.
-      rows: the same weight in the form that embedding look-ups read, where that is another.
+      rows: the same weight in the format of embedding look-ups, if that differs.
     """
 
     base: "Weight"
@@ -156,7 +156,7 @@ class Apart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
+        """Shape of the represented weight."""
         return (len(self.matrices), *self.matrices[0].shape)
 
     @property
@@ -203,25 +203,25 @@ Weight = (
 )
 
 
-# A matrix that comes in parts of its rows, so that all of it is never in memory.
+# A matrix in parts of its rows, so that it is never in memory as a whole.
 #
 # Embeddings and heads are by far the largest matrices of small models: a vocabulary of 128,000 tokens has
 # ten times the numbers of a layer's largest.
 
 
-# Numbers of a part, of which a matrix that has more than one is read in parts.
+# Number of elements of a part; larger matrices are read in parts.
 PART_NUMBERS = 1 << 22
-# Parts begin at multiples of so many rows, those of a panel of the native kernels.
+# Parts begin at multiples of this number of rows, a panel of the native kernels.
 _STEP = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowParts:
-    """A matrix as consecutive parts of its rows, each made when it is asked for.
+    """A matrix as consecutive parts of its rows, each made on demand.
 
     Attributes:
       shape: `[rows, columns]` of the matrix.
-      parts: arrays or weights; all but the last have a multiple of 16 rows. They can be taken once.
+      parts: arrays or weights; all but the last have a multiple of 16 rows. Can be iterated once.
     """
 
     shape: tuple[int, ...]
@@ -248,7 +248,7 @@ _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether an array has neither NaN nor infinity. True for every array that is not of floats."""
+    """Whether an array has neither NaN nor infinity. True for every non-float array."""
     if not values.size:
         return True
     exponent = _EXPONENTS.get(values.dtype.name)

@@ -37,10 +37,10 @@ class TokenTree:
       parents: `[M]` int32.
       depths: `[M]` int32.
       confidences: `[M]` float32, cumulative.
-      probabilities: `[M]` float32, what the drafter gave each token after its parent, before calibration (see
-        `calibration`); 1 for the root.
-      ancestors: `[M, M]` bool, `[i, j]`: whether node j is on the path from the root to node i, both ends
-        included; false for nodes that are not in use.
+      probabilities: `[M]` float32, the drafter's probability of each token after its parent, before
+        calibration (see `calibration`); 1 for the root.
+      ancestors: `[M, M]` bool, `[i, j]`: whether node j is on the path from the root to node i, including
+        both ends; false for unused nodes.
       count: int32 scalar, number of nodes in use, at least 1.
     """
 
@@ -54,7 +54,7 @@ class TokenTree:
 
     @property
     def room(self) -> int:
-        """Nodes that fit (M)."""
+        """Maximum number of nodes (M)."""
         return self.tokens.shape[0]
 
     @property
@@ -63,7 +63,7 @@ class TokenTree:
         return self.count > np.arange(self.room, dtype=np.int32)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the tree is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(np.int32, "M", tokens=self.tokens, parents=self.parents, depths=self.depths)
         axes.check(np.float32, "M", confidences=self.confidences, probabilities=self.probabilities)
         axes.check(np.bool_, "M M", ancestors=self.ancestors)
@@ -73,22 +73,22 @@ class TokenTree:
 # Says how a draft grows token trees; imports no JAX (see `pacer`, which grows them).
 
 
-# A token at least this likely opens a branch of its own (section 3.2).
+# Minimum probability of a token that opens a branch (section 3.2).
 BRANCH_CONFIDENCE = 0.3
 
-# The order in which branches grow: the most confident first; the one that lacks most tokens of its fair share
-# first, as published; or in the order of the nodes.
+# The order in which branches grow: the most confident first; the one furthest below its fair share of
+# tokens first, as published; or in the order of the nodes.
 Pacer = Literal["confidence", "fair", "order"]
 PACERS: tuple[Pacer, ...] = ("confidence", "fair", "order")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth:
-    """How a draft grows trees.
+    """Options of growing trees.
 
     Attributes:
-      tips: branches that the draft runs on at a time.
-      branches: most children of a node.
+      tips: number of branches that the draft extends at a time.
+      branches: maximum number of children of a node.
       threshold: see `jaxllm.speculation.tree.grow`.
       pacer: see `jaxllm.speculation.tree.next_tips`.
     """
@@ -99,12 +99,11 @@ class Growth:
     pacer: Pacer = "confidence"
 
 
-# Decides by measured times how far a tree grows, and how many of its nodes are verified.
-#
-# A pass drafts and verifies; it takes time, and brings tokens. Over many passes the most tokens per second
-# come from spending time on whatever brings more tokens than passes bring on average in that time: at `rate`
-# tokens per second, a second costs `rate` tokens. The rate follows from the passes that are chosen by it,
-# and settles at the highest one that can be reached.
+# Decides by measured times how far a tree grows, and how many of its nodes are verified.  A pass drafts and
+# verifies; it costs time, and gives tokens. Over many passes the throughput is maximized by spending time
+# on whatever gives more tokens than passes give on average in that time: at `rate` tokens per second, a
+# second costs `rate` tokens. The rate follows from the passes that are chosen by it, and converges to the
+# maximum.
 
 
 # Before anything is measured, a run of the drafter has to bring so many tokens.
@@ -116,10 +115,10 @@ class PassTimes:
     """Times of the parts of a pass, in seconds.
 
     Attributes:
-      run_s: of a run of the drafter, without its branches.
-      branch_s: of each branch that a run extends.
-      verify_s: of a verification, by the size of its tree.
-      free_s: drafting for so long delays nothing, because storage reads meanwhile.
+      run_s: time of a run of the drafter, without its branches.
+      branch_s: time per branch of a run.
+      verify_s: time of a verification, by the size of its tree.
+      free_s: drafting time that delays nothing, because storage reads meanwhile.
     """
 
     run_s: float
@@ -129,20 +128,20 @@ class PassTimes:
 
     @property
     def node_s(self) -> float:
-        """Time that a further node takes to verify."""
+        """Time to verify one more node."""
         least, most = min(self.verify_s), max(self.verify_s)
         return max(0.0, self.verify_s[most] - self.verify_s[least]) / max(1, most - least)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Worth:
-    """What a drafter's work has to bring, in expected tokens.
+    """The minimum yield of a drafter's work, in expected tokens.
 
     Attributes:
-      run: by all branches that a run extends, beyond what each has to bring.
-      branch: by each of them, as its confidence.
-      node: by a node that is drafted at no cost, as its confidence.
-      free_runs: so many runs may bring less.
+      run: yield of all branches of a run, beyond the minimum of each.
+      branch: yield of each of them, as its confidence.
+      node: yield of a node that is drafted at no cost, as its confidence.
+      free_runs: number of runs that may yield less.
     """
 
     run: float
@@ -152,18 +151,18 @@ class Worth:
 
 
 def worth(times: PassTimes, rate: float, *, tips: int, yields: float) -> Worth:
-    """What a drafter's work has to bring.
+    """The minimum yield of a drafter's work.
 
     Args:
-      times: of the parts of a pass.
-      rate: tokens per second that passes bring; 0 before the first.
-      tips: most branches that a run extends.
-      yields: sum of the confidences of a branch's new nodes, as a share of its own.
+      times: times of the parts of a pass.
+      rate: tokens per second from passes; 0 before the first.
+      tips: maximum number of branches of a run.
+      yields: total confidence of a branch's new nodes, as a share of its own.
     """
     if rate <= 0:
         return Worth(run=_FIRST_RUN_TOKENS, branch=0.0, node=0.0, free_runs=0)
     node = rate * times.node_s
-    # Each branch brings a node at least, which is verified.
+    # Each branch adds at least one node, which is verified.
     branch = (rate * times.branch_s + node) / yields
     whole_s = times.run_s + tips * times.branch_s
     free = int(times.free_s / whole_s) if whole_s > 0 else 0
@@ -171,16 +170,16 @@ def worth(times: PassTimes, rate: float, *, tips: int, yields: float) -> Worth:
 
 
 def verified_nodes(confidences: Sequence[float] | np.ndarray, times: PassTimes, rate: float) -> int:
-    """The size of the tree to verify that brings most beyond what its time costs.
+    """The most profitable size of the tree to verify: its expected tokens minus the cost of its time.
 
     Args:
-      confidences: of the nodes, falling; their sum is the expected number of tokens, of which the root's
-        stands for the target's own.
-      times: of the parts of a pass.
-      rate: tokens per second that passes bring; 0 before the first: the least size that has room for all.
+      confidences: confidences of the nodes, falling; their sum is the expected number of tokens, of which
+        the root's is the target's own.
+      times: times of the parts of a pass.
+      rate: tokens per second from passes; 0 before the first: the minimum size with room for all.
 
     Returns:
-      A size of `times.verify_s`, at most the least that has room for all nodes.
+      A size of `times.verify_s`, at most the smallest with room for all nodes.
     """
     promised, count = np.cumsum(confidences), len(confidences)
     sizes = sorted(times.verify_s)
@@ -221,12 +220,12 @@ class Fallback:
         """The threshold for the next tree (equation 3).
 
         Args:
-          drafted: tokens on the branch that matches the target best, without the root (N_all).
-          correct: how many of them were accepted (N_correct).
+          drafted: number of tokens on the branch that matches the target best, without the root (N_all).
+          correct: number of accepted tokens among them (N_correct).
           confidence: Tc when the tree was verified.
 
         Raises:
-          ConfigError: a number is out of its domain.
+          ConfigError: a number is out of range.
         """
         if not 0 <= correct <= drafted or not 0 <= confidence <= 1:
             raise ConfigError(f"{correct} of {drafted} tokens right at a confidence of {confidence}")

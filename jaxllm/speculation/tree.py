@@ -17,16 +17,16 @@ from jaxllm.speculation.token_tree import BRANCH_CONFIDENCE, Pacer, TokenTree
 # Functions of token trees in compiled steps: a new one, further nodes, the accepted path.
 
 
-# Steps take it as a tree of arrays.
+# Steps accept it as a tree of arrays.
 jax.tree_util.register_dataclass(TokenTree)
 
 
 def new_tree(root: jax.Array, room: int) -> TokenTree:
-    """A tree with a root alone.
+    """A tree with only a root.
 
     Args:
       root: int32 scalar, the root's token.
-      room: the most nodes of the tree (M).
+      room: maximum number of nodes of the tree (M).
 
     Raises:
       ConfigError: `room` is below 1.
@@ -49,7 +49,7 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
 
 
 def line_tree(tokens: Sequence[int]) -> TokenTree:
-    """A tree of one branch, whose nodes stand as decoded tokens would."""
+    """A tree of one branch, whose nodes are positioned like decoded tokens."""
     count = len(tokens)
     return TokenTree(
         tokens=jnp.asarray(tokens, jnp.int32),
@@ -76,7 +76,7 @@ def add_nodes(
       tree: the tree.
       parents: `[T]` int32, nodes in use.
       tokens: `[T]` int32.
-      confidences: `[T]` float32, of each token given its parent.
+      confidences: `[T]` float32, confidence of each token given its parent.
       wanted: `[T]` bool; the others are left out.
       probabilities: `[T]` float32 (see `TokenTree`); None for `confidences`.
 
@@ -91,7 +91,7 @@ def add_nodes(
     axes.check(jnp.bool_, "T", wanted=wanted)
     place = tree.count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
     fits = wanted & (place < tree.room)
-    # Node M does not exist: `mode="drop"` drops what does not fit.
+    # Node M does not exist: `mode="drop"` drops nodes that do not fit.
     at = jnp.where(fits, place, tree.room)
     behind = jnp.maximum(parents, 0)
     index = jnp.arange(tree.room, dtype=jnp.int32)
@@ -112,8 +112,8 @@ def add_nodes(
 
 
 def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
-    """The accepted nodes, `[M]` bool: the root, and each node that with all of its ancestors is the target's
-    token after its parent.
+    """The accepted nodes, `[M]` bool: the root, and each node that, like all of its ancestors, is the
+    target's token after its parent.
 
     Args:
       tree: the tree.
@@ -149,20 +149,19 @@ def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(nodes, node), jnp.sum(on_path, dtype=jnp.int32)
 
 
-# Calibrates a drafter's probabilities by what the target has accepted, while it answers.
-#
-# What a token's probability means depends on who drafts and who draws: a target at fewer bits is surer than
-# its probabilities say, a small model less, and under a sampler both differ again. So outcomes are counted
-# by the rank of a token among the drafter's choices and by its probability. Each cell of the counts shifts
-# log-odds by what was accepted beside what was promised; between the centres of two cells shifts are
-# interpolated, so that the order of branches is kept. Without counts nothing is shifted.
+# Calibrates a drafter's probabilities by the target's acceptance, while it answers.  The meaning of a
+# token's probability depends on drafter and sampler: a target at fewer bits is underconfident, a small
+# model overconfident, and under a sampler both differ again. So outcomes are counted by the rank of a token
+# among the drafter's choices and by its probability. Each cell of the counts shifts log-odds by the ratio
+# of accepted to predicted; between the centres of two cells shifts are interpolated, so that the order of
+# branches is preserved. Without counts nothing is shifted.
 
 
 # Ranks with counts of their own, the last for all further ones; centres of cells, in log-odds.
 RANKS = 3
 _FIRST, _APART, CELLS = -8.0, 2.0, 9
 _CENTRES = _FIRST + _APART * np.arange(CELLS)
-# Outcomes that the drafter's own word counts for, and the most that are remembered: texts change.
+# Weight of the prior in outcomes, and the maximum number of remembered ones: texts change.
 _PRIOR, _MEMORY = 8.0, 200.0
 
 
@@ -171,9 +170,9 @@ class Calibration:
     """Outcomes by rank and probability, older ones fading.
 
     Attributes:
-      seen: `[RANKS, CELLS]` float64, drafted tokens whose parent was accepted.
+      seen: `[RANKS, CELLS]` float64, number of drafted tokens whose parent was accepted.
       promised: `[RANKS, CELLS]` float64, the sum of their probabilities.
-      accepted: `[RANKS, CELLS]` float64, those that the target took.
+      accepted: `[RANKS, CELLS]` float64, number of accepted ones.
     """
 
     seen: np.ndarray
@@ -211,10 +210,10 @@ class Calibration:
 
 
 def calibrated(probabilities: jax.Array, shifts: jax.Array) -> jax.Array:
-    """The chances that the target takes the likeliest tokens, given that it took their parent.
+    """The probabilities that the target accepts the most likely tokens, given that it accepted their parent.
 
     Args:
-      probabilities: `[T, *]` float32, of the drafter for the likeliest tokens after T nodes, falling.
+      probabilities: `[T, *]` float32, the drafter's for the most likely tokens after T nodes, falling.
       shifts: `[RANKS, CELLS]` float32 (see `Calibration.shifts`).
 
     Returns:
@@ -231,15 +230,15 @@ def calibrated(probabilities: jax.Array, shifts: jax.Array) -> jax.Array:
     share = place - before.astype(jnp.float32)
     ranks = jnp.minimum(jnp.arange(probabilities.shape[1], dtype=jnp.int32), RANKS - 1)[None]
     shift = (1 - share) * shifts[ranks, before] + share * shifts[ranks, before + 1]
-    # What is out of bounds keeps its distance to them: unlikely tokens stay in their order.
+    # Values out of bounds keep their distance to them, so that unlikely tokens stay in order.
     return jax.nn.sigmoid(odds + shift) * jnp.minimum(probabilities / bounded, np.float32(1))
 
 
 def outcomes(tree: TokenTree, path: Sequence[int], token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a verification says of a drafted tree: the arguments of `Calibration.after`.
+    """Outcomes of a verified tree: the arguments of `Calibration.after`.
 
     Args:
-      tree: on the host.
+      tree: tree on the host.
       path: the accepted nodes, from the root on.
       token: the target's token after them.
 
@@ -252,7 +251,7 @@ def outcomes(tree: TokenTree, path: Sequence[int], token: int) -> tuple[np.ndarr
     taken = dict(zip(path, [*(int(tokens[node]) for node in path[1:]), token], strict=True))
     children = np.flatnonzero(np.isin(parents, path))
     family, own = parents[children], probabilities[children]
-    # Siblings lie in the order of nodes, so that of equally likely ones the first ranks higher.
+    # Siblings are in the order of nodes, so that of equally likely ones the first ranks higher.
     surer = (own[None] > own[:, None]) | ((own[None] == own[:, None]) & (children[None] < children[:, None]))
     ranks = ((family[None] == family[:, None]) & surer).sum(axis=1)
     right = np.array([tokens[node] == taken[int(parents[node])] for node in children], bool)
@@ -268,10 +267,10 @@ def _log_odds(probabilities: np.ndarray) -> np.ndarray:
 # Chooses the branch of a token tree that grows next, and its new nodes (LLMCad, section 3.2).
 #
 # The cumulative confidence of a branch is the draft's probability that all of its tokens are right. Ours
-# grows the branch with the highest confidence first: what verification is expected to accept is the sum of
-# the nodes' confidences, and growing can only lower them. As published, tokens are divided among branches in
-# proportion to their confidences (max-min fairness, equations 1 and 2; see `missing_tokens`). If the draft
-# gives several tokens a high probability, the branch divides.
+# grows the branch with the highest confidence first: the expected number of accepted tokens is the sum of
+# the nodes' confidences, and growing can only lower them. As published, tokens are divided among branches
+# in proportion to their confidences (max-min fairness, equations 1 and 2; see `missing_tokens`). If the
+# draft gives several tokens a high probability, the branch divides.
 
 
 def next_tips(
@@ -282,17 +281,17 @@ def next_tips(
     pacer: Pacer = "confidence",
     least: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The nodes that the draft runs on next.
+    """The nodes that the draft extends next.
 
     Args:
       tree: the tree.
-      fed: `[M]` bool, nodes that the draft has run on.
+      fed: `[M]` bool, nodes that the draft has extended.
       count: number of nodes to choose.
       pacer: the order of choice.
       least: float32 scalar; branches are left out unless they are more confident.
 
     Returns:
-      `[count]` int32, ascending, and how many of them are valid (the others repeat the last node).
+      `[count]` int32, ascending, and the number of valid ones (the others repeat the last node).
     """
     axes = Axes("next_tips")
     tree.check(axes)
@@ -311,12 +310,12 @@ def next_tips(
 
 
 def missing_tokens(tree: TokenTree, fed: jax.Array) -> jax.Array:
-    """The tokens that each branch lacks of its share of all drafted ones: f of equation 1.
+    """The number of tokens that each branch lacks of its share of all drafted ones: f of equation 1.
 
-    f(x) = N · C_x / Σ C_i - T_x, where N is the number of drafted tokens (the paper's M), C_i the cumulative
-    confidence of branch i and T_x the number of tokens of branch x. Equation 2 takes the least f as the
-    objective of max-min fairness: a token to branch x takes one from its f, so the branch with the largest f
-    gets the next one.
+    f(x) = N · C_x / Σ C_i - T_x, where N is the number of drafted tokens (the paper's M), C_i the
+    cumulative confidence of branch i and T_x the number of tokens of branch x. Equation 2 uses the minimum
+    f as the objective of max-min fairness: a token to branch x subtracts one from its f, so the branch with
+    the largest f gets the next one.
 
     Args:
       tree: the tree.
@@ -344,16 +343,16 @@ def grow(
     branches: int,
     threshold: float = BRANCH_CONFIDENCE,
 ) -> TokenTree:
-    """Adds the draft's tokens after nodes that it has just run on: the likeliest token, and every other one
+    """Adds the draft's tokens after nodes that it has just run: the most likely token, and every other one
     with a confidence above `threshold`.
 
     Args:
       tree: the tree.
       tips: `[T]` int32, the nodes.
-      valid: int32 scalar, how many of them are valid.
+      valid: int32 scalar, number of valid nodes.
       probabilities: `[T, V]` float32, the draft's probabilities after each.
-      shifts: of their calibration (see `calibration.calibrated`).
-      branches: most children of a node.
+      shifts: shifts of their calibration (see `calibration.calibrated`).
+      branches: maximum number of children of a node.
       threshold: see above.
     """
     axes = Axes("grow")
@@ -386,9 +385,8 @@ def best_confidence(tree: TokenTree, fed: jax.Array) -> jax.Array:
 
 # Chooses the target's token after every node of a token tree, without changing the target's answer.
 #
-# After each node the target's token is chosen as in plain decoding: by the same sampler, with the same draw,
-# after the same tokens. So the answer is that of the target alone, greedy or sampled, whatever the tree
-# contains.
+# After each node the target's token is chosen as in plain decoding: by the same sampler, with the same random
+# numbers, after the same tokens. So the answer is the target's, greedy or sampled, for any tree.
 
 
 def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Array:

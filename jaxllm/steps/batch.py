@@ -1,8 +1,8 @@
-"""Defines the step that decodes several sequences together: products of all, everything else of each alone.
+"""Defines the step of batched decoding: products of all rows, everything else row by row.
 
-Each sequence is a row of the batch, with a cache, a sampler and an end of its own. Weights are read once for
-all rows. A row gets bit for bit what `decode_tokens` gives it alone: native products give each row its own
-result (`rowwise`, see `jaxllm.nn.linear`), and what XLA computes, it computes row by row in the same shapes.
+Each sequence is a row of the batch, with its own cache, sampler and end. Weights are read once for all
+rows. A row is bitwise equal to `decode_tokens`: native products are batch-invariant (`rowwise`, see
+`jaxllm.nn.linear`), and XLA computes its parts row by row in the same shapes.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ Caches = tuple[KVCache, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowLimits:
-    """Where each row of a batch ends, and which units it uses.
+    """Limits of each row of a batch, and its used units.
 
     Attributes:
       stop_ids: `[B, n]` int32, token ids that end the row; pad with -1.
-      tokens: `[B]` int32, most tokens; 0 for a row that is padding, behind all others.
-      units: `[B, L, 2]` int32, how many kv groups and neurons of each layer the row uses, at least 1: rows of
-        different levels (see `can_mix_levels`); None for those of the parameters.
+      tokens: `[B]` int32, maximum number of tokens; 0 for padding rows, which are last.
+      units: `[B, L, 2]` int32, numbers of kv groups and neurons of each layer that the row uses, at least
+        1: for rows of different levels (see `can_mix_levels`); None for those of the parameters.
     """
 
     stop_ids: jax.Array | np.ndarray
@@ -47,15 +47,15 @@ class RowLimits:
     units: jax.Array | np.ndarray | None = None
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.int32, "B n", stop_ids=self.stop_ids)
         axes.check(jnp.int32, "B", tokens=self.tokens)
         axes.check(jnp.int32, "B L 2", units=self.units)
 
 
 def can_decode_rows(params: Params, cache_dtype: DTypeLike) -> bool:
-    """Whether rows decoded together get what they get alone: native kernels read the layers' weights by
-    address, and attend to caches of this dtype. XLA's own products of several rows have other last bits."""
+    """Whether batched rows equal unbatched ones bitwise: if native kernels read the layers' weights by
+    address, and attend to caches of this dtype. XLA's products of several rows round differently."""
     return isinstance(params.get(STACK), LayerStack) and jnp.dtype(cache_dtype) in (jnp.float32, jnp.float16)
 
 
@@ -85,21 +85,21 @@ def decode_rows(
     block: int,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array, Caches, tuple[SamplerState, ...]]:
-    """Decodes tokens of each row up to its limit in one dispatch; a row that has ended waits for the others,
-    and its cache and sampler do not change any more.
+    """Decodes tokens of each row up to its limit in one dispatch; a row that has ended waits for the
+    others, without changes of its cache and sampler.
 
-    Rows of different levels share each product: it computes the units of the largest, and a row's units that
-    its own level lacks count as zeros, which change no sum and no scale of quantization.
+    Rows of different levels share each product: it computes the units of the largest, and units that a
+    row's level lacks count as zeros, which change no sum and no quantization scale.
 
     Args:
       params: the model's parameters, its layers by address (see `can_decode_rows`).
       tokens: `[B]` int32, each row's last token, not yet in its cache.
-      caches: of each row, of batch 1 and any length; donated. Each has room for its row's limit.
-      samplers: of each row, of batch 1; donated.
-      limits: where each row ends, after at most `block` tokens.
-      cfg: the model.
-      block: most tokens per dispatch.
-      dtype: of the activations.
+      caches: cache of each row, of batch 1 and any length; donated. Each has room for its row's limit.
+      samplers: sampler of each row, of batch 1; donated.
+      limits: limits of the rows, at most `block` tokens.
+      cfg: config of the model.
+      block: maximum number of tokens per dispatch.
+      dtype: dtype of the activations.
 
     Returns:
       Tokens `[B, block]` int32 (-1 beyond a row's count), their counts `[B]` int32 (less than the limit if

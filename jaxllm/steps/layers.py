@@ -21,14 +21,14 @@ from jaxllm.models.parameters import Params
 
 
 def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final norm,
-    if there is one.
+    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final
+    norm, if there is one.
 
     Args:
-      params: of the final norm.
+      params: parameters of the final norm.
       x: `[1, T, D]`, the last layer's output.
       rows: `[n]` int32, indices among the T tokens.
-      cfg: the model.
+      cfg: config of the model.
     """
     axes = Axes("final_rows", D=cfg.hidden_size)
     axes.check(jnp.floating, "1 T D", x=x)
@@ -40,9 +40,9 @@ def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
     """Logits `[n, v]` float32 for v tokens of the vocabulary.
 
     Args:
-      head: the rows `[v, D]` of these tokens, named as the whole head, and their biases `[v]` if there are.
+      head: the rows `[v, D]` of these tokens, named like the whole head, and their biases `[v]`, if any.
       hidden: `[n, D]`, see `final_rows`.
-      cfg: the model.
+      cfg: config of the model.
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
@@ -60,10 +60,10 @@ def load_cache(
     """Loads stored chunks into all layers of a cache.
 
     Args:
-      heads: `[L]` int32, the numbers of used kv heads, where levels share the bucket; else None.
-      cache: of one sequence; donated. The caller sets its length.
+      heads: `[L]` int32, numbers of used kv heads, if levels share the bucket; else None.
+      cache: cache of one sequence; donated. The caller sets its length.
       sources: blobs of all layers, or their addresses (see `load_chunks`).
-      bits: their bitwidths (see `load_chunks`).
+      bits: bit widths of the chunks (see `load_chunks`).
       form: format of the stored chunks.
     """
     return load_chunks(cache, range(cache.layers), sources, bits, form=form, heads=heads)
@@ -114,17 +114,17 @@ def prefill_restored(
     layer: int,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """Runs new tokens through one layer of a context as soon as the layer is restored: loads its stored
-    chunks into the cache, then does what `one_layer` does.
+    chunks into the cache, then does the same as `one_layer`.
 
     Args:
-      params: of the layer, and the counts of used units, if any.
+      params: parameters of the layer, and the counts of used units, if any.
       x: `[1, T, D]`, the layer's input for the new tokens; donated.
-      at: their positions, behind those of the chunks.
-      past: the layer's keys and values, perhaps with some chunks already, or in front of it; donated.
+      at: their positions, after those of the chunks.
+      past: the layer's keys and values, possibly with some chunks in or before it; donated.
       mass: see `KVCache`; donated.
-      chunks: the stored ones to load.
-      cfg: the model.
-      layer: its index.
+      chunks: stored chunks to load.
+      cfg: config of the model.
+      layer: index of the layer.
 
     Returns:
       The next layer's input, keys and values, and the mass.
@@ -183,7 +183,7 @@ def loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) ->
     )
 
 
-# Defines the step of layers in a row that are each in a weight table by itself, as prefetched layers are.
+# Defines the step of consecutive layers in separate weight tables, such as prefetched layers.
 #
 # A pure function of static shapes, as in `layers.py`.
 
@@ -203,18 +203,18 @@ def consecutive_layers(
     cfg: ModelConfig,
     layer: int,
 ) -> _Carry:
-    """Runs equal layers in a row, as `decoder.forward_layer` does one.
+    """Runs equal consecutive layers, each like `decoder.forward_layer`.
 
     A loop for any number of them, so that a layer's bits do not depend on which others run with it.
 
     Args:
-      params: of the layers, `LayersAt`, and what all layers share.
+      params: parameters of the layers, `LayersAt`, and the shared ones of all layers.
       x: `[1, T, D]`, the first layer's input; donated.
       at: positions of the T tokens.
       past: keys and values of the first of them, in the stack of all; donated.
       mass: see `KVCache`; donated.
       count: int32 scalar, number of layers.
-      cfg: the model.
+      cfg: config of the model.
       layer: the first layer that equals them.
 
     Returns:
@@ -247,7 +247,7 @@ def consecutive_layers(
 
 
 def _of_later_layer(past: Past, number: jax.Array) -> Past:
-    """Keys and values of the layer so many layers after that of `past`, in the same stack."""
+    """Keys and values of the layer `number` layers after that of `past`, in the same stack."""
     assert past.slot is not None
     # Who streams weights attends to no coded chunks.
     assert past.coded is None
@@ -258,7 +258,7 @@ def _of_later_layer(past: Past, number: jax.Array) -> Past:
 
 
 def _of_layer_of(first: Past, past: Past) -> Past:
-    """`past`, of another layer of the same stack, as that of the layer of `first`."""
+    """`past` of another layer of the same stack, relabelled as that of the layer of `first`."""
     source = past.source
     if isinstance(source, SourceKV) and isinstance(first.source, SourceKV):
         source = dataclasses.replace(source, layer=first.source.layer)

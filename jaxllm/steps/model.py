@@ -23,11 +23,11 @@ from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 
 # Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding.
 #
-# Pure functions of static shapes. `serving/buckets/` alone compiles them, with `cfg`, `block` and `dtype`
+# Pure functions of static shapes. Only `serving/buckets/` compiles them, with `cfg`, `block` and `dtype`
 # bound and the caches donated.
 
 
-# Tokens whose logits `score_branches` has in memory together.
+# Number of tokens whose logits `score_branches` has in memory together.
 SCORE_BLOCK = 128
 
 
@@ -46,16 +46,16 @@ def prefill_chunk(
 
     Args:
       params: the model's parameters.
-      tokens: `[B, T]` int32; the first `valid` are real.
+      tokens: `[B, T]` int32; the first `valid` are valid.
       valid: int32 scalar in [1, T].
       last: bool scalar; False if more chunks follow, so that no logits are needed.
-      cache: of the tokens before; donated.
-      inputs: rows in place of some of the tokens; None for none.
-      cfg: the model.
-      dtype: of the activations.
+      cache: cache of the tokens before; donated.
+      inputs: embeddings in place of some of the tokens; None for none.
+      cfg: config of the model.
+      dtype: dtype of the activations.
 
     Returns:
-      Logits `[B, V]` float32 after the last real token (zeros unless `last`), and the cache.
+      Logits `[B, V]` float32 after the last valid token (zeros unless `last`), and the cache.
     """
     axes = Axes("prefill_chunk", H=cfg.head_dim)
     axes.check(jnp.int32, "B T", tokens=tokens)
@@ -84,7 +84,7 @@ def decode_step(
     cfg: ModelConfig,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, KVCache, SamplerState]:
-    """Runs one token per sequence, `[B]` int32, and draws the next: ids `[B]`, cache, sampler."""
+    """Runs one token per sequence, `[B]` int32, and samples the next: ids `[B]`, cache, sampler."""
     axes = Axes("decode_step", H=cfg.head_dim, V=cfg.vocab_size)
     axes.check(jnp.int32, "B", token=token)
     cache.check(axes)
@@ -97,18 +97,18 @@ def decode_step(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockEnd:
-    """Where a block of decoding ends.
+    """End conditions of a block of decoding.
 
     Attributes:
       stop_ids: `[n]` int32, token ids that end a row; pad with -1.
-      limit: int32 scalar, most tokens, at least 1.
+      limit: int32 scalar, maximum number of tokens, at least 1.
     """
 
     stop_ids: jax.Array | np.ndarray
     limit: jax.Array | np.integer
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.int32, "n", stop_ids=self.stop_ids)
         axes.check(jnp.int32, "", limit=self.limit)
 
@@ -131,13 +131,13 @@ def decode_tokens(
 
     Args:
       params: the model's parameters.
-      token: `[B]` int32, the last token drawn, not yet in the cache.
-      cache: donated; must have room for `end.limit` more tokens.
-      sampler: donated.
-      end: where it ends, after at most `block` tokens.
-      cfg: the model.
-      block: most tokens per dispatch.
-      dtype: of the activations.
+      token: `[B]` int32, the last sampled token, not yet in the cache.
+      cache: cache; donated; must have room for `end.limit` more tokens.
+      sampler: sampler state; donated.
+      end: end conditions, within `block` tokens.
+      cfg: config of the model.
+      block: maximum number of tokens per dispatch.
+      dtype: dtype of the activations.
 
     Returns:
       Tokens `[B, block]` int32 (-1 beyond the count), their count `[]` int32 (less than `limit` if each
@@ -232,13 +232,13 @@ def route_documents(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScoredTokens:
-    """Tokens that `score_branches` scores.
+    """Targets of `score_branches`.
 
     Attributes:
       places: `[P]` int32, indices of the tokens before them in the flattened `[B·T]`; P is a multiple of
         `SCORE_BLOCK`.
-      targets: `[P]` int32, the token that may follow each of those.
-      count: int32 scalar, number of real targets.
+      targets: `[P]` int32, the possible next token of each of those.
+      count: int32 scalar, number of valid targets.
     """
 
     places: jax.Array | np.ndarray
@@ -246,7 +246,7 @@ class ScoredTokens:
     count: jax.Array | np.integer
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.int32, "P", places=self.places, targets=self.targets)
         axes.check(jnp.int32, "", count=self.count)
 
@@ -265,15 +265,15 @@ def score_branches(
 
     Args:
       params: the model's parameters.
-      tokens: `[B, T]` int32; documents packed one after another.
-      starts: `[B, T]` int32 (see `forward_documents`); padding is a document of its own.
-      branches: where the documents branch.
-      scored: which tokens.
-      cfg: the model.
-      dtype: of the activations.
+      tokens: `[B, T]` int32; consecutively packed documents.
+      starts: `[B, T]` int32 (see `forward_documents`); padding is a separate document.
+      branches: branches of the documents.
+      scored: tokens to score.
+      cfg: config of the model.
+      dtype: dtype of the activations.
 
     Returns:
-      `[P]` float32 natural logarithms; zeros after the last block with a real target.
+      `[P]` float32 natural logarithms; zeros after the last block with a valid target.
     """
     axes = Axes("score_branches")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)

@@ -44,7 +44,7 @@ class AtExperts:
     ahead: jax.Array
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the tokens is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.floating, "1 T D", x=self.x)
         axes.check(jnp.float32, "T k", weights=self.weights)
         axes.check(jnp.int32, "T k", ids=self.ids)
@@ -82,7 +82,7 @@ def attend_layer(
     layer to layer that their choices are mostly those of the next layers.
 
     Args:
-      params: of the layer, without experts.
+      params: parameters of the layer, without experts.
       next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
       x, at, past, mass: see `decoder.forward_layer`; x, past and mass are donated.
       of: the layer.
@@ -173,7 +173,7 @@ def expert_tile(
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
-    # An expert's number plus E stands for its high plane alone.
+    # An expert's number plus E stands for only its high plane.
     chosen = tokens.tiles.expert[number] % np.int32(cfg.experts)
     beside = LayerParams(norm, "")
     biases = {name: None if each is None else each[chosen] for name, each in expert_biases(beside).items()}
@@ -199,11 +199,11 @@ def stored_tiles(
     Args:
       weights: the experts of the layer, of which those of the tiles are in memory.
       norm: "ffn_norm" of the layer.
-      tokens: before the experts.
-      actions: `[m]` int32, what is done with each tile (see `native_experts.stored_visits`).
+      tokens: tokens before the experts.
+      actions: `[m]` int32, action for each tile (see `native_experts.stored_visits`).
       out: the outputs of all tiles so far; donated.
-      begun: of tiles that were begun; donated.
-      cfg: the model.
+      begun: partial results of begun tiles; donated.
+      cfg: config of the model.
     """
     axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)

@@ -47,19 +47,20 @@ def read_nodes(
     cfg: ModelConfig,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, KVCache]:
-    """Runs some nodes of a tree through the model; their ancestors were run before, or are among them.
+    """Runs some nodes of a tree through the model, after or together with their ancestors.
 
     Args:
       params: the model's parameters.
       tree: the tree.
       nodes: `[T]` int32, ascending.
-      valid: int32 scalar; the first `valid` nodes are real.
-      cache: of the sequence without the root, with room for the tree after it; its length is not changed.
-      cfg: the model.
-      dtype: of the activations.
+      valid: int32 scalar; the first `valid` nodes are valid.
+      cache: cache of the sequence without the root, with room for the tree after it; its length is not
+        changed.
+      cfg: config of the model.
+      dtype: dtype of the activations.
 
     Returns:
-      Logits `[T, V]` float32 after each node, undefined after nodes that are not real, and the cache.
+      Logits `[T, V]` float32 after each node, undefined after padding, and the cache.
     """
     axes = Axes("read_nodes", B=1, H=cfg.head_dim)
     tree.check(axes)
@@ -73,11 +74,11 @@ def read_nodes(
 
 
 def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
-    """The cache with a path of the tree at the end of its sequence, and without the rest of the tree.
+    """Moves a path of the tree to the end of the cache's sequence, and drops the rest of the tree.
 
     Args:
-      cache: with the tree's rows from `length` on. If its mass is by node, only the mass of the sequence and
-        of kept nodes is summed.
+      cache: cache with the tree's rows from `length` on. If its mass is by node, only the mass of the
+        sequence and of kept nodes is summed.
       nodes: `[P]` int32, ascending.
       count: int32 scalar; the first `count` nodes are kept.
     """
@@ -87,7 +88,7 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     axes.check(jnp.int32, "", count=count)
 
     def summed(mass: jax.Array) -> jax.Array:
-        # Entry 0 is the sequence's; nodes that are not kept get an index out of range, which is dropped.
+        # Entry 0 is the sequence's; dropped nodes get an index out of range, which is ignored.
         at = jnp.where(jnp.arange(nodes.shape[0]) < count, nodes + 1, mass.shape[1])
         kept = jnp.zeros(mass.shape[1], mass.dtype).at[0].set(1.0).at[at].set(1.0, mode="drop")
         return (mass * kept[:, None]).sum(1)
@@ -107,7 +108,7 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     index = jnp.arange(nodes.shape[0], dtype=jnp.int32)
     source = jnp.where(index < count, nodes, index)
     # No ascending node is before its destination, so one gather of all rows comes before the write.
-    # In the rows behind coded chunks.
+    # In the rows after coded chunks.
     end = cache.length if cache.coded is None else cache.length - cache.coded.tokens
     rows = jnp.minimum(end + source, np.int32(cache.capacity_tokens - 1))
     # One block, which is written in place: XLA copies a whole cache for each write to rows apart.
@@ -140,16 +141,16 @@ def verify(
     cfg: ModelConfig,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array, KVCache, SamplerState]:
-    """Runs a whole tree through the target and accepts the path that the target would have drawn.
+    """Runs a whole tree through the target and accepts the path that the target would have sampled.
 
     Args:
-      params: of the target.
+      params: parameters of the target.
       tree: the tree.
-      cache: of the target; donated.
-      sampler: of the sequence up to the root, batch 1; donated.
-      limit: int32 scalar, most tokens of the result, at least 1.
-      cfg: the target.
-      dtype: of the activations.
+      cache: cache of the target; donated.
+      sampler: sampler of the sequence up to the root, batch 1; donated.
+      limit: int32 scalar, maximum number of tokens of the result, at least 1.
+      cfg: config of the target.
+      dtype: dtype of the activations.
 
     Returns:
       Tokens `[M]` int32, of which the first `count` are the answer's next ones (the path after the root, then
@@ -189,7 +190,7 @@ def settle(
     last = deepest(tree, accepted_nodes(tree, chosen))
     path, count = path_to(tree, last)
     count = jnp.minimum(count, limit)
-    # After each node of the path the target draws the next node, and after the last a token of its own.
+    # After each node of the path the target samples the next node, and after the last one a new token.
     tokens = chosen[path]
     said = (jnp.arange(tree.room, dtype=jnp.int32) < count).astype(jnp.int32)
     counts = sampler.counts.at[0, tokens].add(said)
@@ -201,16 +202,16 @@ def follow(
 ) -> tuple[KVCache, TokenTree, jax.Array, jax.Array]:
     """Moves the drafter's cache and tree to the end of the accepted path.
 
-    If the tree has the target's own token after the path, its subtree becomes the new tree: it may have grown
+    If the tree has the target's token after the path, its subtree becomes the new tree: it may have grown
     during the verification (LLMCad, section 3.4).
 
     Args:
-      cache: of the drafter, with the old tree's rows.
+      cache: cache of the drafter, with the old tree's rows.
       tree: the old tree.
       fed: `[M]` bool, nodes whose rows the cache has.
       path: `[P]` int32, the accepted nodes, ascending.
       count: int32 scalar, number of accepted nodes.
-      token: int32 scalar, the target's own token after them: the new root.
+      token: int32 scalar, the target's token after them: the new root.
 
     Returns:
       The cache with the path at the end of its sequence and the new tree's rows after it; the new tree; its
@@ -245,14 +246,14 @@ def prune(
     """Drops the least confident nodes of a tree, so that others can grow.
 
     Args:
-      cache: of the drafter, with the tree's rows.
+      cache: cache of the drafter, with the tree's rows.
       tree: the tree.
       fed: `[M]` bool, nodes whose rows the cache has.
-      most: int32 scalar, at least 1; so many nodes are kept, among them the parent of each.
+      most: int32 scalar, at least 1; number of nodes to keep, including all of their parents.
 
     Returns:
-      The cache with the rows of the nodes that are kept; the tree of them; its `fed`, without nodes that have
-      no child any more; and `[M]` int32, the new index of each node, -1 where it was dropped.
+      The cache with the rows of kept nodes; their tree; its `fed`, without nodes that have lost all
+      children; and `[M]` int32, the new index of each node, -1 for dropped ones.
     """
     axes = Axes("prune", B=1)
     tree.check(axes)
@@ -262,7 +263,7 @@ def prune(
     # A parent is at least as confident as its children, and comes before them.
     order = jnp.argsort(jnp.where(tree.used, -tree.confidences, 1.0), stable=True)
     kept = jnp.zeros(tree.room, jnp.bool_).at[order].set(jnp.arange(tree.room) < most) & tree.used
-    # A node that loses all of its children is run on again: else none would ever follow.
+    # A node that loses all of its children is run again: else none would ever follow.
     parents = jnp.any((tree.parents[:, None] == jnp.arange(tree.room)) & kept[:, None], axis=0)
     found, fed_then = _subtree(tree, fed & parents, kept, tree.tokens[0])
     rows = jnp.nonzero(kept, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)
@@ -273,7 +274,7 @@ def prune(
 def _subtree(
     tree: TokenTree, fed: jax.Array, nodes: jax.Array, token: jax.Array
 ) -> tuple[TokenTree, jax.Array]:
-    """The subtree of some nodes `[M]` bool, the first of which is its root, or a root alone if there are
+    """The subtree of some nodes `[M]` bool, the first of which is its root, or only a root if there are
     none; and its `fed`."""
     count = jnp.sum(nodes, dtype=jnp.int32)
     order = jnp.nonzero(nodes, size=tree.room, fill_value=0)[0].astype(jnp.int32)
@@ -302,22 +303,22 @@ def _subtree(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftEnd:
-    """Conditions that end drafting, any of which does, and what drafting goes by.
+    """Conditions that end drafting, each sufficient, and parameters of drafting.
 
     Attributes:
-      alpha: float32 scalar; no branch is at least as confident (see `fallback`).
-      run: float32 scalar; the branches of the next run are not more confident in sum, each beyond `branch`
-        (see `tree_size.Worth`).
+      alpha: float32 scalar; drafting ends if no branch is at least as confident (see `fallback`).
+      run: float32 scalar; drafting ends if the total confidence of the next run's branches, each beyond
+        `branch`, is not larger (see `tree_size.Worth`).
       branch: float32 scalar; a branch is extended if it is more confident.
-      free: int32 scalar; up to so many runs in all, `run` and `branch` are 0 where drafting would end.
-      most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
-        though the tree may have more nodes. By another pacer than "confidence": the tree has `most` nodes.
-      limit: int32 scalar, most runs of the drafter.
-      depth: int32 scalar; no node gets a child deeper than this.
+      free: int32 scalar; up to this total number of runs, `run` and `branch` are 0 where drafting would end.
+      most: int32 scalar, number of wanted nodes; drafting ends if no branch can add a node to the `most`
+        most confident ones, though the tree may have more nodes. With a pacer other than "confidence": if
+        the tree has `most` nodes.
+      limit: int32 scalar, maximum number of runs of the drafter.
+      depth: int32 scalar, maximum depth of a child.
       stop_ids: `[n]` int32, tokens that end the answer, so that nothing follows them; -1 for none.
-      temperature: float32 scalar, at which the drafter's probabilities are taken. A drafter that is the
-        target at fewer bits knows better than its probabilities say what a target will take that takes the
-        likeliest token.
+      temperature: float32 scalar, temperature of the drafter's probabilities. A drafter that is the target
+        at fewer bits is underconfident for a greedy target.
       shifts: `[RANKS, CELLS]` float32, from probabilities to confidences (see `calibration.calibrated`).
     """
 
@@ -334,15 +335,15 @@ class DraftEnd:
 
     @classmethod
     def at_room(cls, room: int, *, temperature: float = 1.0, stop_ids: int = 1) -> Self:
-        """Ends where a tree of this room is full; confidences are not calibrated, and none of so many
-        `stop_ids` is a token."""
+        """Ends when a tree of this room is full; confidences are not calibrated, and none of `stop_ids`
+        stop ids is a token."""
         least, none, zero = np.float32(1e-30), np.float32(0), np.int32(0)
         most, shifts = np.int32(room), np.zeros((RANKS, CELLS), np.float32)
         stops = np.full(stop_ids, -1, np.int32)
         return cls(least, none, none, zero, most, most, most, stops, np.float32(temperature), shifts)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes them is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.float32, "", alpha=self.alpha, run=self.run, branch=self.branch)
         axes.check(jnp.float32, "", temperature=self.temperature)
         axes.check(jnp.float32, f"{RANKS} {CELLS}", shifts=self.shifts)
@@ -365,14 +366,14 @@ def draft(
     """Grows a tree in one dispatch, the most confident branches first, until drafting ends.
 
     Args:
-      params: of the drafter.
+      params: parameters of the drafter.
       tree: the tree; donated, as are `fed` and the cache.
       fed: `[M]` bool, nodes whose rows the drafter's cache has.
-      cache: of the drafter.
+      cache: cache of the drafter.
       end: conditions that end drafting.
-      cfg: the drafter.
-      growth: of the tree, see `growth.Growth`.
-      dtype: of the activations.
+      cfg: config of the drafter.
+      growth: growth of the tree, see `growth.Growth`.
+      dtype: dtype of the activations.
 
     Returns:
       The tree, `fed`, the cache, and the number of runs of the drafter (int32 scalar).
@@ -398,7 +399,7 @@ def draft(
         nodes, valid = chosen(jnp.asarray(end.branch))
         beyond = jnp.where(jnp.arange(growth.tips) < valid, tree.confidences[nodes] - end.branch, 0.0)
         pays, free = jnp.sum(beyond) > end.run, done < end.free
-        # Free runs come last: before them each run that pays less would only delay one that pays more.
+        # Free runs come last: earlier, each less profitable run would only delay a more profitable one.
         nodes, valid = chosen(jnp.where(pays, end.branch, 0.0))
         return nodes, valid, pays | free
 
@@ -421,7 +422,7 @@ def draft(
         probabilities = jax.nn.softmax(out / end.temperature, axis=-1)
         sizes = {"branches": growth.branches, "threshold": growth.threshold}
         grown = grow(tree, nodes, valid, probabilities, end.shifts, **sizes)
-        # A node whose children did not fit is run on again, where there is room: else none would ever follow.
+        # A node whose children did not fit is run again when there is room: else none would ever follow.
         grew = jnp.any(grown.parents == nodes[:, None], axis=1)
         real = grew & (jnp.arange(growth.tips, dtype=jnp.int32) < valid)
         fed = fed.at[jnp.where(real, nodes, tree.room)].set(True, mode="drop")

@@ -1,12 +1,13 @@
 """Renders messages as a prompt with a model's chat template.
 
-The result says of each character whether it comes from a message (`MarkedText`), so that no message can spell
-a special token and speak as another role. For this the template runs twice: on the messages, and on the same
-messages with every character replaced by a private one, which shows where the template put them.
+The result records for each character whether it comes from a message (`MarkedText`), so that no message can
+spell a special token and impersonate another role. For this the template runs twice: on the messages, and
+on the same messages with every character replaced by a private one, which shows where the template put
+them.
 
-A chat template is a program written by whoever published the model. It runs in Jinja's sandbox, in a child
-process with limits of time and memory. The templates of `KNOWN_TEMPLATES`, such as that of the packaged
-models, run in this process.
+A chat template is a program by the publisher of the model. It runs in Jinja's sandbox, in a child process
+with limits of time and memory. The templates of `KNOWN_TEMPLATES`, such as that of the packaged models, run
+in this process.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from jaxllm.text.template_program import TemplateProgram, names_in, parse
 # template may write it within a special token.
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
-# Names and identifiers that templates look up or compare; text of this form is no content.
+# Names and identifiers that templates look up or compare; text of this form is not content.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _NAMING_KEYS = ("role", "type")
 
@@ -53,9 +54,9 @@ class ChatTemplate:
         """Compiles a template.
 
         Args:
-          source: in Jinja.
-          special: the named tokens that it may write (`bos_token` ...).
-          spelled: the special tokens, as text.
+          source: Jinja source.
+          special: named tokens that it may write (`bos_token` ...).
+          spelled: special tokens, as text.
         """
         self._source, self._special = source, dict(special)
         self._words = _SpecialWords(spelled)
@@ -63,9 +64,9 @@ class ChatTemplate:
         names = names_in(tree)
         self._roles = ROLES | names
         self._knows_tools = any(each.name == "tools" for each in tree.find_all(jinja2.nodes.Name))
-        # Texts that the template may look for in messages, without special tokens, which it writes.
+        # Texts that the template may look for in messages, except special tokens, which it writes.
         self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
-        # Templates of models with images loop over the parts of a content; some know no plain texts.
+        # Templates of models with images loop over the parts of a content; some do not support plain texts.
         self.reads_parts_alone = {"image", "text"} <= names and not _tells_texts(tree)
         known = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest() in KNOWN_TEMPLATES
         self._program = TemplateProgram(source) if known else ConfinedTemplate(source)
@@ -107,10 +108,10 @@ class ChatTemplate:
                 "messages use private characters of both of Unicode's planes 15 and 16; drop some"
             )
 
-        # A template that looks at the content of messages may write something else if that is marked. Then
-        # less is marked, in three attempts: everything but the texts that the template names; only characters
-        # that may form a special token with their neighbours; only whole special tokens, which no template
-        # has a reason to look at.
+        # A template that inspects the content of messages may write something else if that is marked. Then
+        # less is marked, in three attempts: everything but the texts that the template names; only
+        # characters that may form a special token with their neighbours; only whole special tokens, which
+        # no template has a reason to inspect.
 
         def unnamed() -> Callable[[str], str]:
             at_edges = self._words.at_edges(marks)
@@ -122,7 +123,7 @@ class ChatTemplate:
 
             return change
 
-        # The first attempt does for nearly all: the others are made ready where it fails.
+        # The first attempt nearly always succeeds: the others are only prepared if it fails.
         for changes in (lambda: marks.put, unnamed, lambda: self._words.at_edges(marks)):
             try:
                 marked = marks.take(run(_changed(plain, changes())))
@@ -144,7 +145,7 @@ class ChatTemplate:
 
 
 class ConfinedTemplate:
-    """A template that runs in a child process, which all such templates share."""
+    """A template that runs in a child process, shared by all such templates."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -153,7 +154,7 @@ class ConfinedTemplate:
         """See `TemplateProgram.run`.
 
         Raises:
-          ConfigError, TemplateError: as there, and for a template that takes too long or too much memory.
+          ConfigError, TemplateError: as there, and for a template that exceeds its time or memory.
         """
         request = {
             "operation": "render",
@@ -202,8 +203,8 @@ class _SpecialWords:
         return change
 
     def at_edges(self, marks: Marks) -> Callable[[str], str]:
-        """Marks the first letter of each special token in a text, and of parts of one at the text's beginning
-        or end."""
+        """Marks the first letter of each special token in a text, and of parts of one at the text's
+        beginning or end."""
         whole = self.whole(marks)
 
         def change(text: str) -> str:
@@ -252,7 +253,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A deep copy of plain JSON types only, which is all that a template may see."""
+    """A deep copy of only plain JSON types, which is all that a template may see."""
     try:
         plain = json.loads(json.dumps(messages))
     except (TypeError, ValueError, RecursionError) as error:
@@ -266,12 +267,12 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _tells_texts(tree: jinja2.nodes.Template) -> bool:
-    """Whether a template asks whether a value is a text."""
+    """Whether a template tests whether a value is a string."""
     return any(each.name == "string" for each in tree.find_all(jinja2.nodes.Test))
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content, if it is a text, is a list of one part."""
+    """A message whose string content, if it is one, becomes a list of one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message

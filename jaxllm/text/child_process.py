@@ -1,13 +1,13 @@
-"""Runs chat templates, tokenizers and expressions of unknown cost in a child process with bounds of time and
+"""Runs chat templates, tokenizers and expressions of unknown cost in a child process with limits of time and
 memory.
 
-All are programs: a template can loop without end, regular expressions can take years, and libraries abort the
-process when memory is short. A child is started with the first request and kept for
-the next ones; it answers one at a time (`child_worker.py`). It ends at its bounds, and with its parent: while
-it waits its input ends, while it computes it runs out of processor time.
+All are programs: a template can loop forever, regular expressions can take years, and libraries abort the
+process when memory is short. A child is started with the first request and reused for the next ones; it
+answers one at a time (`child_worker.py`). It ends at its limits, and with its parent: while it waits its
+input ends, while it computes it runs out of processor time.
 
-Where a system cannot bound a process's memory (Windows; macOS ignores it), only time is bounded, and a
-warning says so once.
+If a system cannot limit a process's memory (Windows; macOS ignores it), only time is limited, and a warning
+reports this once.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _BOOT = (
     "from jaxllm.text.child_worker import serve; serve(json.loads(sys.argv[2]))"
 )
 _LENGTH = struct.Struct(">Q")
-# One thread per pool: each thread takes address space, and with many cores the pools would exceed the child's
-# bound.
+# One thread per pool: each thread uses address space, and with many cores the pools would exceed the child's
+# limit.
 _ONE_THREAD = {f"{each}_NUM_THREADS": "1" for each in ("OPENBLAS", "OMP", "MKL", "RAYON")} | {
     "TOKENIZERS_PARALLELISM": "false"
 }
@@ -51,7 +51,7 @@ class TextProcess:
         """Starts no process yet.
 
         Args:
-          memory_bytes: most bytes of the child's address space.
+          memory_bytes: limit of the child's address space.
           setup: a request that every child gets before all others; its answer is dropped.
           setup_s: time limit of `setup`, in seconds.
         """
@@ -79,7 +79,7 @@ class TextProcess:
             except errors.JaxllmError:
                 raise
             except BaseException:
-                # The child may still write the answer of this request, so it cannot be used again.
+                # The child may still write the answer of this request, so it cannot be reused.
                 self._child = None
                 _end(child)
                 raise

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxllm.errors import JaxllmError, TemplateError, one_line
 
-# The most characters that a template may write: far above any model's window.
+# Maximum number of characters of a template's output: far above any model's window.
 MAX_OUTPUT_CHARACTERS = 1 << 26
 
 _LENGTH = struct.Struct(">Q")
@@ -25,7 +25,7 @@ def serve(memory_bytes: int) -> None:
     """Answers requests until the input ends."""
     _bound_memory(memory_bytes)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    # stdout is for answers alone: prints of libraries go to stderr.
+    # stdout is only for answers: prints of libraries go to stderr.
     sys.stdout = sys.stderr
     while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
         request = json.loads(source.read(_LENGTH.unpack(head)[0]))
@@ -130,7 +130,7 @@ def _bound_memory(memory_bytes: int) -> None:
 
 
 def _bound_time(limit_s: float) -> None:
-    """Limits processor time from the current moment on; this ends a child whose parent is gone."""
+    """Limits processor time from now on; this ends a child whose parent is gone."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -14,7 +14,7 @@ CALL_S = 10.0
 # Further time for long texts.
 _S_PER_CHARACTER = 1e-5
 _LEAST_BYTES = 1 << 31
-# A loaded tokenizer takes many times the size of its tokenizer.json.
+# A loaded tokenizer needs many times the size of its tokenizer.json.
 _BYTES_PER_CHARACTER = 64
 
 

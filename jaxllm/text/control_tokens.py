@@ -1,7 +1,7 @@
-"""Encodes text such that only the template's own characters become special tokens.
+"""Encodes text such that only the template's characters become special tokens.
 
 The `tokenizers` library makes a special token wherever its letters occur. If no content spells one,
-`encode_marked` gives exactly the library's tokens. Else it cuts the text at the special tokens that the
+`encode_marked` gives exactly the library's tokens. Else it splits the text at the special tokens that the
 template wrote, and encodes the parts between them without special tokens.
 """
 
@@ -18,13 +18,13 @@ from jaxllm.text.marked_text import MarkedText
 if TYPE_CHECKING:
     import tokenizers
 
-# How a part begins: with the text, after a special token, or at any other cut.
+# How a part begins: with the text, after a special token, or at another split.
 _Begins = Literal["text", "section", "rest"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """Token ids, and the first and last + 1 character that each stands for."""
+    """Token ids, and the first and last + 1 character of each."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -33,9 +33,9 @@ class Encoded:
 class ControlTokens:
     """The tokens of a tokenizer that content must not spell.
 
-    These are the tokens that the tokenizer marks as special, and of its other added tokens those that a
-    model's files name as the beginning or end of a text. Other added tokens (`<think>`, runs of spaces) are
-    ordinary text.
+    These are the tokens that the tokenizer marks as special, and other added tokens that a model's files
+    name as the beginning or end of a text. Other added tokens (`<think>`, runs of spaces) are ordinary
+    text.
 
     Attributes:
       spelled: the tokens as text.
@@ -56,7 +56,7 @@ class ControlTokens:
             for number, token in tokenizer.get_added_tokens_decoder().items()
             if token.content and (token.special or number in eos_ids or token.content in named)
         }
-        # The unknown token stands for any unknown word, so it is no control token.
+        # The unknown token stands for any unknown word, so it is not a control token.
         unknown = {special.get("unk_token"), getattr(tokenizer.model, "unk_token", None)}
         self._unknown = {number for number, token in self._tokens.items() if token.content in unknown}
         self.spelled = tuple(token.content for token in self._tokens.values())
@@ -94,8 +94,8 @@ class ControlTokens:
         return found
 
     def _written(self, text: str, encoded: Encoded) -> Iterator[tuple[int, int, int]]:
-        """Special tokens that are spelled in a text: id, first and last + 1 character, without the white
-        space that they absorb."""
+        """Special tokens spelled in a text: id, first and last + 1 character, without the white space that
+        they absorb."""
         if self._tokens.keys().isdisjoint(encoded.ids):
             return
         for number, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
@@ -112,7 +112,7 @@ class ControlTokens:
                 yield number, start, max(start + 1, start + len(inner.strip()))
 
     def _parts(self, text: MarkedText) -> Iterator[Encoded]:
-        """The tokens of a text, cut at the special tokens that its template wrote."""
+        """The tokens of a text, split at the special tokens that its template wrote."""
         end = 0
         for number, start, stop in self._own(text):
             start = max(start, end)
@@ -122,8 +122,8 @@ class ControlTokens:
         yield from self._between(text.text, end, len(text.text), "section" if end else "text")
 
     def _own(self, text: MarkedText) -> Iterator[tuple[int, int, int]]:
-        """Special tokens that are entirely the template's characters: id, first and last + 1 character, with
-        the white space that they absorb."""
+        """Special tokens written entirely by the template: id, first and last + 1 character, with the white
+        space that they absorb."""
         edges = np.flatnonzero(np.diff(text.content, prepend=True, append=True))
         for start, end in edges.reshape(-1, 2).tolist():
             run = text.text[start:end]
@@ -137,13 +137,13 @@ class ControlTokens:
                 yield number, first, last
 
     def _between(self, text: str, start: int, end: int, begins: _Begins) -> Iterator[Encoded]:
-        """The tokens of `text[start:end]`, none of them special; `begins` says how that part begins."""
+        """The tokens of `text[start:end]`, none of them special; `begins` is how that part begins."""
         section = text[start:end]
         if not section:
             return
         encoding = self._without_control(begins).encode(section, add_special_tokens=False)
         encoded = Encoded(encoding.ids, [(first + start, last + start) for first, last in encoding.offsets])
-        # Some vocabularies have special tokens as ordinary pieces, too: cut in two, such a text gives other
+        # Some vocabularies have special tokens as ordinary pieces, too: split in two, such a text gives other
         # tokens.
         cuts = [
             first + 1
@@ -164,7 +164,7 @@ class ControlTokens:
     def _without_control(self, begins: _Begins) -> "tokenizers.Tokenizer":
         """A copy of the tokenizer that makes no special tokens, for texts that begin in this way.
 
-        It is made when content first spells a special token, because it takes the memory of another
+        It is made when content first spells a special token, because it needs the memory of another
         tokenizer.
         """
         if begins in self._plain:

@@ -1,9 +1,8 @@
-"""Finds the parts of a prompt that may be dropped when it is shortened: the user's free text and nothing
-else.
+"""Finds the parts of a prompt that may be dropped to shorten it: only the user's free text.
 
 The template and its markers, the task's instruction and everything else around the user's turn are kept.
-Tasks are not parsed within the turn, and a question's options are not looked at, so that the same rule holds
-for served messages and for questions that the tiny LM was trained on. Kept are:
+Tasks are not parsed within the turn, and a question's options are not inspected, so that the same rule
+applies to served messages and to the tiny LM's training questions. Kept are:
 
 - labels at the beginning of a line (`Screen:`, `Answer:`, a speaker's name), list markers, and whole lines
   that begin with a letter as a marker (`A) ...`), which are options;
@@ -12,10 +11,10 @@ for served messages and for questions that the tiny LM was trained on. Kept are:
 - the question: a line labelled as a goal, a request and the like; in the first and in the last line with more
   than a label, the last sentence, if it ends with a question mark or if the text is to be continued.
 
-So of reviews, news and messages all words may be dropped; of a screen (DroidTask) its elements and past steps
-but not the goal; of a choice between functions (BFCL) their descriptions, and a request that is no question;
-of a multiple-choice question (ARC, OpenBookQA) all before its last sentence; of a chat what was said but not
-by whom.
+So in reviews, news and messages all words may be dropped; in a screen (DroidTask) its elements and past
+steps but not the goal; in a choice between functions (BFCL) their descriptions, and a request that is not a
+question; in a multiple-choice question (ARC, OpenBookQA) everything before its last sentence; in a chat the
+messages but not the speakers.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ _LINE = re.compile(r"[^\n]*\S[^\n]*")
 _OPTION_LINE = re.compile(r"\s*\(?[A-Z][.):](?=\s|$)")
 _MARKER = re.compile(r"\s*(?:[-*+•]|\(?\d{1,3}[.)])(?=\s)")
 _LABEL = re.compile(r"\s*[^\W\d_]\w*:(?=\s|$)")
-# Name of a list item, which may be that of a function: `- maps.find_route: ...`.
+# Name of a list item, possibly of a function: `- maps.find_route: ...`.
 _ITEM_NAME = re.compile(r"\s*[^\W\d_][\w.\-]*:(?=\s|$)")
 _ASKING = frozenset({"goal", "task", "request", "query", "instruction"})
 _ASKS = re.compile(r".*\?[\s\"'”’)\]]*", re.DOTALL)
@@ -85,7 +84,7 @@ class PromptTokens:
 
     @property
     def boundaries(self) -> np.ndarray:
-        """`[2 n]` int64, where droppable spans begin or end: words end there even without white space (see
+        """`[2 n]` int64, begins and ends of droppable spans: words end there even without white space (see
         `words_of`)."""
         return self.spans.reshape(-1)
 
@@ -106,12 +105,12 @@ def prompt_tokens(
     *,
     now: datetime.datetime | None = None,
 ) -> PromptTokens:
-    """Renders a prompt and encodes it.
+    """Renders and encodes a prompt.
 
     Args:
-      tokenizer: the model's, with its chat template.
-      prompt: to render.
-      now: the time for templates that ask for it.
+      tokenizer: tokenizer of the model, with its chat template.
+      prompt: prompt to render.
+      now: time for templates.
 
     Raises:
       ConfigError: the rendered prompt has no token.
@@ -167,10 +166,10 @@ def droppable_spans(
     """The droppable spans of a rendered prompt.
 
     Args:
-      tokenizer: the model's, with the template that rendered `text`.
-      prompt: that was rendered.
+      tokenizer: tokenizer of the model, with the template that rendered `text`.
+      prompt: the rendered prompt.
       text: the result of `prompt_text`.
-      now: the time that the template was given for `text`.
+      now: time that the template used for `text`.
 
     Returns:
       `[n, 2]` int64, characters, ascending; empty if the template does not write the user's text exactly once
@@ -236,8 +235,8 @@ def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> n
 
 
 def _only_text(content: Any) -> tuple[str | None, Any]:
-    """The text of a message's content, None where that is not one text, and the content with `PLACE` in its
-    place."""
+    """The text of a message's content, None if that is not a single text, and the content with `PLACE`
+    instead of it."""
     if isinstance(content, str):
         return content, PLACE
     texts = [each for each in content or () if isinstance(each, Mapping) and each.get("type") == "text"]
@@ -247,7 +246,7 @@ def _only_text(content: Any) -> tuple[str | None, Any]:
 
 
 def _head(line: str) -> int:
-    """Characters of the marker or label at the beginning of a line, with an item's name after its marker."""
+    """Number of characters of the marker or label at the beginning of a line, including an item's name."""
     marker = _MARKER.match(line)
     if marker is None:
         label = _LABEL.match(line)

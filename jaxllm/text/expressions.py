@@ -18,20 +18,20 @@ _MAX_CHARACTERS = 1 << 20
 def first_matches(
     patterns: Sequence[str], names: Sequence[str], *, before: str = "", after: str = "", full: bool = False
 ) -> list[tuple[int, list[str | None]] | None]:
-    """For each name, which expression matches it first, from the name's beginning.
+    """For each name, the first expression that matches from its beginning.
 
     Args:
       patterns: regular expressions.
-      names: to match.
-      before: an expression that each of `patterns` follows.
-      after: an expression that follows each of them.
-      full: whether the whole name has to match.
+      names: names to match.
+      before: expression before each of `patterns`.
+      after: expression after each of them.
+      full: whether the whole name must match.
 
     Returns:
-      The number of the first match, and its groups; None for a name that none matches.
+      The number of the first match, and its groups; None for names without a match.
 
     Raises:
-      ConfigError: an expression is malformed, or matching takes longer than it may.
+      ConfigError: an expression is malformed, or its match exceeds the time limit.
     """
     expressions = [f"{before}{each}{after}" for each in patterns]
     if not expressions or not names:

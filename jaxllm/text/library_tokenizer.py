@@ -15,7 +15,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class LibraryTokenizer:
-    """Encodes text as token ids, and decodes them. It keeps no state between calls; threads may share it.
+    """Encodes text as token ids, and decodes them. Stateless between calls; threads may share it.
 
     Attributes:
       vocab_size: one more than the highest id.

@@ -1,6 +1,6 @@
 """Text that records for each character whether it is the template's or content from users.
 
-Special tokens control a model: whoever can write them can end a turn and speak as another role. So the
+Special tokens control a model: whoever can write them can end a turn and impersonate another role. So the
 template's characters may spell special tokens, and content may not (see `Tokenizer.encode`).
 
 To find content in a template's output, `Marks` replaces its characters one for one by private ones before the
@@ -12,7 +12,7 @@ import functools
 
 import numpy as np
 
-# Put into messages to find where a template writes them; no text contains it.
+# Placeholder in messages to find where a template writes them; no text contains it.
 PLACE = "\ue000\ue001\ue000"
 
 # The first character of each private-use plane; a plane has room for all characters of 16 bits.
@@ -51,22 +51,22 @@ class MarkedText:
 
 
 class Marks:
-    """Private characters that stand for others; `base` is the first of the 65,534 of a plane."""
+    """Private substitutes for characters; `base` is the first of the 65,534 of a plane."""
 
     def __init__(self, base: int) -> None:
         self._base = base
 
     @classmethod
     def free_in(cls, *texts: str) -> "Marks | None":
-        """Private characters of a plane that occurs in none of the texts; None if all planes do."""
+        """Private characters of a plane that occurs in none of the texts; None if there is no such plane."""
         used = set().union(*(set((_codes(text) >> 16).tolist()) for text in texts))
         return next((cls(base) for base in _PLANES if base >> 16 not in used), None)
 
     def put(self, text: str, where: np.ndarray | None = None) -> str:
         """`text` with its characters marked, all or those of the mask `where`.
 
-        White space, quotes and backslashes stay, because templates trim and escape them. So do the few
-        characters without a private counterpart.
+        White space, quotes and backslashes are not marked, because templates trim and escape them. Neither
+        are the few characters without a private counterpart.
         """
         codes = _codes(text).copy()
         marked = _markable()[np.minimum(codes, _LAST + 1)]

@@ -49,8 +49,7 @@ def reads_sources(tokenizer: "Tokenizer") -> bool:
 def source_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, task: str = ""
 ) -> Prompt:
-    """The source that a conversation gives an encoder-decoder: a user's message, perhaps after an
-    instruction.
+    """The source of a conversation for an encoder-decoder: a user's message, optionally after an instruction.
 
     Args:
       messages: JSON objects with a `role` and a `content`, oldest first.
@@ -79,21 +78,20 @@ def prompt_text(
 ) -> "tuple[MarkedText, bool]":
     """The text of a prompt, and whether the tokenizer must add its special tokens.
 
-    An encoder-decoder gets instruction and question as lines of its source, after the prefix of its task. Any
-    other model without a chat template gets the instruction and the question as plain lines. A template that
-    refuses a system turn gets the instruction in the user's turn. Only a text to continue may spell special
-    tokens itself.
+    For an encoder-decoder, instruction and question are lines of its source, after the prefix of its task.
+    For other models without a chat template, they are plain lines. If a template refuses a system turn, the
+    instruction is put in the user's turn. Only a text to continue may spell special tokens.
 
     Args:
-      tokenizer: the model's.
-      prompt: to render.
-      now: the time for templates that ask for it.
+      tokenizer: tokenizer of the model.
+      prompt: prompt to render.
+      now: time for templates.
 
     Raises:
       TemplateError: the model's template is broken.
       ConfigError: the model has no such task.
     """
-    # Here, so that command lines can list tasks without importing NumPy.
+    # Imported here, so that command lines can list tasks without importing NumPy.
     from jaxllm.text.marked_text import MarkedText
 
     source_text = functools.partial(tokenizer.files.source_text, task=prompt.task)
@@ -103,7 +101,7 @@ def prompt_text(
     if reads_sources(tokenizer):
         return MarkedText.of_content(source_text(plain)), True
     if prompt.task:
-        # Refused, as there are no tasks of a decoder.
+        # Raises: a decoder has no tasks.
         source_text(plain)
     if not tokenizer.has_chat_template:
         return MarkedText.of_content(f"{plain}\n"), True
@@ -138,8 +136,8 @@ def encode_prompt(tokenizer: "Tokenizer", text: "MarkedText", special: bool) -> 
 
 
 def end_of_turn_id(tokenizer: "Tokenizer", *, now: datetime.datetime | None = None) -> int | None:
-    """The token that ends an assistant's turn: of the model's end tokens the one that its chat template
-    writes there, else the first; None if the model has none."""
+    """The token that ends an assistant's turn: the end token that the chat template writes there, else the
+    model's first; None if the model has none."""
     ends = tokenizer.eos_ids
     if len(ends) > 1 and tokenizer.has_chat_template:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

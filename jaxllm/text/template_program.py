@@ -40,7 +40,7 @@ def parse(source: str) -> jinja2.nodes.Template:
 
 
 def names_in(tree: jinja2.nodes.Template) -> frozenset[str]:
-    """The constant texts in a template's code, among them the roles that it knows."""
+    """The constant texts in a template's code, including the roles that it knows."""
     return frozenset(each.value for each in tree.find_all(jinja2.nodes.Const) if isinstance(each.value, str))
 
 
@@ -54,18 +54,18 @@ class TemplateProgram:
     def __init__(self, source: str) -> None:
         try:
             self._template = _environment().from_string(source)
-        except Exception as error:  # Also RecursionError and what Python's compiler may raise.
+        except Exception as error:  # Including RecursionError and errors of Python's compiler.
             raise _broken(error) from error
 
     def run(self, variables: Mapping[str, Any], now: datetime.datetime | None) -> str:
-        """The text that the template makes.
+        """The output of the template.
 
         Args:
           variables: plain JSON values by name.
-          now: the time for templates that ask for it.
+          now: time for templates.
 
         Raises:
-          ConfigError: the template asks for the time, and `now` is None.
+          ConfigError: the template requires the time, and `now` is None.
           TemplateError: the template refuses the variables, or is broken.
         """
         try:

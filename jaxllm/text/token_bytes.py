@@ -1,4 +1,4 @@
-"""Finds the bytes of the text that single tokens stand for, also where these are a part of a character."""
+"""Finds the bytes of single tokens' text, even if they are a part of a character."""
 
 import functools
 import re
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from jaxllm.text.tokenizer import Tokenizer
 
-# What decoders put in place of bytes that are not UTF-8.
+# Decoders' substitute for bytes that are not UTF-8.
 _REPLACEMENT = "\ufffd"
-# A byte as SentencePiece's models name it.
+# The name of a byte in SentencePiece's models.
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -19,11 +19,11 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def of(self, ids: Sequence[int], *, begins: bool = False) -> list[bytes]:
-        """The bytes of each of some tokens; none of special tokens.
+        """The bytes of each of some tokens; none for special tokens.
 
         Args:
-          ids: of the tokens, each by itself.
-          begins: whether it begins a text: some decoders drop the space with which such a token begins.
+          ids: ids of the tokens, each decoded separately.
+          begins: whether it begins a text: some decoders drop the leading space of such a token.
 
         Raises:
           ConfigError: the tokenizer fails on them.
@@ -36,12 +36,12 @@ class TokenBytes:
         if _REPLACEMENT not in text:
             return text.encode()
         found = _raw(self._names.get(token, ""))
-        # Of a genuine U+FFFD, or a token of another kind, the text is all that there is.
+        # For a genuine U+FFFD, or a token of another kind, use the text.
         return text.encode() if found is None or found.decode(errors="replace") != text else found
 
     @functools.cached_property
     def _before(self) -> tuple[list[int], str]:
-        """A token that another one may follow in a text, and its text."""
+        """A token that another one can follow in a text, and its text."""
         ids = self._tokenizer.encode("a", add_special_tokens=False)[-1:]
         return ids, self._tokenizer.decode(ids)
 
@@ -51,7 +51,7 @@ class TokenBytes:
 
 
 def _raw(name: str) -> bytes | None:
-    """The bytes that a token's name stands for in byte-level BPE, or as a byte that a model falls back to."""
+    """The bytes of a token's name in byte-level BPE, or of a fallback byte."""
     if found := _BYTE.fullmatch(name):
         return bytes([int(found[1], 16)])
     letters = _letters()
@@ -62,7 +62,7 @@ def _raw(name: str) -> bytes | None:
 
 @functools.cache
 def _letters() -> dict[str, int]:
-    """The byte that each letter of byte-level BPE stands for: printable ones for themselves, the others for
+    """The byte of each letter of byte-level BPE: printable ones represent themselves, the others are
     letters from 256 up (Radford et al., Language models are unsupervised multitask learners, 2019)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]

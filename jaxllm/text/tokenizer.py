@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 MAX_CHARACTERS_PER_TOKEN = 64
 _USUAL_CHARACTERS = 8
 _LEAST_PART = 4096
-# Allowance for tokens of a word that is cut in its middle.
+# Allowance for tokens of a word that is cut in the middle.
 _OPEN_TOKENS = 256
 AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
 
 
 class Tokenizer:
-    """A model's tokenizer. It keeps no state between calls; threads may share it.
+    """A model's tokenizer. Stateless between calls; threads may share it.
 
     Raises:
       CheckpointError: `files.tokenizer_json` is not a tokenizer.
@@ -49,7 +49,7 @@ class Tokenizer:
 
         Args:
           files: a tokenizer as plain data.
-          ordinary: what `is_ordinary` said of `files.tokenizer_json`; None to ask it.
+          ordinary: result of `is_ordinary` for `files.tokenizer_json`; None to compute it.
         """
         self._files = files
         self._tokenizer = open_tokenizer(
@@ -67,7 +67,7 @@ class Tokenizer:
         """A tokenizer that refuses texts of more tokens without encoding all of them.
 
         Its results may still have some tokens more than `most_tokens`, because the tokens of a cut word are
-        unknown. It shares all data with this tokenizer, and costs nothing.
+        unknown. It shares all data with this tokenizer, at no cost.
         """
         limited = copy.copy(self)
         limited._most_tokens = most_tokens
@@ -75,7 +75,7 @@ class Tokenizer:
 
     @property
     def files(self) -> TokenizerFiles:
-        """The plain data that this tokenizer was made from."""
+        """The plain data of this tokenizer."""
         return self._files
 
     @property
@@ -104,7 +104,7 @@ class Tokenizer:
 
     @functools.cached_property
     def adds_bos(self) -> bool:
-        """Whether `encode` begins a text with `bos_id`: a tokenizer may name that token and not add it."""
+        """Whether `encode` begins a text with `bos_id`: a tokenizer may name that token without adding it."""
         return self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
 
     @property
@@ -123,21 +123,22 @@ class Tokenizer:
         """Token ids of `text`.
 
         Args:
-          text: in a `MarkedText` only the template's characters become special tokens, never content.
-          add_special_tokens: whether the model's begin and end tokens are added, if it has them.
+          text: text to encode; in a `MarkedText` only the template's characters become special tokens,
+            never content.
+          add_special_tokens: whether to add the model's begin and end tokens, if any.
           special: whether special tokens spelled in a plain text become these tokens, as in Hugging Face's
-            tokenizers. Pass False for text from others.
+            tokenizers. Pass False for untrusted text.
 
         Raises:
-          ConfigError: `text` is no text, or has a lone surrogate, which UTF-8 cannot encode.
-          ContextOverflow: it has more tokens than this tokenizer is limited to.
+          ConfigError: `text` is not text, or has a lone surrogate, which UTF-8 cannot encode.
+          ContextOverflow: it has more tokens than this tokenizer's limit.
         """
         return self._encode(text, add_special_tokens, special).ids
 
     def encode_many(
         self, texts: Sequence[str | MarkedText], *, add_special_tokens: bool = True, special: bool = True
     ) -> list[list[int]]:
-        """`encode` of several texts, on all cores where the tokenizer runs in this process; for training.
+        """`encode` of several texts, on all cores if the tokenizer runs in this process; for training.
 
         Raises:
           ConfigError, ContextOverflow: as `encode`.
@@ -148,11 +149,11 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
     ) -> tuple[list[int], np.ndarray]:
-        """`encode`, and the characters of `text` that each token stands for.
+        """`encode`, and the characters of `text` of each token.
 
         Returns:
-          The ids; and `[T, 2]` int64, first and last + 1 character. Added begin and end tokens stand for
-          none; tokens that share the bytes of a character all stand for it.
+          The ids; and `[T, 2]` int64, first and last + 1 character. Added begin and end tokens have none;
+          tokens that share the bytes of a character all have it.
 
         Raises:
           ConfigError, ContextOverflow: as `encode`.
@@ -165,7 +166,7 @@ class Tokenizer:
         return self._tokenizer.encode_marked(marked, add_special_tokens=add_special_tokens)
 
     def _marked(self, text: str | MarkedText, special: bool) -> MarkedText:
-        """A text that this tokenizer may encode."""
+        """Converts a text to one that this tokenizer can encode."""
         plain = text.text if isinstance(text, MarkedText) else text
         if not isinstance(plain, str):
             raise ConfigError(f"a prompt must be text, got {type(plain).__name__}")
@@ -191,7 +192,7 @@ class Tokenizer:
             )
 
     def _require_fitting(self, text: MarkedText) -> None:
-        """Encodes longer and longer beginnings of a text that may be too long, at most twice of what fits."""
+        """Encodes growing prefixes of a text that may be too long, up to twice the limit."""
         most, length = self._most_tokens, len(text.text)
         if most is None:
             return
@@ -208,7 +209,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
 
-        Ids past the vocabulary (the padding rows of a model) stand for no text.
+        Ids past the vocabulary (the padding rows of a model) have no text.
 
         Raises:
           ConfigError: an id is negative or exceeds 32 bits.
@@ -233,23 +234,23 @@ class Tokenizer:
 
         Args:
           messages: JSON objects with a `role` and usually a `content`, oldest first.
-          tools: JSON objects for templates that know tools. Their text is content, as that of messages is.
-          add_generation_prompt: whether the prompt ends where an assistant's text goes on.
-          continue_final: whether that is behind the last message's text, else at the beginning of a new turn;
-            None for the first where the last message is an assistant's.
-          now: the time for templates that ask for it; this module has no clock.
+          tools: JSON objects for templates that support tools. Their text is content, like that of messages.
+          add_generation_prompt: whether the prompt ends where an assistant's text continues.
+          continue_final: whether that is after the last message's text, else at the beginning of a new
+            turn; None continues the last message if it is an assistant's.
+          now: time for templates; this module has no clock.
 
         Raises:
-          ConfigError: the model has no chat template, a message is malformed or of a role that the
-            template does not know, there are tools and the template knows none, the last message cannot be
-            continued, or the template asks for the time and `now` is None.
+          ConfigError: the model has no chat template, a message is malformed or has an unknown role, there
+            are tools without support of the template, the last message cannot be continued, or the template
+            requires the time and `now` is None.
           TemplateError: the template refuses the messages or is broken.
-          ContextOverflow: they have more tokens than this tokenizer is limited to, by far.
+          ContextOverflow: they have far more tokens than this tokenizer's limit.
         """
         if self._most_tokens is not None:
             self._require_short(_characters(messages) + _characters(list(tools)))
         if continue_final is None:
-            # What is malformed is refused where it is rendered.
+            # Malformed messages are refused when they are rendered.
             last = messages[-1] if isinstance(messages, Sequence) and messages else None
             continue_final = isinstance(last, Mapping) and last.get("role") == "assistant"
         if not (add_generation_prompt and continue_final):
@@ -315,7 +316,7 @@ class Tokenizer:
 
     @property
     def chat_reads_parts_alone(self) -> bool:
-        """Whether there is a chat template, and it knows contents as lists of parts and not as texts.
+        """Whether there is a chat template that supports contents as lists of parts, but not as texts.
 
         Raises:
           TemplateError: the template is broken.
@@ -323,8 +324,8 @@ class Tokenizer:
         return self.has_chat_template and self._chat_template.reads_parts_alone
 
     def compile_chat_template(self) -> None:
-        """Compiles the chat template, if there is one, so that the first chat need not wait for it. A broken
-        one is reported by the chat that uses it: plain prompts do without."""
+        """Compiles the chat template, if there is one, so that the first chat need not wait for it. A
+        broken one is reported by the chat that uses it: plain prompts do not need it."""
         if self.has_chat_template:
             with contextlib.suppress(TemplateError):
                 self._chat_template  # noqa: B018
@@ -345,7 +346,7 @@ class Tokenizer:
 
 
 def _open_ended(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages whose last one ends with `PLACE`; raises ConfigError where it has no text at its end."""
+    """Messages whose last one ends with `PLACE`; raises ConfigError if it has no text at its end."""
     *before, last = messages
     content = last.get("content")
     if last.get("role") != "assistant" or last.get("tool_calls"):
@@ -365,7 +366,7 @@ def _characters(messages: Any) -> int:
     try:
         return len(json.dumps(messages, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
-        return 0  # Values that are no JSON are refused later, with a message of their own.
+        return 0  # Values that are not JSON are refused later, with a separate message.
 
 
 def open_tokenizer(
@@ -375,13 +376,13 @@ def open_tokenizer(
     *,
     ordinary: bool | None = None,
 ) -> AnyTokenizer:
-    """A tokenizer: in this process if it has well-known parts alone, else in a child process.
+    """Opens a tokenizer: in this process if it only has well-known parts, else in a child process.
 
     Args:
       tokenizer_json: the text of a tokenizer.json.
       eos_ids: tokens that end an answer.
       special: names that a chat template may use, and their tokens.
-      ordinary: what `is_ordinary` said of the text; None to ask it.
+      ordinary: result of `is_ordinary` for the text; None to compute it.
 
     Raises:
       CheckpointError: `tokenizer_json` is not a tokenizer.

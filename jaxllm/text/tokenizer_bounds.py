@@ -1,4 +1,4 @@
-"""Decides whether a tokenizer.json consists of well-known parts alone.
+"""Decides whether a tokenizer.json only consists of well-known parts.
 
 Byte pairs, unigrams and word pieces with the usual normalizers and splits run in this process. All others
 (unknown regular expressions, compiled character maps, long chains) run in a child process with limits of time
@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MAX_PARTS, _MAX_WORD, _MAX_NUMBER = 16, 64, 1 << 24
-# Longest piece of a unigram model: at each character of a text all pieces that begin there are tried.
+# Maximum length of a unigram model's pieces: at each character of a text all pieces that begin there are
+# tried.
 _MAX_PIECE = 512
-# How many times longer all replacements together may make a text.
+# Maximum growth of a text by all replacements together.
 _MAX_GROWTH = 8
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -58,7 +59,7 @@ _TYPES = {
 
 
 def is_ordinary(tokenizer_json: str) -> bool:
-    """Whether a tokenizer.json consists of known parts. False for text that is no tokenizer."""
+    """Whether a tokenizer.json consists of known parts. False for other texts."""
     try:
         data = json.loads(tokenizer_json)
         return (

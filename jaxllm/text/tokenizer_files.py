@@ -1,4 +1,4 @@
-"""All data of a tokenizer, and the sampling that goes with the model, as a bundle stores it."""
+"""All data of a tokenizer, and the model's recommended sampling, as stored in a bundle."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,28 +8,27 @@ from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.sampling_state import MODEL_SAMPLING, Sampling
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID
 
-# Tokens that the decoder of an encoder-decoder begins with, at most.
+# Maximum number of start tokens of an encoder-decoder's decoder.
 MAX_START_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer as plain data: what a bundle stores.
+    """A tokenizer as plain data, for storage in a bundle.
 
     Fields:
       tokenizer_json: the text of a `tokenizer.json` of the `tokenizers` library.
       chat_template: the Jinja source of the chat template, or None.
       special: names that the chat template may use (`bos_token`, `eos_token`, `pad_token`, ...) -> their
         tokens.
-      eos_ids: every token that ends an answer, the main one first; empty when none does.
+      eos_ids: every token that ends an answer, the main one first; empty for none.
       bos_id: the token that begins a text, or None.
-      start_ids: tokens that the decoder of an encoder-decoder begins with: its start token, and a first token
-        that is forced, if there is one. At most `MAX_START_TOKENS`.
-      source_prefix: text in front of each source, which names the task (T5).
-      tasks: of the tasks that the model was trained on, by their names, such texts; a source that begins with
-        one, perhaps without the space at its end, gets no `source_prefix`.
-      sampling: options among `MODEL_SAMPLING`, as the model's authors advise: the defaults of requests that
-        name none.
+      start_ids: start tokens of the decoder of an encoder-decoder: its start token, and a forced first
+        token, if any. At most `MAX_START_TOKENS`.
+      source_prefix: default prefix of each source, which names the task (T5).
+      tasks: prefixes of the tasks that the model was trained on, by name; a source that begins with one,
+        even without its final space, gets no `source_prefix`.
+      sampling: recommended options among `MODEL_SAMPLING`: the defaults of requests without their own.
 
     Raises:
       CheckpointError: a field is of the wrong type.
@@ -75,10 +74,10 @@ class TokenizerFiles:
             raise CheckpointError(f"the model's own sampling cannot be used: {error}") from error
 
     def source_text(self, text: str, task: str = "") -> str:
-        """The source that a user's text stands for: with the prefix of a task, unless it begins with one.
+        """The source of a user's text: with the prefix of a task, unless it begins with one.
 
         Args:
-          text: the user's.
+          text: the user's text.
           task: one of `tasks`; empty for `source_prefix`.
 
         Raises:
@@ -94,7 +93,7 @@ class TokenizerFiles:
         return text if text.startswith(prefix.strip()) else prefix + text
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """The data as a plain dict for `from_json`."""
         data = {
             "tokenizer_json": self.tokenizer_json,
             "chat_template": self.chat_template,
@@ -102,7 +101,7 @@ class TokenizerFiles:
             "eos_ids": list(self.eos_ids),
             "bos_id": self.bos_id,
         }
-        # Most bundles say nothing of these.
+        # Most bundles omit these.
         own = {
             "start_ids": list(self.start_ids),
             "source_prefix": self.source_prefix,
@@ -113,7 +112,7 @@ class TokenizerFiles:
 
     @classmethod
     def from_json(cls, data: Any) -> "TokenizerFiles":
-        """The data that `to_json` gave as a dict.
+        """Reads a dict made by `to_json`.
 
         Raises:
           CheckpointError: a key is unknown or missing, or a value is of the wrong type.
@@ -122,7 +121,7 @@ class TokenizerFiles:
         fields = dict(data)
         older = fields.get("task_prefixes")
         if isinstance(older, list) and all(isinstance(each, str) for each in older):
-            # Of a bundle that was prepared when tasks had no names.
+            # For a bundle that was prepared when tasks had no names.
             del fields["task_prefixes"]
             fields["tasks"] = {each: f"{each} " for each in older}
         for name in ("eos_ids", "start_ids"):

@@ -1,4 +1,4 @@
-"""The bucket that decodes several answers together."""
+"""The bucket of batched decoding."""
 
 import dataclasses
 from typing import Any
@@ -17,8 +17,8 @@ class BatchBucket(Bucket):
     """Decodes tokens of several sequences in one dispatch (see `steps.batch.decode_rows`).
 
     Attributes:
-      rows: most sequences; fewer are padded.
-      block_tokens: most tokens of each per dispatch.
+      rows: maximum number of sequences; fewer are padded.
+      block_tokens: maximum number of tokens per sequence and dispatch.
       cache_tokens: length of their caches.
     """
 

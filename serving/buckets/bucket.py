@@ -32,9 +32,9 @@ class Placement:
     """The device and compiler options of a bucket, if they are not the default.
 
     Attributes:
-      device: that runs it.
+      device: device of the bucket.
       blocks: whether its weights are in blocks, the format of native kernels.
-      compiler_options: of XLA.
+      compiler_options: options of XLA.
     """
 
     device: Device
@@ -61,7 +61,7 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def lower(self, model: Any, /) -> jax.stages.Lowered:
-        """Traces it.
+        """Traces and lowers it.
 
         Args:
           model: shapes of its arguments; a `ModelShapes` of the bucket's level unless the family says
@@ -86,11 +86,11 @@ class ModelShapes:
     """Shapes and options from which the buckets of one level are lowered.
 
     Attributes:
-      cfg: the model, or the level's sub-model.
-      params: shapes of its parameters, or of the whole model's, as buckets take them.
+      cfg: config of the model or the level's sub-model.
+      params: shapes of its parameters, or of the whole model's, as inputs of buckets.
       options: resolved options of the engine.
       weights: shapes of its parameters by name, which are `params` unless these are by address.
-      encoder: shapes of the parameters of its encoder, as buckets take them; None if it has none.
+      encoder: shapes of the parameters of its encoder, as inputs of buckets; None if it has none.
     """
 
     cfg: ModelConfig
@@ -120,7 +120,7 @@ class ModelShapes:
     @property
     def empty_cache(self) -> Callable[..., KVCache]:
         """A function of `tokens` that makes an empty cache of that length."""
-        # Contexts are stored at widths that follow the attention mass of their chunks.
+        # The widths of stored contexts depend on the attention mass of their chunks.
         return functools.partial(
             new_cache,
             self.cfg,
@@ -158,7 +158,7 @@ class ModelShapes:
         """Jits a step of the whole model, `(params, *rest, cfg=, dtype=)`, as `(level's params, *rest)`.
 
         Args:
-          step: pure.
+          step: a pure function.
           donated: indices of arguments whose buffers are reused.
         """
 
@@ -180,7 +180,8 @@ SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def no_chunks(options: EngineOptions) -> CodedChunks:
-    """No chunks in front of a cache, where there may be some (see `EngineOptions.attend_coded`)."""
+    """An empty list of chunks before a cache, for caches that may have some (see
+    `EngineOptions.attend_coded`)."""
     most = -(-options.context_tokens // options.kv_chunk_tokens)
     mass = np.zeros((1, most), np.float32)
     return CodedChunks(np.int32(0), NO_CHUNKS, options.chunk_format, mass=mass)

@@ -25,9 +25,9 @@ class BucketTable:
     """The compiled buckets of all levels of a model.
 
     Attributes:
-      lock: reentrant; taken by a thread that runs buckets or changes their arguments.
-      bucket_ms: time to trace and compile each bucket, or to read it (several are built in parallel).
-      loaded: buckets that were read from disk.
+      lock: reentrant lock of threads that run buckets or change their arguments.
+      bucket_ms: time to trace and compile each bucket, or to load it (several are built in parallel).
+      loaded: buckets that were loaded from disk.
       build_ms: total time spent waiting for buckets.
     """
 
@@ -36,7 +36,7 @@ class BucketTable:
 
         Args:
           model: argument of `Bucket.lower` for buckets of the whole model.
-          store: keeps compiled buckets for later processes; None keeps none.
+          store: cache of compiled buckets for later processes; None for none.
         """
         self.lock = threading.RLock()
         self.bucket_ms: dict[Bucket, float] = {}
@@ -49,11 +49,11 @@ class BucketTable:
         self._guards: list[Callable[[], None]] = []
 
     def add_level(self, level: int, model: Any, store: BucketStore | None = None) -> None:
-        """Adds a level: the argument of `Bucket.lower` for its buckets, and the store that keeps them."""
+        """Adds a level: the argument of `Bucket.lower` for its buckets, and their store."""
         self._models[level] = model, store
 
     def store(self, level: int = WHOLE) -> BucketStore | None:
-        """The store of a level's buckets; None if they are not kept."""
+        """The store of a level's buckets; None if they are not stored."""
         return self._models[level][1]
 
     def __contains__(self, bucket: Bucket) -> bool:
@@ -65,9 +65,9 @@ class BucketTable:
         return bucket in self._compiled
 
     def read_ahead(self, buckets: Iterable[Bucket]) -> None:
-        """Starts to read buckets that the next `fill` will probably be asked for, and compiles none.
+        """Starts to load buckets that the next `fill` will probably request, and compiles none.
 
-        Their files are read here, and unpacked in threads: that needs no Python.
+        Their files are read here, and unpacked in threads, which need no Python.
         """
         found = {}
         for bucket in dict.fromkeys(buckets):
@@ -83,12 +83,12 @@ class BucketTable:
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
     ) -> None:
-        """Reads missing buckets from disk, else compiles them, several in parallel.
+        """Loads missing buckets from disk, else compiles them, several in parallel.
 
         Args:
-          buckets: to wait for.
-          progress: called with ("compile", done, total) when a bucket is ready, and once a second.
-          later: built in the background; `get` waits for a bucket that is not ready.
+          buckets: buckets to wait for.
+          progress: callback for ("compile", done, total) when a bucket is ready, and once per second.
+          later: buckets to build in the background; `get` waits for a bucket that is not ready.
         """
         missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._compiled]
         began = time.perf_counter()
@@ -103,7 +103,7 @@ class BucketTable:
                 if progress is not None:
                     progress("compile", len(missing) - len(waiting), len(missing))
         except BaseException:
-            # Perhaps an interrupt: builds that no thread has begun must not delay the end of the process.
+            # After an interrupt, pending builds must not delay the end of the process.
             for future in self._pending.values():
                 future.cancel()
             raise
@@ -175,7 +175,7 @@ class BucketTable:
         return compiled
 
     def _drop_ahead(self) -> None:
-        """Releases buckets that were read ahead in vain."""
+        """Releases buckets that were loaded ahead in vain."""
         for bucket in self._ahead.keys() - self._pending.keys():
             future = self._ahead.pop(bucket, None)
             if future is not None:

@@ -1,4 +1,4 @@
-"""Buckets of caches: making an empty one, moving one into a longer one, and copying the beginning of one."""
+"""Buckets of caches: making an empty one, moving one into a longer one, and copying a prefix."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ class GrowBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForkBucket(Bucket):
-    """Copies the beginning of a cache into a new one.
+    """Copies the prefix of a cache into a new one.
 
     Attributes:
       cache_tokens: length of both (S).

@@ -1,4 +1,4 @@
-"""Keeps compiled buckets on disk, so that a process starts in the time it takes to read them.
+"""Caches compiled buckets on disk, so that a process starts in the time of loading them.
 
 XLA takes seconds to compile what it loads back in tens of milliseconds. An entry is one file,
 
@@ -8,8 +8,8 @@ XLA takes seconds to compile what it loads back in tens of milliseconds. An entr
 named by the key of its bucket (`store.py`). If anything is wrong with an entry or its folder, the bucket is
 compiled instead: this cache never makes a request fail.
 
-A compiled bucket is machine code, and loading one runs code that its file chooses. No checksum makes that
-safe: only this user can have written the file (`user_cache.py`). The checksum detects damage.
+A compiled bucket is machine code: loading one runs code from its file. No checksum makes that safe: only
+this user can have written the file (`user_cache.py`). The checksum detects damage.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from jaxllm.serving.host.user_cache import (
 
 # Of entries. It never changes: entries of another suffix would never be deleted.
 SUFFIX = ".graph"
-# Of one entry: far above any bucket (code grows with layers, not with weights), far below what would hurt.
+# Size limit of one entry: far above any bucket (code grows with layers, not with weights).
 MAX_ENTRY_BYTES = 256 << 20
 _HEADER = struct.Struct("<8sI32sQ16s")
 _MAGIC, _VERSION = b"jaxllmGX", 1
@@ -48,8 +48,8 @@ class CompiledBucketFolder:
     """Compiled buckets by key, in one folder of this user. Threads and processes may share it.
 
     Args:
-      folder: made when it is missing, closed to others.
-      limit_bytes: most bytes of entries; those unused for longest are deleted to keep it.
+      folder: folder, made if missing, closed to others.
+      limit_bytes: size limit of all entries; the least recently used are deleted.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
@@ -91,10 +91,10 @@ class CompiledBucketFolder:
             return None
 
     def store(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Writes a bucket that was just compiled, and replaces the entry of its key."""
+        """Writes a newly compiled bucket, replacing the entry of its key."""
         settings = jax.config.values
         if settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]:
-            # JAX may have read it from its own cache, and XLA:CPU serializes what was read without its code:
+            # JAX may have loaded it from its own cache, and XLA:CPU serializes a loaded one without its code:
             # it would load, and fail when it runs.
             return
         try:
@@ -122,11 +122,11 @@ class CompiledBucketFolder:
         return self._folder / f"{key}{SUFFIX}"
 
     def _read(self, key: str) -> bytes:
-        """The payload of an entry, checked.
+        """The validated payload of an entry.
 
         Raises:
           OSError: there is no entry, or it cannot be read.
-          ValueError: the folder or the entry is open to others, or the entry is damaged.
+          ValueError: the folder or the entry is accessible to others, or the entry is damaged.
         """
         try:
             with private_folder(self._folder):
@@ -150,8 +150,7 @@ class CompiledBucketFolder:
         return payload
 
     def _make_room(self, folder: int, *, newest: str) -> None:
-        """Deletes files that killed processes left, then the entries unused for longest, down to the
-        limit."""
+        """Deletes leftovers of killed processes, then the least recently used entries, down to the limit."""
         remove_abandoned(self._folder)
         entries = []
         with os.scandir(folder) as found:
@@ -169,7 +168,7 @@ class CompiledBucketFolder:
             total -= size
 
     def _tell(self, error: Exception) -> None:
-        """Warns once that buckets are not kept, and why: each later start compiles them again."""
+        """Warns once that buckets are not cached, and why: each later start compiles them again."""
         with self._lock:
             told, self._told = self._told, True
         if not told:

@@ -15,7 +15,7 @@ from jaxllm.serving.buckets.parts import head_params, lowered_layer
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.steps.layers import last_logits, load_cache, prefill_restored, restore_layer
 
-# Chunks that are encoded in one dispatch.
+# Number of chunks encoded in one dispatch.
 ENCODED_CHUNKS = 8
 
 
@@ -48,7 +48,7 @@ class RestoreBucket(Bucket):
     """Loads the stored chunks of one layer and recomputes others (see `steps.layers.restore_layer`).
 
     Attributes:
-      tokens: of recomputed chunks.
+      tokens: number of tokens of recomputed chunks.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
     """
@@ -77,7 +77,7 @@ class PrefillRestoredBucket(Bucket):
     `steps.layers.prefill_restored`).
 
     Attributes:
-      tokens: new ones, padding included.
+      tokens: number of new tokens, including padding.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
     """
@@ -102,11 +102,11 @@ class PrefillRestoredBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LastLogitsBucket(Bucket):
-    """Logits after one of the tokens that went through all layers (see `steps.layers.last_logits`). All
-    levels share it.
+    """Logits after one of the tokens that passed all layers (see `steps.layers.last_logits`). All levels
+    share it.
 
     Attributes:
-      tokens: that went through the layers, padding included.
+      tokens: number of tokens that passed the layers, including padding.
     """
 
     tokens: int
@@ -147,7 +147,7 @@ def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tok
 
 
 def layer_chunk_shapes(model: ModelShapes, layer: int, cache_tokens: int) -> LayerChunks:
-    """Shapes of what a layer's part of a cache is restored from."""
+    """Shapes of the stored chunks of a layer."""
     source: Any = jax.ShapeDtypeStruct(*source_shape(model.cfg, model.options, layer, cache_tokens))
     bits: Any = bits_shape(model, cache_tokens)
     return LayerChunks(source, bits, model.options.chunk_format)

@@ -1,4 +1,4 @@
-"""Buckets that draw tokens: the first of an answer, and blocks of further ones."""
+"""Buckets that sample tokens: the first of an answer, and blocks of further ones."""
 
 import dataclasses
 from typing import Any
@@ -31,10 +31,10 @@ class SampleBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeBucket(Bucket):
-    """Decodes tokens one after the other in one dispatch (see `steps.model.decode_tokens`).
+    """Decodes consecutive tokens in one dispatch (see `steps.model.decode_tokens`).
 
     Attributes:
-      block_tokens: most tokens per dispatch.
+      block_tokens: maximum number of tokens per dispatch.
       cache_tokens: length of the cache.
     """
 

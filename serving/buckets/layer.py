@@ -68,7 +68,7 @@ class LayerBucket(Bucket):
     """Runs one layer over a chunk (see `steps.layers.one_layer`).
 
     Attributes:
-      tokens: length of the chunk, padding included.
+      tokens: length of the chunk, including padding.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
     """
@@ -82,7 +82,7 @@ class LayerBucket(Bucket):
         return lowered_layer(model, one_layer, *self._over(model))
 
     def _over(self, model: ModelShapes) -> tuple[int, int, TokenPositions, Past, Any]:
-        """The layer, its number of tokens, and the shapes of what it takes beside its input."""
+        """The layer, its number of tokens, and the shapes of its other inputs."""
         past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
         return self.layer, self.tokens, position_shapes(self.tokens), past, mass
 
@@ -106,14 +106,14 @@ class LayerTreeBucket(Bucket):
         return lowered_layer(model, one_layer, *self._over(model))
 
     def _over(self, model: ModelShapes) -> tuple[int, int, TokenPositions, Past, Any]:
-        """The layer, its number of nodes, and the shapes of what it takes beside its input."""
+        """The layer, its number of nodes, and the shapes of its other inputs."""
         past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
         return self.layer, self.nodes, at, past, mass_by_node(model.cache(self.cache_tokens), self.nodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayersBucket(LayerBucket):
-    """Runs layers in a row that share their buckets over a chunk (see `steps.consecutive_layers`)."""
+    """Runs consecutive layers that share their buckets over a chunk (see `steps.consecutive_layers`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layers' params, x, positions, keys and values of the first, mass, count) -> x, keys and values,
@@ -123,7 +123,7 @@ class LayersBucket(LayerBucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayersTreeBucket(LayerTreeBucket):
-    """Runs layers in a row that share their buckets over a token tree (see `steps.consecutive_layers`)."""
+    """Runs consecutive layers that share their buckets over a token tree (see `steps.consecutive_layers`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layers' params, x, positions, keys and values of the first, mass by node, count) -> x, keys and
@@ -136,8 +136,8 @@ class NormBucket(Bucket):
     """Applies the final norm to the head's input (see `steps.layers.final_rows`). All levels share it.
 
     Attributes:
-      tokens: that went through the layers (T).
-      rows: number of them whose logits are wanted.
+      tokens: number of tokens that passed the layers (T).
+      rows: number of them to compute logits of.
     """
 
     tokens: int

@@ -15,9 +15,9 @@ class PrefillBucket(Bucket):
     """Prefills one chunk of a prompt (see `steps.model.prefill_chunk`).
 
     Attributes:
-      tokens: length of the chunk, padding included.
+      tokens: length of the chunk, including padding.
       cache_tokens: length of the cache.
-      rows: whether rows may stand in place of tokens.
+      rows: whether prompt embeddings are an input.
     """
 
     tokens: int

@@ -13,10 +13,10 @@ from jaxllm.steps.model import ScoredTokens, embed_chunk, route_documents, score
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreBucket(Bucket):
-    """Scores one chunk of a text behind a cache (see `steps.model.score_chunk`).
+    """Scores one chunk of a text after a cache (see `steps.model.score_chunk`).
 
     Attributes:
-      tokens: length of the chunk, padding included.
+      tokens: length of the chunk, including padding.
       cache_tokens: length of the cache.
     """
 
@@ -32,10 +32,10 @@ class ScoreBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedBucket(Bucket):
-    """Sums the hidden states of one chunk of a text behind a cache (see `steps.model.embed_chunk`).
+    """Sums the hidden states of one chunk of a text after a cache (see `steps.model.embed_chunk`).
 
     Attributes:
-      tokens: length of the chunk, padding included.
+      tokens: length of the chunk, including padding.
       cache_tokens: length of the cache.
     """
 

@@ -46,8 +46,8 @@ class BeginEncoderBucket(Bucket):
     """Embeds a source (see `models.encoder_decoder.begin_encoder`).
 
     Attributes:
-      tokens: length of the source, padding included.
-      by_rows: whether the embedding is given by the rows of the tokens alone.
+      tokens: length of the source, including padding.
+      by_rows: whether the embedding is passed as only the rows of the tokens.
     """
 
     tokens: int
@@ -72,7 +72,7 @@ class EncoderLayerBucket(Bucket):
     """Runs one layer of the encoder (see `models.encoder_decoder.encoder_layer`).
 
     Attributes:
-      tokens: length of the source, padding included.
+      tokens: length of the source, including padding.
       layer: the first of the encoder's layers that share the bucket.
     """
 
@@ -93,7 +93,7 @@ class AttendEncoderBucket(Bucket):
     """Runs a sparse layer of the encoder, up to its experts (see `steps.sparse_layers.attend_encoder`).
 
     Attributes:
-      tokens: length of the source, padding included.
+      tokens: length of the source, including padding.
       layer: the first of the encoder's layers that share the bucket.
       loss, ahead: see `jaxllm.serving.experts.bucket.AttendBucket`.
     """
@@ -132,11 +132,11 @@ class EndEncoderBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceLayerBucket(Bucket):
-    """Projects what the encoder said to keys and values of one layer of the decoder (see
+    """Projects the encoder's outputs to keys and values of one layer of the decoder (see
     `models.encoder_decoder.source_layer`).
 
     Attributes:
-      tokens: length of the source, padding included.
+      tokens: length of the source, including padding.
       layer: the first of the layers that share the bucket.
     """
 
@@ -168,8 +168,8 @@ def _begun(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
 
 
 def source_lengths(cfg: ModelConfig, options: EngineOptions) -> tuple[int, ...]:
-    """The lengths of sources that there are buckets for, ascending: those of prefill chunks, and the longest
-    source. None for models without an encoder."""
+    """The source lengths with buckets, ascending: those of prefill chunks, and the longest source. None for
+    models without an encoder."""
     longest = options.source_tokens(cfg)
     if not longest:
         return ()

@@ -1,10 +1,10 @@
-"""Finds compiled buckets on disk by a key of all that they depend on, without tracing them.
+"""Finds compiled buckets on disk by a key of all of their inputs, without tracing them.
 
 Tracing and lowering a bucket takes as long as hundreds of tokens, so buckets on disk must be found without
-it. The key therefore digests every input of compilation: the bucket's family and fields, the model's config,
-the engine's options, the names, shapes and structure of the parameters, the source of the package, the
-versions of JAX and XLA and their settings, and the machine. It is too fine on purpose: a key that differs
-without need costs one compilation, a key that agrees wrongly costs a wrong answer.
+it. The key therefore digests every input of compilation: the bucket's family and fields, the model's
+config, the engine's options, the names, shapes and structure of the parameters, the source of the package,
+the versions of JAX and XLA and their settings, and the machine. It is deliberately too fine: an unnecessary
+difference costs one compilation, a wrong match a wrong answer.
 """
 
 import dataclasses
@@ -39,8 +39,7 @@ _HARMLESS_SETTINGS = (
     "jax_explain_cache_misses", "jax_traceback_filtering",
 )  # fmt: skip
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
-# Options that change no bucket: its folder on disk, the location of weights, the levels, which batches there
-# are.
+# Options that change no bucket: its folder on disk, the location of weights, the levels, the batch sizes.
 _OUTSIDE_BUCKETS = (
     "buckets_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill", "batch_rows",
 )  # fmt: skip
@@ -51,8 +50,8 @@ class BucketStore:
     """The buckets of one model in a `CompiledBucketFolder`.
 
     Attributes:
-      folder: keeps them.
-      facts: all that they depend on besides family and fields, as plain data by name.
+      folder: folder of the buckets.
+      facts: all inputs besides family and fields, as plain data by name.
     """
 
     folder: CompiledBucketFolder
@@ -71,12 +70,12 @@ class BucketStore:
         """The store of a model's buckets.
 
         Args:
-          folder: keeps them.
-          cfg: the model.
+          folder: folder of the buckets.
+          cfg: config of the model.
           options: resolved options of the engine.
-          params: the model's parameters.
-          kernels: names the kernels that buckets call. The targets of their custom calls must be registered
-            with JAX before a bucket is loaded.
+          params: parameters of the model.
+          kernels: name of the kernels that buckets call. The targets of their custom calls must be
+            registered with JAX before a bucket is loaded.
         """
         environment = digest_of([kernels, environment_facts()])
         return cls(folder, {"environment": environment}).of(cfg, params, options)
@@ -108,13 +107,13 @@ class BucketStore:
         return digest_of([dict(self.facts), type(bucket).__name__, dataclasses.asdict(bucket), placed])
 
     def load(self, bucket: Bucket) -> jax.stages.Compiled | None:
-        """A compiled bucket from disk; None if it is not there."""
+        """A compiled bucket from disk; None if it is missing."""
         unpack = self.read(bucket)
         return None if unpack is None else unpack()
 
     def read(self, bucket: Bucket) -> Callable[[], jax.stages.Compiled | None] | None:
-        """Reads a compiled bucket's file: a function that unpacks it, which takes longer and may run in
-        another thread; None if it is not there."""
+        """Reads a compiled bucket's file: returns a function that unpacks it, which is slower and may run in
+        another thread; None if it is missing."""
         key, where = self.key(bucket), bucket.placement
         payload = self.folder.payload(key)
         if payload is None:
@@ -150,7 +149,7 @@ def params_digest(params: Any) -> str:
 
 
 def environment_facts() -> dict[str, Any]:
-    """Everything outside a model and its engine that a bucket depends on, by name."""
+    """All inputs of a bucket outside a model and its engine, by name."""
     device = jax.devices()[0]
     settings = {
         name: repr(value)
@@ -166,7 +165,7 @@ def environment_facts() -> dict[str, Any]:
         "environment": sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
         "device": [device.platform, device.device_kind, device.id, device.client.platform_version],
         "devices": jax.device_count(),
-        # XLA:CPU splits the work of a bucket among the cores that it finds at compile time.
+        # XLA:CPU splits the work of a bucket among the cores found at compile time.
         "cores": usable_cores(),
         "cpu": cpu_features(),
     }

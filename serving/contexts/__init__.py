@@ -1,7 +1,8 @@
 """Contexts of apps (LLMS, arXiv 2403.11805): conversations whose KV cache outlives calls and processes.
 
-Promise: a context comes back in milliseconds, from memory, storage or its tokens, whichever is fastest, and
-nothing that a call stored is lost to a kill. Read first: `context` (the interface), `manager` (a call from
-begin to finish), `memory`, `restore`, `saving`; then `store` (`catalog`, `segment`) for what lies on storage.
-Plugged in by `jaxllm.serving.server.service`. Measured by `jaxllm bench contexts`.
+A context is restored in milliseconds, from memory, storage or its tokens, whichever is fastest, and nothing
+that a call stored is lost if the process is killed. Read first: `context` (the interface), `manager` (a
+call from begin to finish), `memory`, `restore`, `saving`; then `store` (`catalog`, `segment`) for the
+files.
+Used by `jaxllm.serving.server.service`. Measured by `jaxllm bench contexts`.
 """

@@ -1,4 +1,4 @@
-"""Answers in a context: restores the context before the answer, and stores it afterwards."""
+"""Lifecycle of answers in a context: restores the context before the answer, and stores it afterwards."""
 
 import dataclasses
 import time
@@ -16,24 +16,23 @@ from jaxllm.serving.engine.step import close
 class ContextCall(Lifecycle):
     """Restores a context before an answer, and stores it afterwards.
 
-    Where an error or an interrupt ends the answer, the tokens so far are stored and the error is raised; an
+    If an error or an interrupt ends the answer, the tokens so far are stored and the error is raised; an
     error of storing them is raised by the context's next call.
 
     Attributes:
-      record: of the context, when the answer was asked for.
+      record: record of the context before the answer.
       restoration: how the context was restored; the default before the first step.
-      finish_ms: time to make room in memory for new chunks, and to compress and store them when the answer
-        has ended.
+      finish_ms: time to make room in memory for new chunks, and to compress and store them after the answer.
     """
 
     def __init__(self, contexts: Contexts, record: Record, base: Record, *, most_tokens: int) -> None:
         """See the class.
 
         Args:
-          contexts: of all apps.
+          contexts: contexts of all apps.
           record: see the class.
-          base: `record`, or the rest of it after sliding.
-          most_tokens: most tokens of the context when the answer ends.
+          base: `record`, or its rest after sliding.
+          most_tokens: maximum number of tokens of the context after the answer.
         """
         self.record, self._contexts, self._base, self._most_tokens = record, contexts, base, most_tokens
         self._turn: Turn | None = None
@@ -76,7 +75,7 @@ class ContextCall(Lifecycle):
         turn = self._turn
         if turn is None:
             return
-        # First: a later interrupt leaves the turn ended.
+        # First: a later interrupt finds the turn ended.
         turn.over = True
         self._turn = None
         if not run.tokens:
@@ -101,7 +100,8 @@ class ContextCall(Lifecycle):
 
 
 def _stop(run_ref: weakref.ref[Run], name: str) -> Callable[[], Callable[[], None] | None]:
-    """`Turn.stop` of a run. It refers to neither the run nor its lifecycle: a dropped answer is over."""
+    """`Turn.stop` of a run. It references neither the run nor its lifecycle, so that answers can be
+    dropped."""
 
     def stop() -> Callable[[], None] | None:
         run = run_ref()

@@ -1,8 +1,8 @@
-"""Runs jobs of contexts one after the other in a thread: those that write chunks, or encode them; keeps their
-errors until they can be raised; closes contexts at exit.
+"""Runs jobs of contexts sequentially in a thread: jobs that write or encode chunks; stores their errors until
+they can be raised; closes contexts at exit.
 
-Nobody holds a lock: an interrupt that comes where one is released would leave it locked, and the thread that
-runs the jobs would wait forever. Jobs lie in a deque, whose operations are atomic, and waiting polls.
+No locks are used: an interrupt while one is released would leave it locked, and the thread would wait
+forever. Jobs are in a deque, whose operations are atomic, and waiting polls.
 """
 
 import atexit
@@ -24,17 +24,16 @@ Coming = TypeVar("Coming")
 
 
 class WriteQueue(Generic[Coming]):
-    """Jobs by the context that they are of, with what the context will be. A forked child has none: they are
-    its parent's.
+    """Jobs by context, with the context's future state. A forked child has none: they belong to its parent.
 
     Args:
-      most: jobs that may wait; who brings more waits until one has ended.
-      thread: its name.
+      most: maximum number of waiting jobs; `put` waits for space.
+      thread: name of the thread.
     """
 
     def __init__(self, most: int = 8, *, thread: str = "jaxllm-contexts") -> None:
         self._most, self._thread_name, self._process = most, thread, os.getpid()
-        # Those that have not ended; the first one runs.
+        # Jobs that have not ended; the first one runs.
         self._jobs: collections.deque[tuple[str, Callable[[], None], Coming]] = collections.deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ending = False
@@ -51,12 +50,12 @@ class WriteQueue(Generic[Coming]):
         self._thread.start()
 
     def put(self, name: str, job: Callable[[], None], coming: Coming) -> None:
-        """Takes a job, as soon as there is room for it.
+        """Adds a job, after waiting for space.
 
         Args:
-          name: of the context that it is of.
-          job: called once.
-          coming: what the context will be.
+          name: name of the job's context.
+          job: function, called once.
+          coming: state of the context after the job.
         """
         while len(self._jobs) > self._most:
             self._wake.put(None)
@@ -65,19 +64,19 @@ class WriteQueue(Generic[Coming]):
         self._wake.put(None)
 
     def coming(self) -> dict[str, Coming]:
-        """What contexts will be whose jobs have not ended, by name."""
+        """Future states of contexts with pending jobs, by name."""
         return {name: coming for name, _, coming in tuple(self._jobs)}
 
     def busy(self, name: str = "") -> bool:
-        """Whether a job of a context waits or runs, or any at all."""
+        """Whether a job of a context, or any job, is pending."""
         return any(each == name or not name for each, _, _ in tuple(self._jobs))
 
     def wait(self, name: str = "") -> None:
-        """Waits until no job of a context waits or runs, or none at all. A job waits for none."""
+        """Waits until no job of a context, or no job at all, is pending. Jobs themselves never wait."""
         if self._thread is None or self.inside or self._process != os.getpid():
             return
         while self.busy(name):
-            # Again: an interrupt may have come between a job and its signal.
+            # Repeated: an interrupt may have come between a job and its signal.
             self._wake.put(None)
             time.sleep(_LOOK_S)
 
@@ -100,7 +99,7 @@ class WriteQueue(Generic[Coming]):
                 except Exception as error:
                     _LOG.error("a job of the context %s failed: %s", name, one_line(error))
                 finally:
-                    # Else what it wrote would stay in memory until the next one.
+                    # Else the job's data would stay in memory until the next one.
                     del job, coming
                     self._jobs.popleft()
             if self._ending:
@@ -108,21 +107,21 @@ class WriteQueue(Generic[Coming]):
 
 
 class PendingErrors:
-    """Errors of storing dropped answers, and of writing in the background, by context. From any thread.
+    """Errors of storing dropped answers, and of writing in the background, by context. For any thread.
 
     They are logged at once, and raised by the context's next call, or when all contexts are closed.
     """
 
     def __init__(self) -> None:
-        # With what could not be done.
+        # With the failed action.
         self._errors: dict[str, tuple[str, JaxllmError]] = {}
 
     def note(self, name: str, error: JaxllmError) -> None:
-        """Keeps and logs the error of a dropped answer in a context."""
+        """Stores and logs the error of a dropped answer in a context."""
         self._note(name, "the last answer in the context {} could not be kept when it was dropped", error)
 
     def note_unwritten(self, name: str, error: JaxllmError) -> None:
-        """Keeps and logs the error of writing a context's chunks."""
+        """Stores and logs the error of writing a context's chunks."""
         what = (
             "chunks of the last answer in the context {} could not be written; its tokens are kept, and the "
             "next call computes its chunks"
@@ -155,10 +154,10 @@ class PendingErrors:
 
 
 class Closing(Protocol):
-    """Something that is closed at exit."""
+    """An object that is closed at exit."""
 
     def close(self) -> None:
-        """Keeps what is unsaved."""
+        """Saves unsaved data."""
         ...
 
 
@@ -166,15 +165,15 @@ _OPEN: "weakref.WeakKeyDictionary[Closing, int]" = weakref.WeakKeyDictionary()
 
 
 def close_at_exit(what: Closing) -> None:
-    """Registers an object to be closed when this process exits, before all that was registered earlier."""
+    """Registers an object to be closed when this process exits, before those registered earlier."""
     _OPEN[what] = os.getpid()
-    # Registered again, after the engine's exit function: the last one runs first.
+    # Register again, after the engine's exit function: the last one runs first.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
 
 
 def forget_at_exit(what: Closing) -> None:
-    """Unregisters an object that was closed."""
+    """Unregisters a closed object."""
     _OPEN.pop(what, None)
 
 

@@ -1,14 +1,12 @@
 """The catalog of a store: the records of its contexts, in one SQLite file.
 
-A context is a row: its name, its app, and its record, encrypted where there are keys (`encryption`), with a
-checksum of all. The row of a deleted context stays, without a record, until its files are removed; so a
-folder that no row names is one that the catalog has lost, or that somebody copied: it is listed, and never
-removed.
-Nothing else has rows: quotas are sums over files and records, and what contexts share are links to the
-same segments.
+A context is a row: its name, its app, and its record, encrypted if there are keys (`encryption`), with a
+checksum over all. The row of a deleted context stays, without a record, until its files are removed; so a
+folder without a row was lost by the catalog or copied by somebody: it is listed, and never removed. Nothing
+else has rows: quotas are sums over files and records, and contexts share segments by links.
 
-A row changes by one statement. Segments are flushed before it, and the older ones are removed after `flush`;
-so whatever comes in between, the row names segments that are there.
+A row changes by one statement. New segments are flushed before it, and old ones are removed after `flush`;
+so at any time the row names existing segments.
 """
 
 import contextlib
@@ -68,13 +66,13 @@ class Damage:
     """Damage of a stored context.
 
     Attributes:
-      app, name: of the context; empty for the catalog's own.
-      chunks: damaged chunks, which are computed again when the context is used.
+      app, name: app and name of the context; empty for the catalog itself.
+      chunks: damaged chunks, which are recomputed when the context is used.
       reason: further damage.
       lost: whether the context cannot be used.
-      proved: whether the content is damaged. Otherwise storage refuses it now, or nobody knows what it is:
-        nothing of it is repaired.
-      aside: where a repair has moved damaged files, relative to the store; empty where it moved none.
+      proved: whether the content is certainly damaged. Otherwise storage refuses it now, or its origin is
+        unknown, and it is not repaired.
+      aside: new place of damaged files after a repair, relative to the store; empty for none.
     """
 
     app: str
@@ -87,10 +85,10 @@ class Damage:
 
 
 def require_store(root: Path) -> bool:
-    """Checks that a folder is a store, or may become one (it is missing or empty); changes nothing.
+    """Checks that a folder is a store, or can become one (missing or empty); changes nothing.
 
     Returns:
-      Whether it has a catalog already.
+      Whether it has a catalog.
 
     Raises:
       ConfigError: it is neither, or a store of another version.
@@ -121,10 +119,10 @@ class Catalog:
 
     Attributes:
       root: the store's folder.
-      records: by name.
-      record_bytes: of each row, by name.
-      damage: of rows, by the context's folder; that of the catalog itself by its path.
-      deleted: folders of deleted contexts, whose files are not removed yet, by name.
+      records: records by name.
+      record_bytes: size of each row, by name.
+      damage: damage of rows, by the context's folder; that of the catalog itself by its path.
+      deleted: folders of deleted contexts whose files are not removed yet, by name.
       erased: folders of contexts whose key was erased.
     """
 
@@ -133,11 +131,11 @@ class Catalog:
 
         Args:
           root: the store's folder.
-          segments: that are open.
-          vault: has the keys of encrypted contexts.
+          segments: open segments.
+          vault: keys of encrypted contexts.
 
         Raises:
-          ConfigError: it is damaged as a whole, of another version, or another program's file.
+          ConfigError: the whole catalog is damaged, of another version, or another program's file.
           OSError: it cannot be made or read.
         """
         self.root, self._segments, self._vault = root, segments, vault
@@ -147,7 +145,7 @@ class Catalog:
         self.damage: dict[Path, Damage] = {}
         self.deleted: dict[str, Path] = {}
         self.erased: set[Path] = set()
-        # What SQLite finds wrong in the file; and the row of damage, by its path.
+        # SQLite's errors of the file; and the row of a damage, by its path.
         self._faults = ""
         self._row_ids: dict[Path, int] = {}
         self._database = Database(self.path, _SCHEMA, kind=KIND, version=VERSION)
@@ -162,13 +160,12 @@ class Catalog:
 
     def next_use(self) -> int:
         """The number of the store's next use."""
-        # Of records that a ledger knows and the catalog has not, too: a number that comes twice proves
-        # nothing.
+        # Also above records in the ledger but not in the catalog: repeated numbers prove nothing.
         known = 0 if self._vault is None else self._vault.ledger.most_used
         return min(MOST_USED, 1 + max([known, *(each.used for each in list(self.records.values()))]))
 
     def find_all(self) -> None:
-        """Reads all rows, and compares them with the folders. Records that are known already stay.
+        """Reads all rows, and compares them with the folders. Known records stay.
 
         Raises:
           JaxllmError: the device failed.
@@ -199,12 +196,11 @@ class Catalog:
                 self._note(path, app_of(path.parent.name), path.name, reason, proved=False)
 
     def find_again(self, name: str, app: str | None) -> Record | None:
-        """Tries again to read a context that could not be read, and returns its record; None where there is
-        none.
+        """Retries an unreadable context, and returns its record; None if there is none.
 
         Raises:
           ContextGone: its key was erased.
-          CheckpointError: it still cannot, and the app owns the context; of any app where `app` is None.
+          CheckpointError: it is still unreadable, and the app owns the context, or `app` is None.
         """
         for path, before in list(self.damage.items()):
             if before.name == name and before.lost and app in (None, before.app):
@@ -220,12 +216,12 @@ class Catalog:
         return self.records.get(name)
 
     def put(self, record: Record, *, flush: bool = True) -> None:
-        """Writes a context's record. Without `flush` a kill leaves it, and a power cut may leave the one
+        """Writes a context's record. Without `flush` it survives a kill, but a power cut may restore the one
         before.
 
         Raises:
           BudgetExceeded, CheckpointError: it cannot be written.
-          OSError: nor can the ledger of an encrypted one.
+          OSError: the ledger of an encrypted context cannot be written.
         """
         folder, ledger = self.folder(record), None if self._vault is None else self._vault.ledger
         self._require_whole()
@@ -249,7 +245,7 @@ class Catalog:
         self.damage.pop(folder, None)
 
     def delete(self, record: Record) -> None:
-        """Deletes a context, whatever happens next; its row stays until `remove`.
+        """Deletes a context durably; its row stays until `remove`.
 
         Raises:
           BudgetExceeded, CheckpointError: it cannot be written.
@@ -259,7 +255,8 @@ class Catalog:
         try:
             self._mark_deleted(folder)
         except BudgetExceeded:
-            # A full device has room for a few pages once the chunks are gone; else they are computed again.
+            # A full device has space for a few pages after its chunks are removed; if that fails, too, they
+            # are recomputed.
             for each in record.segments:
                 self.discard(folder / each)
             self._mark_deleted(folder)
@@ -272,7 +269,7 @@ class Catalog:
         self._database.flush()
 
     def settle(self, name: str, folder: Path) -> None:
-        """Takes a context as it is on storage, whatever was known of it, and removes segments that no record
+        """Reloads a context from storage, ignoring what is known of it, and removes segments that no record
         names.
 
         Raises:
@@ -291,16 +288,16 @@ class Catalog:
         if (damage := self.damage.get(folder)) is not None and damage.lost:
             raise (CheckpointError if damage.proved else Unreadable)(damage.reason)
         if (record := self.records.get(name)) is None:
-            # The context is gone, even where its folder stays for now.
+            # The context is gone, even if its folder stays for now.
             with contextlib.suppress(OSError, JaxllmError):
                 if rows:
                     self.remove(name, folder)
                 else:
-                    # One that was being made: a folder with files is not this store's.
+                    # An unfinished context: a folder with files is not this store's.
                     folder.rmdir()
             return
         try:
-            # What the row named before may go once the device has the row.
+            # Old segments may be removed once the row is flushed.
             self._database.flush()
             names = os.listdir(folder)
         except JaxllmError:
@@ -313,11 +310,11 @@ class Catalog:
             self.discard(folder / each)
 
     def mend(self, folder: Path) -> Damage:
-        """Writes a context's row again where its record is known, else sets aside its folder, with the row in
-        it; a catalog that is damaged as a whole is made anew of the rows that can be read.
+        """Rewrites a context's row if its record is known, else sets aside its folder, with the row in it; a
+        damaged catalog is rebuilt from its readable rows.
 
         Returns:
-          The damage, and where the files were moved.
+          The damage, and the new place of the files.
 
         Raises:
           OSError, JaxllmError: they cannot be moved.
@@ -333,7 +330,7 @@ class Catalog:
             row_id = self._row_ids[folder]
             rows = self._database.run(f"{_SELECT} WHERE rowid = ?", row_id)
             if self.path in folder.parents:
-                # It names no folder.
+                # The row names no folder.
                 folder = self.root / folder_name("unknown") / new_name()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_file(folder / RECORD) as file:
@@ -347,7 +344,7 @@ class Catalog:
         return dataclasses.replace(damage, aside=str(aside.relative_to(self.root)))
 
     def discard(self, path: Path) -> None:
-        """Removes a segment that no record names. One that stays does no harm; a file of others stays."""
+        """Removes a segment that no record names. One that stays does no harm; foreign files stay."""
         self._segments.forget(path)
         with contextlib.suppress(OSError, JaxllmError):
             require_real(self.root, path.parent)
@@ -355,7 +352,7 @@ class Catalog:
                 path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Removes the files of deleted contexts, and empty folders of those that were being made.
+        """Removes the files of deleted contexts, and empty folders of unfinished ones.
 
         Raises:
           CheckpointError: the removal cannot be flushed.
@@ -368,7 +365,7 @@ class Catalog:
                     path.rmdir()
 
     def remove(self, name: str, folder: Path) -> None:
-        """Removes the files of a deleted context, its folder and its app's where they are empty then, and its
+        """Removes the files of a deleted context, then its folder and its app's if they are empty, and its
         row.
 
         Raises:
@@ -378,7 +375,7 @@ class Catalog:
         self.deleted[name] = folder
         require_real(self.root, folder)
         with written(folder):
-            # Before its row: nobody would know whose files are left.
+            # Before the row: otherwise leftover files would be unknown.
             with contextlib.suppress(FileNotFoundError):
                 remove_own(folder)
             with contextlib.suppress(OSError):
@@ -398,7 +395,7 @@ class Catalog:
             )
 
     def _rows(self) -> list[tuple[Any, ...]]:
-        """All rows; of a damaged catalog those that can be read, from both of its ends."""
+        """All rows; for a damaged catalog the readable ones, from both ends."""
         if not self._faults:
             return self._database.run(f"{_SELECT} ORDER BY rowid")
         found: dict[int, tuple[Any, ...]] = {}
@@ -412,7 +409,7 @@ class Catalog:
         return list(found.values())
 
     def _rebuild(self) -> Path:
-        """Makes the catalog anew of the rows that can be read; returns where the damaged one is."""
+        """Rebuilds the catalog from its readable rows; returns the path of the damaged one."""
         rows = self._rows()
         temporary = self.path.with_name(f".{self.path.name}.jaxllm-{secrets.token_hex(6)}.tmp")
         fresh = Database(temporary, _SCHEMA, kind=KIND, version=VERSION)
@@ -427,7 +424,7 @@ class Catalog:
         try:
             os.link(self.path, aside)
         except OSError:
-            # No hard links here.
+            # No hard links on this file system.
             shutil.copyfile(self.path, aside)
         os.replace(temporary, self.path)
         for each in (place, self.root):
@@ -436,7 +433,7 @@ class Catalog:
         return aside
 
     def _find(self, row: tuple[Any, ...]) -> Path:
-        """Reads a row, and notes its damage. A record that is known already stays.
+        """Reads a row, and records its damage. A known record stays.
 
         Returns:
           The context's folder.
@@ -466,7 +463,7 @@ class Catalog:
         """The record of a row, decrypted.
 
         Raises:
-          CheckpointError: it is not what was written.
+          CheckpointError: the content has changed.
           Unreadable: its key is missing.
         """
         require_form(folder / RECORD, self._vault, encrypted=bool(sealed))
@@ -494,7 +491,7 @@ def _checksum(name: str, app: str, sealed: int, body: bytes | None) -> bytes:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether a folder has nothing in it; a link or another kind of file is not empty."""
+    """Whether a folder is empty; False for links and other kinds of files."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     with os.scandir(folder) as found:

@@ -1,12 +1,12 @@
-"""Decodes stored chunks into caches, and encodes the chunks of caches, at one level of a model.
+"""Decodes stored chunks into caches, and encodes chunks of caches, at one level of a model.
 
-On a CPU buckets read stored chunks in place by their addresses; elsewhere they get them by value.
+On a CPU buckets read stored chunks in place by address; on other devices by value.
 
-A model with state layers (`StateChunkIO`) has keys and values of its attention layers as they are, and a last
-chunk with the states. A state is of all tokens so far. The last chunk has the states after the context's last
-call, and the rows of the attention layers after the last whole chunk: with it a context goes on exactly where
-it ended. All layers of a chunk are one blob, cut from a cache and put into one on the host, because no chunk
-is computed between others.
+A model with state layers (`StateChunkIO`) stores keys and values of its attention layers raw, and a last
+chunk with the recurrent states. A state covers all tokens so far. The last chunk has the states after the
+context's last call, and the rows of the attention layers after the last whole chunk, to continue exactly
+there. All layers of a chunk are one blob, copied from and to a cache on the host, because chunks are not
+recomputed between others.
 """
 
 import dataclasses
@@ -40,25 +40,25 @@ class ChunkIO:
     """Loads, computes and encodes chunks of contexts.
 
     Attributes:
-      runner: of the level.
+      runner: runner of the level.
       chunk_tokens: tokens of a chunk (C).
-      heads: kv heads in stored chunks of each layer.
-      head_width: of each head (H).
+      heads: number of kv heads in stored chunks of each layer.
+      head_width: size of each head (H).
       layer_bytes: bytes of one chunk in each layer `[L]`, by width.
-      reference_bytes: of one chunk, by which ratios are counted (see `ChunkShape`).
-      kept: bits -> share of information that chunks keep.
+      reference_bytes: bytes of one chunk that ratios refer to (see `ChunkShape`).
+      kept: bits -> share of information that chunks retain.
     """
 
     def __init__(self, runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> None:
-        """Takes a runner whose options name a codec, and what widths keep of its model.
+        """See the class; the runner's options must have a codec, and `kept` be measured for its model.
 
         Raises:
-          ConfigError: the options name no codec.
+          ConfigError: the options have no codec.
         """
         self.runner, self._form, self.kept = runner, runner.options.chunk_format, kept
         self.chunk_tokens = self._form.tokens
         dtype = runner.options.cache_dtype
-        # Where all levels run the same buckets, caches have the heads of the whole model.
+        # If all levels share buckets, caches have the heads of the whole model.
         self._cfg = runner.model.bucket_cfg
         self._by_address = reads_addresses(np.dtype(dtype))
         used = runner.cfg if self._by_address else self._cfg
@@ -78,29 +78,29 @@ class ChunkIO:
 
     @property
     def computes(self) -> bool:
-        """Whether a chunk can be computed by itself, between others that are loaded."""
+        """Whether a chunk can be recomputed between others that are loaded."""
         return True
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what a context has besides its whole chunks."""
+        """Bytes of a context besides its whole chunks."""
         return 0
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths that chunks may have, in bits, the largest first."""
+        """Allowed widths of chunks in bits, descending."""
         return self._form.widths
 
     @property
     def coded(self) -> bool:
-        """Whether answers attend to chunks where they lie (see `EngineOptions.attend_coded`)."""
+        """Whether answers attend to chunks in place (see `EngineOptions.attend_coded`)."""
         return self.runner.options.attend_coded
 
     def chunk_table(self, chunks: Sequence[Stored]) -> ChunkTable:
         """A chunk table of a context's first chunks, in order, for native attention.
 
         Raises:
-          CheckpointError: a blob's size is not that of its width.
+          CheckpointError: a blob's size does not fit its width.
         """
         codec = self._form.codec
         try:
@@ -120,24 +120,24 @@ class ChunkIO:
             ) from error
 
     def behind(self, cache: KVCache, chunks: ChunkTable | None, count: int) -> KVCache:
-        """A cache, perhaps another context's, as that of tokens behind the first `count` of these chunks;
-        nothing is copied."""
+        """Turns a cache, perhaps another context's, into one for the tokens after the first `count` of these
+        chunks; copies nothing."""
         source = NO_CHUNKS if chunks is None else chunks.operand
         return cache.behind(source, np.int32(count * self.chunk_tokens))
 
     def chunk_bytes(self, bits: int) -> int:
-        """Bytes of one chunk, all layers together."""
+        """Bytes of one chunk over all layers."""
         return self._chunk_bytes[bits]
 
     def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
         """Decodes stored chunks into a cache, at their positions, in one dispatch.
 
         Args:
-          cache: donated.
-          chunks: by number. Their blobs must stay as they are until the result is ready.
+          cache: cache; donated.
+          chunks: stored chunks by number. Their blobs must not change until the result is ready.
 
         Raises:
-          CheckpointError: a blob's size is not that of its width.
+          CheckpointError: a blob's size does not fit its width.
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         if self._by_address:
@@ -170,20 +170,21 @@ class ChunkIO:
         cache: KVCache,
         chunks: LayerBlobs,
     ) -> tuple[jax.Array, KVCache]:
-        """Loads some chunks of one layer, and computes others (see `steps.restore_layer`).
+        """Loads some chunks of one layer, and recomputes others (see `steps.restore_layer`).
 
         Args:
-          layer: its index.
-          x: the layer's input `[1, T, D]`; donated.
+          layer: index of the layer.
+          x: input of the layer `[1, T, D]`; donated.
           at: positions of its tokens.
-          cache: donated.
-          chunks: width and the layer's blob of each chunk to load; blobs must stay until the result is ready.
+          cache: cache; donated.
+          chunks: width and the layer's blob of each chunk to load; blobs must not change until the result
+            is ready.
 
         Returns:
           The next layer's input, and the cache.
 
         Raises:
-          CheckpointError: a blob's size is not that of its width.
+          CheckpointError: a blob's size does not fit its width.
         """
         x, past = self.runner.restore_layer(
             layer, x, at, cache.past(layer), self._layer_chunks(cache, layer, chunks)
@@ -191,26 +192,26 @@ class ChunkIO:
         return x, cache.with_past(layer, past)
 
     def feeds(self, chunk: PrefillChunk) -> bool:
-        """Whether `prefill_layer` can feed a chunk of a prompt."""
+        """Whether `prefill_layer` supports a chunk of a prompt."""
         return self.runner.prefills_restored and chunk.mode == "float"
 
     def prefill_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerBlobs
     ) -> tuple[jax.Array, KVCache]:
-        """Loads some chunks of one layer, and runs new tokens through it, which count attention.
+        """Loads some chunks of one layer, and runs new tokens through it, counting attention.
 
         Args:
-          layer: its index.
-          x: the layer's input `[1, T, D]` for the new tokens; donated.
+          layer: index of the layer.
+          x: input of the layer `[1, T, D]` for the new tokens; donated.
           at: their positions, consecutive.
-          cache: donated.
-          chunks: to load (see `restore_layer`).
+          cache: cache; donated.
+          chunks: chunks to load (see `restore_layer`).
 
         Returns:
           The next layer's input, and the cache.
 
         Raises:
-          CheckpointError: a blob's size is not that of its width.
+          CheckpointError: a blob's size does not fit its width.
         """
         return self.runner.prefill_restored(layer, x, at, cache, self._layer_chunks(cache, layer, chunks))
 
@@ -219,10 +220,10 @@ class ChunkIO:
         return LayerChunks(self._source(cache, layer, chunks), bits, self._form)
 
     def room(self, chunks: Mapping[int, int]) -> dict[int, Stored]:
-        """Memory for chunks that are about to be encoded, each blob by itself.
+        """Allocates memory for chunks to be encoded, each blob separately.
 
         Args:
-          chunks: the width of each, by number.
+          chunks: width of each chunk, by number.
         """
         return {
             chunk: (bits, Blobs(blob_memory(size) for size in self.layer_bytes[bits]))
@@ -240,13 +241,13 @@ class ChunkIO:
         """Encodes chunks of a context.
 
         Args:
-          cache: stays as it is.
-          chunks: the width of each chunk to encode, by number.
-          stored: as they are now, those that the cache attends to where they lie.
-          into: their memory (see `room`); None makes it.
+          cache: cache; unchanged.
+          chunks: width of each chunk to encode, by number.
+          stored: current stored chunks that the cache attends to in place.
+          into: memory for the chunks (see `room`); None allocates it.
 
         Returns:
-          The chunks as they are stored, by number.
+          The stored chunks, by number.
         """
         found, front = self.room(chunks) if into is None else into, cache.coded_tokens // self.chunk_tokens
         self._encode(cache, {n - front: found[n] for n in chunks if n >= front})
@@ -259,7 +260,7 @@ class ChunkIO:
         return found
 
     def _encode(self, cache: KVCache, into: Mapping[int, Stored]) -> None:
-        """Encodes chunks of the rows of a cache, counted from its first row on, into their memory."""
+        """Encodes chunks of a cache, counted from its first row, into their memory."""
         for bits in sorted({width for width, _ in into.values()}):
             numbers = sorted(chunk for chunk, (width, _) in into.items() if width == bits)
             for layer in range(self.layers):
@@ -272,7 +273,7 @@ class ChunkIO:
                         into[chunk][1][layer][:] = blob
 
     def rehearse(self) -> None:
-        """Runs every bucket of it once (see `LevelRunner.rehearse`)."""
+        """Runs all of its buckets once (see `LevelRunner.rehearse`)."""
         options = self.runner.options
         for capacity in options.cache_tokens:
             room = capacity // self.chunk_tokens
@@ -348,7 +349,7 @@ class StateChunkIO(ChunkIO):
 
     @property
     def layers(self) -> int:
-        """Blobs of a chunk."""
+        """Number of blobs of a chunk."""
         return 1
 
     @property
@@ -372,10 +373,10 @@ class StateChunkIO(ChunkIO):
         return False
 
     def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
-        """Puts chunks into a cache, at their positions, and its states (see `ChunkIO`).
+        """Copies chunks into a cache at their positions, and its states (see `ChunkIO`).
 
         Raises:
-          CheckpointError: a blob's size is not that of its width.
+          CheckpointError: a blob's size does not fit its width.
         """
         if not chunks:
             return cache
@@ -404,7 +405,7 @@ class StateChunkIO(ChunkIO):
         *,
         into: Mapping[int, Stored] | None = None,
     ) -> Mapping[int, Stored]:
-        """Cuts chunks of a context out of a cache (see `ChunkIO`)."""
+        """Copies chunks of a context from a cache (see `ChunkIO`)."""
         del stored
         found = self.room(chunks) if into is None else into
         arrays = [np.asarray(each) for each in _rows_of(cache)]
@@ -418,13 +419,13 @@ class StateChunkIO(ChunkIO):
         return found
 
     def rehearse(self) -> None:
-        """Does nothing: there are no buckets of it."""
+        """Does nothing: it has no buckets."""
 
     def _pieces(
         self, blob: np.ndarray, bits: int, number: int, rows: list[np.ndarray], states: list[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The parts of a chunk's blob, and where each is in the keys and values of a cache, with positions
-        first, or in its states. Behind the end of a cache there is nothing."""
+        """The parts of a chunk's blob, and their views in the keys and values of a cache, with positions
+        first, or in its states. Without parts beyond the cache's end."""
         at, first = 0, number * self.chunk_tokens
         for each in rows:
             view = np.moveaxis(each, -2, 0)[first : first + self.chunk_tokens]
@@ -438,7 +439,7 @@ class StateChunkIO(ChunkIO):
 
 
 def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
-    """The origin of contexts that an engine answers in at a level."""
+    """The origin of contexts of an engine at a level."""
     options = chunks.runner.options
     return Origin(
         model=engine.model.bundle.fingerprint,
@@ -454,8 +455,8 @@ def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
 
 
 def kept_by(engine: Engine) -> Mapping[int, float]:
-    """What widths of chunks keep of an engine's model: as its bundle's calibration measured it for the
-    engine's codec and length of chunks, else what is true of values."""
+    """Share of information that widths of chunks retain: measured by the bundle's calibration for the
+    engine's codec and chunk length, else the default for values."""
     options, calibration = engine.options, read_contexts(engine.model.bundle)
     kept = None if calibration is None else calibration.kept(options.kv_codec, options.kv_chunk_tokens)
     return KEPT if kept is None else kept
@@ -465,7 +466,7 @@ def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wante
     """Checks the sizes of chunks' blobs in a layer.
 
     Raises:
-      CheckpointError: one is not that of its width.
+      CheckpointError: one does not fit its width.
     """
     for chunk, size, right in zip(chunks, found, wanted, strict=True):
         if size != right:
@@ -476,7 +477,7 @@ def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wante
 
 
 def chunk_io_of(runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> ChunkIO:
-    """What chunks of a level are loaded and encoded by."""
+    """Makes the `ChunkIO` of a level."""
     return (ChunkIO if runner.cfg.states is None else StateChunkIO)(runner, kept)
 
 

@@ -1,4 +1,4 @@
-"""Knows which contexts have calls that run, and ends calls that an error or an interrupt has left."""
+"""Tracks which contexts have running calls, and ends calls abandoned by an error or interrupt."""
 
 import dataclasses
 import weakref
@@ -15,10 +15,10 @@ class _Claim:
 
 
 class Claims:
-    """The calls that run, one of a context.
+    """The running calls, at most one per context.
 
-    An interrupt may come anywhere, and everything may be repeated: a call whose turn is over or gone is ended
-    as soon as anybody looks.
+    An interrupt may come anywhere, and all methods are idempotent: a call whose turn is over or gone is
+    ended at the next look.
 
     Args:
       let_go: called when a call has ended, with the record by which memory knows its context.
@@ -29,16 +29,16 @@ class Claims:
         self._claims: dict[str, _Claim] = {}
 
     def begin(self, turn: Turn) -> None:
-        """Notes a call."""
+        """Adds a call."""
         self._claims[turn.record.name] = _Claim(turn.record, weakref.ref(turn))
 
     def changed(self, turn: Turn, record: Record) -> None:
-        """From here on memory knows the call's context by another record."""
+        """Replaces the record by which memory knows the call's context."""
         if self.runs(turn):
             self._claims[turn.record.name].record = record
 
     def end(self, turn: Turn) -> None:
-        """Ends a call; does nothing where it has ended, or another runs in its context."""
+        """Ends a call; does nothing if it has ended, or another runs in its context."""
         turn.over = True
         claim = self._claims.get(turn.record.name)
         if claim is not None and claim.turn() in (turn, None):
@@ -50,7 +50,7 @@ class Claims:
         return claim is not None and claim.turn() is turn
 
     def running(self) -> list[Turn]:
-        """The calls that run; ends those that are over."""
+        """The running calls; ends those that are over."""
         found = []
         for name, claim in list(self._claims.items()):
             turn = claim.turn()
@@ -61,7 +61,7 @@ class Claims:
         return found
 
     def of(self, name: str) -> Turn | None:
-        """The call that runs in a context, if any."""
+        """The running call of a context, if any."""
         return next((each for each in self.running() if each.record.name == name), None)
 
     def _tidy(self, name: str, claim: _Claim) -> None:

@@ -1,4 +1,4 @@
-"""Contexts of apps, as callers see them.
+"""The interface of contexts for callers.
 
 context = service.new_context("mail")             newLLMCtx in the paper (LLMS, section 3.1)
 for piece in context.generate("Dear ..."): ...    callLLM
@@ -30,8 +30,8 @@ class Context:
     """A context of an app.
 
     Attributes:
-      app: that owns it.
-      name: unique in the store; finds the context again after a restart.
+      app: owner of the context.
+      name: name, unique in the store, by which it is opened after a restart.
     """
 
     def __init__(self, contexts: Contexts, record: Record) -> None:
@@ -48,18 +48,18 @@ class Context:
 
     @property
     def level(self) -> int:
-        """The sub-model that answers in it, in percent."""
+        """The level that answers in it, in percent."""
         return self.record.origin.level
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens of the context; of an encoder-decoder those of its decoder."""
+        """All tokens of the context; for an encoder-decoder those of its decoder."""
         return self.record.tokens
 
     @property
     def source(self) -> tuple[int, ...]:
-        """Of an encoder-decoder, the tokens that its encoder reads: the first prompt's. Empty before, and of
-        other models."""
+        """The tokens of an encoder-decoder's source, from the first prompt. Empty before, and for other
+        models."""
         return self.record.source
 
     def generate(
@@ -76,24 +76,24 @@ class Context:
     ) -> Answer:
         """Answers a prompt that follows the context's tokens.
 
-        The first prompt of an encoder-decoder is the context's source; a later one is what its decoder says
-        next, before it goes on by itself, and may be empty.
+        The first prompt of an encoder-decoder is the context's source; later ones are forced tokens of its
+        decoder before it continues, and may be empty.
 
         Args:
-          prompt: the user's text; or token ids, which are taken as they are.
-          instruction: stands before everything; only in the first call.
-          max_tokens: most tokens of the answer.
-          stop: strings that end it.
-          ignore_eos: go on past the model's end tokens.
-          slide: where context, prompt and answer outgrow the model's window, drop the middle of the context
-            (see `jaxllm.serving.ground.sliding`). The stored context changes only when the answer has ended.
-          sampling: how tokens are chosen; greedy by default.
-          rows: that stand in place of some tokens of a prompt of ids, at places counted from its first. They
-            are stored with the context, which then does not slide, nor move to another model.
+          prompt: the user's text, or token ids, which are used unchanged.
+          instruction: text before everything; only in the first call.
+          max_tokens: maximum number of tokens of the answer.
+          stop: strings that end the answer.
+          ignore_eos: whether to continue past the model's end tokens.
+          slide: whether to drop the middle of the context if context, prompt and answer exceed the model's
+            window (see `jaxllm.serving.ground.sliding`). The stored context changes only after the answer.
+          sampling: sampling parameters; greedy by default.
+          rows: embeddings in place of some of the prompt's ids, at positions relative to its first. They
+            are stored with the context, which then can neither slide nor move to another model.
 
         Returns:
-          The answer. Its first piece raises BudgetExceeded where the context would not fit into memory, its
-          last where the context cannot be stored; the context is then as it was before the call.
+          The answer. Its first piece raises BudgetExceeded if the context would not fit into memory, its last
+          if the context cannot be stored; the context is then as before the call.
 
         Raises:
           ContextGone: see `record`.
@@ -127,7 +127,7 @@ class Context:
         return Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=call)
 
     def _slid(self, record: Record, prompt_tokens: int) -> Record:
-        """The record after sliding, where the context and a prompt outgrow the window."""
+        """The record after sliding, if the context and a prompt exceed the window."""
         options = self._contexts.engine.options
         room = max(0, options.context_tokens - prompt_tokens)
         if len(record.tokens) <= room:
@@ -136,15 +136,15 @@ class Context:
         return slid_record(record, chunk_tokens=options.kv_chunk_tokens, most=most)
 
     def pin(self, pinned: bool = True) -> None:
-        """Keeps its chunks in memory once they are there, or lets them be evicted again.
+        """Pins its chunks in memory once they are there, or unpins them.
 
         Raises:
-          BudgetExceeded: pinned contexts would take more than their share of memory (see `ContextOptions`).
+          BudgetExceeded: pinned contexts would exceed their share of memory (see `ContextOptions`).
         """
         self._contexts.pin(self.record.name, pinned)
 
     def delete(self) -> None:
-        """Removes it from memory and storage.
+        """Deletes it from memory and storage.
 
         Raises:
           ContextGone: it was deleted before.
@@ -157,25 +157,25 @@ class Context:
 
 
 def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
-    """A new context of the same app and level, with a context's first tokens and their whole chunks, which
-    both have on storage (see `ContextStore.link`), or copies of them, and a copy of their rows. Chunks that
-    cannot be read are computed again.
+    """Makes a context of the same app and level with a context's first tokens. Their whole chunks are
+    shared on storage (see `ContextStore.link`) or copied, their rows copied. Unreadable chunks are
+    recomputed.
 
     Args:
-      contexts: of all apps.
-      record: of the context, whose origin is the engine's (see `Contexts.record`).
-      tokens: number of its tokens that the new one has.
+      contexts: contexts of all apps.
+      record: record of the context, of the engine's origin (see `Contexts.record`).
+      tokens: number of its tokens that the new one gets.
 
     Returns:
       The new context's record.
 
     Raises:
-      BudgetExceeded: the app may own no more contexts, or there is no room.
+      BudgetExceeded: the app has reached its number of contexts, or there is no space.
       CheckpointError: it cannot be written.
     """
     count = min(tokens // record.origin.chunk_tokens, len(record.bits))
     if record.state_tokens:
-        # States are of all their tokens, or of none.
+        # States cover all of their tokens, or none.
         count = len(record.bits) if tokens >= record.state_tokens else 0
     made = contexts.create(record.app, level=record.origin.level)
     try:
@@ -202,7 +202,7 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
 
 
 def _stored(contexts: Contexts, record: Record, count: int, linked: Linked) -> Chunks:
-    """The first chunks of a context that are on storage, but for those that are linked."""
+    """The first chunks of a context on storage, except linked ones."""
     tokens = record.state_tokens or count * record.origin.chunk_tokens
     try:
         there = contexts.store.record(record.name)
@@ -216,17 +216,17 @@ def _stored(contexts: Contexts, record: Record, count: int, linked: Linked) -> C
             for chunk in wanted
         }
     except (CheckpointError, ContextGone):
-        # Damaged, or deleted since the record was read: its tokens are enough.
+        # Damaged, or deleted since the record was read: the tokens suffice.
         return {}
 
 
 def erase(contexts: Contexts, app: str) -> None:
-    """Deletes an app's contexts, and erases the key of those that are encrypted: copies of their files, in
-    backups too, can be read by nobody.
+    """Deletes an app's contexts, and erases the key of encrypted ones: nobody can read copies of their files,
+    including backups.
 
     Raises:
-      ConfigError: contexts are not encrypted, the app's name is not valid, or one is answering.
-      CheckpointError: the device failed; the key is erased all the same, if that was possible.
+      ConfigError: contexts are not encrypted, the app's name is invalid, or a context is answering.
+      CheckpointError: the device failed; the key is erased nevertheless, if possible.
     """
     vault = contexts.store.vault
     if vault is None:

@@ -1,11 +1,10 @@
-"""Opens SQLite files: created whole, private to their user, with errors in our terms, and safe beside forks.
+"""Opens SQLite files: created atomically, private to their user, with our error types, and safe with forks.
 
-Each statement is a transaction of its own. Threads take turns: Python's module would give two of them one
-prepared statement of the same text, and the error of one to the other. A file is in WAL mode, for one
-process: a statement appends to the log, which a kill leaves and a power cut may take; `flush` waits until
-the device has all of it, and empties the log. That costs what replacing a file costs, and only where it is
-asked for: a turn's tokens are noted without it, which a rollback journal could not offer without risking
-the file.
+Each statement is a transaction. Threads take turns: Python's module would give two of them one prepared
+statement of the same text, and the error of one to the other. A file is in WAL mode, for one process: a
+statement appends to the log, which survives a kill but not a power cut; `flush` waits until the device has
+all of it, and empties the log. That costs as much as replacing a file, and only when needed: a turn's
+tokens are stored without it, which a rollback journal could not offer without risking the file.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ from jaxllm.files.atomic import remove_abandoned, sync
 
 LOG_SUFFIX = "-wal"
 _MAGIC = b"SQLite format 3\0"
-# Where the header has the version and the kind of a file.
+# Offsets of the version and the kind in a file's header.
 _VERSION_AT, _KIND_AT, _HEADER_BYTES = 60, 68, 100
 _LOG_HEADER_BYTES, _FRAME_BYTES = 32, 24
 _PATIENCE_S, _LOOK_S = 5.0, 0.0005
@@ -36,27 +35,27 @@ class Database:
     """An open SQLite file. Thread-safe, statement by statement.
 
     Attributes:
-      path: of the file.
-      log_lost: whether the end of the log, with transactions that were committed, could not be read when the
-        file was opened: after a power cut, or by damage.
+      path: path of the file.
+      log_lost: whether the end of the log, with committed transactions, was unreadable when the file was
+        opened: after a power cut, or by damage.
     """
 
     def __init__(self, path: Path, schema: str, *, kind: int, version: int, shared: bool = False) -> None:
         """Opens a file, made if missing.
 
         Args:
-          path: of the file.
+          path: path of the file.
           schema: SQL statements that make an empty file's content.
           kind: number that marks files of this kind.
-          version: of the schema.
-          shared: other processes may open it, too; each statement then waits for the device.
+          version: version of the schema.
+          shared: whether other processes may open it, too; each statement then waits for the device.
 
         Raises:
           ConfigError: it is of another kind or version, or damaged.
           OSError: it cannot be made or read.
         """
         self.path, self._process = path, os.getpid()
-        # Of one thread several times, because a finalizer may come in the middle of a statement.
+        # Reentrant, because a finalizer may run in the middle of a statement.
         self._turn = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         if not require_kind(path, kind, version):
@@ -78,7 +77,7 @@ class Database:
             raise _translated(path, error) from error
         _OPEN.add(self)
         try:
-            # What is deleted must not stay readable in free pages.
+            # Deleted data must not stay readable in free pages.
             self.run("PRAGMA secure_delete = ON")
             if shared:
                 self.run("PRAGMA synchronous = EXTRA")
@@ -102,7 +101,7 @@ class Database:
         """Runs one statement, and returns its rows.
 
         Raises:
-          BudgetExceeded: the device has no room.
+          BudgetExceeded: the device is full.
           CheckpointError: the file is damaged.
           Unreadable: the device failed.
           ConfigError: the file was closed.
@@ -142,7 +141,7 @@ class Database:
             time.sleep(_LOOK_S)
 
     def faults(self) -> str:
-        """What SQLite finds wrong in the file; empty for nothing."""
+        """SQLite's integrity errors of the file; empty for none."""
         try:
             found = [str(text) for (text,) in self.run("PRAGMA integrity_check(3)")]
         except Unreadable:
@@ -161,7 +160,7 @@ class Database:
         self.close()
 
     def _leave(self) -> None:
-        """Keeps a forked child from ever closing the connection, which would write to its parent's log."""
+        """Prevents a forked child from closing the connection, which would write to its parent's log."""
         if self._connection is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
             self._connection = None
@@ -202,7 +201,7 @@ def require_kind(path: Path, kind: int, version: int) -> bool:
 
 
 def _make(path: Path, schema: str, kind: int, version: int) -> None:
-    """Makes a file, whole or not at all."""
+    """Makes a file atomically."""
     remove_abandoned(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.jaxllm-{secrets.token_hex(6)}.tmp")
     try:
@@ -213,7 +212,7 @@ def _make(path: Path, schema: str, kind: int, version: int) -> None:
             raise _translated(path, error) from error
         try:
             connection.execute("PRAGMA journal_mode = MEMORY")
-            # Else the file would never become smaller.
+            # Else the file would never shrink.
             connection.execute("PRAGMA auto_vacuum = FULL")
             connection.execute(f"PRAGMA application_id = {kind}")
             connection.execute(f"PRAGMA user_version = {version}")
@@ -231,7 +230,7 @@ def _make(path: Path, schema: str, kind: int, version: int) -> None:
 
 def _commits(log: Path) -> list[int]:
     """The numbers of the pages of a log that end transactions, from 1. A log is emptied when its pages are in
-    the file, so that all of its pages are of one time."""
+    the file, so that all of its pages are from the same period."""
     found: list[int] = []
     if not os.path.lexists(log):
         return found
@@ -242,7 +241,7 @@ def _commits(log: Path) -> list[int]:
             return found
         page_bytes = int.from_bytes(header[8:12], "big")
         if not 512 <= page_bytes <= 1 << 16:
-            # Its header is damaged: it had something.
+            # A damaged header: the log was not empty.
             return [size]
         step = _FRAME_BYTES + page_bytes
         for number in range((size - _LOG_HEADER_BYTES) // step):

@@ -1,20 +1,20 @@
-"""Encrypts stored contexts by a key of their app; erasing the key erases them, wherever copies lie.
+"""Encrypts stored contexts with a key per app; erasing the key makes all copies unreadable.
 
     vault = Vault(Path("/var/lib/jaxllm/keys"), store_folder)     a folder (0700) with a file per app (0600)
     seal = vault.new_seal(app_folder)                             writes a record or a segment
     seal = vault.seal(app_folder, key_id, salt)                   reads one
 
-Every record and every segment has a random salt, which with the app's key gives a key of its own
-(HMAC-SHA256): so its parts may be numbered, and no nonce comes twice. Parts are encrypted and authenticated
+Every record and segment has a random salt, from which a key of the file is derived with the app's key
+(HMAC-SHA256): so its parts can be numbered without repeating a nonce. Parts are encrypted and authenticated
 by AES-256-GCM, blob by blob, so that a chunk is still read by its offset.
 
-    KEYS/sealed           from here on nothing is read that is not encrypted, nor an older record
+    KEYS/sealed           marks that unencrypted files and older records are refused
     KEYS/newest.sqlite    the use of each context's newest record (`Ledger`)
 
-Whoever can write to a store and has no key can put data there: plain, or encrypted earlier. A record has the
-number of its use, which grows, and authenticates it; the ledger has the number that it must have. A record is
-written before its number, so that a kill leaves one that is newer than the ledger says, which is read. A new
-context is noted first: one that the ledger lacks was deleted, or made elsewhere.
+An attacker who can write to a store, without a key, can put data there: plain, or encrypted earlier. A
+record has an increasing use number, and authenticates it; the ledger has the expected number. A record is
+written before its number, so that a kill leaves one that is newer than the ledger's, which is accepted. A
+new context is entered first: one that is missing in the ledger was deleted, or made elsewhere.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ CREATE TABLE newest (app TEXT NOT NULL, name TEXT NOT NULL, used INTEGER NOT NUL
 
 
 class KeyErased(Unreadable):
-    """The key of an encrypted file was erased, so that the content is gone."""
+    """The key of an encrypted file was erased, so that its content is lost."""
 
 
 class NotOpened(Unreadable):
@@ -58,8 +58,8 @@ class Seal:
     """Encrypts and decrypts the parts of one file.
 
     Attributes:
-      salt: of the file.
-      key_id: tells whether a key is the file's.
+      salt: salt of the file.
+      key_id: id of its key.
     """
 
     def __init__(self, key: bytes, salt: bytes) -> None:
@@ -69,20 +69,20 @@ class Seal:
         self._cipher = AESGCM(hmac.digest(key, b"jaxllm context" + salt, hashlib.sha256))
 
     def sealed(self, number: int, data: bytes | memoryview, name: str = "") -> bytes:
-        """A part, encrypted, and its tag behind it.
+        """Encrypts a part, and appends its tag.
 
         Args:
-          number: of the part; each is used once for a seal.
+          number: number of the part, used once per seal.
           data: the part.
-          name: what it belongs to, which is needed to open it.
+          name: additional authenticated data, required to open the part.
         """
         return self._cipher.encrypt(number.to_bytes(_NONCE_BYTES, "big"), data, name.encode())
 
     def opened(self, number: int, data: bytes | memoryview, name: str = "") -> bytes:
-        """A part that `sealed` made.
+        """Decrypts a part made by `sealed`.
 
         Raises:
-          CheckpointError: it is not what was written.
+          CheckpointError: the content has changed.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -93,10 +93,10 @@ class Seal:
 
 
 class Ledger:
-    """Which record of each encrypted context is the newest (see the module).
+    """Use numbers of the newest records of encrypted contexts (see the module).
 
     Attributes:
-      most_used: the largest use that it has read or written.
+      most_used: the largest use number read or written.
       plain: folders of contexts in which plain files were read.
     """
 
@@ -126,7 +126,7 @@ class Ledger:
         return self._is_sealed
 
     def seal(self) -> None:
-        """Refuses from here on what is not encrypted, or not in the ledger.
+        """Refuses unencrypted files and contexts without an entry from here on.
 
         Raises:
           OSError: it cannot be written.
@@ -136,7 +136,7 @@ class Ledger:
         self._is_sealed = True
 
     def require_encrypted(self, path: Path) -> None:
-        """Raises CheckpointError for a plain file where none may be; elsewhere notes it in `plain`."""
+        """Raises CheckpointError for a plain file in a sealed store; else adds it to `plain`."""
         self.plain.add(path.parent)
         if self._is_sealed:
             raise CheckpointError(
@@ -144,14 +144,14 @@ class Ledger:
             )
 
     def require_newest(self, folder: Path, used: int) -> None:
-        """Checks that a record is no older one that was put back.
+        """Checks that a record is not an older one that was put back.
 
         Args:
-          folder: of the context.
-          used: of the record.
+          folder: folder of the context.
+          used: use number of the record.
 
         Raises:
-          CheckpointError: it is, or the context was deleted, or made by another store.
+          CheckpointError: it is older, or the context was deleted, or made by another store.
           Unreadable: the ledger cannot be read now.
         """
         if not self._is_sealed:
@@ -166,7 +166,7 @@ class Ledger:
             )
 
     def expect(self, folder: Path) -> None:
-        """Notes a context whose first record is about to be written.
+        """Adds a context whose first record is about to be written.
 
         Raises:
           JaxllmError: it cannot be written.
@@ -174,7 +174,7 @@ class Ledger:
         self._run("INSERT OR IGNORE INTO newest VALUES (?, ?, 0)", folder)
 
     def wrote(self, folder: Path, used: int) -> None:
-        """Notes that storage has a context's new record.
+        """Updates the use number after a context's new record was written.
 
         Raises:
           JaxllmError: it cannot be written.
@@ -183,7 +183,7 @@ class Ledger:
         self.most_used = max(self.most_used, used)
 
     def forget(self, folder: Path) -> None:
-        """Forgets a context that was deleted.
+        """Removes a deleted context.
 
         Raises:
           JaxllmError: it cannot be written.
@@ -191,7 +191,7 @@ class Ledger:
         self._run("DELETE FROM newest WHERE app = ? AND name = ?", folder)
 
     def erase(self, app_folder: str) -> None:
-        """Forgets all contexts of an app, whose key was erased.
+        """Removes all contexts of an app whose key was erased.
 
         Raises:
           JaxllmError: it cannot be written.
@@ -203,19 +203,19 @@ class Ledger:
 
 
 class Vault:
-    """The keys of apps, by the names of their folders in the store. For one thread that writes.
+    """The keys of apps, by the names of their folders in the store. For a single writer thread.
 
     Attributes:
-      folder: of the keys.
-      ledger: knows the newest records that they encrypt.
+      folder: folder of the keys.
+      ledger: use numbers of the newest records.
     """
 
     def __init__(self, folder: Path, store: Path) -> None:
         """Opens the folder of keys, made if missing.
 
         Raises:
-          ConfigError: it cannot be used, others can read or replace it, it lies in the store, or the package
-            that encrypts is missing.
+          ConfigError: it cannot be used, others can read or replace it, it is in the store, or the
+            encryption package is missing.
         """
         try:
             import cryptography  # noqa: F401
@@ -247,10 +247,10 @@ class Vault:
         return Seal(self._key(app_folder) or self._made(app_folder), secrets.token_bytes(SALT_BYTES))
 
     def seal(self, app_folder: str, wanted: str, salt: bytes) -> Seal:
-        """The seal of a file that was written.
+        """The seal of an existing file.
 
         Raises:
-          KeyErased: the key is gone, or another by now.
+          KeyErased: the key was erased or replaced.
           Unreadable: the key cannot be read.
         """
         key = self._key(app_folder)
@@ -259,7 +259,7 @@ class Vault:
         return Seal(key, salt)
 
     def erase(self, app_folder: str) -> None:
-        """Erases the key of an app; its encrypted files cannot be read by anybody from here on.
+        """Erases the key of an app; its encrypted files are unreadable from here on.
 
         Raises:
           OSError: the device failed.
@@ -310,11 +310,11 @@ class Vault:
 
 
 def require_form(path: Path, vault: Vault | None, *, encrypted: bool) -> None:
-    """Checks that a file of a store may be read, with the keys that the store was opened with.
+    """Checks that a file of a store may be read with the store's keys.
 
     Raises:
       NotOpened: it is encrypted, and there are no keys.
-      CheckpointError: it is not, and no file of this store may be plain.
+      CheckpointError: it is plain, in a sealed store.
     """
     if encrypted and vault is None:
         raise NotOpened(path)
@@ -323,7 +323,7 @@ def require_form(path: Path, vault: Vault | None, *, encrypted: bool) -> None:
 
 
 def key_id(key: bytes) -> str:
-    """Tells keys apart, and nothing of a key."""
+    """A short digest that identifies a key without revealing it."""
     return hmac.digest(key, b"jaxllm key id", hashlib.sha256).hex()[:ID_DIGITS]
 
 

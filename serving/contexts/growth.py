@@ -1,4 +1,4 @@
-"""Makes a context's record at the end of a call: chooses the width of each chunk by its density."""
+"""Makes a context's record after a call: chooses the width of each chunk by its density."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.engine.request import Session, common_prefix
 from jaxllm.serving.ground.sliding import slid
 
-# Of products of a ratio and bytes, just below a whole number.
+# Tolerance for products of ratios and bytes just below an integer.
 _ROUNDING = 1e-6
 
 
 def sink_record(
     before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int
 ) -> Record:
-    """The record of a context that keeps only its first chunk, with the attention it got so far; the
-    arguments are those of `grown_record`."""
+    """The record of a context that keeps only its first chunk, with its attention so far; arguments as for
+    `grown_record`."""
     got, seen = _attended(before, chunk_io, mass=mass, first=first, cached_tokens=cached_tokens)
     return dataclasses.replace(
         before, bits=before.bits[:1], mass=tuple(got[:1].tolist()), seen=tuple(seen[:1].tolist())
@@ -45,15 +45,15 @@ def grown_record(
 
     Args:
       before: the record before the call.
-      chunk_io: of the context's level.
-      options: limit the bytes of chunks.
+      chunk_io: `ChunkIO` of the context's level.
+      options: limits of chunks' bytes.
       tokens: all tokens of the context now.
-      mass: `[>= cached_tokens]`, the attention that each position got in this call.
-      first: the position of the first token that the call fed.
-      cached_tokens: tokens in the cache; all whole chunks of them are kept.
+      mass: `[>= cached_tokens]`, attention mass of each position in this call.
+      first: position of the first token that the call fed.
+      cached_tokens: number of tokens in the cache; all of their whole chunks are stored.
 
     Returns:
-      The record with the new widths of chunks, none above the width it is stored at.
+      The record with the new widths of chunks, none above its stored width.
     """
     got, seen = _attended(before, chunk_io, mass=mass, first=first, cached_tokens=cached_tokens)
     count = len(got)
@@ -86,13 +86,13 @@ def ended_record(
 ) -> Record:
     """A context's record after a call that may have been interrupted anywhere.
 
-    Keeps the chunks of those first tokens that the cache and `tokens` have in common; without a cache (an
-    error took it), the chunks of before that still agree with `tokens`.
+    Keeps the chunks of the common prefix of the cache and `tokens`; without a cache (lost by an error), the
+    earlier chunks that still agree with `tokens`.
 
     Args:
       before: the record before the call.
-      resident: the width of each chunk in memory, by number.
-      session: of the call, with its cache, if there is one, and the tokens in it.
+      resident: width of each chunk in memory, by number.
+      session: session of the call, with its cache, if there is one, and the tokens in it.
       chunk_io, options, tokens, first: see `grown_record`.
     """
     if session.cache is None:
@@ -111,8 +111,8 @@ def ended_record(
 
 
 def _record_with_states(before: Record, tokens: Sequence[int], session: Session, chunk_tokens: int) -> Record:
-    """A context's record after a call of a model with state layers. Where the states have gone beyond its
-    tokens, as after a stop string, the states that are stored stay, and the next call goes on from them."""
+    """A context's record after a call of a model with state layers. If the states have consumed more than its
+    tokens, as after a stop string, the stored states stay, and the next call continues from them."""
     count = session.state_tokens
     if not count or len(session.tokens) != count or session.tokens != list(tokens[:count]):
         return agreeing_record(before, tokens, chunk_tokens)
@@ -124,8 +124,8 @@ def _record_with_states(before: Record, tokens: Sequence[int], session: Session,
 
 
 def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
-    """The rest of a context that drops its middle before a call: its first chunk and its newest tokens,
-    `most` together. The newest are computed again at their new positions (see
+    """The record after dropping the middle of a context before a call: its first chunk and its newest
+    tokens, `most` together. The newest are recomputed at their new positions (see
     `jaxllm.serving.ground.sliding`)."""
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
     if record.state_tokens:
@@ -135,7 +135,7 @@ def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
 
 
 def position_mass(cache: KVCache, chunk_tokens: int) -> np.ndarray:
-    """The attention that each position got, `[>= tokens]`; that of a coded chunk is spread over it."""
+    """The attention mass of each position, `[>= tokens]`; that of a coded chunk is spread evenly."""
     mass, front = np.asarray(cache.mass)[0], cache.coded_tokens // chunk_tokens
     if not front:
         return mass
@@ -145,7 +145,7 @@ def position_mass(cache: KVCache, chunk_tokens: int) -> np.ndarray:
 
 
 def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
-    """The most bytes that so many chunks of a context take, whatever their widths."""
+    """The maximum bytes of `chunks` chunks of a context, for any widths."""
     if chunk_io.widths == (RAW,):
         return chunks * chunk_io.chunk_bytes(RAW) + chunk_io.state_bytes
     wanted = int(options.ratio * chunk_io.reference_bytes * chunks + _ROUNDING)
@@ -153,20 +153,20 @@ def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
 
 
 def least_ratio(chunk_io: ChunkIO) -> float:
-    """The ratio that chunks take at their narrowest; 0 for a codec with one width, which ignores ratios."""
+    """The ratio of chunks at their narrowest; 0 for a codec with one width, which ignores ratios."""
     if chunk_io.widths == (RAW,):
         return 0.0
     return chunk_io.chunk_bytes(min(WIDTHS)) / chunk_io.reference_bytes
 
 
 def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
-    """Checks that chunks can take as little as their ratio says.
+    """Checks that chunks can be as small as the options' ratio.
 
     Raises:
-      ConfigError: they take more at their narrowest.
+      ConfigError: they are larger at their narrowest.
     """
     least = least_ratio(chunk_io)
-    # Ratios are written with few digits: 0.4 is not exactly two fifths.
+    # Ratios have few digits: 0.4 is not exactly two fifths.
     if options.ratio < least - _ROUNDING:
         raise ConfigError(
             f"a ratio of {options.ratio} is less than {least:.4g}, which chunks take at {min(WIDTHS)} bits "
@@ -178,7 +178,7 @@ def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
 def _widths(
     chunk_io: ChunkIO, options: ContextOptions, density: np.ndarray, most: np.ndarray | None = None
 ) -> np.ndarray:
-    """Bits of chunks of a density (see `allocate`)."""
+    """Bits of chunks by density (see `allocate`)."""
     return allocate(
         density,
         most_bytes(chunk_io, options, len(density)),
@@ -192,7 +192,7 @@ def _widths(
 def _attended(
     before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The attention that each whole chunk got so far, and the most it could have got, `[chunks]` each."""
+    """The attention mass of each whole chunk so far, and its maximum possible mass, `[chunks]` each."""
     size, cfg = chunk_io.chunk_tokens, chunk_io.runner.cfg
     count = cached_tokens // size
     heads = [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]
@@ -205,7 +205,7 @@ def _attended(
 
 
 def agreeing_record(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
-    """The record of a context whose tokens changed, with those of its chunks whose tokens are the same."""
+    """The record of a context after its tokens changed, with the chunks whose tokens are the same."""
     common = _agreed(before.tokens, tokens)
     if before.state_tokens:
         kept = before if common >= before.state_tokens else before.cut(0)

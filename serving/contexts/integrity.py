@@ -1,4 +1,4 @@
-"""Reads everything in a store, and sorts what is wrong by what can be done about it."""
+"""Reads everything in a store, and classifies damage by its remedy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class ChunkDamage:
     Attributes:
       corrupt: chunks whose content differs from what was written.
       unread: chunks that storage refuses.
-      reason: why the first of these was refused.
+      reason: error of the first of these.
     """
 
     corrupt: frozenset[int]
@@ -47,7 +47,7 @@ def chunk_damage(folder: Path, record: Record, storage: Storage, vault: Vault | 
 
 
 def row_damage(folder: Path, record: Record, storage: Storage, vault: Vault | None = None) -> Damage | None:
-    """Damage of a context's rows, which nothing can make again; None for none."""
+    """Damage of a context's rows, which cannot be recomputed; None for none."""
     try:
         read_rows(folder, record, storage, vault)
     except CheckpointError as error:
@@ -65,9 +65,9 @@ def verify(
     """Finds the damage of all contexts; see `ContextStore.verify`.
 
     Args:
-      catalog: of the store.
-      storage: how segments are read.
-      vault: has the keys of encrypted ones.
+      catalog: catalog of the store.
+      storage: storage options of segments.
+      vault: keys of encrypted contexts.
       commit: stores a record, for a repair; None to change nothing.
 
     Raises:

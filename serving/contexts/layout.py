@@ -3,9 +3,9 @@
     ROOT/catalog.sqlite                  the records of all contexts (`catalog`)
     ROOT/lock                            locked by the one process that uses the store
     ROOT/app-QUOTED/0123456789abcdef/    a context's segments `N.kv`
-    ROOT/quarantine/app-QUOTED/...       damaged files as they were found, until the user deletes them
+    ROOT/quarantine/app-QUOTED/...       damaged files, unchanged, until the user deletes them
 
-Files of other names and symbolic links belong to others: they are neither read nor removed.
+Files with other names and symbolic links are foreign: they are neither read nor removed.
 """
 
 import contextlib
@@ -33,26 +33,26 @@ CATALOG_HEAD = b"SQLite format 3\0"
 LONGEST_APP = 200
 _APP = "app-"
 _CONTEXT = re.compile(r"[0-9a-f]{16}")
-# Temporary files that a killed writer of one of the store's files leaves.
+# Temporary files that a killed writer leaves.
 UNFINISHED = re.compile(r"\.(\d+\.kv|catalog\.sqlite)\.(jaxllm-)?[0-9a-f]{12}\.tmp(-journal)?")
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 
 
 class StoreLock:
-    """A lock that this process owns from its construction until `release`.
+    """A file lock of this process from construction until `release`.
 
-    A forked child gets a copy of the open file, which would keep the lock after the parent has released it:
-    the copy is closed as soon as the child runs, and `require` refuses whatever the child asks for.
+    A forked child inherits a copy of the open file, which would keep the lock after the parent's release: the
+    copy is closed as soon as the child runs, and `require` refuses everything in the child.
     """
 
     def __init__(self, path: Path) -> None:
-        """Takes the lock.
+        """Acquires the lock.
 
         Args:
-          path: the file that is locked, made if missing.
+          path: file to lock, made if missing.
 
         Raises:
-          ConfigError: another process has it.
+          ConfigError: another process has the lock.
           OSError: the file cannot be made.
         """
         import fcntl
@@ -81,7 +81,7 @@ class StoreLock:
 
         Raises:
           ConfigError: it was released, or belongs to this process's parent.
-          CheckpointError: its file was removed or replaced, so that another process may own that one.
+          CheckpointError: its file was removed or replaced, so that another process may own the new one.
           Unreadable: the device fails.
         """
         folder = self._path.parent
@@ -111,7 +111,7 @@ class StoreLock:
             return
         try:
             if self._process == os.getpid():
-                # Not by closing alone: children that were forked by other means have copies.
+                # Closing is not enough: children that were forked by other means have copies.
                 fcntl.flock(file, fcntl.LOCK_UN)
         finally:
             os.close(file)
@@ -131,11 +131,11 @@ class StoreLock:
 
 
 def folder_name(app: str) -> str:
-    """The name of an app's folder, whatever characters the app's name has; never one of the store's own
-    names, nor `.` or `..`.
+    """The name of an app's folder, for any characters of the app's name; never one of the store's own names,
+    nor `.` or `..`.
 
     Raises:
-      ConfigError: the app's name is empty, too long, or not valid text.
+      ConfigError: the app's name is empty, too long, or invalid text.
     """
     try:
         name = _APP + urllib.parse.quote(app, safe="")
@@ -165,12 +165,12 @@ def is_app_folder(name: str) -> bool:
 
 
 def app_of(folder: str) -> str:
-    """The app whose folder has this name."""
+    """The app of a folder name."""
     return urllib.parse.unquote(folder.removeprefix(_APP))
 
 
 def context_folders(root: Path) -> list[Path]:
-    """All entries that have the name of a context's folder, in folders of apps; links are not followed.
+    """All entries with names of context folders, in folders of apps; links are not followed.
 
     Raises:
       OSError: storage refuses to list them.
@@ -181,7 +181,7 @@ def context_folders(root: Path) -> list[Path]:
 
 
 def require_real(root: Path, folder: Path) -> None:
-    """Checks that a context's folder and its app's are folders, not links to others; missing ones are not.
+    """Checks that a context's folder and its app's are folders, not links; missing ones are allowed.
 
     Raises:
       Unreadable: one is a link or another kind of file, or storage refuses.
@@ -199,7 +199,7 @@ def require_real(root: Path, folder: Path) -> None:
 
 
 def set_aside(root: Path, folder: Path) -> Path:
-    """Moves a context's folder into the quarantine, unchanged.
+    """Moves a context's folder into the quarantine unchanged.
 
     Returns:
       Its new path.
@@ -231,10 +231,10 @@ def quarantined(root: Path) -> list[Path]:
 
 
 def delete_quarantined(root: Path) -> list[Path]:
-    """Empties the quarantine: removes files that have the store's names, and folders that are empty then.
+    """Empties the quarantine: removes files with the store's names, and folders that become empty.
 
     Returns:
-      Paths that were not removed, because they have other names.
+      Paths with other names, which were not removed.
     """
     for path in quarantined(root):
         with contextlib.suppress(OSError):
@@ -249,9 +249,9 @@ def remove_own(folder: Path, *, keep: Set[str] | None = None, foreign: bool = Fa
     """Removes the store's own files from a context's folder, and the folder if that leaves it empty.
 
     Args:
-      folder: of the context.
-      keep: files that stay, and with them the folder; None for none.
-      foreign: also remove links and files of foreign content that have the name of one of the store's files.
+      folder: folder of the context.
+      keep: files to keep, and with them the folder; None for none.
+      foreign: whether to also remove links and files of foreign content with names of the store's files.
 
     Returns:
       Whether the folder is gone.
@@ -274,13 +274,13 @@ def remove_own(folder: Path, *, keep: Set[str] | None = None, foreign: bool = Fa
 
 
 def next_segment(names: Iterable[str]) -> str:
-    """A segment name above all others, so that a name that a reader may have open is never used again."""
+    """A segment name above all others, so that a name that a reader may have open is never reused."""
     numbers = [int(each.removesuffix(SUFFIX)) for each in names if SEGMENT.fullmatch(each)]
     return f"{1 + max(numbers, default=-1)}{SUFFIX}"
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; 0 where it is missing."""
+    """Bytes of a file; 0 if it is missing."""
     try:
         return os.lstat(path).st_size
     except OSError:
@@ -288,7 +288,7 @@ def file_size(path: Path) -> int:
 
 
 def is_shared(path: Path) -> bool:
-    """Whether a file has other names, too: its bytes stay when one of them is removed."""
+    """Whether a file has several links: its bytes stay when one of them is removed."""
     try:
         return os.lstat(path).st_nlink > 1
     except OSError:
@@ -296,7 +296,7 @@ def is_shared(path: Path) -> bool:
 
 
 def folder_bytes(folders: Iterable[Path]) -> int:
-    """Bytes of all files in some folders; a file with several names counts once."""
+    """Bytes of all files in some folders; files with several links count once."""
     sizes: dict[tuple[int, int], int] = {}
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -308,10 +308,10 @@ def folder_bytes(folders: Iterable[Path]) -> int:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file has a name that a store gives, and begins with the bytes that it writes there.
+    """Whether a file has a name of a store's files, and begins like one.
 
     Raises:
-      OSError: storage does not say.
+      OSError: storage refuses.
     """
     if not _has_own_name(path.name):
         return False
@@ -331,10 +331,10 @@ def is_own(path: Path) -> bool:
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Turns an OSError of writing or listing a context's folder into a JaxllmError.
+    """Turns an OSError while writing or listing a context's folder into a JaxllmError.
 
     Raises:
-      BudgetExceeded: the device has no room.
+      BudgetExceeded: the device is full.
       CheckpointError: it failed otherwise.
     """
     try:

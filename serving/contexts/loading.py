@@ -1,11 +1,11 @@
-"""Loads the chunks of a context into a cache and into memory: read from storage, computed from its tokens, or
-shared with a context that begins alike.
+"""Loads the chunks of a context into a cache and into memory: read from storage, recomputed from tokens, or
+shared with a context that has a common prefix.
 
-Exact chunks (`raw`) are not computed again: a new context whose first prompt begins as another one does uses
-that one's, with the attention that they got. Chunks at fewer bits would change its answer: it computes its
-own, and shares those that come to the same width from the end of its first call on. On storage its folder has
-links to the same segments (`ContextStore.link`), and in memory both have the same blobs; a chunk that one of
-them stores at fewer bits later is a new one of its own.
+Exact chunks (`raw`) are not recomputed: a new context with a common prefix uses the other's chunks, with
+their attention. Chunks of fewer bits would change its answer: it computes its own, and shares those of
+equal width after its first call. On storage its folder has links to the same segments
+(`ContextStore.link`), and in memory both have the same blobs; a chunk that one of them later stores at
+fewer bits is a new one.
 """
 
 import concurrent.futures
@@ -31,19 +31,19 @@ from jaxllm.serving.engine.request import Session, common_prefix
 from jaxllm.serving.ground.plan import Restoration
 from jaxllm.serving.runners.level_runner import LevelRunner
 
-# Two reads at a time keep the device busy.
+# Two concurrent reads keep the device busy.
 _READERS = 2
-# Tokens of a cache behind coded chunks, beyond which a context's next call begins with an empty one.
+# Number of cached tokens after coded chunks beyond which a context's next call starts with an empty cache.
 _TAIL_TOKENS = 256
 
 
 class ChunkLoader:
-    """Restores contexts at the beginning of a call, and repairs what is damaged on storage.
+    """Restores contexts at the beginning of a call, and repairs damage on storage.
 
     Args:
-      store: has the chunks on storage.
-      memory: gets the chunks that were read.
-      delays: of this device, by level.
+      store: store of the chunks.
+      memory: memory for the chunks that were read.
+      delays: delays of this device, by level.
       options: see `ContextOptions`.
     """
 
@@ -62,19 +62,19 @@ class ChunkLoader:
     def resume(
         self, levels: Mapping[int, ChunkIO], turn: Turn, last: tuple[str, Session], tokens: int
     ) -> Restoration:
-        """Gives a call's session all whole chunks of its context, or the cache of the call that ended last,
-        if that was in the same context.
+        """Gives a call's session all whole chunks of its context, or the cache of the last ended call if that
+        was in the same context.
 
         Args:
-          levels: of the model.
+          levels: levels of the model.
           turn: the call.
-          last: the context whose call ended last, and its session, which loses its cache.
-          tokens: most tokens of the cache.
+          last: the context of the last ended call, and its session, which loses its cache.
+          tokens: maximum number of tokens of the cache.
         """
         chunk_io, (name, there), session = levels[turn.base.origin.level], last, turn.session
         same = name == turn.record.name and there.weights_version == chunk_io.runner.weights_version
         same = same and turn.base.source == (there.source or ())
-        # States that have gone beyond the tokens are of no use; those on storage may be.
+        # States beyond the tokens are useless; the stored ones may be usable.
         same = same and there.state_tokens in (None, len(there.tokens))
         if same and not _outgrown(chunk_io, turn, there):
             session.tokens, session.cache = there.take()
@@ -83,7 +83,7 @@ class ChunkLoader:
             session.source = there.source
             return Restoration(resident=len(turn.base.bits), cached=True)
         if chunk_io.coded and _behind_tokens(there) > _TAIL_TOKENS:
-            # Its memory was taken as it filled: a new cache takes none.
+            # Its memory was committed as it filled: a new cache has none.
             there.take()
         cache = cache_with_room(levels, chunk_io.runner, there, tokens)
         return self.bring_back(turn, chunk_io, cache, tokens)
@@ -93,9 +93,9 @@ class ChunkLoader:
 
         Args:
           turn: the call.
-          chunk_io: of its level.
-          cache: has room for `tokens`; donated.
-          tokens: most tokens of the cache.
+          chunk_io: `ChunkIO` of its level.
+          cache: cache with room for `tokens`; donated.
+          tokens: maximum number of tokens of the cache.
 
         Raises:
           CheckpointError: chunks can neither be read nor recorded as lost.
@@ -109,7 +109,7 @@ class ChunkLoader:
             cache = chunk_io.behind(cache, None, 0)
         for attempt in range(2):
             base = turn.base = turn.base.restorable(runner.cfg.vocab_size)
-            # Chunks that are computed again attend to the source.
+            # Recomputed chunks attend to the source.
             cache = _sourced(runner, runner.start(tokens) if attempt else cache, base)
             resident = self._resident(name, base)
             wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
@@ -125,14 +125,14 @@ class ChunkLoader:
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
                     reader=Reader(self._store.open(source, wanted).read if wanted else _nothing, self._pool),
-                    # Chunks with rows are read: rows are no tokens, to be computed from.
+                    # Chunks with prompt embeddings must be read: they cannot be recomputed from tokens.
                     delays=self._delays[runner.level] if self._recomputes(chunk_io, base) else None,
                     new=self._new_tokens(turn, chunk_io),
                 )
             except CheckpointError:
                 if attempt:
                     raise
-                # Damaged chunks are lost, and to this call those that storage refuses: both are computed.
+                # Damaged chunks are lost, and for this call unreadable ones, too: both are recomputed.
                 there = self._store.repair(source)
                 turn.record = self._store.record(name)
                 turn.base = base.lose({n for n, bits in enumerate(there.bits) if bits == LOST})
@@ -142,11 +142,11 @@ class ChunkLoader:
         raise AssertionError("either of two attempts returns or raises")
 
     def _recomputes(self, chunk_io: ChunkIO, base: Record) -> bool:
-        """Whether chunks that are on storage may be computed instead."""
+        """Whether stored chunks may be recomputed instead."""
         return self._recompute and chunk_io.computes and not base.rows
 
     def _take(self, turn: Turn, chunk_io: ChunkIO, back: Restored) -> None:
-        """Gives a restored context to a call's session, and to memory what was read."""
+        """Gives a restored context to a call's session, and the chunks that were read to memory."""
         name, base, session, cache = turn.record.name, turn.base, turn.session, back.cache
         self.load(chunk_io, name, back.read)
         if back.chunk_table is not None:
@@ -166,15 +166,15 @@ class ChunkLoader:
             session.fed = back.fed
 
     def _new_tokens(self, turn: Turn, chunk_io: ChunkIO) -> NewTokens | None:
-        """The tokens of a call behind the chunks of its context; None where they are not fed before these
-        are restored."""
+        """The tokens of a call after the chunks of its context; None if they are not fed during the
+        restore."""
         base, sequence = turn.base, turn.sequence
         count = len(base.bits) * chunk_io.chunk_tokens
         if not self._overlap or len(sequence) <= count or tuple(sequence[:count]) != base.tokens[:count]:
             return None
         new = sequence[count:]
         if base.rows or max(new) >= chunk_io.runner.cfg.vocab_size:
-            # Rows in place of tokens are fed by the prefill alone.
+            # Prompt embeddings are only fed by the prefill.
             return None
         chunks = chunk_io.runner.prefill_chunks(len(new))
         return NewTokens(tokens=new, chunks=chunks) if chunk_io.feeds(chunks[0]) else None
@@ -183,7 +183,7 @@ class ChunkLoader:
         return {n: each for n, each in self._memory.chunks(name).items() if n < len(base.bits)}
 
     def chunk_table(self, chunk_io: ChunkIO, name: str) -> ChunkTable:
-        """The chunk table of a context, all of which are in memory (see `ChunkMemory`)."""
+        """The chunk table of a context whose chunks are all in memory (see `ChunkMemory`)."""
 
         def made(there: list[Resident]) -> ChunkTable:
             return chunk_io.chunk_table([(each.bits, each.blobs) for each in there])
@@ -191,10 +191,10 @@ class ChunkLoader:
         return self._memory.chunk_table(name, made)
 
     def load(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
-        """Puts chunks of a context into memory.
+        """Adds chunks of a context to memory.
 
         Raises:
-          BudgetExceeded: one does not fit; those after it are left out.
+          BudgetExceeded: one does not fit; later ones are left out.
         """
         delays = self._delays[chunk_io.runner.level]
         compute_ms = chunk_io.layers * delays.compute.per_unit_ms
@@ -206,15 +206,15 @@ class ChunkLoader:
 def cache_with_room(
     levels: Mapping[int, ChunkIO], runner: LevelRunner, spare: Session, tokens: int
 ) -> KVCache:
-    """A cache with room for `tokens`: that of the context before, if its shape fits.
+    """A cache with room for `tokens`: that of the previous context, if its shape fits.
 
-    Clearing new memory takes as long as decoding chunks into it.
+    Clearing new memory costs as much as decoding chunks into it.
 
     Args:
-      levels: of the model.
-      runner: of the level that is about to answer.
-      spare: the session of the context before, which loses its cache.
-      tokens: most tokens of the cache.
+      levels: levels of the model.
+      runner: runner of the level that answers next.
+      spare: session of the previous context, which loses its cache.
+      tokens: maximum number of tokens of the cache.
     """
     _, cache = spare.take()
     if cache is not None and spare.weights_version is not None:
@@ -222,7 +222,7 @@ def cache_with_room(
         if form == runner.model.bucket_level and cache.capacity_tokens == runner.capacity_for(tokens):
             # Another context's keys and values are masked until they are overwritten.
             return cache
-    # Frees the old cache before a new one is made.
+    # Free the old cache before making a new one.
     del cache
     return runner.start(tokens)
 
@@ -230,14 +230,14 @@ def cache_with_room(
 def alike(
     store: ContextStore, record: Record, tokens: Sequence[int], *, across_apps: bool
 ) -> tuple[Record | None, int]:
-    """The context that has the longest beginning of some tokens in whole chunks, and how many these are; the
-    chunk of the last token is left out.
+    """The context with the longest common prefix with some tokens in whole chunks, and the number of these
+    chunks; the chunk of the last token is left out.
 
     Args:
-      store: of the contexts.
-      record: of the context whose tokens they are.
-      tokens: of it.
-      across_apps: whether other apps' contexts count, too.
+      store: store of the contexts.
+      record: record of the context of the tokens.
+      tokens: tokens of the context.
+      across_apps: whether to include other apps' contexts.
     """
     best, count = None, 0
     for each in store.records(None if across_apps else record.app):
@@ -252,17 +252,17 @@ def alike(
 def shared_beginning(
     store: ContextStore, memory: ChunkMemory, record: Record, prompt: Sequence[int], *, across_apps: bool
 ) -> tuple[Record, str]:
-    """Takes the beginning of a new context from another one, whose chunks are not computed then.
+    """Shares the prefix of another context with a new one, so that its chunks are not computed.
 
     Args:
-      store: of the contexts.
-      memory: gets the chunks that are in memory.
-      record: of the new context, without tokens.
-      prompt: its first.
+      store: store of the contexts.
+      memory: memory for the chunks that are resident.
+      record: record of the new context, without tokens.
+      prompt: its first prompt.
       across_apps: see `alike`.
 
     Returns:
-      The record with the beginning, and the name of the other one; the record as it is and "" where there is
+      The record with the prefix, and the name of the other context; the unchanged record and "" if there is
       none.
     """
     best, count = alike(store, record, prompt, across_apps=across_apps)
@@ -270,7 +270,7 @@ def shared_beginning(
         return record, ""
     there = memory.chunks(best.name)
     if any(n not in there for n in range(count)):
-        # They are read, so that they must be written.
+        # They are read, so they must be written first.
         store.wait(best.name)
         best = store.record(best.name)
         count = min(count, _common_chunks(best, prompt))
@@ -283,12 +283,12 @@ def shared_beginning(
 
 
 def share_resident(store: ContextStore, memory: ChunkMemory, name: str, wanted: Iterable[int]) -> None:
-    """Takes chunks of a context from others that have them in memory and the same segment on storage.
+    """Shares chunks of a context with others that have them in memory and the same segment on storage.
 
     Args:
-      store: of the contexts.
-      memory: of the chunks.
-      name: of the context.
+      store: store of the contexts.
+      memory: memory of the chunks.
+      name: name of the context.
       wanted: numbers of the chunks.
     """
     record = store.record(name)
@@ -310,7 +310,7 @@ def share_resident(store: ContextStore, memory: ChunkMemory, name: str, wanted: 
 
 
 def _sourced(runner: LevelRunner, cache: KVCache, base: Record) -> KVCache:
-    """A cache that has the keys and values of a context's source; as it is where there is none."""
+    """The cache with the keys and values of a context's source; unchanged without one."""
     if not base.source:
         return cache
     with runner.lock:
@@ -319,7 +319,7 @@ def _sourced(runner: LevelRunner, cache: KVCache, base: Record) -> KVCache:
 
 def _swapped(turn: Turn, chunk_io: ChunkIO, cache: KVCache, chunks: ChunkTable) -> Restoration:
     """Gives a call's session a context whose chunks are all in memory and in a chunk table, in place of the
-    one that a cache was behind. Looks at no chunk, and dispatches nothing."""
+    one that a cache belonged to. Accesses no chunk, and dispatches nothing."""
     base, session = turn.base, turn.session
     session.source = base.source or None
     count = len(base.bits)
@@ -330,13 +330,13 @@ def _swapped(turn: Turn, chunk_io: ChunkIO, cache: KVCache, chunks: ChunkTable) 
 
 
 def _behind_tokens(session: Session) -> int:
-    """Tokens in the rows of a session's cache, behind its coded chunks."""
+    """Number of tokens in a session's cache after its coded chunks."""
     return 0 if session.cache is None else len(session.tokens) - session.cache.coded_tokens
 
 
 def _outgrown(chunk_io: ChunkIO, turn: Turn, there: Session) -> bool:
-    """Whether a call does not go on with the cache of the last one in its context: too many tokens are in
-    floats that are chunks by now, or the context has lost some that are chunks in front of the cache."""
+    """Whether a call cannot continue the cache of the last one in its context: too many of its tokens are in
+    floats that are chunks by now, or the context has lost tokens that are chunks before the cache."""
     if not chunk_io.coded or there.cache is None:
         return False
     front = there.cache.coded_tokens
@@ -350,10 +350,10 @@ def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
 
 
 def _common_chunks(record: Record, prompt: Sequence[int]) -> int:
-    """The first whole chunks that a context has of a prompt, its last token left out."""
+    """The number of whole chunks in the common prefix of a context and a prompt without its last token."""
     size = record.origin.chunk_tokens
     if record.state_tokens:
-        # Its chunks are of no use without its states, which are of all its tokens.
+        # Its chunks are unusable without its states, which cover all its tokens.
         return 0
     kept = record.bits.index(LOST) if LOST in record.bits else len(record.bits)
     most = size * min(kept, (len(prompt) - 1) // size)

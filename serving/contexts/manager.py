@@ -1,15 +1,15 @@
-"""Runs calls in contexts: restores a context for a call, and stores it after it.
+"""Runs calls in contexts: restores a context before a call, and stores it afterwards.
 
-    begin     Claim, then Fault: reads or computes the chunks that are not in memory (`restore`)
+    begin     Claim, then Fault: reads or recomputes the chunks that are not in memory (`restore`)
     grow      makes room for the chunks of new tokens
-    finish    compresses new chunks by density, loads them into memory, and has them written ahead of time;
-              where they are written in the background, they are encoded there, too (`encoding`)
+    finish    compresses new chunks by density, loads them into memory, and writes them ahead of time; with
+              background writing, they are encoded in the background, too (`encoding`)
 
-Calls of different contexts may run in turns, each with its own cache. `ChunkMemory` evicts chunks, which are
-on storage already, of those that do not run. The last one's cache stays until another call begins.
-Options turn this into the baselines: write at eviction, or never, or compute only lost chunks.
+Calls of different contexts may take turns, each with its own cache. `ChunkMemory` evicts chunks, already on
+storage, of contexts that do not run. The last call's cache stays until another call begins. Options turn
+this into the baselines: write at eviction, or never, or recompute only lost chunks.
 
-An interrupt may come anywhere. The store decides what a context is; chunks in memory are valid only while the
+An interrupt may come anywhere. The store is authoritative; chunks in memory are valid only while the
 store's record is the one that memory knows (`_let_go`), which the next call checks.
 """
 
@@ -44,13 +44,13 @@ _LOG = logging.getLogger("jaxllm")
 
 
 class Contexts:
-    """The contexts of all apps, and calls in them, one at a time in each. Not thread-safe.
+    """The contexts of all apps, and calls in them, at most one per context. Not thread-safe.
 
     Attributes:
-      engine: that answers.
-      options: of the contexts.
-      store: of the contexts on storage.
-      memory: of the chunks in memory.
+      engine: engine of the answers.
+      options: options of the contexts.
+      store: store of the contexts.
+      memory: memory of the chunks.
       pending_errors: errors of storing dropped answers.
     """
 
@@ -58,12 +58,12 @@ class Contexts:
         """Opens the store and measures this device's delays.
 
         Args:
-          engine: warmed up.
-          options: of the contexts.
+          engine: warm engine.
+          options: options of the contexts.
 
         Raises:
-          ConfigError: the engine was opened without a codec, chunks cannot take as little as the options'
-            ratio, or the store is in use or cannot be made.
+          ConfigError: the engine was opened without a codec, chunks cannot be as small as the options' ratio,
+            or the store is in use or cannot be made.
         """
         if not engine.options.kv_codec:
             raise ConfigError("this engine keeps no contexts; open it with EngineOptions(kv_codec=...)")
@@ -84,7 +84,7 @@ class Contexts:
             self._writer = ChunkWriter(self.store, options.writing, self.pending_errors.note_unwritten)
             self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._writer.left)
             self._claims = Claims(self._let_go)
-            # The context whose call ended last, and its session with the cache.
+            # The context of the last ended call, and its session with the cache.
             self._last: tuple[str, Session] = ("", Session())
             self._process = os.getpid()
             self._delays: dict[int, Delays] = {}
@@ -107,17 +107,16 @@ class Contexts:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that opened these contexts; only that one may use
-        them."""
+        """Whether this process is a fork of the one that opened these contexts, and must not use them."""
         return self._process != os.getpid()
 
     def close(self) -> None:
-        """Ends the answers that run, keeps their tokens, and releases the store for other processes. Every
-        later call raises ConfigError.
+        """Ends running answers, stores their tokens, and releases the store for other processes. Later calls
+        raise ConfigError.
 
         Raises:
-          BudgetExceeded, CheckpointError: an answer could not be stored; the contexts are closed all the
-            same.
+          BudgetExceeded, CheckpointError: an answer could not be stored; the contexts are closed
+            nevertheless.
         """
         try:
             if not self.forked:
@@ -136,10 +135,10 @@ class Contexts:
                 self._loader.close(wait=not self.forked)
 
     def stop(self) -> None:
-        """Ends the answers that run, and keeps their tokens so far.
+        """Ends running answers, and stores their tokens so far.
 
         Raises:
-          BudgetExceeded, CheckpointError: those of one could not be stored.
+          BudgetExceeded, CheckpointError: tokens of one could not be stored.
         """
         with contextlib.ExitStack() as stack:
             for turn in self._claims.running():
@@ -148,16 +147,14 @@ class Contexts:
                     stack.callback(stop)
 
     def resize(self, budget_bytes: int) -> None:
-        """Sets the memory of chunks from now on, and evicts what is beyond it. Shares of pinned contexts are
-        of the new budget.
+        """Sets the memory limit of chunks, and evicts chunks beyond it. Pinned shares refer to the new limit.
 
         Args:
           budget_bytes: see `ContextOptions`.
 
         Raises:
-          ConfigError: it is not a whole number from 1 up.
-          BudgetExceeded: contexts that run may come to take more, beside those that are pinned; the budget is
-            as it was.
+          ConfigError: it is not a positive integer.
+          BudgetExceeded: running contexts may need more, besides pinned ones; the limit is unchanged.
         """
         options = dataclasses.replace(self.options, budget_bytes=budget_bytes)
         running = {each.record.name: each.most_bytes for each in self._claims.running()}
@@ -170,7 +167,7 @@ class Contexts:
         left = self.memory.resize(budget_bytes)
         name, session = self._last
         if session.chunks is not None and any(each.context == name for each in left):
-            # Its chunk table keeps their memory.
+            # Its chunk table references their memory.
             self._last = ("", Session())
             session.take()
             session.chunks = None
@@ -180,13 +177,13 @@ class Contexts:
         """Creates an empty context.
 
         Args:
-          app: that owns it.
-          level: the sub-model that answers in it, in percent; None for the engine's own.
-          pinned: its chunks never leave memory for those of another context.
+          app: owner of the context.
+          level: level that answers in it, in percent; None for the engine's own.
+          pinned: whether its chunks are never evicted for another context.
 
         Raises:
-          ConfigError: the level is not served, or the app has no name, or too long a one.
-          BudgetExceeded: the app may own no more contexts, or there is no room.
+          ConfigError: the level is not served, or the app's name is empty or too long.
+          BudgetExceeded: the app has reached its number of contexts, or there is no space.
         """
         level = self.engine.runner.level if level is None else level
         most, there = self.options.contexts_per_app, len(self.store.records(app))
@@ -197,8 +194,8 @@ class Contexts:
         return self.store.create(app, origin, pinned=pinned, tokenizer=self._tokenizer)
 
     def record(self, app: str, name: str) -> Record:
-        """The record of an app's context; where the context is of another model, level, codec, dtype or
-        adapter, as it moves to this engine's with its next call: its tokens alone.
+        """The record of an app's context. If the context is of another model, level, codec, dtype or adapter,
+        it is the record after moving to this engine's with the next call: its tokens without chunks.
 
         Raises:
           ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or its
@@ -207,7 +204,7 @@ class Contexts:
         return self.served(self.store.record(name, app))
 
     def served(self, record: Record) -> Record:
-        """A stored record as `record` gives it.
+        """Converts a stored record as `record` does.
 
         Raises:
           ContextGone: see `record`.
@@ -241,12 +238,11 @@ class Contexts:
         return rows and rows.before(len(record.tokens) if tokens is None else tokens)
 
     def moving(self, app: str, name: str, level: int | None = None) -> tuple[str, ...]:
-        """What of a context's origin another takes the place of in its next call, by its names in `Origin`;
-        empty where its chunks stay.
+        """The fields of a context's `Origin` that its next call will replace; empty if its chunks stay.
 
         Args:
-          app, name: of the context.
-          level: that answers, in percent; None for that of `record`.
+          app, name: app and name of the context.
+          level: level of the next call, in percent; None for that of `record`.
 
         Raises:
           ContextGone: see `record`.
@@ -257,10 +253,10 @@ class Contexts:
         return self.store.record(name, app).origin.differing(coming)
 
     def at_level(self, app: str, name: str, level: int) -> Record:
-        """Sets the level of an app's context. Its tokens stay, and the next call computes its chunks.
+        """Sets the level of an app's context. Its tokens stay, and the next call recomputes its chunks.
 
         Raises:
-          ConfigError: the level is not served, or a call runs in it.
+          ConfigError: the level is not served, or a call runs in the context.
           ContextGone, BudgetExceeded, CheckpointError: see `record`, `ContextStore.commit`.
         """
         record = self.record(app, name)
@@ -274,12 +270,12 @@ class Contexts:
         return self.store.commit(record.moved(origin))
 
     def chunk_io(self, level: int) -> ChunkIO:
-        """What chunks of a level that is served are read and written by."""
+        """The `ChunkIO` of a served level."""
         return self._chunk_io[level]
 
     def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
-        """The most bytes of a context's chunks in memory, perhaps with other tokens or at another level; 0
-        where that is not served."""
+        """The maximum bytes of a context's chunks in memory, optionally with other tokens or at another
+        level; 0 if that is not served."""
         chunk_io, window = (
             self._chunk_io.get(level or record.origin.level),
             self.engine.options.context_tokens,
@@ -289,11 +285,11 @@ class Contexts:
         return 0 if chunk_io is None else most_bytes(chunk_io, self.options, count)
 
     def pin(self, name: str, pinned: bool) -> Record:
-        """Keeps a context's chunks in memory once they are there, or lets them be evicted.
+        """Pins a context's chunks in memory, or unpins them.
 
         Raises:
           ContextGone: there is no such context.
-          BudgetExceeded: pinned contexts would take more than their share of memory (see `ContextOptions`).
+          BudgetExceeded: pinned contexts would exceed their share of memory (see `ContextOptions`).
         """
         record = dataclasses.replace(self.store.record(name), pinned=pinned)
         if pinned:
@@ -303,14 +299,14 @@ class Contexts:
         return record
 
     def ready(self, name: str) -> None:
-        """Waits until a context's last call is on storage, and raises the error of storing it, once.
+        """Waits until a context's last call is on storage, and raises its storing error once.
 
         Raises:
           BudgetExceeded, CheckpointError: see `PendingErrors`.
         """
         self.store.wait(name)
         if self.pending_errors.has(name) and self._claims.of(name) is None:
-            # What memory has may be more than storage.
+            # Memory may be ahead of storage.
             self.memory.forget(name)
             self._forget_cache(name)
         self.pending_errors.raise_for(name)
@@ -332,20 +328,20 @@ class Contexts:
         self.pending_errors.forget(name)
 
     def leaving(self, session: Session, first: int) -> None:
-        """Prepares the context that answers for dropping its middle: its first chunk stays, with the
-        attention that it got; later chunks will be new ones.
+        """Prepares the running context for dropping its middle: its first chunk stays, with its attention;
+        later chunks will be new ones.
 
-        Storage and memory are as they were until `finish`.
+        Storage and memory are unchanged until `finish`.
 
         Args:
-          session: of the call; its cache counts attention from zero from here on.
-          first: the position of the first token that the call fed.
+          session: session of the call; its cache restarts counting attention.
+          first: position of the first token that the call fed.
         """
         turn = next(each for each in self._claims.running() if each.session is session)
         cache = session.cache
         assert cache is not None
         if cache.states is not None:
-            # They begin anew, and with them all chunks.
+            # States restart, and with them all chunks.
             turn.base = turn.base.cut(0)
             return
         chunk_io = self._chunk_io[turn.base.origin.level]
@@ -353,7 +349,7 @@ class Contexts:
         mass = position_mass(cache, chunk_io.chunk_tokens)
         base = sink_record(turn.base, chunk_io, mass=mass, first=first, cached_tokens=len(session.tokens))
         if cache.coded_tokens:
-            # The first chunk stays in front; rows behind it are written anew.
+            # The first chunk stays; the rows after it are rewritten.
             cache = chunk_io.behind(cache, session.chunks, 1)
         session.cache = cache.uncounted()
         turn.base, turn.counted_from = base, chunk_io.chunk_tokens
@@ -373,15 +369,15 @@ class Contexts:
         """Restores a context for a call, and locks it.
 
         Args:
-          app, name: of the context.
-          session: gets its tokens and cache: those of all whole chunks, or all where it ran last.
-          prompt_tokens: tokens of the context and the prompt together.
-          most_tokens: most tokens of the context when the call ends; no room is made for them yet.
-          base: the record after sliding, where the context slides before the call; None for all of it.
-          prompt: tokens of the context and the prompt: what is not in the context may be computed while it is
-            restored, and a context's first may begin as another context does.
-          rows: all that stand in place of tokens of the context and the prompt; new ones are on storage
-            before the call begins.
+          app, name: app and name of the context.
+          session: receives the context's tokens and cache: those of all whole chunks, or all if it ran last.
+          prompt_tokens: number of tokens of the context and the prompt together.
+          most_tokens: maximum number of tokens of the context after the call; no room is made for them yet.
+          base: record after sliding, if the context slides before the call; None for all of it.
+          prompt: tokens of the context and the prompt: new ones may be computed during the restore, and a
+            new context may share another's prefix.
+          rows: all prompt embeddings of the context and the prompt; new ones are stored before the call
+            begins.
 
         Returns:
           The call, which ends with `finish` or `abandon`, or when its last strong reference is gone.
@@ -393,7 +389,7 @@ class Contexts:
         """
         began = time.perf_counter()
         self._require_idle(name)
-        # Other contexts' chunks are encoded beside answers that need no cache of theirs.
+        # Encoding other contexts' chunks may overlap with answers that do not need their caches.
         self._encoded(name if self.engine.options.attend_coded else "")
         stored, moved = self.store.record(name, app), ()
         record = self.served(stored)
@@ -402,7 +398,7 @@ class Contexts:
             record = self.at_level(app, name, record.origin.level)
             base = base and base.moved(record.origin)
         if rows is not None and rows.at[-1] >= len(record.tokens):
-            # The context does not run, so that nobody else changes its record.
+            # The context does not run, so its record cannot change meanwhile.
             self.store.wait(name)
             stored = self.store.commit(self.store.record(name), rows=rows)
             record = dataclasses.replace(record, rows=stored.rows, checksums=stored.checksums)
@@ -419,11 +415,11 @@ class Contexts:
             shared = self._begin_shared(turn, prompt) if base is None else 0
             last, self._last = self._last, ("", Session())
             if last[0] != name:
-                # It keeps the memory of chunks that may leave now.
+                # It references memory of chunks that may be evicted now.
                 last[1].chunks = None
             self.grow(turn, prompt_tokens)
             if self._encoder.busy(last[0]):
-                # It reads this cache; a new one takes its memory as it fills.
+                # The encoder reads this cache; a new one commits its memory as it fills.
                 last = ("", Session())
             how = self._loader.resume(self._chunk_io, turn, last, prompt_tokens)
             # The restore may have marked damaged chunks as lost in the store's record.
@@ -437,27 +433,27 @@ class Contexts:
         return turn
 
     def grow(self, turn: Turn, tokens: int) -> None:
-        """Makes room in memory for the chunks of a running context that has so many tokens now."""
+        """Makes room in memory for the chunks of a running context with `tokens` tokens."""
         chunk_io = self._chunk_io[turn.record.origin.level]
-        # Chunks that do not fit beside newly pinned ones stay on storage only.
+        # Chunks that do not fit besides newly pinned ones stay on storage only.
         with contextlib.suppress(BudgetExceeded):
             count = min(tokens, self.engine.options.context_tokens) // chunk_io.chunk_tokens
             self.memory.reserve(turn.record.name, most_bytes(chunk_io, self.options, count))
 
     def finish(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
-        """Stores a context when its call has ended, unlocks it, and returns its record.
+        """Stores a context after its call, unlocks it, and returns its record.
 
-        Where an error or an interrupt took the cache, the tokens are stored all the same, and their chunks
-        are computed when the context is next used.
+        If an error or an interrupt lost the cache, the tokens are stored nevertheless, and their chunks
+        recomputed when the context is next used.
 
         Args:
           turn: the call.
           tokens: all tokens of the context now.
-          first: the position of the first token that the call fed; ignored where the context has slid since.
+          first: position of the first token that the call fed; ignored if the context has slid since.
 
         Raises:
-          BudgetExceeded: a quota or the device has no room; the context is as it was before the call.
-          CheckpointError: the device failed; the context is as it was before the call, or as after it.
+          BudgetExceeded: a quota is exceeded or the device full; the context is as before the call.
+          CheckpointError: the device failed; the context is as before the call, or as after it.
         """
         try:
             self._require_running(turn)
@@ -470,7 +466,8 @@ class Contexts:
         self._claims.end(turn)
 
     def _begin_shared(self, turn: Turn, prompt: Sequence[int]) -> int:
-        """Has the first call of a context begin with chunks of another one; returns how many."""
+        """Shares a prefix of another context with the first call of a context; returns its number of
+        chunks."""
         exact = self._chunk_io[turn.record.origin.level].widths == (RAW,)
         if not exact or not self._shares(turn):
             return 0
@@ -481,12 +478,12 @@ class Contexts:
         return len(turn.base.bits)
 
     def _shares(self, turn: Turn) -> bool:
-        """Whether a call is the first of its context, which may have its beginning in common with others."""
+        """Whether a call is the first of its context, and may share a prefix with others."""
         written = self.options.writing in ("background", "ahead")
         return written and self.options.share_beginnings and not turn.record.tokens
 
     def _share(self, name: str, source: str, linked: Linked) -> None:
-        """Has a context use another one's blobs in memory, of chunks that both have on storage."""
+        """Shares another context's blobs in memory, for chunks that both share on storage."""
         own = self.memory.chunks(name)
         for n, each in self.memory.chunks(source).items():
             if n in linked and n in own and own[n].bits == each.bits:
@@ -504,11 +501,11 @@ class Contexts:
         coded: Mapping[int, Stored] = {}
         ready: Callable[[], object] | None = None
         there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
-        # Other states take the place of those that are there.
+        # New states replace the stored ones.
         states = {len(record.bits) - 1} if record.state_tokens != before.state_tokens else set()
         stale = bool(record.state_tokens) and not states
         if session.cache is not None and not stale:
-            # Chunks that were computed again at the same width are on storage already.
+            # Chunks that were recomputed at the same width are on storage already.
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits or n in states}
             if wanted and self.options.writing == "background":
                 encoding = self._encoder.later(chunk_io, name, session.cache, wanted, there)
@@ -520,7 +517,7 @@ class Contexts:
         if source:
             same = {n: bits for n, bits in enumerate(record.bits) if n not in changed}
             linked = self.store.link(record, source, same)
-            # The other one has changed since, or cannot be shared: what memory has is written.
+            # The other one has changed since, or cannot be shared: write the chunks from memory.
             left = same.keys() - linked.keys()
             own = {n: there[n] for n in left - coded.keys() if resident.get(n) == same[n]}
             coded = {**own, **coded}
@@ -535,7 +532,7 @@ class Contexts:
                 changed -= linked.keys()
         record = self._writer.keep(record, changed, coded, linked, ready)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
-        # Chunks that do not fit are on storage, or computed again.
+        # Chunks that do not fit are on storage, or recomputed.
         with contextlib.suppress(BudgetExceeded):
             self._loader.load(chunk_io, name, coded)
             self._share(name, source, linked)
@@ -554,8 +551,8 @@ class Contexts:
             raise ConfigError(f"the call in the context {turn.record.name} has ended; begin another")
 
     def _let_go(self, claimed: Record) -> None:
-        """Unlocks a context whose call has ended, and drops its chunks from memory where an interrupt or an
-        error left a record in the store that memory does not know. May be interrupted, and repeated."""
+        """Unlocks a context after its call, and drops its chunks from memory if an interrupt or an error left
+        another record in the store. Idempotent under interrupts."""
         name, known = claimed.name, False
         with contextlib.suppress(JaxllmError):
             known = self.store.record(name).agrees(claimed)
@@ -563,14 +560,14 @@ class Contexts:
             self.memory.forget(name)
             self._forget_cache(name)
         else:
-            # Those of another context that the call began with.
+            # Drop chunks of another context that the call began with.
             self.memory.cut(name, len(claimed.bits))
         self.memory.release(name)
 
     def _encoded(self, name: str = "") -> None:
         """Waits until the chunks of a context's last call are encoded, or those of all contexts."""
         for each in self._encoder.wait(name):
-            # What it has in memory was not filled. Its next call is told why.
+            # Its memory was not filled. Its next call raises the error.
             self.memory.forget(each)
             self._forget_cache(each)
 

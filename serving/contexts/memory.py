@@ -1,12 +1,12 @@
-"""Keeps chunks in memory within a budget of bytes: Claim, Load, Reclaim and Fault (LLMS, 3.1 and 3.4).
+"""Keeps chunks in memory within a limit of bytes: Claim, Load, Reclaim and Fault (LLMS, 3.1 and 3.4).
 
     claim     a context is about to run: locks its chunks; the missing ones are its faults
     load      a missing chunk has been read or computed: makes room for it, and stores it
     reclaim   makes room: evicts the chunks that the policy names, unless they are locked
     release   the context has run: its chunks may be evicted again
 
-Eviction removes a chunk from memory only: it was written to storage when its call ended. Where it was not,
-`leaving` is called with it. Chunks of several contexts may share their blobs, whose bytes count once.
+Eviction removes a chunk from memory only: it was written to storage after its call; otherwise `leaving` is
+called with it. Chunks of several contexts may share their blobs, whose bytes count once.
 """
 
 import collections
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class ChunkMemory:
-    """The chunks that are in memory. Not thread-safe.
+    """The chunks in memory. Not thread-safe.
 
     Args:
-      budget_bytes: of all chunks together.
-      policy: says which chunks are evicted.
+      budget_bytes: memory limit of all chunks.
+      policy: eviction policy.
       leaving: called with evicted chunks, in order.
 
     Attributes:
-      resident_bytes: of all chunks now.
+      resident_bytes: current size of all chunks.
       evicted: number of chunks evicted so far.
     """
 
@@ -54,29 +54,29 @@ class ChunkMemory:
         self._chunk_tables: dict[str, ChunkTable] = {}
         # Bytes of each context's chunks; shared blobs count in each.
         self._own_bytes: collections.Counter[str] = collections.Counter()
-        # The last use of contexts whose chunks have not been told: a claim looks at no chunk.
+        # Last uses of contexts that their chunks do not have yet: a claim accesses no chunk.
         self._claimed: dict[str, int] = {}
-        # Chunks that have the same blobs, by the identity of these.
+        # Reference counts of blobs, by their identity.
         self._sharing: collections.Counter[int] = collections.Counter()
         # Counts of uses of contexts, and of loaded chunks.
         self._uses = self._arrivals = 0
 
     @property
     def kept_bytes(self) -> int:
-        """Of chunks that cannot be evicted now: those of contexts that run or are pinned."""
+        """Size of chunks that cannot be evicted now: those of running or pinned contexts."""
         return self._bytes_of(self._locked | self._pinned)
 
     def resize(self, budget_bytes: int) -> list[Resident]:
-        """Sets the budget, and evicts what is beyond it.
+        """Sets the memory limit, and evicts chunks beyond it.
 
         Args:
-          budget_bytes: of all chunks together from now on.
+          budget_bytes: new memory limit of all chunks.
 
         Returns:
           The evicted chunks, in order.
 
         Raises:
-          BudgetExceeded: locked and pinned chunks take more; the budget is as it was.
+          BudgetExceeded: locked and pinned chunks need more; the limit is unchanged.
         """
         if budget_bytes < max(1, self.kept_bytes):
             raise BudgetExceeded(
@@ -91,22 +91,21 @@ class ChunkMemory:
         return dict(self._chunks.get(context, {}))
 
     def own_bytes(self, context: str) -> int:
-        """Bytes of a context's resident chunks, those that it shares with others too."""
+        """Size of a context's resident chunks, including shared ones."""
         return self._own_bytes[context]
 
     def contexts(self) -> list[str]:
-        """Names of the contexts that have chunks in memory."""
+        """Names of the contexts with chunks in memory."""
         return list(self._chunks)
 
     def share(self, context: str, resident: Resident) -> None:
-        """Takes another context's chunk, blobs and all, in place of an earlier one of its number."""
+        """Adds another context's chunk with its blobs, replacing one with the same number."""
         self._drop(context, resident.chunk)
         self._arrivals += 1
         self._put(dataclasses.replace(resident, context=context, came=self._arrivals, used=self._uses))
 
     def chunk_table(self, context: str, make: "Callable[[list[Resident]], ChunkTable]") -> "ChunkTable":
-        """The chunk table of a context whose chunks are all resident: the one made last, as long as none of
-        them has changed."""
+        """The chunk table of a context whose chunks are all resident: cached until one of them changes."""
         if context not in self._chunk_tables:
             there = self._chunks[context]
             assert set(there) == set(range(len(there))), f"chunks of {context} are missing"
@@ -114,8 +113,8 @@ class ChunkMemory:
         return self._chunk_tables[context]
 
     def made_chunk_table(self, context: str, count: int) -> "ChunkTable | None":
-        """The chunk table of a context, if it was made and has its first `count` chunks or more; that looks
-        at no chunk."""
+        """The cached chunk table of a context, if it has the first `count` chunks or more; accesses no
+        chunk."""
         found = self._chunk_tables.get(context)
         return found if found is not None and found.chunks >= count else None
 
@@ -123,12 +122,12 @@ class ChunkMemory:
         """Locks a context that is about to run.
 
         Args:
-          context: its name.
-          count: number of its chunks that are looked for.
-          pinned: whether its chunks are never evicted for another context, whether it runs or not.
+          context: name of the context.
+          count: number of its chunks to look up.
+          pinned: whether its chunks are never evicted for another context, even if it does not run.
 
         Returns:
-          The numbers of those that are not in memory, ascending.
+          The numbers of missing chunks, ascending.
         """
         self._locked.add(context)
         self.pin(context, pinned)
@@ -138,7 +137,7 @@ class ChunkMemory:
         return [chunk for chunk in range(count) if chunk not in there]
 
     def pin(self, context: str, pinned: bool) -> None:
-        """Sets whether a context's chunks stay when others need room."""
+        """Sets whether a context's chunks are never evicted for others."""
         if pinned:
             self._pinned.add(context)
         else:
@@ -148,11 +147,11 @@ class ChunkMemory:
         """Checks that a context may grow.
 
         Args:
-          context: its name.
-          size_bytes: of all of its chunks when it has grown.
+          context: name of the context.
+          size_bytes: size of all of its chunks after growing.
 
         Raises:
-          BudgetExceeded: they would not fit beside locked and pinned chunks.
+          BudgetExceeded: they would not fit besides locked and pinned chunks.
         """
         kept = (self._locked | self._pinned) - {context}
         others = sum(self._own_bytes[name] for name in kept)
@@ -169,10 +168,10 @@ class ChunkMemory:
     def load(
         self, context: str, chunk: int, bits: int, blobs: Sequence[np.ndarray], *, restore_ms: float = 0.0
     ) -> Resident:
-        """Takes a chunk, in place of an earlier one of its number.
+        """Adds a chunk, replacing one with the same number.
 
         Raises:
-          BudgetExceeded: it does not fit beside locked and pinned chunks; memory is as it was, except for
+          BudgetExceeded: it does not fit besides locked and pinned chunks; memory is unchanged except for
             evicted chunks.
         """
         before = self._drop(context, chunk)
@@ -192,11 +191,11 @@ class ChunkMemory:
         return resident
 
     def reserve(self, context: str, size_bytes: int) -> None:
-        """Makes room for all of a context that is about to run.
+        """Makes room for all chunks of a context that is about to run.
 
         Args:
-          context: its name; it was claimed.
-          size_bytes: of all of its chunks when it has run.
+          context: name of the context, which was claimed.
+          size_bytes: size of all of its chunks after the run.
 
         Raises:
           BudgetExceeded: see `reclaim`.
@@ -207,7 +206,7 @@ class ChunkMemory:
         """Makes room by evicting chunks.
 
         Args:
-          room_bytes: that must be free afterwards.
+          room_bytes: bytes to free.
 
         Returns:
           The evicted chunks, in order.
@@ -246,7 +245,7 @@ class ChunkMemory:
     def release(self, context: str) -> None:
         """Unlocks a context: its chunks may be evicted again, however its call has ended."""
         self._locked.discard(context)
-        # An interrupt may have come between a change of the chunks and of their sum.
+        # Recompute the sums: an interrupt may have come between a change of chunks and of their sums.
         every = [each for chunks in self._chunks.values() for each in chunks.values()]
         self._sharing = collections.Counter(id(each.blobs) for each in every)
         self.resident_bytes = self._bytes_of(self._chunks)
@@ -272,13 +271,13 @@ class ChunkMemory:
         self._claimed.pop(context, None)
 
     def _tell_use(self, context: str) -> None:
-        """Tells a context's chunks of its last use."""
+        """Passes a context's last use on to its chunks."""
         use = self._claimed.pop(context, 0)
         for each in self._chunks.get(context, {}).values() if use else ():
             each.used = max(each.used, use)
 
     def _bytes_of(self, contexts: Iterable[str]) -> int:
-        """Bytes of some contexts' chunks; shared blobs count once."""
+        """Size of some contexts' chunks; shared blobs count once."""
         sizes = {
             id(each.blobs): each.size_bytes
             for name in contexts
@@ -309,15 +308,15 @@ class ChunkMemory:
         return found
 
 
-# Lines of a processor's caches: attention reads rows of heads, which then never stand in one line more.
+# Size of a cache line: attention reads rows of heads, which then span no additional line.
 _LINE_BYTES = 64
 # A chunk's width, and its blob of each layer.
 Stored = tuple[int, Sequence[np.ndarray]]
 
 
 class Blobs(tuple[np.ndarray, ...]):
-    """A chunk's blobs, one of each layer, uint8. Caches their addresses: asking NumPy for them takes as long
-    as decoding them."""
+    """A chunk's blobs, one per layer, uint8. Caches their addresses: getting these from NumPy takes as long
+    as decoding the blobs."""
 
     @functools.cached_property
     def extents(self) -> np.ndarray:
@@ -328,14 +327,14 @@ class Blobs(tuple[np.ndarray, ...]):
 
 
 def blob_memory(size_bytes: int) -> np.ndarray:
-    """Memory of its own for a blob, uint8, where a line of the processor's caches begins."""
+    """Allocates memory for a blob, uint8, aligned to a cache line."""
     memory = np.empty(size_bytes + _LINE_BYTES, np.uint8)
     start = -memory.__array_interface__["data"][0] % _LINE_BYTES
     return memory[start : start + size_bytes]
 
 
 def copied_blob(blob: np.ndarray | bytes) -> np.ndarray:
-    """A copy of a blob in memory of its own."""
+    """Copies a blob into its own memory."""
     copy = blob_memory(len(blob))
     copy[:] = np.frombuffer(blob, np.uint8)
     return copy

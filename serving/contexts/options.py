@@ -1,4 +1,4 @@
-"""Options of contexts: where they are stored, and how much memory and storage they may take."""
+"""Options of contexts: where they are stored, and their limits of memory and storage."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -19,40 +19,39 @@ class ContextOptions:
     """Options of contexts. The engine's options choose the codec of their chunks (`EngineOptions.kv_codec`).
 
     Attributes:
-      folder: of the store, made if missing; for one process at a time.
-      budget_bytes: most bytes of all chunks in memory; caches of contexts that run come on top.
+      folder: folder of the store, made if missing; for one process at a time.
+      budget_bytes: memory limit of all chunks; caches of running contexts are not included.
       ratio: bytes of a context's chunks, scales included, relative to the same tokens at 8 bits with a low
-        and a scale per channel of 16 tokens; above 0 and at most 1. The codec and the length of chunks decide
-        what it means: "channel" at 8, 4 and 2 bits takes 1, 0.6 and 0.4 in chunks of 16 tokens, 0.9, 0.5 and
-        0.3 in those of 32, 0.85, 0.45 and 0.25 in those of 64. Less than 2 bits take is refused; where the
-        ratio is just that of a width, all chunks have it. Ignored by a codec with one width.
-      newest_chunks: so many of a context's last chunks count as its densest: too few tokens have attended to
-        them to tell.
-      policy: what leaves memory first, by its name in `eviction.POLICIES`.
-      writing: when chunks are written to storage. "background": after a call, in a thread of its own; its
-        tokens are written before its answer ends, but reach the device with the chunks, so that a kill loses
+        and a scale per channel of 16 tokens; above 0 and at most 1. Its meaning depends on the codec and
+        the chunk length: "channel" at 8, 4 and 2 bits has 1, 0.6 and 0.4 in chunks of 16 tokens, 0.9, 0.5
+        and 0.3 in those of 32, 0.85, 0.45 and 0.25 in those of 64. Less than that of 2 bits is refused; if
+        the ratio is exactly that of a width, all chunks have it. Ignored by a codec with one width.
+      newest_chunks: number of a context's last chunks that count as its densest, because too few tokens
+        have attended to them yet.
+      policy: eviction policy, by its name in `eviction.POLICIES`.
+      writing: when chunks are written to storage. "background": after a call, in another thread; its tokens
+        are written before its answer ends, but reach the device with the chunks, so that a kill loses
         nothing and a power cut the last calls. "ahead": before the answer ends, so that a power cut loses
-        nothing either. The others are for comparisons: "at-eviction": when chunks leave memory; "never":
-        evicted chunks are computed again.
-      recompute: compute some of the missing chunks while others are read, where that is faster.
-      overlap_prompt: compute the first tokens of a new prompt while chunks are read, layer by layer, where
-        all weights are in memory and the prompt is prefilled in floats.
-      pinned_share: share of the budget for pinned contexts of all apps together; the rest is for the running
-        context.
+        nothing either. The others are for comparisons: "at-eviction": when chunks are evicted; "never":
+        evicted chunks are recomputed.
+      recompute: whether to recompute some of the missing chunks while others are read, if that is faster.
+      overlap_prompt: whether to compute the first tokens of a new prompt while chunks are read, layer by
+        layer; requires resident weights and float prefill.
+      pinned_share: share of the budget for pinned contexts of all apps; the rest is for the running context.
       app_pinned_share: share of the budget for pinned contexts of one app.
-      contexts_per_app: most contexts that an app may own; 0 for no limit.
-      quota_bytes: most bytes of all files of the store; 0 for no limit. While a call is stored, old and new
-        files are there together.
-      app_quota_bytes: most bytes of each app's files; 0 for no limit.
-      share_beginnings: chunks that a new context has in common with another one of its app, because both
-        begin with the same tokens, are in memory and on storage once (there not with `encryption`, nor on
-        file systems without hard links). With the codec "raw" they are computed once, too.
-      share_across_apps: contexts of other apps count, too. How long an answer takes tells an app then what
-        others have said.
-      storage: how chunks are read.
-      encryption: folder of keys, one of each app, by which tokens and chunks are encrypted on storage; made
-        if missing, and never in `folder`. Contexts that were stored before are encrypted when they change.
-        None for no encryption. Takes `jaxllm[serve]`.
+      contexts_per_app: maximum number of contexts of an app; 0 for no limit.
+      quota_bytes: size limit of all files of the store; 0 for no limit. While a call is stored, old and new
+        files exist together.
+      app_quota_bytes: size limit of each app's files; 0 for no limit.
+      share_beginnings: whether chunks of a common prefix with another context of the app are in memory and
+        on storage once (on storage not with `encryption`, nor on file systems without hard links). With the
+        codec "raw" they are also computed once.
+      share_across_apps: whether to share with contexts of other apps. The time of an answer then reveals to
+        an app what others have said.
+      storage: options of storage reads.
+      encryption: folder of keys, one per app, that encrypt stored tokens and chunks; made if missing, and
+        never in `folder`. Earlier contexts are encrypted when they change. None for no encryption. Requires
+        `jaxllm[serve]`.
     """
 
     folder: str | Path
@@ -82,7 +81,7 @@ class ContextOptions:
             )
         if self.share_across_apps and not self.share_beginnings:
             raise ConfigError("share_across_apps takes share_beginnings; leave out one of the two")
-        # Checks the name.
+        # Validates the name.
         find_policy(self.policy)
 
 
@@ -93,17 +92,17 @@ def require_share(
     options: ContextOptions,
     bytes_of: Callable[[Record], int],
 ) -> None:
-    """Checks that a pinned context may take so much memory.
+    """Checks the memory of a pinned context.
 
     Args:
-      record: of the context.
-      size_bytes: of its chunks.
+      record: record of the context.
+      size_bytes: size of its chunks.
       others: all contexts; the pinned ones among them count, too.
-      options: have the shares.
-      bytes_of: gives the most bytes of a context's chunks in memory.
+      options: options with the shares.
+      bytes_of: returns the maximum bytes of a context's chunks in memory.
 
     Raises:
-      BudgetExceeded: the app's pinned contexts, or those of all apps, would take more than their share.
+      BudgetExceeded: the app's pinned contexts, or those of all apps, would exceed their share.
     """
     pinned = [each for each in others if each.pinned and each.name != record.name]
     own = [each for each in pinned if each.app == record.app]

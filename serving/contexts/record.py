@@ -1,5 +1,5 @@
-"""Records of stored contexts: the app, the tokens, and the origin of the cache; and their JSON, typed and
-bounded, of which nothing is believed."""
+"""Records of stored contexts: the app, the tokens, and the origin of the cache; and their JSON, typed,
+limited and validated."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import CheckpointError
 from jaxllm.text.tokenizer import MAX_TOKEN_ID
 
-# Of the names of segments.
+# Names of segments.
 SEGMENT = re.compile(r"(0|[1-9][0-9]{0,8})\.kv")
 # Chunk -> its segment, and the checksum of that.
 Linked = Mapping[int, tuple[str, str]]
@@ -28,7 +28,7 @@ _MOST_ATTENTION = 1e18
 _MOST_STATE_BYTES = 1 << 31
 _DTYPES = ("float32", "float16", "bfloat16")
 
-# Fields of an origin that follow from others, and from the kernels that read chunks.
+# Fields of an origin that depend on others, and on the kernels that read chunks.
 _LAYOUT = ("heads", "head_width", "state_bytes")
 
 
@@ -38,17 +38,17 @@ class Origin:
     equal origin.
 
     Attributes:
-      model: fingerprint of the bundle, its tokenizer included.
-      level: of the bundle, in percent.
+      model: fingerprint of the bundle, including its tokenizer.
+      level: level of the bundle, in percent.
       adapter: digest of the low-rank adapter; empty for none.
-      codec: how chunks are stored.
+      codec: codec of the chunks.
       chunk_tokens: tokens of a chunk (C).
-      dtype: of the cache.
-      heads: kv heads in chunks of each layer: those of the level where native kernels read them, else those
+      dtype: dtype of the cache.
+      heads: number of kv heads in chunks of each layer: the level's if native kernels read them, else those
         of the buckets' caches.
-      head_width: of each head (H).
-      state_bytes: of the states, where a model has state layers: its chunks have the attention layers alone,
-        all in one blob (see `jaxllm.serving.contexts.chunk_io`). 0 of other models.
+      head_width: size of each head (H).
+      state_bytes: bytes of the states of a model with state layers, whose chunks have only the attention
+        layers, all in one blob (see `jaxllm.serving.contexts.chunk_io`); 0 for other models.
     """
 
     model: str
@@ -77,12 +77,12 @@ class Origin:
         return MappingProxyType({bits: tuple(each[bits] for each in sizes) for bits in form.widths})
 
     def facts(self) -> dict[str, object]:
-        """Its fields as JSON values."""
+        """The fields as JSON values."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**facts, "heads": list(self.heads)}
 
     def differing(self, other: "Origin") -> tuple[str, ...]:
-        """Names of the fields in which `other` differs; those of the layout where no other does."""
+        """Names of the fields that differ from `other`; fields of the layout only if no others differ."""
         names = [field.name for field in dataclasses.fields(self)]
         found = tuple(each for each in names if getattr(self, each) != getattr(other, each))
         return tuple(each for each in found if each not in _LAYOUT) or found
@@ -93,26 +93,26 @@ class Record:
     """A stored context.
 
     Attributes:
-      name: unique in the store.
-      app: that owns it.
-      origin: of its cache.
-      tokens: all tokens of the context; whatever else is lost is computed again from them. Of an
+      name: name, unique in the store.
+      app: owner of the context.
+      origin: origin of its cache.
+      tokens: all tokens of the context, from which everything else can be recomputed; for an
         encoder-decoder those of its decoder.
-      source: of an encoder-decoder, the tokens that its encoder reads: its first turn's.
-      bits: width of each chunk in order, or `LOST`; tokens after the last chunk are computed again.
-      state_tokens: where a model has state layers, the tokens that the states have gone through: the last
-        chunk, of width `STATE`, has them; without it, or another chunk, all tokens are computed again. 0
-        where there are none.
-      mass: attention that the tokens of each chunk got so far.
-      seen: the most attention they could have got (see `jaxllm.contexts.tolerance`).
-      files: name of each chunk's segment; empty where the chunk is lost.
+      source: source of an encoder-decoder: the tokens of its first turn.
+      bits: width of each chunk in order, or `LOST`; tokens after the last chunk are recomputed.
+      state_tokens: number of tokens that the states of a model with state layers have consumed: the last
+        chunk, of width `STATE`, has them; if it or another chunk is missing, all tokens are recomputed. 0
+        without states.
+      mass: attention mass of the tokens of each chunk so far.
+      seen: maximum possible attention mass (see `jaxllm.contexts.tolerance`).
+      files: name of each chunk's segment; empty for a lost chunk.
       checksums: checksum of the index of each segment in `files`, and of `rows`, by name.
-      rows: name of the file with the rows that stand in place of tokens, such as those of images (see
-        `segment`); empty for none. In `tokens` they have ids behind the vocabulary.
-      pinned: whether its chunks are never evicted to make room for another context's.
-      tokenizer: digest of the tokenizer whose ids `tokens` are; empty where that is not known.
+      rows: name of the file with prompt embeddings, such as those of images (see `segment`); empty for
+        none. In `tokens` they have ids beyond the vocabulary.
+      pinned: whether its chunks are never evicted for another context's.
+      tokenizer: digest of the tokenizer of `tokens`; empty if unknown.
       used: order of its last use in the store.
-      created_s: when it was made, in whole seconds since 1970.
+      created_s: creation time in whole seconds since 1970.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Record:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens a cache has that all chunks are loaded into."""
+        """Number of tokens in a cache after loading all chunks."""
         return self.state_tokens or len(self.bits) * self.origin.chunk_tokens
 
     @property
@@ -144,13 +144,13 @@ class Record:
 
     @property
     def own_files(self) -> set[str]:
-        """Names of the files beside the record: segments and rows."""
+        """Names of the context's files: segments and rows."""
         return {*self.files, self.rows} - {""}
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
-        """A checksum per whole chunk of what its keys and values are computed from: the origin, the source if
-        there is one, and all tokens up to the chunk's end."""
+        """A checksum per whole chunk of its inputs: the origin, the source if there is one, and all tokens
+        up to the chunk's end."""
         size = self.origin.chunk_tokens
         rows = np.asarray(self.tokens[: len(self.tokens) // size * size], "<u4").reshape(-1, size)
         digest = xxhash.xxh3_64(json.dumps(self.origin.facts(), sort_keys=True).encode())
@@ -168,28 +168,28 @@ class Record:
         return tuple(found)
 
     def agrees(self, other: "Record") -> bool:
-        """Whether chunks of this record are those of `other`, wherever they are stored."""
+        """Whether this record's chunks equal those of `other`, wherever they are stored."""
         return all(
             getattr(self, each) == getattr(other, each)
             for each in ("origin", "source", "tokens", "bits", "state_tokens")
         )
 
     def moved(self, origin: Origin) -> "Record":
-        """This record with another origin: its tokens and rows alone, whose chunks are computed again."""
+        """This record with another origin: its tokens and rows, without chunks."""
         return dataclasses.replace(self.cut(0), origin=origin, checksums=self._checksums_of({self.rows}))
 
     def cut(self, chunks: int) -> "Record":
-        """This record with its first chunks; the tokens behind them are computed again: all where there are
-        states, which are of all chunks."""
+        """This record with its first chunks; later tokens are recomputed, and all tokens if there are states,
+        which cover all chunks."""
         state_tokens = self.state_tokens if chunks >= len(self.bits) else 0
         chunks = chunks if state_tokens == self.state_tokens else 0
         first = {field: getattr(self, field)[:chunks] for field in ("bits", "mass", "seen", "files")}
         return dataclasses.replace(self, state_tokens=state_tokens, **first)
 
     def restorable(self, vocab_size: int) -> "Record":
-        """This record up to the first chunk that is lost and is not computed by itself: one with rows in
-        place of tokens, behind which all are computed as a prompt is, with their rows; or any where there are
-        states, which nothing but the first token gives again."""
+        """This record up to the first lost chunk that cannot be recomputed between others: one with prompt
+        embeddings, from which on all are computed as a prompt, with their rows; or any with states, which can
+        only be recomputed from the first token."""
         if self.state_tokens and LOST in self.bits:
             return self.cut(0)
         size = self.origin.chunk_tokens
@@ -200,7 +200,7 @@ class Record:
         return self
 
     def with_links(self, linked: Linked) -> "Record":
-        """This record with chunks where links are."""
+        """This record with linked chunks."""
         count = max([len(self.files), *(n + 1 for n in linked)])
         files = [*self.files, *[""] * (count - len(self.files))]
         for n, (file, _) in linked.items():
@@ -209,12 +209,12 @@ class Record:
         return dataclasses.replace(self, files=tuple(files), checksums=checksums)
 
     def kept_files(self, before: "Record") -> list[str]:
-        """The segment of each chunk, as in the record before; empty for chunks that are new or lost."""
+        """The segment of each chunk, as in the record before; empty for new or lost chunks."""
         there = [*before.files, *[""] * len(self.bits)]
         return ["" if bits == LOST else file for bits, file in zip(self.bits, there, strict=False)]
 
     def lose(self, chunks: Set[int]) -> "Record":
-        """This record with some chunks marked as lost, to be computed again."""
+        """This record with some chunks marked as lost, to be recomputed."""
         bits = tuple(LOST if place in chunks else each for place, each in enumerate(self.bits))
         files = tuple("" if place in chunks else each for place, each in enumerate(self.files))
         checksums = self._checksums_of({*files, self.rows})
@@ -224,7 +224,7 @@ class Record:
         return {name: each for name, each in self.checksums.items() if name in names}
 
     def beside(self, resident: Mapping[int, int]) -> "Record":
-        """This record with the widths of chunks that are in memory only, by number."""
+        """This record with the widths of chunks that are only in memory, by number."""
         bits = tuple(resident.get(n, LOST) if each == LOST else each for n, each in enumerate(self.bits))
         return dataclasses.replace(self, bits=bits)
 
@@ -255,10 +255,10 @@ def encoded(record: Record) -> bytes:
 
 
 def decoded(content: bytes, app: str, name: str) -> Record:
-    """The record of a context of an app; typed, bounded and checked.
+    """Parses the record of an app's context; typed, limited and validated.
 
     Raises:
-      CheckpointError: it is not one.
+      CheckpointError: it is malformed.
     """
     try:
         return _record_of(json.loads(content), app, name)

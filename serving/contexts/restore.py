@@ -1,9 +1,9 @@
 """Restores a context: reads the next layer's chunks while this layer's are computed (LLMS, section 3.3).
 
-Chunks in memory are decoded in place. A plan divides the missing ones into those that are read and those that
-are computed from their tokens, layer by layer, at their positions. The new prompt's tokens go through each
-layer as soon as it is restored. Where neither is computed, one dispatch decodes all layers. The delays of
-this device, which the plan weighs, are measured when contexts are opened.
+Chunks in memory are decoded in place. A plan divides the missing ones into chunks to read and chunks to
+recompute from their tokens, layer by layer, at their positions. The new prompt's tokens pass through each
+layer as soon as it is restored. If neither is computed, one dispatch decodes all layers. The plan uses this
+device's delays, which are measured when contexts are opened.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ from jaxllm.serving.runners.runner import PrefillChunk
 
 # A layer and chunks to read -> their blobs.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]
-# A layer -> its chunks as they are loaded. Called once per layer, in order; may wait for storage.
+# A layer -> its chunks to load. Called once per layer, in order; may wait for storage.
 Arriving = Callable[[int], LayerBlobs]
 _SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
 _REPEATS = 5
@@ -51,8 +51,8 @@ class Reader:
     """Reads the chunks of a context from storage.
 
     Attributes:
-      read: called in `pool`.
-      pool: threads that read.
+      read: function that is called in `pool`.
+      pool: reader threads.
     """
 
     read: Read
@@ -64,11 +64,11 @@ class Restored:
     """A restored context.
 
     Attributes:
-      cache: its length is that of the chunks, and of the tokens that were fed.
+      cache: cache whose length includes the chunks and the tokens that were fed.
       read: the chunks that were read.
-      how: it was restored.
-      chunk_table: of the chunks that the cache attends to, if it was made before they were read.
-      fed: what was fed of the call; None for nothing.
+      how: facts of the restoration.
+      chunk_table: chunk table that the cache attends to, if it was made before the chunks were read.
+      fed: first chunk of the call's prompt, if it was fed; else None.
     """
 
     cache: KVCache
@@ -80,11 +80,11 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """Tokens of a call that are not in whole chunks of its context.
+    """Tokens of a call after the whole chunks of its context.
 
     Attributes:
-      tokens: all from the first one behind the chunks on.
-      chunks: that they are fed in; of these a pass feeds the first.
+      tokens: all tokens after the chunks.
+      chunks: their prefill chunks, of which a pass feeds the first.
     """
 
     tokens: Sequence[int]
@@ -92,26 +92,26 @@ class NewTokens:
 
     @property
     def fed(self) -> Sequence[int]:
-        """Those of the first chunk."""
+        """Tokens of the first chunk."""
         return self.tokens[: self.chunks[0].tokens]
 
 
 class InPlace:
     """Memory of chunks that are read layer by layer, so that a chunk table can have their addresses before
-    they are there.
+    they arrive.
 
     Attributes:
-      chunks: by number.
+      chunks: chunks by number.
     """
 
     def __init__(self, chunk_io: ChunkIO, bits: Mapping[int, int]) -> None:
         self.chunks: dict[int, Stored] = chunk_io.room(bits)
 
     def filled(self, arriving: Arriving) -> Arriving:
-        """Writes each layer as it arrives; nothing is left to load.
+        """Copies each layer's blobs as they arrive; returns nothing to load.
 
         Raises:
-          CheckpointError: a blob's size is not that of its width.
+          CheckpointError: a blob's size does not fit its width.
         """
 
         def fill(layer: int) -> LayerBlobs:
@@ -130,8 +130,8 @@ class Delays:
     """Delays of one layer of a context.
 
     Attributes:
-      read: of chunks read from storage; its unit is a byte.
-      compute: of recomputing chunks; its unit is a chunk.
+      read: delay of chunks read from storage, per byte.
+      compute: delay of recomputing chunks, per chunk.
     """
 
     read: Delay
@@ -149,27 +149,26 @@ def restore(
     delays: Delays | None,
     new: NewTokens | None = None,
 ) -> Restored:
-    """Puts all whole chunks of a context into a cache. Where answers attend to chunks where they lie, and
-    nothing of the context is computed, they are only read.
+    """Loads all whole chunks of a context into a cache. If answers attend to chunks in place, and nothing of
+    the context is computed, they are only read.
 
     Args:
-      chunk_io: of the context's level.
-      cache: has room for them, and for what is fed; donated.
-      tokens: of the context, at least those of all chunks.
-      bits: the stored width of each chunk, or `LOST`.
-      resident: the chunks in memory, by number.
-      reader: of the other chunks.
-      delays: of this device; None computes only lost chunks.
+      chunk_io: `ChunkIO` of the context's level.
+      cache: cache with room for them, and for fed tokens; donated.
+      tokens: tokens of the context, at least those of all chunks.
+      bits: stored width of each chunk, or `LOST`.
+      resident: chunks in memory, by number.
+      reader: reader of the other chunks.
+      delays: delays of this device; None recomputes only lost chunks.
       new: tokens of the call, of which the first chunk is fed if chunks are read; None feeds nothing.
 
     Raises:
-      CheckpointError: a chunk on storage is not what was written. The cache is then donated and lost.
+      CheckpointError: a chunk on storage has changed. The cache is then lost.
     """
     missing = {chunk: width for chunk, width in enumerate(bits) if chunk not in resident}
     plan, later = _plan(chunk_io, missing, delays, new)
     if later or not plan.read:
-        # Later passes compute what new tokens attend to; where nothing is read, one dispatch of all layers
-        # is faster.
+        # Later passes compute what new tokens attend to; without reads, one dispatch of all layers is faster.
         new = None
     ends: list[float] = []
 
@@ -231,16 +230,16 @@ def layer_pass(
     """Restores all layers.
 
     Args:
-      chunk_io: of the context's level.
-      cache: donated.
-      tokens: of the context.
-      plan: its computed chunks.
-      arriving: of the other chunks.
+      chunk_io: `ChunkIO` of the context's level.
+      cache: cache; donated.
+      tokens: tokens of the context.
+      plan: plan with the chunks to compute.
+      arriving: returns the other chunks.
       new: tokens to feed; None for none.
       first: position of the first of these.
 
     Returns:
-      The cache, and what was fed.
+      The cache, and the fed chunk.
     """
     runner = chunk_io.runner
     at = chunk_io.positions(plan.computed, plan.bucket) if plan.computed else None
@@ -260,7 +259,7 @@ def layer_pass(
                 if of_new is not None and row is not None:
                     of_new, cache = chunk_io.prefill_layer(layer, of_new, row, cache, there)
         except BaseException:
-            # Buckets that were dispatched still read blobs in place, and the blobs end with this call.
+            # Dispatched buckets still read blobs in place, which are freed after this call.
             with contextlib.suppress(Exception):
                 jax.block_until_ready((x, of_new))
             raise
@@ -272,14 +271,14 @@ def layer_pass(
 
 
 def measure_read(folder: Path, storage: Storage) -> Delay:
-    """Times reads from a file of random bytes in `folder`, which is removed again.
+    """Times reads from a temporary file of random bytes in `folder`.
 
-    Where there is no room for the file, or the device fails, logs a warning and returns `UNMEASURED_READ`:
-    a full device must not prevent opening a store and deleting contexts.
+    If there is no space for the file, or the device fails, logs a warning and returns `UNMEASURED_READ`: a
+    full device must not prevent opening a store and deleting contexts.
 
     Args:
-      folder: on the device that is measured.
-      storage: how the file is read.
+      folder: folder on the device to measure.
+      storage: options of the reads.
     """
     try:
         with temporary_file(folder / _TIMED) as (path, file):
@@ -287,7 +286,7 @@ def measure_read(folder: Path, storage: Storage) -> Delay:
             file.flush()
             os.fsync(file.fileno())
             with PieceReader(path, storage) as reader:
-                # As chunks are read, into memory that is there.
+                # Like chunks, into allocated memory.
                 memory = aligned(_SIZES_BYTES[-1])
 
                 def once(size: int) -> None:
@@ -304,8 +303,8 @@ def measure_read(folder: Path, storage: Storage) -> Delay:
 
 
 def measure_compute(chunk_io: ChunkIO) -> Delay:
-    """Times one layer over each number of chunks that has a bucket; also over fewer, where a bucket's time is
-    that of its chunks. Where no chunk can be computed by itself, it takes `_NEVER_MS`."""
+    """Times one layer over each number of chunks that has a bucket, and over fewer if a bucket's time
+    depends on its chunks. If chunks cannot be recomputed between others, the time is `_NEVER_MS`."""
     if not chunk_io.computes:
         return Delay(fixed_ms=0.0, per_unit_ms=_NEVER_MS)
     options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
@@ -341,8 +340,8 @@ def _plan(
     most = counts[-1]
     there = tuple(sorted(set(missing) - set(lost)))
     if len(lost) > most or (lost and delays is None):
-        # More than the largest bucket takes: several passes, the earlier chunks first, because later ones
-        # attend to them. All chunks that can be read are there from the first pass on.
+        # More than fit the largest bucket: several passes, earlier chunks first, because later ones attend
+        # to them. All stored chunks are there from the first pass on.
         passes = [tuple(lost[i : i + most]) for i in range(0, len(lost), most)]
         bucket = _bucket(chunk_io, len(passes[0]))
         return Restore(read=there, computed=passes[0], bucket=bucket, expected_ms=0.0), passes[1:]
@@ -363,13 +362,13 @@ def _plan(
 
 
 def _fed_chunks(chunk_io: ChunkIO, new: NewTokens) -> int:
-    """How many chunks of a context take as long to compute as the tokens that are fed."""
+    """The number of a context's chunks whose computation costs as much as the tokens that are fed."""
     exact = chunk_io.runner.options.exact_chunks
     return -(-(len(new.fed) if exact else new.chunks[0].tokens) // chunk_io.chunk_tokens)
 
 
 def _beside(resident: Mapping[int, Stored], arriving: Arriving) -> Arriving:
-    """Chunks in memory beside those that arrive."""
+    """Combines chunks in memory with those that arrive."""
 
     def of(layer: int) -> LayerBlobs:
         there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
@@ -381,7 +380,7 @@ def _beside(resident: Mapping[int, Stored], arriving: Arriving) -> Arriving:
 def _arriving(
     chunks: Sequence[int], bits: Sequence[int], coming: Sequence[concurrent.futures.Future]
 ) -> Arriving:
-    """A function that waits for a layer's blobs, and gives each chunk's width and blob."""
+    """Makes a function that waits for a layer's blobs, and returns each chunk's width and blob."""
 
     def of(layer: int) -> LayerBlobs:
         blobs = coming[layer].result() if coming else []
@@ -393,18 +392,18 @@ def _arriving(
 def _arrived(
     chunks: Sequence[int], bits: Sequence[int], coming: Sequence[concurrent.futures.Future]
 ) -> dict[int, Stored]:
-    """Waits for all reads, and gives the chunks as they are stored."""
+    """Waits for all reads, and returns the stored chunks."""
     layers = [each.result() for each in coming]
     return {chunk: (bits[chunk], [blobs[place] for blobs in layers]) for place, chunk in enumerate(chunks)}
 
 
 def _bucket(chunk_io: ChunkIO, count: int) -> int:
-    """The number of chunks of the smallest bucket that computes `count`."""
+    """The number of chunks of the smallest bucket that fits `count`."""
     return next(each for each in chunk_io.runner.options.recomputed_chunks if each >= count)
 
 
 def _median_ms(run: Callable[[Any], object], prepare: Callable[[], Any] = lambda: None) -> float:
-    """The median time of `run(prepare())`, without `prepare`, after one run that warms up."""
+    """The median time of `run(prepare())`, without `prepare`, after a warm-up run."""
     times = []
     for _ in range(1 + _REPEATS):
         given = prepare()

@@ -1,10 +1,9 @@
 """Saves chunks after a call: encodes them in a thread, writes them to storage, compacts small segments.
 
 Chunks get their memory before the answer ends: they count in the budget, and a chunk table has their
-addresses. A thread fills it. Whatever reads a context's chunks, or writes into the cache that they are
-encoded from, waits first (`wait`); so does writing to storage (`Encoding.require`). A process that is killed
-meanwhile loses what a kill before the write loses: chunks are computed again from the tokens, which are on
-storage.
+addresses. A thread fills it. Readers of a context's chunks, and writers of the cache that they are encoded
+from, wait first (`wait`); so does writing to storage (`Encoding.require`). A kill meanwhile has the same
+effect as a kill before the write: chunks are recomputed from the tokens, which are on storage.
 """
 
 import collections
@@ -30,22 +29,21 @@ from jaxllm.serving.contexts.segment import Chunks, file_bytes
 from jaxllm.serving.contexts.store import ContextStore
 
 _LOG = logging.getLogger("jaxllm")
-# A context in more segments than this is rewritten as one.
+# A context with more segments than this is rewritten as one.
 _MOST_SEGMENTS = 8
 
 
 class ChunkWriter:
-    """Writes chunks to a store at the time that `writing` says.
+    """Writes chunks to a store at the time given by `writing`.
 
-    The tokens of a call are written when it ends, whatever `writing` says, and flushed to the device, too,
-    unless chunks are written in the background. Chunks that are written when they leave memory are not
-    flushed: they can be computed again.
+    The tokens of a call are written at its end in any case, and flushed unless chunks are written in the
+    background. Chunks that are written at eviction are not flushed: they can be recomputed.
 
     Args:
-      store: gets the chunks.
+      store: store of the chunks.
       writing: see `ContextOptions`.
-      failed: called with a context's name and the error where chunks cannot be written in the background, in
-        the thread that writes.
+      failed: called in the writing thread with a context's name and the error if chunks cannot be written
+        in the background.
     """
 
     def __init__(
@@ -63,18 +61,18 @@ class ChunkWriter:
         linked: Linked,
         ready: Callable[[], object] | None = None,
     ) -> Record:
-        """Stores a context as a call leaves it.
+        """Stores a context after a call.
 
         Args:
-          record: of the context.
-          changed: numbers of its chunks that are new, or of another width than on storage.
-          coded: encoded chunks by number, all of `changed` among them.
+          record: record of the context.
+          changed: numbers of its chunks that are new, or whose width differs from storage.
+          coded: encoded chunks by number, including all of `changed`.
           linked: chunks that another context has on storage (see `ContextStore.link`).
-          ready: waits until `coded` has its bytes, where chunks are written in the background; None where
-            it has (see `ContextStore.commit_later`).
+          ready: waits until the bytes of `coded` are encoded, with background writing; None if they are
+            (see `ContextStore.commit_later`).
 
         Returns:
-          The stored record, or the one that is coming (see `ContextStore.commit_later`).
+          The stored record, or the future one (see `ContextStore.commit_later`).
 
         Raises:
           BudgetExceeded, CheckpointError: see `ContextStore.commit`.
@@ -92,22 +90,22 @@ class ChunkWriter:
         return self._compacted(self._store.commit(record, chunks, linked=linked).name)
 
     def _compacted(self, name: str) -> Record:
-        """Compacts a context whose call is stored, as far as that can be done."""
+        """Compacts a context whose call is stored, as far as possible."""
         try:
             return compact(self._store, name)
         except BudgetExceeded:
-            # No room for two copies: the context stays in many segments.
+            # No space for two copies: the context stays in many segments.
             return self._store.record(name)
         except CheckpointError:
-            # An older chunk is damaged, or the device failed: this call is stored all the same.
+            # An older chunk is damaged, or the device failed: this call is stored nevertheless.
             with contextlib.suppress(JaxllmError):
                 return self._store.repair(name)
             return self._store.record(name)
 
     def left(self, chunks: Sequence[Resident]) -> None:
-        """Writes evicted chunks that are not on storage. Those that cannot be written are computed again."""
+        """Writes evicted chunks that are not on storage. Unwritten ones are recomputed later."""
         if self._writing == "background":
-            # Until they are written they are in memory all the same.
+            # Until they are written they stay in memory anyway.
             for name in {each.context for each in chunks}:
                 self._store.wait(name)
         if self._writing != "at-eviction":
@@ -133,9 +131,9 @@ class Encoding:
     """Chunks of one call that are being encoded.
 
     Args:
-      queue: of the thread that does it.
-      name: of the context.
-      chunks: as they will be stored.
+      queue: queue of the encoding thread.
+      name: name of the context.
+      chunks: chunks to store.
     """
 
     def __init__(self, queue: WriteQueue[None], name: str, chunks: Mapping[int, Stored]) -> None:
@@ -146,7 +144,7 @@ class Encoding:
         """Waits until they are encoded.
 
         Raises:
-          JaxllmError: they could not be.
+          JaxllmError: encoding failed.
         """
         self._queue.wait(self._name)
         if isinstance(self.error, JaxllmError):
@@ -157,8 +155,8 @@ class Encoding:
 
 
 class ChunkEncoder:
-    """Encodes the chunks of one call after another in a thread. One call at most waits, because its cache
-    stays in memory meanwhile: the end of the next one waits for it."""
+    """Encodes the chunks of calls in a thread. At most one call waits, because its cache stays in memory
+    meanwhile: the end of the next one waits for it."""
 
     def __init__(self) -> None:
         self._queue: WriteQueue[None] = WriteQueue(most=0, thread="jaxllm-encoding")
@@ -179,11 +177,11 @@ class ChunkEncoder:
         """Begins to encode chunks of a context; for `cache`, `chunks` and `stored` see `ChunkIO.encode`.
 
         Args:
-          chunk_io: of the context's level.
-          name: of the context.
-          cache: nobody may write into it until they are encoded.
-          chunks: the width of each, by number.
-          stored: chunks as they are now.
+          chunk_io: `ChunkIO` of the context's level.
+          name: name of the context.
+          cache: cache, which must not be written until they are encoded.
+          chunks: width of each chunk, by number.
+          stored: current stored chunks.
         """
         coming = Encoding(self._queue, name, chunk_io.room(chunks))
 
@@ -198,55 +196,55 @@ class ChunkEncoder:
         return coming
 
     def busy(self, name: str = "") -> bool:
-        """Whether chunks of a context are being encoded, or of any."""
+        """Whether chunks of a context, or of any, are being encoded."""
         return self._queue.busy(name)
 
     def wait(self, name: str = "") -> list[str]:
-        """Waits until the chunks of a context are encoded, or all.
+        """Waits until the chunks of a context, or of all, are encoded.
 
         Returns:
-          Contexts whose chunks could not be encoded since the last time: those in memory are not valid.
+          Contexts whose encoding failed since the last call: their chunks in memory are invalid.
         """
         self._queue.wait(name)
         return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def close(self) -> None:
-        """Waits for all, and ends the thread."""
+        """Waits for all chunks, and ends the thread."""
         self._queue.close()
 
 
 def compact(store: ContextStore, name: str) -> Record:
-    """Rewrites a context's chunks as one segment, if they are spread over many.
+    """Rewrites a context's chunks as one segment if they are spread over many.
 
     Raises:
       ContextGone: there is no such context.
       CheckpointError: a chunk cannot be read, or the new segment cannot be written.
-      BudgetExceeded: the device has no room for both.
+      BudgetExceeded: the device has no space for both.
     """
     record = store.record(name)
     return record if len(store.own_segments(record)) <= _MOST_SEGMENTS else _rewritten(store, name)
 
 
 def make_room(store: ContextStore, record: Record, chunks: Chunks) -> None:
-    """Lets new chunks of a context break no quota: where they would, contexts whose segments hold chunks that
-    nobody needs any more are rewritten, those of the same app first.
+    """Makes room for new chunks of a context within the quotas: if they would exceed one, contexts whose
+    segments contain obsolete chunks are rewritten, those of the same app first.
 
     Args:
-      store: of the context.
+      store: store of the context.
       record, chunks: see `ContextStore.commit`.
 
     Raises:
-      BudgetExceeded: they break one all the same.
+      BudgetExceeded: they still exceed a quota.
     """
     if store.beyond_quota(record, chunks) is None:
         return
-    # What is being written counts twice until it is there.
+    # Files being written count twice until they are complete.
     store.wait()
     for each in sorted(store.records(), key=lambda each: (each.app != record.app, each.used)):
         if (broken := store.beyond_quota(record, chunks)) is None:
             return
         if broken.app in (None, each.app) and store.stored_bytes(each) > _rewritten_bytes(store, each):
-            # One that cannot be read is repaired when it is used.
+            # An unreadable one is repaired when it is used.
             with contextlib.suppress(JaxllmError):
                 _rewritten(store, each.name)
     if (broken := store.beyond_quota(record, chunks)) is not None:
@@ -254,9 +252,9 @@ def make_room(store: ContextStore, record: Record, chunks: Chunks) -> None:
 
 
 def seal(store: ContextStore) -> None:
-    """Seals a store that was opened with keys, before it is used: encrypts what is plain, and has plain and
-    older data refused from then on (see `Ledger`). Where a context cannot be read or written
-    now, logs a warning: the store stays as it is, and the next start tries again.
+    """Seals a store that was opened with keys, before it is used: encrypts plain files, after which plain
+    and older data is refused (see `Ledger`). If a context cannot be read or written now, logs a warning:
+    the store stays unsealed, and the next start tries again.
 
     Raises:
       BudgetExceeded, CheckpointError: the ledger cannot be written.
@@ -294,7 +292,7 @@ def _rewritten(store: ContextStore, name: str) -> Record:
 
 
 def _own_chunks(store: ContextStore, record: Record) -> list[int]:
-    """The chunks of a context in segments that no other context shares: those that are shared stay once."""
+    """The chunks of a context in segments that no other context shares: shared ones are stored once."""
     own = store.own_segments(record)
     return [n for n, file in enumerate(record.files) if file in own]
 
@@ -310,7 +308,7 @@ def _rewritten_bytes(store: ContextStore, record: Record) -> int:
 
 
 def _encrypt(store: ContextStore, record: Record) -> None:
-    """Encrypts a context that has a plain file; those that are read are noted in the ledger."""
+    """Encrypts a context that has a plain file; the read adds those to the ledger's `plain`."""
     assert store.vault is not None
     name, folder, plain = record.name, store.folder(record), store.vault.ledger.plain
     rows = store.rows(name)
@@ -319,7 +317,7 @@ def _encrypt(store: ContextStore, record: Record) -> None:
     except Unreadable:
         raise
     except CheckpointError:
-        # Damaged ones are lost, and computed again when the context is used.
+        # Damaged ones are lost, and recomputed when the context is used.
         store.repair(name)
         chunks = _all_chunks(store, name)
     if folder in plain:

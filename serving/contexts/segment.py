@@ -1,19 +1,18 @@
 """Reads and writes segments: some chunks of one context in one file, layer by layer.
 
-    header   magic, version, size and xxh3_128 of the index; the index as JSON: which chunks, at how many
-             bits, computed from what, how large each layer's blobs are, and a checksum of each blob
-    layers   each at a whole page: the blobs of all its chunks, one after the other
+    header   magic, version, size and xxh3_128 of the index; the index as JSON: numbers, widths and sources of
+             chunks, sizes of each layer's blobs, and a checksum of each blob
+    layers   each page-aligned: the blobs of all its chunks, consecutively
 
-In an encrypted one (version 3) the index has its key's id and its salt before it, a tag behind it, and the
-tags of blobs in place of checksums; blobs lie where they lie in others.
+In an encrypted segment (version 3) the index is preceded by its key's id and its salt, and followed by a
+tag; tags of blobs replace checksums; the offsets of blobs are the same.
 
-A segment is written once, whole or not at all, and never changed: newer chunks go to a newer segment, so that
-a kill at any moment leaves older segments as they were. The record that names a segment has the checksum of
-its index.
+A segment is written once, atomically, and never changed: newer chunks go to a newer segment, so that a kill
+never affects older segments. The record that names a segment has the checksum of its index.
 
-Segments stay open from call to call, because to open one takes as long as to read one of its chunks.
-Prompt embeddings (`rows`) lie in a segment of one chunk: its first layer has places, its second rows, in
-float32. No token gives them again; they count for quotas as chunks do.
+Segments stay open between calls, because opening one takes as long as a read of one of its chunks. Prompt
+embeddings (`rows`) are stored in a segment of one chunk: its first layer has positions, its second rows, in
+float32. They cannot be recomputed; they count for quotas as chunks do.
 """
 
 import collections
@@ -41,7 +40,7 @@ from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Stor
 MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
 VERSION, SEALED_VERSION = 2, 3
 _HEAD = struct.Struct("<8sIQ16s")
-# No index is longer; a length from a file is not trusted.
+# Maximum size of an index; a length from a file is not trusted.
 _MOST_INDEX_BYTES = 1 << 26
 _MOST_CHUNKS = 1 << 20
 _DIGEST_DIGITS = 16
@@ -49,18 +48,18 @@ _TAG_DIGITS = 2 * TAG_BYTES
 _BEFORE_INDEX = ID_DIGITS + SALT_BYTES
 _MOST_LAYERS = 1 << 12
 _MOST_BLOB_BYTES = 1 << 31
-# Blobs that are closer than this are read in one go.
+# Blobs that are closer than this are read together.
 _GAP_BYTES = 1 << 16
 # Chunk number -> its bits, and its blob of each layer.
 Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
-# Each takes one file descriptor.
+# Each needs one file descriptor.
 _MOST_OPEN = 128
 _PLACE, _ROW = np.dtype("<i8"), np.dtype("<f4")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredChunk:
-    """A chunk in a segment: its number in the context, its width, and what it was computed from (see
+    """A chunk in a segment: its number in the context, its width, and the checksum of its inputs (see
     `Record.sources`)."""
 
     chunk: int
@@ -72,11 +71,11 @@ class Segment:
     """An open segment. Thread-safe.
 
     Attributes:
-      path: of the file.
-      chunks: in it, ascending.
+      path: path of the file.
+      chunks: its chunks, ascending.
       layers: number of layers.
-      checksum: of its index.
-      blob_bytes: of each layer, by the width of a chunk.
+      checksum: checksum of its index.
+      blob_bytes: bytes of a blob in each layer, by the width of a chunk.
     """
 
     def __init__(
@@ -86,8 +85,8 @@ class Segment:
         vault: Vault | None = None,
         scratch: ScratchMemory | None = None,
     ) -> None:
-        """Opens a segment and reads its index; an encrypted one with the keys in a vault. `scratch` is for
-        what is read, and may be other segments', too.
+        """Opens a segment and reads its index; an encrypted one with the keys in a vault. `scratch` is memory
+        for reads, which segments may share.
 
         Raises:
           CheckpointError: it is missing, truncated, corrupt or of another version.
@@ -130,15 +129,15 @@ class Segment:
 
     @property
     def caching(self) -> str:
-        """The way it is read: "direct" or "buffered"."""
+        """The way of reads: "direct" or "buffered"."""
         return self._reader.caching
 
     def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
-        """The blobs of some of its chunks in one layer, uint8, in few reads. Each has memory of its own, so
-        that it stays alone.
+        """The blobs of some of its chunks in one layer, uint8, in few reads. Each has its own memory, so that
+        none references the others.
 
         Raises:
-          CheckpointError: a blob is not what was written.
+          CheckpointError: a blob has changed.
           Unreadable: storage refuses.
         """
         starts, offset = self._starts[layer], self._offsets[layer]
@@ -150,7 +149,7 @@ class Segment:
             first, size = offset + starts[run[0]], starts[run[-1] + 1] - starts[run[0]]
             with self._scratch.taken(pages_bytes(first, size)) as memory:
                 self._reader.read_into(memory, first % PAGE, first, size)
-                # Where the layer begins.
+                # Offset of the layer.
                 piece = first % PAGE - starts[run[0]]
                 for place in run:
                     blob = memory[piece + starts[place] : piece + starts[place + 1]]
@@ -189,7 +188,7 @@ class Segment:
         self.close()
 
     def _checked_blob(self, blob: np.ndarray, layer: int, place: int) -> np.ndarray:
-        """A copy of a blob, decrypted if it is encrypted."""
+        """A copy of a blob, decrypted if necessary."""
         chunk, checksum = self.chunks[place].chunk, self._checksums[layer][place]
         try:
             if self._seal is not None:
@@ -204,12 +203,12 @@ class Segment:
         return blob
 
     def _layer_starts(self, layer: int) -> list[int]:
-        """Offset in a layer of each blob's begin, and of the last one's end."""
+        """Offsets of the blobs in a layer, and of the last one's end."""
         return [0, *itertools.accumulate(self.blob_bytes[stored.bits][layer] for stored in self.chunks)]
 
 
 class OpenSegments:
-    """The segments that were opened last. For one thread, but for `forget`, which any may call."""
+    """The most recently opened segments. For one thread, except `forget`."""
 
     def __init__(self, storage: Storage, vault: Vault | None = None) -> None:
         self._storage, self._vault, self._scratch = storage, vault, ScratchMemory()
@@ -234,7 +233,7 @@ class OpenSegments:
         return [self._open[path] for path in paths]
 
     def forget(self, path: Path) -> None:
-        """Closes a segment that is about to be removed, or all in a folder, before others are opened."""
+        """Closes a segment that is about to be removed, or all in a folder, before the next open."""
         self._forgotten.append(path)
 
     def _close_forgotten(self) -> None:
@@ -254,12 +253,12 @@ class StoredContext:
     """A context's chunks on storage. Thread-safe.
 
     Attributes:
-      record: of the context.
-      layers: number of layers of its chunks; 0 where there are none.
+      record: record of the context.
+      layers: number of layers of its chunks; 0 without chunks.
     """
 
     def __init__(self, record: Record, segments: Mapping[str, Segment]) -> None:
-        """Takes a context's open segments.
+        """See the class; `segments` are the context's open segments.
 
         Raises:
           CheckpointError: a segment is not the one that the record names.
@@ -274,7 +273,7 @@ class StoredContext:
 
     @property
     def caching(self) -> str:
-        """The way segments are read: "direct" or "buffered"; empty where nothing is stored."""
+        """The way of reads: "direct" or "buffered"; empty if nothing is stored."""
         return next((each.caching for each in self._segments.values()), "")
 
     def has(self, chunk: int) -> bool:
@@ -304,23 +303,23 @@ def write_segment(
     flush: bool = True,
     vault: Vault | None = None,
 ) -> str:
-    """Writes a segment, whole or not at all.
+    """Writes a segment atomically.
 
     Args:
-      path: of the file.
+      path: path of the file.
       chunks: bits of each chunk, and its blob of each layer, uint8 `[bytes]`; all blobs of one width and
         layer have one size.
-      sources: what each chunk of the context is computed from, by number (see `Record.sources`).
-      storage: of the folder, where that is emulated.
-      flush: wait until the device has it (see `atomic_file`).
-      vault: has the keys by which it is encrypted; None for no encryption.
+      sources: checksum of the inputs of each chunk, by number (see `Record.sources`).
+      storage: storage of the folder, if it is emulated.
+      flush: whether to wait until the device has it (see `atomic_file`).
+      vault: keys for encryption; None for no encryption.
 
     Returns:
       The checksum of its index.
 
     Raises:
       ConfigError: there are no chunks, or their layers or sizes differ.
-      OSError: the file cannot be written, for example because there is no room for it.
+      OSError: the file cannot be written, for example because the device is full.
     """
     if not chunks:
         raise ConfigError("a segment needs at least one chunk")
@@ -370,8 +369,8 @@ def file_bytes(chunks: Chunks, *, encrypted: bool = False) -> int:
 
 
 def mismatched_chunks(record: Record, name: str, segment: Segment) -> set[int]:
-    """The chunks that a record has in a segment, but that the segment lacks, or has with another width, other
-    bytes per layer than the record's origin gives, or computed from another origin or other tokens."""
+    """The chunks that a record has in a segment, but that the segment lacks or has with another width, other
+    bytes per layer than the record's origin requires, or computed from another origin or other tokens."""
     own = {chunk for chunk, file in enumerate(record.files) if file == name}
     if segment.checksum != record.checksums.get(name):
         return own
@@ -383,7 +382,7 @@ def mismatched_chunks(record: Record, name: str, segment: Segment) -> set[int]:
 
 
 def row_chunks(rows: PromptRows) -> Chunks:
-    """Rows as the one chunk of a segment."""
+    """Prompt embeddings as the one chunk of a segment."""
     places, wide = rows.at.astype(_PLACE), np.ascontiguousarray(rows.rows, _ROW)
     return {0: (RAW, [each.reshape(-1).view(np.uint8) for each in (places, wide)])}
 
@@ -391,7 +390,7 @@ def row_chunks(rows: PromptRows) -> Chunks:
 def write_rows(
     path: Path, rows: PromptRows, storage: Storage, vault: Vault | None, *, flush: bool = True
 ) -> str:
-    """Writes the rows of a context, whole or not at all; returns the checksum of the file's index.
+    """Writes the prompt embeddings of a context atomically; returns the checksum of the file's index.
 
     Raises:
       OSError: they cannot be written.
@@ -402,7 +401,7 @@ def write_rows(
 def read_rows(
     folder: Path, record: Record, storage: Storage, vault: Vault | None = None
 ) -> PromptRows | None:
-    """The rows of a context, of those tokens that it has; None where it has none.
+    """The prompt embeddings of a context for its tokens; None for none.
 
     Raises:
       CheckpointError: they are damaged, and with them the context.
@@ -442,7 +441,7 @@ def _number(layer: int, chunk: int) -> int:
 
 
 def _named(path: Path) -> str:
-    """What an encrypted index belongs to."""
+    """The name that an encrypted index is authenticated with."""
     return f"{path.parent.name}/{path.name}"
 
 
@@ -463,14 +462,14 @@ def _index(
 
 
 def _read_index(path: Path, reader: PieceReader, vault: Vault | None) -> tuple[Any, str, int, Seal | None]:
-    """The index, its checksum, where the first layer begins, and the seal of an encrypted segment."""
+    """The index, its checksum, the offset of the first layer, and the seal of an encrypted segment."""
     if reader.size_bytes < PAGE:
         raise CheckpointError(f"{path} has {reader.size_bytes} bytes: it is not a segment of a context")
     magic, version, size, digest = _HEAD.unpack(reader.read(0, _HEAD.size).tobytes())
     if magic != MAGIC:
         raise CheckpointError(f"{path} is not a segment of a context")
     if version not in (VERSION, SEALED_VERSION):
-        # A record of this version never names a segment of another version.
+        # Records of this version never name segments of another version.
         raise CheckpointError(f"{path} is of version {version}, this jaxllm reads {VERSION}")
     if size > min(_MOST_INDEX_BYTES, reader.size_bytes - _HEAD.size):
         raise CheckpointError(f"{path}: its index of {size} bytes does not fit the file: it is truncated")
@@ -490,7 +489,7 @@ def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]],
     """The chunks of a index, the sizes of their blobs and the checksums of these.
 
     Raises:
-      ValueError: it is not an index, or its parts do not fit each other.
+      ValueError: it is not an index, or its parts are inconsistent.
     """
     _require("fields", isinstance(index, dict) and index.keys() == {"chunks", "blob_bytes", "checksums"})
     chunks, sizes, checksums = index["chunks"], index["blob_bytes"], index["checksums"]
@@ -534,7 +533,7 @@ def _require(name: str, good: bool) -> None:
 
 
 def _runs(places: Sequence[int], starts: Sequence[int]) -> list[list[int]]:
-    """Divides places into runs that are read in one go, with the gaps between them."""
+    """Divides places into runs to read at once, including gaps between them."""
     runs: list[list[int]] = []
     for place in places:
         if runs and starts[place] - starts[runs[-1][-1] + 1] <= _GAP_BYTES:

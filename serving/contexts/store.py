@@ -4,13 +4,13 @@
     ROOT/lock               locked by the one process that uses the store
     ROOT/APP/CONTEXT/N.kv   chunks (`segment.Segment`)
 
-A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill at
-any moment leaves the older record with all segments that it names; segments that no record names are removed
-by the context's next commit, or by `sweep`. Opening a store removes nothing: what cannot be read stays and is
-listed, until `verify` is asked to set damaged files aside. Only the owner may read it (0700).
+A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill
+at any moment leaves the older record with all of its segments; segments that no record names are removed by
+the context's next commit, or by `sweep`. Opening a store removes nothing: unreadable contexts stay and are
+listed, until `verify` sets damaged files aside on request. Only the owner may read it (0700).
 
-`commit_later` writes in a thread (`background`): until then a context's record is the one that is coming, and
-whatever needs its files waits.
+`commit_later` writes in a thread (`background`): until then the context's record is the future one, and
+accesses to its files wait.
 """
 
 import contextlib
@@ -55,17 +55,17 @@ from jaxllm.serving.contexts.segment import (
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.direct_io import Storage
 
-# The segment of a chunk that `commit_later` has yet to write.
+# Placeholder for the segment of a chunk that `commit_later` has yet to write.
 _COMING = "coming"
 
 
 @dataclasses.dataclass(frozen=True)
 class BrokenQuota:
-    """A quota that files would break.
+    """A quota that files would exceed.
 
     Attributes:
-      app: whose quota it is; None for that of all contexts.
-      reason: as a sentence.
+      app: app of the quota; None for that of all contexts.
+      reason: explanation as a sentence.
     """
 
     app: str | None
@@ -73,7 +73,7 @@ class BrokenQuota:
 
 
 class ContextStore:
-    """The contexts of all apps of a device. For one process at a time, whose threads may read together.
+    """The contexts of all apps of a device. For one process at a time, whose threads may read concurrently.
 
     Every method raises ConfigError when the store was closed, or belongs to the process that forked this one.
 
@@ -95,15 +95,15 @@ class ContextStore:
         self._quotas = (app_quota_bytes, quota_bytes)
         self.vault = None if keys is None else Vault(keys, self.root)
         self._segments = OpenSegments(self._storage, self.vault)
-        # Of contexts that are about to be written, with their records.
+        # Pending writes, with the contexts' future records.
         self._queue: WriteQueue[Record] = WriteQueue()
-        # Folders of contexts that are being changed, or whose change was left in the middle, by name; and
-        # whether the thread that writes does it: while that runs it is its alone.
+        # Folders of contexts that are being changed, or whose change was interrupted, by name; and whether
+        # the writing thread does it: while that runs, only it may touch them.
         self._unsettled: dict[str, tuple[Path, bool]] = {}
         # Segments of contexts whose record on storage is older than the one in memory, by name.
         self._unflushed: dict[str, set[str]] = {}
         try:
-            # Checked before anything is made in a folder that may belong to others.
+            # Check this before making anything in a folder that may be foreign.
             require_store(self.root)
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = StoreLock(self.root / LOCK)
@@ -123,7 +123,7 @@ class ContextStore:
         try:
             self._queue.close()
             for name in list(self._unflushed):
-                # Chunks that cannot be flushed are computed again: the record on storage does not name them.
+                # Chunks that cannot be flushed are recomputed: the record on storage does not name them.
                 with contextlib.suppress(JaxllmError):
                     self.commit(self.record(name))
         finally:
@@ -155,11 +155,11 @@ class ContextStore:
         return sorted(found, key=lambda each: (each.app, each.name))
 
     def damage(self) -> list[Damage]:
-        """Damage that was found when records were read, and was not mended since."""
+        """Damage that was found when records were read, and was not repaired since."""
         return sorted(self._catalog.damage.values(), key=lambda each: (each.app, each.name))
 
     def unread(self) -> list[Damage]:
-        """Contexts of which it is not known now what they are; those whose key was erased are gone."""
+        """Contexts whose state is unknown now; without those whose key was erased."""
         damage, erased = self._catalog.damage, self._catalog.erased
         return [each for path, each in damage.items() if each.lost and not each.proved and path not in erased]
 
@@ -168,10 +168,10 @@ class ContextStore:
         return self._catalog.folder(record)
 
     def record(self, name: str, app: str | None = None) -> Record:
-        """A context's record, if the app owns the context; of any app where `app` is None.
+        """A context's record, if the app owns the context or `app` is None.
 
         Raises:
-          ContextGone: there is no such context. The message is the same where another app owns it.
+          ContextGone: there is no such context. The message is the same if another app owns it.
           CheckpointError: it is damaged, or its state after its last change cannot be read.
           Unreadable: storage refuses, or a newer version wrote it.
         """
@@ -180,7 +180,7 @@ class ContextStore:
         self._require_settled(name if own else "")
         coming = None if self._queue.inside else self._queue.coming().get(name)
         record = coming or self._catalog.records.get(name)
-        # Another app's context takes as much work as a missing one: time must not tell them apart.
+        # Another app's context costs as much time as a missing one, which hides its existence.
         if record is None or app not in (None, record.app):
             record = self._catalog.find_again(name, app)
         if record is None or app not in (None, record.app):
@@ -188,19 +188,19 @@ class ContextStore:
         return record
 
     def wait(self, name: str = "") -> None:
-        """Waits until what `commit_later` took of a context is written, or of all."""
+        """Waits until the pending writes of a context, or of all, are done."""
         self._queue.wait(name)
 
     def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
-        """Opens a context's segments to be read, until the next call of the store.
+        """Opens a context's segments for reads until the next call of the store.
 
         Args:
-          name: of the context.
-          chunks: those that will be read; None for all.
+          name: name of the context.
+          chunks: chunks to read; None for all.
 
         Raises:
           ContextGone: there is no such context.
-          CheckpointError: a segment is not what was written.
+          CheckpointError: a segment has changed.
           Unreadable: storage refuses one.
         """
         self.wait(name)
@@ -213,7 +213,7 @@ class ContextStore:
 
     @contextlib.contextmanager
     def opened_apart(self, name: str) -> Iterator[StoredContext]:
-        """Opens a context's segments, which stay open whatever else the store does meanwhile.
+        """Opens a context's segments, which stay open during other calls of the store.
 
         Raises:
           ContextGone, CheckpointError, Unreadable: see `open`.
@@ -229,7 +229,7 @@ class ContextStore:
             yield StoredContext(record, segments)
 
     def stored_bytes(self, record: Record) -> int:
-        """Bytes of a context's own segments."""
+        """Bytes of a context's unshared segments."""
         return sum(file_size(self._catalog.folder(record) / each) for each in self.own_segments(record))
 
     def own_segments(self, record: Record) -> set[str]:
@@ -247,8 +247,8 @@ class ContextStore:
         """A new, empty context; see `Record`.
 
         Raises:
-          ConfigError: the app has no name, or too long a one.
-          BudgetExceeded: there is no room.
+          ConfigError: the app's name is empty or too long.
+          BudgetExceeded: there is no space.
           CheckpointError: it cannot be written.
         """
         folder_name(app)
@@ -271,26 +271,26 @@ class ContextStore:
                 self._catalog.put(record)
                 self._catalog.records[name] = record
         except JaxllmError:
-            # The caller never learns its name.
+            # The caller will never know its name.
             with contextlib.suppress(JaxllmError):
                 self.delete(name)
             raise
         return record
 
     def link(self, record: Record, source: str, chunks: Mapping[int, int]) -> Linked:
-        """Gives a context the segments of another one, without a copy: links that a later commit names.
+        """Shares the segments of another context without a copy: links for a later commit.
 
         Args:
-          record: of the context, with its tokens.
+          record: record of the context, with its tokens.
           source: name of the other one.
-          chunks: width of each chunk that is wanted, by number; tokens up to its end are the same in both.
+          chunks: width of each requested chunk, by number; both have the same tokens up to its end.
 
         Returns:
-          The chunks that both have now; none with encryption, or where the file system has no hard links.
+          The chunks that both have now; none with encryption, or if the file system has no hard links.
         """
         found: dict[int, tuple[str, str]] = {}
         if self.vault is not None:
-            # A segment is encrypted for its context.
+            # Segments are encrypted for one context.
             return found
         links: dict[str, str] = {}
         with contextlib.suppress(JaxllmError, OSError):
@@ -319,21 +319,21 @@ class ContextStore:
         """Stores a context's new state: first its new chunks, then the record that names them.
 
         Args:
-          record: the new record; its `files`, `checksums` and `rows` are ignored and made here. Chunks that
-            are `LOST` in it are removed.
-          chunks: bits and each layer's blob of those chunks that are new or have another width.
-          flush: wait until the device has everything. Otherwise chunks can be read, but a power cut or a kill
-            leaves the state before, until the context's next commit or `close`.
-          linked: chunks that are in segments of another context, too (see `link`).
-          rows: all rows of the context from here on; None for those that it has.
+          record: the new record; its `files`, `checksums` and `rows` are ignored and set here. Its `LOST`
+            chunks are removed.
+          chunks: bits and each layer's blob of chunks that are new or have another width.
+          flush: whether to wait until the device has everything. Otherwise chunks can be read, but a power
+            cut or a kill restores the state before, until the context's next commit or `close`.
+          linked: chunks in segments that are shared with another context (see `link`).
+          rows: all prompt embeddings of the context from here on; None to keep them.
 
         Returns:
           The stored record.
 
         Raises:
           ContextGone: the context was deleted.
-          BudgetExceeded: a quota or the device has no room; the stored state is as it was.
-          CheckpointError: the device failed: `record` tells whether the state is that before or after.
+          BudgetExceeded: a quota is exceeded or the device full; the stored state is unchanged.
+          CheckpointError: the device failed: `record` shows whether the state is the one before or after.
         """
         self.wait(record.name)
         before = self.record(record.name)
@@ -380,19 +380,19 @@ class ContextStore:
         return record
 
     def rows(self, name: str) -> PromptRows | None:
-        """The rows of a context that stand in place of its tokens; None where it has none. For errors see
-        `record` and `read_rows`."""
+        """The prompt embeddings of a context; None if it has none. For errors see `record` and
+        `read_rows`."""
         self.wait(name)
         record = self.record(name)
         return read_rows(self._catalog.folder(record), record, self._storage, self.vault)
 
     def write_later(self) -> None:
-        """Starts the thread that writes what `commit_later` takes."""
+        """Starts the thread that writes for `commit_later`."""
         self._queue.start()
 
     def note(self, record: Record) -> Record:
-        """Stores a context's new tokens without waiting for the device: a kill leaves them, a power cut may
-        leave the state before. What was there is removed by the next commit.
+        """Stores a context's new tokens without waiting for the device: they survive a kill, while a power
+        cut may restore the state before. Obsolete files are removed by the next commit.
 
         Args:
           record: see `commit`; it has no new chunks.
@@ -420,18 +420,18 @@ class ContextStore:
         linked: Linked = MappingProxyType({}),
         ready: Callable[[], object] | None = None,
     ) -> Record:
-        """Stores a context's new state as `commit` does, in the thread that writes (see `write_later`). Waits
-        only where too much is waiting already.
+        """Stores a context's new state as `commit` does, in the writing thread (see `write_later`). Waits
+        only if too many writes are pending.
 
         Args:
           record, chunks, linked: see `commit`.
-          failed: called in that thread with the context's name and the error; the state is that before.
+          failed: called in that thread with the context's name and the error; the state is the one before.
           then: called in that thread with the name, after the commit.
           ready: called in that thread before the commit: waits until the chunks are encoded, or raises;
-            None where they are.
+            None if they are.
 
         Returns:
-          The record that is coming.
+          The future record.
         """
         name = record.name
 
@@ -453,8 +453,8 @@ class ContextStore:
         return coming
 
     def beyond_quota(self, record: Record, chunks: Chunks) -> BrokenQuota | None:
-        """The quota that a context's new chunks would break; None for none. Files that are being written may
-        count twice.
+        """The quota that a context's new chunks would exceed; None for none. Files being written may count
+        twice.
 
         Args:
           record, chunks: see `commit`.
@@ -464,8 +464,8 @@ class ContextStore:
         return self._broken_quota(record.app, self._more_bytes(record, chunks, freed))
 
     def sweep(self) -> None:
-        """Removes what killed processes left: segments that no record names, unfinished files, and folders of
-        contexts that were being made or deleted. Files of contexts with damage stay."""
+        """Removes the leftovers of killed processes: segments that no record names, unfinished files, and
+        folders of unfinished or deleted contexts. Files of contexts with damage stay."""
         self._require_settled()
         for record in self.records():
             folder = self._catalog.folder(record)
@@ -481,7 +481,7 @@ class ContextStore:
 
         Raises:
           ContextGone: there is no such context.
-          CheckpointError: the device failed: `record` tells whether it is still there.
+          CheckpointError: the device failed: `record` shows whether it still exists.
         """
         self.wait(name)
         record = self.record(name)
@@ -491,16 +491,16 @@ class ContextStore:
             self._settle(name)
 
     def verify(self, *, repair: bool = False) -> list[Damage]:
-        """Reads everything in the store, and finds damage.
+        """Reads everything in the store to find damage.
 
         Args:
-          repair: set aside what is damaged (see `layout`): a context whose record is, or the catalog, which
-            is made anew of the records that can be read. Damaged chunks are computed again from the tokens
-            when they are next needed. What storage refuses now stays as it is, and so do files of contexts
-            that the catalog does not know.
+          repair: whether to set aside damaged files (see `layout`): a context with a damaged record, or the
+            catalog, which is rebuilt from its readable records. Damaged chunks are recomputed from the
+            tokens when needed. Unreadable files stay, and so do files of contexts that the catalog does not
+            know.
 
         Returns:
-          The damage, and where damaged files were moved.
+          The damage, and the new places of damaged files.
 
         Raises:
           CheckpointError: a damaged file cannot be moved or written.
@@ -510,11 +510,10 @@ class ContextStore:
         return verify(self._catalog, self._storage, self.vault, self.commit if repair else None)
 
     def repair(self, name: str) -> Record:
-        """Reads all chunks of a context, and marks damaged ones as lost, to be computed again.
+        """Reads all chunks of a context, and marks damaged ones as lost, to be recomputed.
 
         Returns:
-          The record for the next call: it also marks as lost the chunks that storage refuses now, which stay
-          on storage.
+          The record for the next call, which also marks unreadable chunks as lost; these stay on storage.
 
         Raises:
           ContextGone: there is no such context.
@@ -527,14 +526,14 @@ class ContextStore:
         return record.lose(chunks.unread)
 
     def _more_bytes(self, record: Record, chunks: Chunks, freed: Set[str]) -> int:
-        """By how much a commit of chunks grows the store, which removes the files `freed`."""
+        """The growth of the store by a commit of chunks that removes the files `freed`."""
         folder = self._catalog.folder(record)
         size = file_bytes(chunks, encrypted=self.vault is not None)
         return size - sum(file_size(folder / each) for each in freed if not is_shared(folder / each))
 
     def _broken_quota(self, app: str, more_bytes: int) -> BrokenQuota | None:
-        """The quota that files of an app would break if they took so many bytes more; None for none. A change
-        that does not grow the store breaks none."""
+        """The quota that files of an app would exceed with `more_bytes` more; None for none. A change that
+        does not grow the store exceeds none."""
         for quota, whose, owner in zip(
             self._quotas, (f"the contexts of {app}", "all contexts"), (app, None), strict=True
         ):
@@ -548,8 +547,8 @@ class ContextStore:
 
     @contextlib.contextmanager
     def _changing(self, record: Record) -> Iterator[None]:
-        """Changes a context. After an error it is as it is on storage; what cannot be settled now, and what
-        an interrupt leaves, is settled when the context is next used."""
+        """Changes a context. After an error its state is reloaded from storage; if that fails, or after an
+        interrupt, it is when the context is next used."""
         name, folder = record.name, self._catalog.folder(record)
         self._unsettled[name] = (folder, self._queue.inside)
         try:
@@ -562,7 +561,7 @@ class ContextStore:
         self._unsettled.pop(name, None)
 
     def _require_settled(self, wanted: str = "") -> None:
-        """Checks that the store is open, and settles contexts whose last change may not have ended.
+        """Checks that the store is open, and reloads contexts whose last change may be incomplete.
 
         Raises:
           CheckpointError: the wanted context cannot be read.
@@ -578,11 +577,11 @@ class ContextStore:
                         raise
 
     def _settle(self, name: str) -> None:
-        """Takes a context as it is on storage, and removes what an unfinished change left.
+        """Reloads a context from storage, and removes leftovers of an unfinished change.
 
         Raises:
           CheckpointError: it cannot be read.
-          ConfigError: another process owns the store by now.
+          ConfigError: another process owns the store now.
         """
         self._lock.require()
         if (change := self._unsettled.get(name)) is not None:
@@ -592,7 +591,7 @@ class ContextStore:
 
 
 def _names(folder: Path) -> list[str]:
-    """Names of the files in a context's folder, which is made if somebody has removed it."""
+    """Names of the files in a context's folder, which is made if it was removed."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

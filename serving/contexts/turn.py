@@ -10,22 +10,22 @@ from jaxllm.serving.ground.plan import Restoration
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Turn:
-    """A call that runs. The answer has the only strong reference, so that a call whose answer is gone is
-    over, wherever it was interrupted.
+    """A running call. The answer has the only strong reference, so that a call whose answer is gone is over,
+    wherever it was interrupted.
 
     Attributes:
-      record: of the context, as it is stored while the call runs.
-      base: the record that the call goes on from: `record`, or the rest of it after sliding.
+      record: record of the context, as stored while the call runs.
+      base: record that the call continues: `record`, or its rest after sliding.
       session: the call's cache, and the tokens in it.
       restoration: how the context was restored.
-      counted_from: the position from which the cache counts attention, where that is not the first token that
-        the call fed.
+      counted_from: position from which the cache counts attention, if it is not the first token that the
+        call fed.
       over: whether the call has ended.
-      sequence: tokens that the call begins with, of the context and its prompt; empty where they come later.
-      source: the context that has the chunks of `base`; empty for its own.
-      most_bytes: that chunks of the context may come to take in memory.
-      stop: gives a function that ends the answer and keeps its tokens; None where the caller of `begin` does
-        that.
+      sequence: initial tokens of the context and its prompt; empty if they come later.
+      source: context with the chunks of `base`; empty for its own.
+      most_bytes: maximum memory of the context's chunks.
+      stop: returns a function that ends the answer and stores its tokens; None if the caller of `begin`
+        does that.
     """
 
     record: Record

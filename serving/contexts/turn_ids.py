@@ -1,7 +1,7 @@
 """Encodes a turn in a context: a user's text, or messages of a conversation.
 
-The first turn in a context of an encoder-decoder is its source, once and for all; what later turns bring is
-what its decoder says next.
+The first turn in a context of an encoder-decoder is its source, permanently; later turns are forced tokens
+of its decoder.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ def turn_ids(
     """The tokens that a user's turn adds to a context.
 
     Args:
-      tokenizer: of the model; its chat template, if it has one, writes the text between turns.
+      tokenizer: tokenizer of the model; its chat template, if any, writes the text between turns.
       before: the context's tokens, which end with an answer; empty before the first turn.
       prompt: the user's text.
-      instruction: stands before everything.
-      now: for templates that ask for the time.
+      instruction: text before everything.
+      now: time for templates.
 
     Raises:
-      ConfigError: the prompt is empty, or an instruction comes late.
-      TemplateError: the template is broken, or does not keep an answer as it was.
+      ConfigError: the prompt is empty, or an instruction comes after the first turn.
+      TemplateError: the template is broken, or changes answers.
     """
     sourced = reads_sources(tokenizer)
     if not prompt.strip() and not (sourced and before):
@@ -66,17 +66,17 @@ def conversation_turn_ids(
     """The tokens that messages add to a context.
 
     Args:
-      tokenizer: of a model with a chat template.
+      tokenizer: tokenizer of a model with a chat template.
       before: see `turn_ids`.
       messages: JSON objects with a `role` and a `content`. Before the first turn any conversation; later
         results of tools, a user's message, or both in this order.
-      tools: that the model may call, as OpenAI has them. They come with the first turn, as far as the
-        template writes them before it; later turns may name them again.
-      continue_final: of the first turn; see `Tokenizer.chat_text`.
+      tools: tools that the model may call, in OpenAI's format. They come with the first turn, as far as the
+        template writes them before it; later turns may repeat them.
+      continue_final: option of the first turn; see `Tokenizer.chat_text`.
       now: see `turn_ids`.
 
     Raises:
-      ConfigError: there is no chat template, the messages are others, or a tool is not in the context.
+      ConfigError: there is no chat template, the messages are not a turn, or a tool is not in the context.
       TemplateError: see `turn_ids`.
     """
     if reads_sources(tokenizer):
@@ -98,12 +98,12 @@ def conversation_turn_ids(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurnTokens:
-    """What an engine is asked for in a context (see `Engine.request`).
+    """The tokens of a request in a context (see `Engine.request`).
 
     Attributes:
-      prompt: the context's tokens and the turn's; of the first turn of an encoder-decoder its source.
-      source: of an encoder-decoder from the second turn on; else None.
-      known: how many tokens of source and prompt the context had before.
+      prompt: the context's tokens and the turn's; for the first turn of an encoder-decoder its source.
+      source: source of an encoder-decoder from the second turn on; else None.
+      known: number of tokens of source and prompt that the context had before.
     """
 
     prompt: tuple[int, ...]
@@ -119,7 +119,7 @@ class TurnTokens:
         tokenizer: Tokenizer,
         cfg: ModelConfig,
     ) -> "TurnTokens":
-        """Of a turn that follows the first tokens `before` of a context, whose model is `cfg`."""
+        """The tokens of a turn after the first tokens `before` of a context, whose model is `cfg`."""
         if cfg.encoder is None:
             return cls(prompt=(*before, *turn), known=len(before))
         if not before:
@@ -131,7 +131,7 @@ class TurnTokens:
 
     @property
     def told(self) -> tuple[int, ...]:
-        """All tokens, in the order in which they are read."""
+        """All tokens, source first."""
         return (*(self.source or ()), *self.prompt)
 
 

@@ -1,8 +1,8 @@
-"""Measures a coarse `DeviceProfile` to begin with, in seconds instead of minutes.
+"""Measures a coarse initial `DeviceProfile`, in seconds instead of minutes.
 
-The smallest level and the whole model are measured once at a few lengths. The times of levels between lie on
-the line between the two, because a level's time is that of its share of the units, and those of longer
-prompts on the line through the last two lengths, which is too low where attention takes much of the time.
+The smallest level and the whole model are measured once at a few lengths. Times of other levels are
+interpolated linearly by their share of the units, and times of longer prompts extrapolated from the last
+two lengths, which underestimates when attention dominates.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Names the file that keeps the profile of an engine on this device."""
+"""Names the file of an engine's profile on this device."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Finds the profile that a service plans by: that of an earlier start, or one that is measured now."""
+"""Finds the profile for a service's plans: that of an earlier start, or a new measurement."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from jaxllm.serving.host.progress import Progress
 def known_profile(
     engine: Engine[Any], *, coarse: bool = False, progress: Progress | None = None
 ) -> DeviceProfile:
-    """The device's profile of an engine. Where there is none yet it is measured, and kept for later starts.
+    """The device's profile of an engine, measured and stored for later starts if there is none.
 
     Args:
-      engine: warmed up, a whole model's.
-      coarse: a coarse one will do; an engine with integer and float prefill, which must be compared at each
-        level, gets a whole one all the same.
-      progress: called with ("profile", done, total).
+      engine: warm engine of a whole model.
+      coarse: whether a coarse profile suffices; an engine with integer and float prefill, which must be
+        compared at each level, gets a full one anyway.
+      progress: callback for ("profile", done, total).
 
     Raises:
       ConfigError: the profile cannot be read or written.

@@ -27,9 +27,9 @@ class Levels:
         """Reads the levels' configs and adapters.
 
         Args:
-          bundle: an elastic one, unless there are no levels.
-          levels: in percent, without the whole model.
-          params: of the bundle.
+          bundle: an elastic bundle, unless there are no levels.
+          levels: levels in percent, without the whole model.
+          params: parameters of the bundle.
 
         Raises:
           ConfigError: the bundle lacks one of the levels.
@@ -45,9 +45,9 @@ class Levels:
         for level in levels:
             if found := read_recovery(bundle, level):
                 self._recoveries[level] = found
-            # It was read to check it and is not needed before `params`: at most one is in memory at a time.
+            # Read only to check it until `params`: at most one is in memory at a time.
             release_recovery(bundle, level)
-        # Parameter -> the highest rank of its adapters in all levels.
+        # Parameter -> the maximum rank of its adapters over all levels.
         self._ranks: dict[str, int] = {}
         for each in self._recoveries.values():
             for name in parameters_of(each.adapter):

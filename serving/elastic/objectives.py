@@ -1,7 +1,7 @@
 """Objectives of an answer's time or energy, expected costs, and whether a cost meets an objective.
 
 Ratios are relative to the whole model with the whole prompt on this device (ELMS, arXiv 2409.09071, section
-3.1); 100 % asks for nothing. Milliseconds, end-to-end times and joules are absolute.
+3.1); 100 % sets no limit. Milliseconds, end-to-end times and joules are absolute.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.ground.plan import Cost
 
-# Largest overrun that still meets an objective: 1, and the rounding error of floats.
+# Maximum overrun that still meets an objective: 1, and the rounding error of floats.
 _MOST_OVERRUN = 1 + 1e-9
 
 
@@ -26,8 +26,8 @@ class Latency:
     """Limits of both times in milliseconds.
 
     Attributes:
-      ttft_ms: most until the first token.
-      tpot_ms: most per further token.
+      ttft_ms: maximum time to the first token.
+      tpot_ms: maximum time per further token.
     """
 
     ttft_ms: float
@@ -42,10 +42,10 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndToEnd:
-    """A limit of the time until an answer has ended.
+    """A limit of the time to the end of an answer.
 
     Attributes:
-      total_ms: most milliseconds from the request to the last token.
+      total_ms: maximum time from the request to the last token, in milliseconds.
     """
 
     total_ms: float
@@ -62,7 +62,7 @@ class EnergyBudget:
     """A limit of an answer's energy, for devices whose profile has energy.
 
     Attributes:
-      joules: most for prompt and answer.
+      joules: maximum energy of prompt and answer.
     """
 
     joules: float
@@ -82,9 +82,9 @@ class Binding:
     """The objective of an app's calls.
 
     Attributes:
-      objective: of calls that name none.
-      strict: refuse calls that no sub-model can answer in time.
-      shorten: plans may drop words of prompts.
+      objective: objective of calls without their own.
+      strict: whether to reject calls that no level can answer in time.
+      shorten: whether plans may drop words of prompts.
     """
 
     objective: Objective
@@ -125,12 +125,12 @@ def expected_costs(
     """`expected_cost` of levels and prompt lengths: arrays `[levels, lengths]`.
 
     Args:
-      profile: of the device.
-      levels: of the profile.
+      profile: profile of the device.
+      levels: levels of the profile.
       prompt_tokens: lengths of prompts.
-      answer_tokens: of the answer.
-      planning_ms: time before anything is computed.
-      reused: of each level, the tokens at a prompt's beginning that a cache has already; empty for none.
+      answer_tokens: length of the answer.
+      planning_ms: time before the computation.
+      reused: number of cached tokens at the prompt's start, for each level; empty for none.
     """
     ttft_ms = profile.ttfts(levels, prompt_tokens)
     joules = None
@@ -139,8 +139,8 @@ def expected_costs(
     for row, tokens in enumerate(reused):
         if tokens:
             level, left = levels[row : row + 1], [max(1, each - tokens) for each in prompt_tokens]
-            # At least what so many tokens take alone; attention reads the tokens before them as well, which
-            # is part of what a whole prompt takes more than its beginning.
+            # At least the time of a prompt of this length; attention also reads the cached tokens, which is
+            # part of the difference between a whole prompt and its prefix.
             more_ms = ttft_ms[row] - profile.ttfts(level, (tokens,))[0]
             ttft_ms[row] = np.maximum(profile.ttfts(level, left)[0], more_ms)
             if joules is not None:
@@ -156,8 +156,8 @@ def expected_costs(
 def whole_cost(
     profile: DeviceProfile, prompt_tokens: int, answer_tokens: int, *, tokenize_ms: float = 0.0
 ) -> Cost:
-    """The cost that ratios are relative to: the whole model with the whole prompt, without planning.
-    `tokenize_ms` is the time to tokenize the request, which is the same at any level."""
+    """The cost that ratios refer to: the whole model with the whole prompt, without planning. `tokenize_ms`
+    is the time to tokenize the request, independent of the level."""
     return expected_cost(profile, WHOLE, prompt_tokens, answer_tokens, planning_ms=tokenize_ms)
 
 
@@ -171,8 +171,8 @@ def meets(objective: Objective, cost: Cost, whole: Cost) -> bool:
 
 
 def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
-    """The share of its objective that a cost takes, the largest of the objective's limits; above 1 the
-    objective is missed. An array for a cost of arrays.
+    """A cost as a share of its objective, the maximum over the objective's limits; above 1 the objective is
+    missed. An array for a cost of arrays.
 
     Raises:
       ConfigError: see `meets`.
@@ -196,7 +196,7 @@ def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
 
 
 def as_ratios(objective: Objective, whole: Cost) -> Slo:
-    """An objective as shares of the whole model's times, as the tiny LM takes it."""
+    """An objective as shares of the whole model's times, the input of the tiny LM."""
 
     def ratio(value: float) -> float:
         return min(1.0, max(1e-3, value))

@@ -1,7 +1,7 @@
-"""Plans and answers calls of apps with objectives, by an engine of any kind.
+"""Plans and answers calls of apps with objectives, on any kind of engine.
 
-`jaxllm.serving.server.service` adds what the live engine has: contexts of coded chunks, integer prefill.
-`jaxllm.cli.device` adds contexts over exported programs. This module imports no JAX.
+`jaxllm.serving.server.service` adds the features of the live engine: contexts of coded chunks, integer
+prefill. `jaxllm.cli.device` adds contexts over exported programs. This module imports no JAX.
 """
 
 import logging
@@ -36,8 +36,8 @@ class PlannedCall(Lifecycle):
     """Compares an answer's cost with its plan, and updates the safety margin.
 
     Attributes:
-      plan: the sub-model, the prompt's kept tokens and the expected cost.
-      objective: of the answer's time or energy.
+      plan: level, the prompt's kept tokens and the expected cost.
+      objective: objective of the answer's time or energy.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PlannedCall(Lifecycle):
 
     def finish(self, run: Run) -> None:
         """Learns from the time per further token."""
-        # A caller that iterates may pause between pieces: then the time per token is not the model's.
+        # Callers may pause between pieces: then the time per token is not the model's.
         whole = run.taken_whole and run.finish_reason is not None
         if whole and not self._saw_further and self._margin is not None:
             self._saw_further = True
@@ -106,12 +106,12 @@ class PlannedService:
         self._apps: dict[str, Binding] = {}
 
     def rehearse(self) -> None:
-        """Runs one call, so that the first real one does not wait for the first use of the template, the
-        tokenizer and the buckets; the safety margin does not learn from it."""
+        """Runs one call, so that the first real one does not wait for the initialization of the template, the
+        tokenizer and the buckets; the safety margin ignores it."""
         try:
             prompt = self.tokenize("Is it so?", "Say yes or no.")
         except JaxllmError as error:
-            # A template that is broken, or too long for the window: plain prompts can be answered without it.
+            # A template that is broken, or too long for the window: plain prompts work without it.
             _log.warning("conversations cannot be answered: %s", error)
             return
         self.planner.plan(prompt, ANYTHING, answer_tokens=1)
@@ -121,11 +121,11 @@ class PlannedService:
         self.engine.stream(ids, config, level=self.engine.levels[0]).result()
 
     def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
-        """The objectives that this device cannot meet with any choice, with the profiled prompt lengths at
-        which it cannot.
+        """The objectives that no choice meets on this device, with the profiled prompt lengths at which they
+        are missed.
 
         Args:
-          objectives: to check, or ratios as text; by default ELMS's six and those of bound apps.
+          objectives: objectives to check, or ratios as text; by default ELMS's six and those of bound apps.
 
         Raises:
           ConfigError: an objective limits energy and the profile has none.
@@ -135,12 +135,12 @@ class PlannedService:
         return unmet(self.planner, asked or dict.fromkeys([*SLOS, *bound]))
 
     def bind(self, app: str, objective: Objective, *, strict: bool = False) -> None:
-        """Sets the objective of an app's calls that name none.
+        """Sets the objective of an app's calls without their own.
 
-        Where this device cannot meet it at some prompt lengths (see `unmet`), a warning is logged.
+        If this device cannot meet it at some prompt lengths (see `unmet`), a warning is logged.
 
         Raises:
-          ConfigError: the app has no name, or the objective limits energy and the profile has none.
+          ConfigError: the app's name is empty, or the objective limits energy and the profile has none.
         """
         if not isinstance(app, str) or not app:
             raise ConfigError(f"an app needs a name, got {app!r:.80}")
@@ -161,22 +161,22 @@ class PlannedService:
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
     ) -> Answer:
-        """Answers a prompt in time.
+        """Answers a prompt within its objective.
 
         Args:
-          prompt: the user's text; or a `Prompt`, which has its own instruction.
-          app: that calls, bound before; empty for none.
+          prompt: the user's text; or a `Prompt`, which includes an instruction.
+          app: the calling app, bound before; empty for none.
           slo: the objective, or ratios as text such as "<40,70>"; None for the app's, or for the whole
             model's time.
-          strict: refuse the call if no sub-model is fast enough; None for the app's choice.
-          instruction: stands before the prompt and is never shortened.
-          max_tokens: most tokens of the answer.
-          stop: strings that end it.
-          sampling: how tokens are chosen; greedy by default.
+          strict: whether to reject the call if no level is fast enough; None for the app's choice.
+          instruction: text before the prompt, never shortened.
+          max_tokens: maximum number of tokens of the answer.
+          stop: strings that end the answer.
+          sampling: sampling parameters; greedy by default.
 
         Raises:
           ConfigError: the app was not bound, or the prompt is empty.
-          ObjectiveMissed: `strict`, and no sub-model is fast enough.
+          ObjectiveMissed: `strict`, and no level is fast enough.
           ContextOverflow: the prompt is too long.
         """
         if app and app not in self._apps:
@@ -213,7 +213,7 @@ class PlannedService:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ConfigError("the prompt is empty; give it at least one word")
-            # Without a template an instruction and a prompt are plain lines; a prompt alone is continued.
+            # Without a template, an instruction and a prompt are plain lines; a lone prompt is continued.
             chat = bool(instruction) or tokenizer.has_chat_template
             prompt = Prompt(user=prompt, system=instruction, form="chat" if chat else "text")
         return prompt_tokens(tokenizer, prompt, now=datetime.now())

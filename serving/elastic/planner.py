@@ -1,9 +1,8 @@
-"""Plans requests: chooses the level that answers, and the tokens of the prompt that are kept.
+"""Plans requests: chooses the level that answers, and the prompt tokens to keep.
 
 ELMS (arXiv 2409.09071, section 3.3). The tiny LM proposes; a proposal that would miss the objective by the
-device's profile, planning included, is replaced by the largest choice that meets it. The tiny LM is asked
-only where its own time can pay: where a shorter prompt allows a larger level than the whole prompt without
-it.
+device's profile, including planning, is replaced by the largest choice that meets it. The tiny LM runs only
+if its own time can pay off: if a shorter prompt allows a larger level than the whole prompt without it.
 """
 
 import dataclasses
@@ -32,18 +31,17 @@ from jaxllm.serving.elastic.safety_margin import START, SafetyMargin
 from jaxllm.serving.ground.plan import Cost, Plan, Source
 from jaxllm.text.droppable import PromptTokens
 
-# Share of an objective that is planned for.
+# Share of an objective to plan for.
 MARGIN = 1 / START
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What other calls take from a call.
+    """The load by other calls.
 
     Attributes:
-      waiting_ms: time from the request to its first token in which others have the device: time that has
-        passed, and time that is expected.
-      token_share: time per further token as a multiple of that of a call alone.
+      waiting_ms: past and expected time from the request to its first token in which others use the device.
+      token_share: time per further token, relative to that of an unloaded device.
     """
 
     waiting_ms: float = 0.0
@@ -56,7 +54,7 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class _Margins:
-    """Factors of the expected times and energy that are planned for."""
+    """Factors on the expected times and energy."""
 
     ttft: float
     tpot: float
@@ -69,7 +67,7 @@ class _Asked:
 
     Attributes:
       whole: cost of the whole model.
-      load: what others take.
+      load: load by other calls.
     """
 
     objective: Objective
@@ -101,11 +99,11 @@ class Planner:
     """Plans requests for one device.
 
     Args:
-      profile: of the device.
-      levels: served, ascending.
-      proposer: None plans by the profile alone, and keeps prompts whole.
-      margin: share of an objective to plan for, at most.
-      safety_margin: learns how much longer answers take than expected; None plans by `margin` alone.
+      profile: profile of the device.
+      levels: served levels, ascending.
+      proposer: proposer of choices; None plans by the profile only, and keeps prompts whole.
+      margin: maximum share of an objective to plan for.
+      safety_margin: learned ratio of measured to expected times; None plans with `margin` only.
 
     Attributes:
       safety_margin: see the argument.
@@ -126,14 +124,14 @@ class Planner:
         self._use(profile)
 
     def use(self, profile: DeviceProfile) -> None:
-        """Plans by another profile, and forgets how much later than by the last one answers came."""
+        """Replaces the profile, and resets the safety margin."""
         self._use(profile)
         if self.safety_margin is not None:
             self.safety_margin.forget()
 
     @property
     def least_ratio(self) -> float:
-        """The smallest share of a prompt that a plan may keep."""
+        """The minimum share of a prompt that a plan may keep."""
         return self._ratios[0]
 
     def plan(
@@ -149,18 +147,18 @@ class Planner:
     ) -> Plan:
         """Plans one request.
 
-        What others take counts against the objective, but the plan's expected cost, from which the safety
-        margin learns, and the whole model's, to which ratios are relative, are those of an idle device.
+        The load counts against the objective, but the plan's expected cost, from which the safety margin
+        learns, and the whole model's, to which ratios refer, are those of an idle device.
 
         Args:
-          prompt: rendered and encoded.
-          objective: of the answer's time or energy.
-          answer_tokens: most tokens of the answer.
-          strict: refuse an objective that cannot be met, instead of taking the nearest choice.
+          prompt: rendered and encoded prompt.
+          objective: objective of the answer's time or energy.
+          answer_tokens: maximum number of tokens of the answer.
+          strict: whether to raise if no choice meets the objective, instead of using the nearest choice.
           tokenize_ms: time to render and encode the prompt.
-          load: what others take.
-          reused: level -> tokens at the prompt's beginning that a cache of this level has already; a level
-            without an entry has none. They need not be computed where the prompt is kept whole.
+          load: load by other calls.
+          reused: level -> number of cached tokens at the prompt's start; none for missing levels. They need
+            not be computed if the prompt is kept whole.
 
         Raises:
           ObjectiveMissed: `strict`, and no choice meets the objective; the message has the nearest.
@@ -171,8 +169,8 @@ class Planner:
         whole = whole_cost(self._profile, len(prompt.ids), answers, tokenize_ms=tokenize_ms)
         asked = _Request(objective, answers, whole, load, prompt, tokenize_ms, began, reused)
         margin_sets = self._margin_sets()
-        # On a device that stalls at times no choice may be in time with confidence: then one that is in time
-        # with less of it, at last by the profile, is better than the nearest with confidence.
+        # On a device that sometimes stalls no choice may meet the objective with confidence: then one that
+        # meets it with less, finally by the profile only, is better than the nearest with confidence.
         for place, margins in enumerate(margin_sets[:-1]):
             if (plan := self._plan(asked, margins, last=False, confident=place == 0)) is not None:
                 return plan
@@ -181,12 +179,12 @@ class Planner:
         return plan
 
     def lengths_missed(self, objective: Objective, *, answer_tokens: int) -> tuple[int, ...]:
-        """The profiled prompt lengths at which no choice is in time, even where all words may be dropped and
-        rendering, encoding and planning take no time.
+        """The profiled prompt lengths at which no choice meets an objective, even if all words may be dropped
+        and rendering, encoding and planning cost no time.
 
         Args:
-          objective: of the answer's time or energy.
-          answer_tokens: most tokens of the answer.
+          objective: objective of the answer's time or energy.
+          answer_tokens: maximum number of tokens of the answer.
 
         Raises:
           ConfigError: the objective limits energy and the profile has none.
@@ -199,7 +197,7 @@ class Planner:
 
     def _use(self, profile: DeviceProfile) -> None:
         self._profile = profile
-        # Fills the profile's caches now, so that the first request does not wait for them.
+        # Fill the profile's caches now, so that the first request does not wait for them.
         expected_costs(profile, self._levels, (1,), 1)
 
     def _least_overrun(self, objective: Objective, tokens: int, answer_tokens: int) -> float:
@@ -231,7 +229,7 @@ class Planner:
         strict: bool = False,
         confident: bool = True,
     ) -> Plan | None:
-        """A plan; None where no choice is in time and `last` is False."""
+        """A plan; None if no choice meets the objective and `last` is False."""
         prompt, whole, tokens = asked.prompt, asked.whole, len(asked.prompt.ids)
         excess_of = functools.partial(self._choices_excess, asked, margins)
 
@@ -253,7 +251,7 @@ class Planner:
         largest, _ = self._largest(unasked <= 1)
         proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
-            # Which tokens may be dropped is found only where dropping all of them would help.
+            # Find droppable tokens only if dropping all of them would help.
             asked_ms, counts = asked.tokenize_ms + proposer.planning_ms(tokens), self._counts(tokens)
             excess = excess_of(counts, asked_ms)
             if self._largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
@@ -305,7 +303,7 @@ class Planner:
         return overrun(asked.objective, planned, asked.whole)
 
     def _counts(self, tokens: int, must: int = 1) -> list[int]:
-        """The most tokens kept at each ratio, of so many tokens, `must` of which are forced."""
+        """The maximum number of kept tokens at each ratio, of `tokens`, `must` of which are forced."""
         return [max(must, int(ratio * tokens + 1e-6)) for ratio in self._ratios]
 
     def _choices_excess(

@@ -1,4 +1,4 @@
-"""Measures integer and float prefill, of an engine that has both, and chooses by what was measured."""
+"""Measures integer and float prefill of an engine that has both, and chooses the faster one."""
 
 import random
 import statistics
@@ -24,7 +24,7 @@ def has_both_modes(engine: Engine) -> bool:
 
 
 def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
-    """Lets an engine with integer and float prefill take the one that the profile says is faster."""
+    """Lets an engine with integer and float prefill use the faster one by the profile."""
     if engine.model.runners.modes is not None:
         engine.model.runners.modes.choose_by(profile.integers_are_faster)
 
@@ -37,16 +37,16 @@ def measure_prefill(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> PrefillTimes:
-    """Measures both modes at every level, interleaved in a random order, and takes medians.
+    """Measures both modes at every level, interleaved in random order; returns medians.
 
     Args:
-      engine: warmed up, one that `has_both_modes`.
-      lengths: of prompts, in tokens.
-      repeats: runs of each mode, level and length.
-      seed: of prompts and order.
-      progress: called with ("profile", runs done, runs in all).
+      engine: warm engine that `has_both_modes`.
+      lengths: prompt lengths in tokens.
+      repeats: number of runs of each mode, level and length.
+      seed: seed of prompts and order.
+      progress: callback for ("profile", runs done, runs in all).
     """
-    # Here, because devices that run programs alone have no JAX.
+    # Imported here: devices that only run exported programs have no JAX.
     import jax
 
     draw = random.Random(seed)

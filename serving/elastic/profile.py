@@ -1,8 +1,8 @@
 """Profiles of a device: the times of a model's levels, measured once (`profiling.py`) and used by the
 planner.
 
-A profile belongs to one bundle, one device and one set of engine options. It is kept in the user's cache
-directory, because a bundle is one file for all devices and never changes.
+A profile belongs to one bundle, one device and one set of engine options. It is stored in the user's cache
+directory, because a bundle is one immutable file for all devices.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _MAX_FILE_BYTES = 1 << 20
 _LARGEST = 1e12
 # Limits of a profile from a file: the time to plan grows with these numbers.
 _MOST_TOKENS, _MOST_LENGTHS, _MOST_SPREAD = 1 << 20, 1 << 10, 64
-# Prompt lengths whose times are cached.
+# Prompt lengths with cached times.
 _LISTED_TOKENS = 1 << 13
 
 
@@ -47,8 +47,8 @@ class PrefillTimes:
     """Milliseconds of each level and prompt length of a device's profile.
 
     Attributes:
-      integer_ms: of integer prefill; of levels that lose too much by it, that of float prefill.
-      float_ms: of float prefill.
+      integer_ms: times of integer prefill; of float prefill for levels with too large a loss.
+      float_ms: times of float prefill.
     """
 
     integer_ms: tuple[tuple[float, ...], ...]
@@ -65,15 +65,15 @@ class DeviceProfile:
     """Times of a bundle's levels on a device.
 
     Attributes:
-      levels: in percent, ascending, the last one 100.
-      tokens: prompt lengths that were measured, ascending.
+      levels: levels in percent, ascending, the last one 100.
+      tokens: measured prompt lengths, ascending.
       chunk_tokens: prefill chunk lengths of the engine.
-      exact_chunks: whether a chunk takes the time of its tokens; else of its whole length.
-      ttft_ms: of each level and length, time to the first token.
-      tpot_ms: of each level and length, time per further token.
-      energy: of tokens, if it is known.
+      exact_chunks: whether the time of a chunk depends on its tokens, not on its whole length.
+      ttft_ms: time to the first token, for each level and length.
+      tpot_ms: time per further token, for each level and length.
+      energy: energy of tokens, if known.
       prefill: times of integer and float prefill, of an engine that has both.
-      coarse: whether it is one to begin with, measured at few levels and lengths (see
+      coarse: whether it is an initial profile, measured at few levels and lengths (see
         `jaxllm.serving.elastic.coarse_profile`).
     """
 
@@ -125,7 +125,7 @@ class DeviceProfile:
         return float(self.all_joules((level,), (tokens,), answer_tokens)[0, 0])
 
     def integers_are_faster(self, level: int, tokens: int) -> bool:
-        """Whether integer prefill of `tokens` is faster than float prefill; False where that is not known."""
+        """Whether integer prefill of `tokens` is faster than float prefill; False if unknown."""
         if self.prefill is None or level not in self.levels:
             return False
         integers, floats = (
@@ -155,7 +155,7 @@ class DeviceProfile:
 
     def beside(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
         """This profile, completed by an earlier one of the same engine: levels that were not measured again,
-        and energy where the earlier one has it for all levels."""
+        and energy if the earlier one has it for all levels."""
         if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
             return self
         if earlier.coarse:
@@ -194,8 +194,8 @@ class DeviceProfile:
 
     @functools.cached_property
     def _listed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Both times of all levels at every prompt length from 0 to the longest that was measured, or to
-        `_LISTED_TOKENS`. Cached, because a plan looks up many while a user waits."""
+        """Both times of all levels at every prompt length from 0 to the longest measured one, or to
+        `_LISTED_TOKENS`. Cached, because each plan looks up many."""
         return self._interpolated(self.levels, range(min(self.tokens[-1], _LISTED_TOKENS) + 1))
 
     def _interpolated(self, levels: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -227,7 +227,7 @@ class DeviceProfile:
         """Reads a dict that `to_json` made.
 
         Raises:
-          ConfigError: a key is unknown or missing, or a value is out of its domain.
+          ConfigError: a key is unknown or missing, or a value is out of range.
         """
         try:
             energy, prefill = data.get("energy"), data.get("prefill")
@@ -270,10 +270,10 @@ def save_profile(profile: DeviceProfile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> DeviceProfile | None:
-    """Reads a profile; None where the file is missing.
+    """Reads a profile; None if the file is missing.
 
     Raises:
-      ConfigError: it cannot be read, is damaged or malformed, or others could have written it.
+      ConfigError: it cannot be read, is damaged or malformed, or is writable by others.
     """
     try:
         with private_file(path) as number, open(number, "rb", closefd=False) as file:

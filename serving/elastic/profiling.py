@@ -15,7 +15,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.engine.step import step
 from jaxllm.serving.host.progress import Progress
 
-# Prompt lengths that are measured, as far as they fit the context; between them times are interpolated.
+# Prompt lengths to measure, as far as they fit the context; times between them are interpolated.
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REPEATS = 5
 ANSWER_TOKENS = 17
@@ -32,8 +32,8 @@ class Timed:
 def measure(
     engine: Engine, *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> DeviceProfile:
-    """Measures every level that the engine serves (see `measure_together`). An engine with integer and float
-    prefill is measured with both first, and then with the faster one of each level and length."""
+    """Measures every level of the engine (see `measure_together`). An engine with integer and float prefill
+    is measured with both first, and then with the faster one of each level and length."""
     if not has_both_modes(engine):
         return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
     lengths = _lengths(engine)
@@ -57,13 +57,13 @@ def measure(
 def measure_together(
     engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> list[DeviceProfile]:
-    """Measures every level of several engines, so that they can be compared (see `Measurement`).
+    """Measures every level of several engines to compare (see `Measurement`).
 
     Args:
-      engines: warmed up, each a whole model's.
-      repeats: runs of each engine, level and length.
-      seed: of prompts and order.
-      progress: called with ("profile", runs done, runs in all).
+      engines: warm engines, each of a whole model.
+      repeats: number of runs of each engine, level and length.
+      seed: seed of prompts and order.
+      progress: callback for ("profile", runs done, runs in all).
     """
     measurement, told = Measurement(engines, repeats=repeats, seed=seed), 0
     while measurement.step():
@@ -76,15 +76,14 @@ def measure_together(
 
 
 class Measurement:
-    """Measures every level of several engines, a dispatch at a time.
+    """Measures every level of several engines, one dispatch at a time.
 
-    Engines, levels and lengths are interleaved in a random order, so that other load of the device affects
-    all alike. Medians are made monotonic: a larger level or a longer prompt takes no less time (see
-    `monotonic`).
+    Engines, levels and lengths are interleaved in random order, so that other load of the device affects all
+    equally. Medians are made monotonic in levels and prompt lengths (see `monotonic`).
 
     Attributes:
-      total: runs in all.
-      done: runs that have ended.
+      total: total number of runs.
+      done: number of finished runs.
     """
 
     def __init__(self, engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0) -> None:
@@ -102,7 +101,7 @@ class Measurement:
         self._run: Answer | None = None
 
     def step(self) -> bool:
-        """Takes a dispatch of the run that is under way, or of the next.
+        """Runs a dispatch of the current run, or of the next.
 
         Returns:
           Whether there is more to do.
@@ -124,7 +123,7 @@ class Measurement:
         return self.done < self.total
 
     def interrupt(self) -> None:
-        """Drops the run that is under way, which is taken anew: others get the device in between."""
+        """Drops the current run, to be repeated, because other calls need the device."""
         run, self._run = self._run, None
         if run is not None:
             run.close()
@@ -155,19 +154,19 @@ class Measurement:
 
 
 def timed_run(engine: Engine, level: int, length: int, draw: random.Random) -> Answer:
-    """The answer to a random prompt of so many tokens, of the length that profiles are measured with."""
+    """The answer to a random prompt of `length` tokens, with the standard answer length of profiles."""
     prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
     return engine.stream(prompt, GenerationConfig(max_tokens=ANSWER_TOKENS, ignore_eos=True), level=level)
 
 
 def timed(run: Answer) -> Timed:
-    """The times of a run that has ended."""
+    """The times of a finished run."""
     return Timed(run.timings.ttft_ms, run.timings.tpot_ms(len(run.tokens)))
 
 
 def monotonic(times: np.ndarray) -> np.ndarray:
-    """Times `[levels, lengths]` near those given that fall along neither axis: midway between the running
-    maximum and the running minimum from the end, first by length, then by level."""
+    """Nearby times `[levels, lengths]` that decrease along neither axis: midway between the running maximum
+    and the running minimum from the end, first by length, then by level."""
     for axis in (1, 0):
         most = np.maximum.accumulate(times, axis)
         least = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
@@ -180,15 +179,15 @@ def _monotonic(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...
 
 
 def most_prompt_tokens(engine: Engine) -> int:
-    """The longest prompt that is measured: of an encoder-decoder the longest source, of other models what
-    leaves room for the answer."""
+    """The longest prompt to measure: for an encoder-decoder the longest source, for other models the context
+    without the answer."""
     if engine.cfg.encoder is not None:
         return engine.options.source_tokens(engine.cfg)
     return engine.options.context_tokens - ANSWER_TOKENS
 
 
 def _lengths(engine: Engine) -> tuple[int, ...]:
-    """The prompt lengths that are measured."""
+    """The prompt lengths to measure."""
     room = most_prompt_tokens(engine)
     lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
     return tuple(lengths if room <= lengths[-1] else [*lengths, room])

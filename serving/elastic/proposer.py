@@ -1,4 +1,4 @@
-"""Defines what proposes a level and a shorter prompt to the planner, such as a tiny LM."""
+"""Defines the interface of proposers of a level and a shorter prompt, such as a tiny LM."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ class Proposal:
     """A proposer's choice for a request.
 
     Attributes:
-      level: one of the levels it was asked about.
-      prompt_ratio: one of the ratios it was asked about.
-      scores: `[T]` float of each token of the prompt; the highest ones are kept.
+      level: one of the allowed levels.
+      prompt_ratio: one of the allowed ratios.
+      scores: `[T]` float, for each token of the prompt; the highest ones are kept.
     """
 
     level: int
@@ -30,11 +30,11 @@ class Proposer(Protocol):
 
     @property
     def prompt_ratios(self) -> Sequence[float]:
-        """Shares of a prompt that it chooses from, ascending."""
+        """Shares of a prompt to choose from, ascending."""
         ...
 
     def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
-        """A choice of level and prompt ratio; `allowed` is `[levels, prompt_ratios]`, True where the SLO is
+        """A choice of level and prompt ratio; `allowed` is `[levels, prompt_ratios]`, True if the SLO is
         met."""
         ...
 

@@ -1,7 +1,7 @@
-"""Finds the objectives that a device cannot meet with any choice, and the prompt lengths at which it cannot.
+"""Finds the objectives that a device cannot meet with any choice, and the prompt lengths of these misses.
 
 A short prompt is prefilled in one chunk, whose time hardly depends on the level: it may miss an objective
-that longer prompts meet. A service tells this when it is opened, before calls miss.
+that longer prompts meet. A service logs this when it is opened, before calls miss.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +19,9 @@ def unmet(
     `Planner.lengths_missed`).
 
     Args:
-      planner: of the device.
-      objectives: the paper's six by default.
-      answer_tokens: most tokens of an answer.
+      planner: planner of the device.
+      objectives: objectives to check, the paper's six by default.
+      answer_tokens: maximum number of tokens of an answer.
 
     Raises:
       ConfigError: an objective limits energy and the profile has none.
@@ -31,7 +31,7 @@ def unmet(
 
 
 def described(missed: Mapping[Objective, Sequence[int]], profiled: Sequence[int]) -> str:
-    """The result of `unmet` as text; empty where every objective can be met.
+    """The result of `unmet` as text; empty if every objective can be met.
 
     Args:
       missed: prompt lengths at which each objective is missed.

@@ -1,8 +1,7 @@
-"""Learns from answers how much longer they take than the device's profile says.
+"""Learns the ratio of measured to expected times of answers.
 
-A profile has medians of an idle device. Devices have other load, and an objective that the median just meets
-is missed half of the time: so answers are planned for the time that a share of them, the confidence, stays
-within.
+A profile has medians of an idle device. Devices have other load, and an objective that the median just
+meets is missed half of the time: so plans use a quantile of the ratio, the confidence.
 """
 
 import math
@@ -15,24 +14,24 @@ from jaxllm.serving.ground.plan import Cost
 CONFIDENCE = 0.99
 # The margin before any answer was measured.
 START = 1 / 0.9
-# Answers that are remembered; before the first ones, `_STARTING` answers of the share `START` are assumed.
+# Number of answers to remember; initially `_STARTING` answers of the ratio `START` are assumed.
 WINDOW = 256
 _STARTING = 16
-# The largest margin: a device that stalls has no bound.
+# Maximum margin: the delays of a device that stalls are unbounded.
 MOST = 2.0
-# Confidences to plan with in turn where no choice is in time with more.
+# Confidences to try in turn if no choice meets the objective with a higher one.
 _LESS = (0.9, 0.75, 0.5)
 
 
 class SafetyMargin:
-    """Keeps the measured times of recent answers as shares of the expected times.
+    """Stores the ratios of measured to expected times of recent answers.
 
     Args:
       confidence: share of answers that should take at most the expected time times the margin, in (0, 1).
-      window: answers that are remembered.
+      window: number of answers to remember.
 
     Raises:
-      ConfigError: an argument is out of its domain.
+      ConfigError: an argument is out of range.
     """
 
     def __init__(self, confidence: float = CONFIDENCE, *, window: int = WINDOW) -> None:
@@ -45,7 +44,7 @@ class SafetyMargin:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew, as where expected times come from another profile."""
+        """Resets the ratios, for example after a change of profile."""
         starting = [START] * min(_STARTING, self._window)
         self._first, self._further = deque(starting, self._window), deque(starting, self._window)
 
@@ -54,7 +53,7 @@ class SafetyMargin:
         self._first.append(_share(measured.ttft_ms, expected.ttft_ms))
 
     def saw_further(self, expected: Cost, measured: Cost) -> None:
-        """Learns from the time per further token, of an answer that has some."""
+        """Learns from the time per further token of an answer, if it has some."""
         if measured.tokens > 1:
             self._further.append(_share(measured.tpot_ms, expected.tpot_ms))
 
@@ -69,8 +68,8 @@ class SafetyMargin:
         return _quantile(sorted(self._further), self._confidence)
 
     def factors(self) -> list[tuple[float, float]]:
-        """`ttft` and `tpot` to plan with in turn: at the confidence, then, for objectives that nothing meets
-        so surely, at smaller ones, down to half of the answers; each pair once."""
+        """`ttft` and `tpot` factors to plan with in turn: at the confidence, then, for objectives that are
+        not met so surely, at smaller ones, down to half of the answers; distinct pairs."""
         first, further = sorted(self._first), sorted(self._further)
         confidences = [self._confidence, *(each for each in _LESS if each < self._confidence)]
         return list(dict.fromkeys((_quantile(first, each), _quantile(further, each)) for each in confidences))

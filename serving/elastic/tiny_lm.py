@@ -1,7 +1,7 @@
 """Runs the tiny LM of a bundle.
 
-Its buckets, like the large model's, are compiled or read from disk when it is opened, for a few lengths up to
-that of the rows it was trained on.
+Its buckets, like the large model's, are compiled or loaded from disk when it is opened, for a few lengths
+up to that of its training rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ from jaxllm.serving.buckets.store import BucketStore
 from jaxllm.serving.elastic.tiny_lm_bucket import TinyLmBucket, TlmShapes
 from jaxllm.serving.elastic.tiny_proposer import Decision, TinyOutputs, TinyProposer, known_levels
 
-# Matrices that are looked up by row, not multiplied.
+# Lookup matrices, which are not multiplied.
 _LOOKED_UP = ("embed.tokens", "embed.positions", "embed.types")
-# Fewest entries of a matrix whose native product is faster: below, rounding the activations costs more than
+# Minimum size of a matrix whose native product is faster: below, quantizing the activations costs more than
 # XLA's float product.
 _LARGE = 1 << 16
 
@@ -37,12 +37,12 @@ class TinyPlanner(TinyProposer):
         *,
         decision: Decision = "safest",
     ) -> None:
-        """Gets its buckets ready.
+        """Prepares its buckets.
 
         Args:
           tiny: the tiny LM, with the levels and ratios of its classes.
-          levels: that the planner chooses from, ascending.
-          store: where its buckets are kept; None compiles them.
+          levels: levels that the planner chooses from, ascending.
+          store: store of its buckets; None compiles them.
           decision: see `TinyProposer`.
 
         Raises:
@@ -82,7 +82,7 @@ def served_arrays(params: Mapping[str, np.ndarray], *, native_here: bool) -> dic
 
 
 def _served(tiny: TinyLm) -> dict[str, Weight]:
-    """The tiny LM's weights in the formats that are fastest, on the device."""
+    """The tiny LM's weights in the fastest formats, on the device."""
     native_here = jax.default_backend() == "cpu" and native.kernels().native
     return {
         name: jax.tree.map(jax.device_put, to_blocks(value))

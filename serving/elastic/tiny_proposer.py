@@ -1,4 +1,4 @@
-"""Proposes by what a tiny LM says of a prompt, whatever runs it: buckets of the live service, or programs.
+"""Proposes choices with a tiny LM, run by buckets of the live service or by programs.
 
 One pass over a prompt scores its tokens and proposes a level and a prompt ratio; a longer prompt takes
 several passes, whose logits are pooled. This module imports no JAX.
@@ -50,14 +50,13 @@ class TinyPasses(Protocol):
 class TinyProposer:
     """Proposes with a tiny LM (see `Proposer`).
 
-    Its heads are trained to give the probability that a choice is the lightest that answers right.
-    "lightest", as in ELMS, takes the likeliest class: it saves time that the objective allows, at the price
-    of right answers. Where a light choice is right, heavier ones mostly are, so that the cumulative
-    probability up to a choice is that of the choice being right: "safest" takes the allowed choice with the
-    largest.
+    Its heads are trained to give the probability that a choice is the lightest right one. "lightest", as in
+    ELMS, uses the most likely class: it saves time that the objective allows, at the price of right answers.
+    If a light choice is right, heavier ones mostly are, so that the cumulative probability up to a choice is
+    that of the choice being right: "safest" uses the allowed choice with the largest.
 
     Attributes:
-      prompt_ratios: ratios that it may propose, ascending.
+      prompt_ratios: ratios to choose from, ascending.
     """
 
     def __init__(
@@ -72,9 +71,9 @@ class TinyProposer:
 
         Args:
           tiny: the levels and ratios of its classes, and its tokens.
-          passes: run it.
-          levels: that the planner chooses from, ascending.
-          decision: how a choice is made of the probabilities.
+          passes: runner of its passes.
+          levels: levels that the planner chooses from, ascending.
+          decision: rule to choose by the probabilities.
 
         Raises:
           ConfigError: it was trained for none of these levels.
@@ -82,7 +81,7 @@ class TinyProposer:
         known = known_levels(tiny, levels)
         self.prompt_ratios = tiny.prompt_ratios
         self._tiny, self._levels, self._decision = tiny, tuple(levels), decision
-        # Indices in `levels` and in the tiny LM's classes of the levels that both have.
+        # Indices of the common levels in `levels` and in the tiny LM's classes.
         self._places = np.array([self._levels.index(level) for level in known])
         self._classes = np.array([tiny.levels.index(level) for level in known])
         self._reader, self._passes = TinyReader.of(tiny), passes
@@ -123,7 +122,7 @@ class TinyProposer:
         return np.log(np.maximum(likely / likely.max(), np.finfo(np.float64).tiny))
 
     def _rows(self, tokens: int) -> tuple[int, int]:
-        """Number of passes, and the length of the rows that they read (see `input_rows`)."""
+        """Number of passes, and the length of their rows (see `input_rows`)."""
         lengths = self._passes.lengths
         passes = max(1, -(-tokens // (lengths[-1] - MARKS)))
         longest = -(-tokens // passes) + MARKS
@@ -150,7 +149,7 @@ class TinyProposer:
 
 
 def known_levels(tiny: TinyClasses, levels: Sequence[int]) -> list[int]:
-    """Those of some levels that a tiny LM chooses between.
+    """The levels among some that a tiny LM chooses between.
 
     Raises:
       ConfigError: it was trained for none of them.

@@ -1,5 +1,5 @@
-"""Chooses the level of a turn in a context, where another level than the context's has to compute all of its
-tokens again."""
+"""Chooses the level of a turn in a context; a level other than the context's must recompute all of its
+tokens."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ def level_of_turn(
     load: Load = IDLE,
     strict: bool = False,
 ) -> int:
-    """The largest level that is in time; where none is, the one that comes nearest.
+    """The largest level that meets the objective, else the nearest one.
 
     Args:
-      costs: expected on an idle device, by level, with all that has to be computed.
-      objective: of the answer's time.
-      whole: cost that ratios are relative to.
-      margin: how much later than expected answers come; None for the planner's own margin.
-      load: what others take.
-      strict: refuse an objective that no level meets.
+      costs: expected cost on an idle device, by level, including all recomputation.
+      objective: objective of the answer's time.
+      whole: cost that ratios refer to.
+      margin: learned ratio of measured to expected times; None for the planner's own margin.
+      load: load by other calls.
+      strict: whether to raise if no level meets the objective.
 
     Raises:
-      ObjectiveMissed: `strict`, and no level is in time.
+      ObjectiveMissed: `strict`, and no level meets the objective.
     """
     base = 1 / MARGIN
     # As the planner does: with confidence, else with less of it, at last by the profile.

@@ -1,4 +1,4 @@
-"""An answer as it comes: a request that runs, as a stream of its text."""
+"""An answer: a running request as a stream of text."""
 
 from collections.abc import Iterator
 from typing import Self
@@ -10,10 +10,10 @@ from jaxllm.serving.host.forked import require_not_forked
 
 
 class Answer(Run, Iterator[str]):
-    """An answer as it comes: iterate for pieces of text, then read its attributes (see `Run`).
+    """A streamed answer: iterate for pieces of text, then read its attributes (see `Run`).
 
-    A dispatch takes the model's lock (`Runner.lock`), which is free between dispatches: answers of several
-    threads, or several of one thread, take turns. Another thread may close an answer.
+    Each dispatch acquires the model's lock (`Runner.lock`), which is free between dispatches: answers of
+    one or several threads take turns. Another thread may close an answer.
     """
 
     def __next__(self) -> str:
@@ -40,12 +40,12 @@ class Answer(Run, Iterator[str]):
         """Ends the answer; the tokens so far stay in the session.
 
         Args:
-          because: raised to whoever iterates further; None to end the iteration.
+          because: error to raise on further iteration; None to end the iteration.
         """
         close(self, because)
 
     def _next_piece(self) -> str | None:
-        """The next piece of text; None if a step must come first.
+        """The next piece of text; None if another step is needed first.
 
         Raises:
           StopIteration: the answer has ended.
@@ -63,5 +63,5 @@ class Answer(Run, Iterator[str]):
         return None
 
     def __del__(self) -> None:
-        # Others must be able to go on, wherever this answer was dropped or interrupted.
+        # Release what the answer locks, wherever it was dropped or interrupted.
         self.lifecycle.dropped(self)

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from jaxllm.serving.guided.matcher import Matcher
 
 # A dispatch decodes as many tokens as fit this time, so that text streams, a cancel takes effect soon, and
-# few tokens are discarded after a stop string; a small model still gets whole blocks.
+# few tokens are discarded after a stop string; small models still decode whole blocks.
 _DISPATCH_MS = 50.0
 # Longer runs of forced tokens are fed in several dispatches, so that text streams.
 _MOST_FORCED = 64
 
 
 class Decoding:
-    """Decodes plain blocks after a prefill. Its variants give the same tokens in another way, unless a
-    grammar allows others.
+    """Decodes plain blocks after a prefill. Subclasses yield the same tokens in other ways, except where a
+    grammar restricts them.
 
     Attributes:
-      runner: of the model.
-      matcher: follows the answer's grammar; None without one. A step waits until it is ready.
-      logprobs: of the tokens so far; None if they were not asked for.
+      runner: the model's runner.
+      matcher: state of the answer's grammar; None without one. A step waits until it is ready.
+      logprobs: log-probabilities of the tokens so far; None if not requested.
     """
 
     matcher: "Matcher | None" = None
@@ -39,7 +39,7 @@ class Decoding:
         self.runner = runner
 
     def cache_tokens(self, tokens: int) -> int:
-        """Positions that a cache needs for a sequence of so many tokens."""
+        """Cache positions required for a sequence of `tokens` tokens."""
         return tokens
 
     def limit(self, pace: int, remaining: int) -> int:
@@ -59,12 +59,12 @@ class Decoding:
 
 
 class Drafts(Decoding):
-    """Decodes the answers of one level with drafts, where that pays (`jaxllm.serving.speculation`).
+    """Decodes the answers of one level with drafts where that is faster (`jaxllm.serving.speculation`).
 
     Attributes:
-      options: of speculation.
+      options: speculation options.
       counts: drafts and verifications so far.
-      drafter: proposes the drafts; its memory can be reclaimed while it does not draft.
+      drafter: source of the drafts; its memory can be reclaimed while it does not draft.
     """
 
     options: SpeculationOptions
@@ -81,24 +81,23 @@ class Drafts(Decoding):
         raise NotImplementedError
 
     def draft(self, on: bool) -> None:
-        """Turns drafting on or off, from the next dispatch on."""
+        """Turns drafting on or off from the next dispatch on."""
         raise NotImplementedError
 
 
 class GuidedDecoding(Decoding):
     """Decodes one answer under a grammar, with log-probabilities, or both.
 
-    A grammar's mask goes into the sampler's bias, one token a dispatch, so that every runner and its buckets
-    serve as they are. Tokens that the grammar forces are fed together, as a prefill chunk. Log-probabilities
-    need the logits after each token, which a prefill of one token gives. Drafts are off: a tree's nodes have
-    one bias.
+    A grammar's mask is added to the sampler's bias, one token per dispatch, so that all runners and buckets
+    work unchanged. Forced tokens are fed together as a prefill chunk. Log-probabilities require the logits
+    after each token, from a prefill of one token. Drafts are off: the nodes of a tree share one bias.
     """
 
     def __init__(self, runner: Runner, matcher: "Matcher | None", top_logprobs: int | None) -> None:
-        """See the class; `matcher` follows the grammar, None for any text.
+        """See the class; `matcher` is the grammar's, None for any text.
 
         Raises:
-          ConfigError: log-probabilities are asked of a level that prefills in integers alone.
+          ConfigError: log-probabilities are requested from a level with int8 prefill only.
         """
         super().__init__(runner)
         self.matcher, self._top = matcher, top_logprobs or 0
@@ -110,7 +109,7 @@ class GuidedDecoding(Decoding):
             )
 
     def limit(self, pace: int, remaining: int) -> int:
-        """See `Decoding`: the forced tokens and one more, whatever the pace."""
+        """See `Decoding`: the forced tokens plus one, regardless of the pace."""
         del pace
         if self.matcher is None or self.logprobs is not None:
             return 1
@@ -118,7 +117,7 @@ class GuidedDecoding(Decoding):
         return limit if limit > 1 and self._feeds_floats(limit) else 1
 
     def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
-        """See `Decoding`: draws a token `[1]` from logits, and takes it."""
+        """See `Decoding`: samples a token `[1]` from logits and advances the grammar."""
         row = None if self.logprobs is None else np.asarray(logits)[0]
         drawn, after = self.runner.sample(logits, self._masked(sampler))
         chosen = np.asarray(drawn)
@@ -162,10 +161,10 @@ class GuidedDecoding(Decoding):
         return forced[: int(forbidden.argmax())] if forbidden.any() else forced
 
     def _masked(self, sampler: SamplerState) -> SamplerState:
-        """The sampler with the tokens forbidden that the grammar does not allow.
+        """The sampler with all tokens masked that the grammar does not allow.
 
         Raises:
-          ConfigError: the bias forbids all the others.
+          ConfigError: the bias forbids all allowed tokens.
         """
         if self.matcher is None:
             return sampler
@@ -181,12 +180,12 @@ class GuidedDecoding(Decoding):
         return dataclasses.replace(sampler, **masked)
 
     def _feeds_floats(self, tokens: int) -> bool:
-        """Whether so many tokens are prefilled in floats, as tokens are decoded."""
+        """Whether a prefill of `tokens` tokens runs in floats, as decoding does."""
         return self.runner.prefill_chunks(tokens)[0].mode == "float"
 
 
 def pace(tpot_ms: float) -> int:
-    """The number of tokens of a dispatch, given the time per token."""
+    """Tokens per dispatch for a time per token."""
     return max(1, int(_DISPATCH_MS / max(tpot_ms, 1e-3)))
 
 
@@ -195,7 +194,7 @@ def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:
 
 
 def _counted(sampler: SamplerState, tokens: Sequence[int]) -> SamplerState:
-    """The sampler after tokens that were not drawn, as if they had been."""
+    """The sampler after tokens that were not sampled, as if they had been."""
     counts = np.array(sampler.counts)
     np.add.at(counts[0], list(tokens), 1)
     drawn = np.int32(int(sampler.drawn) + len(tokens))

@@ -1,4 +1,4 @@
-"""The engine: an open model that answers requests, at one of its levels."""
+"""The engine: an open model that answers requests at one of its levels."""
 
 import functools
 import secrets
@@ -65,14 +65,14 @@ ImagePrompt = tuple[list[int], PromptRows | None]
 class Engine(Generic[AnyModel]):
     """Answers prompts and conversations with one level of an open model (`jaxllm.serving.opening` opens one).
 
-    All engines of a model share one lock, for each step of an answer, for warm-up, for a change of weights
-    and for closing. Threads may share an engine: their answers are those of one thread, and take turns,
-    because a device computes no faster for two. A session is used by one thread at a time.
+    All engines of a model share one lock, which guards each step of an answer, warm-up, changes of weights
+    and closing. Threads may share an engine: their answers take turns, since a device is no faster for two,
+    and equal those of one thread. A session is used by one thread at a time.
 
     Attributes:
-      model: open; its weights, runners and tokenizer are shared by all engines of it.
-      level: that answers where a request names none, in percent.
-      speculation: drafts the answers of this level; None for no drafts.
+      model: the open model; all its engines share its weights, runners and tokenizer.
+      level: the level that answers where a request names none, in percent.
+      speculation: drafter of this level's answers; None for no drafts.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Engine(Generic[AnyModel]):
 
     @property
     def name(self) -> str:
-        """The model's name, for people."""
+        """The model's display name."""
         return self.model.name
 
     @property
     def cfg(self) -> ModelConfig:
-        """The model's config, or the sub-model's."""
+        """Config of the model or the sub-model."""
         return self.runner.cfg
 
     @property
@@ -144,7 +144,7 @@ class Engine(Generic[AnyModel]):
         return self.runner if level is None or level == self.level else self.model.runner(level)
 
     def prefill_mode(self, tokens: int, level: int | None = None) -> str:
-        """The prefill mode of a prompt of so many tokens at a level: "int8" or "float"."""
+        """The prefill mode of a prompt of `tokens` tokens at a level: "int8" or "float"."""
         return self.runner_at(level).prefill_chunks(tokens)[0].mode
 
     def warm_up(
@@ -154,17 +154,17 @@ class Engine(Generic[AnyModel]):
         max_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        """Compiles and rehearses all buckets and the chat template, or only compiles the buckets that one
-        request needs.
+        """Compiles and runs once all buckets and the chat template, or only compiles the buckets of one
+        request.
 
-        The whole model's engine does this for all levels, an engine at a level for that one. Buckets that an
-        earlier process compiled are read from disk (see `EngineOptions.buckets_bytes`).
+        The whole model's engine does this for all levels, an engine at a level only for its own. Buckets
+        compiled by an earlier process are loaded from disk (see `EngineOptions.buckets_bytes`).
 
         Args:
-          prompt_tokens: of that one request; None for all requests. Waits only for the buckets of its first
-            token; the others are compiled in the background.
-          max_tokens: of that one request; 0 where it is not known.
-          progress: called with ("compile", buckets done, buckets in all).
+          prompt_tokens: prompt length of the one request; None for all requests. Waits only for the
+            buckets of its first token; the others are compiled in the background.
+          max_tokens: answer length of the one request; 0 if unknown.
+          progress: callback for ("compile", buckets done, buckets in all).
         """
         with self.runner.lock:
             self.model.warm_up(
@@ -178,22 +178,22 @@ class Engine(Generic[AnyModel]):
             self.tokenizer.compile_chat_template()
 
     def set_adapter(self, folder: str | Path | None) -> None:
-        """Puts a low-rank adapter on all levels, in place of the one before, without compiling.
+        """Replaces the low-rank adapter of all levels, without compiling.
 
-        Sessions that continue afterwards are prefilled again: their cache is of other weights.
+        Sessions that continue afterwards are prefilled again: their cache is stale.
 
         Args:
-          folder: in PEFT's layout; None for no adapter.
+          folder: adapter folder in PEFT's layout; None for no adapter.
 
         Raises:
-          ConfigError: the model was opened without `adapter_rank`, or for a lower one or other targets.
-          CheckpointError: the folder is missing, corrupt or of another model.
+          ConfigError: the model was opened without `adapter_rank`, or with a lower rank or other targets.
+          CheckpointError: the folder is missing, corrupt or for another model.
         """
         self.model.set_adapter(folder)
 
     def close(self) -> None:
-        """Closes the model: ends the threads that stream weights and the processors of prefill. It answers no
-        more requests."""
+        """Closes the model: stops the weight streaming threads and the prefill processors. Later requests
+        are refused."""
         with self.runner.lock:
             self.model.close()
 
@@ -213,15 +213,15 @@ class Engine(Generic[AnyModel]):
         """Answers a prompt: text (special tokens are added) or token ids.
 
         Args:
-          prompt: what the model continues.
+          prompt: text or ids to continue.
           config: length, stops and sampling of the answer.
           level: the sub-model that answers, in percent, one of `levels`; None for this engine's.
           session: a conversation whose cache is used and extended.
-          sliding: how an answer that outgrows the context continues; None to end it there.
-          tpot_ms: expected time per further token, if known; otherwise the second token is decoded alone to
-            measure it.
-          rows: that stand in place of some tokens of a prompt of ids, such as those of an image; the answer
-            has no drafts. It takes `EngineOptions.prompt_rows`.
+          sliding: how to continue past the end of the context; None to end the answer there.
+          tpot_ms: expected time per further token, if known; otherwise the second token is decoded in a
+            dispatch of its own to measure it.
+          rows: embeddings in place of some of the prompt's ids, such as those of an image. Requires
+            `EngineOptions.prompt_rows`; the answer has no drafts.
 
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
@@ -231,7 +231,7 @@ class Engine(Generic[AnyModel]):
         return self.submit(request, session=session)
 
     def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Answer:
-        """`stream`, run to the end."""
+        """Runs `stream` to the end."""
         return self.stream(prompt, config).result()
 
     def chat(
@@ -256,10 +256,11 @@ class Engine(Generic[AnyModel]):
         return self.stream(prompt, config, session=session, rows=rows)
 
     def image_rows(self, prompt: Sequence[int], files: Sequence[bytes]) -> ImagePrompt:
-        """For `stream`: a prompt's ids, of which one `<image>` stands for each image's file, and their rows.
+        """Replaces each `<image>` of a prompt by one image: the ids and rows to pass to `stream`.
 
         Raises:
-          ConfigError, ContextOverflow: the model reads no images, or these cannot be read, or do not fit.
+          ConfigError, ContextOverflow: the model does not support images, or they are unreadable or too
+            long.
         """
         if not files:
             return list(prompt), None
@@ -284,8 +285,8 @@ class Engine(Generic[AnyModel]):
         rows: PromptRows | None = None,
         source: Sequence[int] | None = None,
     ) -> Request:
-        """Makes a request of this engine (see `stream`): encodes text, and draws a seed where none is given.
-        With the `source` of an encoder-decoder the prompt is the ids that its decoder has so far.
+        """Makes a request of this engine (see `stream`): encodes text, and picks a random seed if none is
+        given. With the `source` of an encoder-decoder, the prompt is the decoder's ids so far.
 
         Raises:
           ConfigError: the prompt is empty, or the level is not served.
@@ -322,10 +323,10 @@ class Engine(Generic[AnyModel]):
         )
 
     def decoding(self, request: Request) -> Decoding:
-        """The way to decode one answer's tokens.
+        """The decoder of one answer's tokens.
 
         Raises:
-          ConfigError: the request's grammar cannot be used, or log-probabilities not be told.
+          ConfigError: the grammar is invalid, or log-probabilities are not available.
         """
         config = request.config
         if config.guided:
@@ -339,10 +340,10 @@ class Engine(Generic[AnyModel]):
         return Decoding(self.runner_at(request.level))
 
     def submit(self, request: Request, *, session: Session | None = None) -> Answer:
-        """Makes the answer of a request, which waits for its first step.
+        """Makes the answer of a request, without running its first step.
 
         Args:
-          request: to answer.
+          request: the request to answer.
           session: a conversation whose cache is used and extended.
 
         Raises:

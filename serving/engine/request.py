@@ -29,16 +29,16 @@ class GenerationConfig:
     """Length, stops and sampling of one answer.
 
     Attributes:
-      max_tokens: most tokens of the answer.
-      stop: strings that end it; they are not part of the text.
-      stop_token_ids: tokens that end it besides the model's own end tokens.
-      ignore_eos: go on past the model's end tokens.
-      sampling: how tokens are chosen.
-      task: of an encoder-decoder, whose prefix stands before a source that is text, one of
-        `TokenizerFiles.tasks`; empty for the model's own, or none.
-      grammar: what the text must match; None for any text. The answer then has no drafts.
-      top_logprobs: tell log-probabilities: at each token its own, and of so many of the likeliest; None for
-        none. The answer then has no drafts, and one token a dispatch.
+      max_tokens: maximum number of tokens.
+      stop: strings that end the answer; not part of its text.
+      stop_token_ids: tokens that end the answer, in addition to the model's end tokens.
+      ignore_eos: whether to continue past the model's end tokens.
+      sampling: sampling parameters.
+      task: task of an encoder-decoder, one of `TokenizerFiles.tasks`, whose prefix is put before a source
+        text; empty for the model's default, or none.
+      grammar: grammar that the text must match; None for any text. The answer then has no drafts.
+      top_logprobs: number of most likely tokens to return log-probabilities of, besides each sampled
+        token; None for none. The answer then has no drafts, and one token per dispatch.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -62,11 +62,11 @@ class GenerationConfig:
 
     @property
     def guided(self) -> bool:
-        """Whether `jaxllm.serving.guided` decodes it."""
+        """Whether the answer is decoded by `GuidedDecoding`."""
         return self.grammar is not None or self.top_logprobs is not None
 
     def stop_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
-        """The stop tokens as buckets take them, padded with -1."""
+        """The stop tokens as input of buckets, padded with -1."""
         ids = sorted({*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)})
         if len(ids) > MAX_STOP_IDS:
             raise ConfigError(f"{len(ids)} stop tokens; at most {MAX_STOP_IDS} are supported")
@@ -79,9 +79,9 @@ class Fed:
 
     Attributes:
       first: position of its first token.
-      chunk: that was fed.
+      chunk: the chunk that was fed.
       rest: the prompt's other chunks.
-      logits: after it, where there are no others.
+      logits: logits after it, if `rest` is empty.
     """
 
     first: int
@@ -94,17 +94,17 @@ class Fed:
 class Session:
     """A conversation's cache, in memory between answers.
 
-    A running bucket owns the cache (it is donated), so the session is empty meanwhile, and stays empty if the
-    bucket fails.
+    A running bucket owns the cache (it is donated), so the session is empty meanwhile, and stays empty if
+    the bucket fails.
 
     Attributes:
-      tokens: whose keys and values are in `cache`.
+      tokens: tokens whose keys and values are in `cache`.
       cache: None for an empty session.
       weights_version: `Runner.weights_version` of the weights that computed the cache.
-      chunks: chunk table of those that the cache attends to where they lie; open as long as a session has it.
+      chunks: addresses of the chunks that the cache attends to in place; open as long as a session has it.
       fed: the first chunk of the next request, if the cache has it already.
-      state_tokens: how many tokens the states in the cache have gone through; None where there are none.
-      source: whose keys and values are in the cache, in an encoder-decoder; None where there are none.
+      state_tokens: number of tokens that the cache's states have consumed; None without states.
+      source: source of an encoder-decoder's cache; None for other models.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -116,24 +116,25 @@ class Session:
     source: tuple[int, ...] | None = None
 
     def reusable(self, prompt: Sequence[int], tokens: Sequence[int] | None = None) -> int:
-        """How many first tokens of a prompt the cache has of `tokens`, its own unless given. States cannot go
-        back: a cache with them has the tokens that they have gone through, or none."""
+        """Length of the prefix of a prompt that the cache has of `tokens` (default: the session's own).
+        Recurrent states cannot be rolled back: with states, it is the tokens that they have consumed, or
+          0."""
         common = common_prefix(self.tokens if tokens is None else tokens, prompt)
         return common if self.state_tokens in (None, common) else 0
 
     @property
     def size_bytes(self) -> int:
-        """Memory of its cache, with the room for tokens to come."""
+        """Memory of the cache, including the space for further tokens."""
         cache: Any = self.cache
         if cache is None or hasattr(cache, "nbytes"):
             return 0 if cache is None else cache.nbytes
-        # A live cache; devices that run programs alone have no JAX.
+        # A JAX cache; devices that only run exported programs have no JAX.
         import jax
 
         return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
     def take(self) -> "tuple[list[int], KVCache | None]":
-        """Empties the session, and returns its tokens and cache."""
+        """Empties the session and returns its tokens and cache."""
         taken = self.tokens, self.cache
         self.tokens, self.cache = [], None
         return taken
@@ -144,18 +145,17 @@ class Request:
     """A request to an engine.
 
     Attributes:
-      prompt: token ids; of an encoder-decoder those that its decoder begins with.
-      source: token ids that an encoder reads; None for models without one.
-      begun: whether the prompt of an encoder-decoder has tokens behind those that its decoder begins with.
-      rows: that stand in place of some of the prompt's tokens, where `prompt` has ids of theirs; None for
-        none.
+      prompt: token ids; for an encoder-decoder, the ids that its decoder begins with.
+      source: token ids for the encoder; None for models without one.
+      begun: whether an encoder-decoder's prompt has tokens after its start tokens.
+      rows: embeddings in place of some of the prompt's ids; None for none.
       config: length, stops and sampling.
-      seed: of the draw.
+      seed: the sampling seed.
       level: the sub-model that answers, in percent.
       drafted: whether the answer may be drafted.
-      sliding: how an answer that outgrows the context continues; None to end it there.
-      tpot_ms: expected time per further token, if known; otherwise the second token is decoded alone to
-        measure it.
+      sliding: how to continue past the end of the context; None to end the answer there.
+      tpot_ms: expected time per further token, if known; otherwise the second token is decoded in a
+        dispatch of its own to measure it.
     """
 
     prompt: tuple[int, ...]
@@ -171,8 +171,8 @@ class Request:
 
     @property
     def asked_tokens(self) -> int:
-        """Number of tokens that were asked for an answer to: of the source, of the prompt, or of both where
-        an encoder-decoder's answer has begun."""
+        """Number of input tokens: of the source, of the prompt, or of both if an encoder-decoder's answer
+        has begun."""
         if self.source is None:
             return len(self.prompt)
         return len(self.source) + (len(self.prompt) if self.begun else 0)
@@ -202,7 +202,7 @@ class Request:
         worst = max(ids) if min(ids) >= 0 else min(ids)
         if not 0 <= worst < vocab:
             raise ConfigError(f"token {worst} is outside the model's vocabulary of {vocab}")
-        # Besides the sinks one token must be fed again, and one is decoded from.
+        # Besides the sinks, one token must be fed again, and one is decoded from.
         most = kept_tokens(window) - 2
         if self.sliding is not None and not 0 <= self.sliding.sink_tokens <= most:
             raise ConfigError(
@@ -211,7 +211,7 @@ class Request:
             )
 
     def _require_rows(self, runner: Runner) -> None:
-        """Checks that a runner takes rows in place of tokens."""
+        """Checks that a runner supports prompt embeddings."""
         if not getattr(runner.options, "prompt_rows", False):
             raise ConfigError(
                 "rows in place of tokens need buckets of their own: open the engine with "
@@ -224,7 +224,7 @@ class Request:
             )
 
     def _require_source(self, runner: Runner) -> None:
-        """Checks that there is a source that fits where the model has an encoder, and none elsewhere."""
+        """Checks that there is a source that fits if the model has an encoder, and none otherwise."""
         encoder = runner.cfg.encoder
         if encoder is None:
             if self.source is not None:
@@ -250,10 +250,10 @@ class Request:
 
 
 def start_ids(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
-    """The tokens that the decoder of an encoder-decoder named `name` begins with.
+    """The start tokens of the decoder of the encoder-decoder `name`.
 
     Raises:
-      ConfigError: its folder named none.
+      ConfigError: the model's folder named none.
     """
     found = tokenizer.files.start_ids
     if not found:
@@ -268,7 +268,7 @@ def start_ids(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common prefix of two sequences."""
     most = min(len(a), len(b))
-    # Mostly one is the beginning of the other, which needs no Python for each token.
+    # Usually one is a prefix of the other, which needs no Python loop.
     if list(a[:most]) == list(b[:most]):
         return most
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

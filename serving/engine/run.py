@@ -1,4 +1,4 @@
-"""The state of one request that runs, from its first step to its last."""
+"""The state of one running request, from its first step to its last."""
 
 import collections
 import dataclasses
@@ -24,8 +24,8 @@ DispatchKind = Literal["prefill", "decode", "verify", "finish"]
 
 @dataclasses.dataclass
 class Timings:
-    """Times of one answer in milliseconds from its first step on, without the restore of a context and
-    what of the prompt was computed meanwhile, and without pauses between its steps (see `Run.resume`)."""
+    """Times of one answer in milliseconds since its first step, without the restore of a context, the
+    prompt tokens computed during it, and pauses between steps (see `Run.resume`)."""
 
     ttft_ms: float = 0.0
     total_ms: float = 0.0
@@ -42,7 +42,7 @@ class Dispatched:
     Attributes:
       kind: "prefill" fed a chunk of the prompt, "decode" decoded a block, "verify" verified drafts, "finish"
         ended the answer and stored its context.
-      chunk: that was fed; None but for "prefill".
+      chunk: the chunk that was fed; None for other kinds.
     """
 
     kind: DispatchKind
@@ -51,14 +51,13 @@ class Dispatched:
 
 class Lifecycle:
     """Hooks around an answer, for the caller that requested it; this class does nothing. Called without the
-    runner's lock, except `sliding`. The last three may be called again, and then do nothing: an interrupt may
-    come anywhere.
+    runner's lock, except `sliding`. The last three are idempotent, because an interrupt may repeat them.
 
     Attributes:
-      plan: of a call with an objective; None without one.
-      objective: of the answer's time or energy; None for none.
+      plan: plan of a call with an objective; None without one.
+      objective: objective of the answer's time or energy; None for none.
       restoration: how the call's context was restored; the default without a context.
-      finish_ms: time to make room for a context's new chunks, and to compress and store them.
+      finish_ms: time to make room for a context's new chunks, compress and store them.
     """
 
     plan: Plan | None = None
@@ -78,46 +77,45 @@ class Lifecycle:
         """Called before anything is fed: restores the session."""
 
     def stepped(self, run: "Run") -> None:
-        """Called after each dispatch that gave tokens."""
+        """Called after each dispatch that yielded tokens."""
 
     def sliding(self, run: "Run") -> None:
-        """Called before the middle of the sequence is dropped, while the session still has it."""
+        """Called before the middle of the sequence is dropped from the session."""
 
     def finish(self, run: "Run") -> None:
-        """Called when the answer has ended or was closed; a second call does nothing."""
+        """Called when the answer has ended or was closed; idempotent."""
 
     def failed(self, run: "Run") -> None:
-        """Called instead of `finish` where an error or an interrupt ended the answer; raises no other
-        error."""
+        """Called instead of `finish` after an error or an interrupt; raises nothing itself."""
 
     def dropped(self, run: "Run") -> None:
-        """Called instead of `finish` where the answer's last reference is gone."""
+        """Called instead of `finish` when the answer is garbage-collected."""
 
 
 class Run:
-    """The state of a request that runs (see `jaxllm.serving.engine.step`).
+    """The state of a running request (see `jaxllm.serving.engine.step`).
 
     Attributes:
-      request: that runs.
-      prompt_tokens: number of tokens of the prompt.
-      reused_tokens: number of them that were in the session's cache already.
-      prefill_mode: how the others were computed, "int8" or "float".
+      request: the request that runs.
+      prompt_tokens: number of prompt tokens.
+      reused_tokens: number of prompt tokens found in the session's cache.
+      prefill_mode: mode of prefill of the other prompt tokens, "int8" or "float".
       tokens: ids of the answer so far, a stop token included.
-      drafted_tokens: number of them that were drafted and accepted.
-      sequence: prompt and answer, without tokens that slid out of the window; the next turn continues it.
-      text: the pieces of the answer that were taken so far.
+      drafted_tokens: number of accepted draft tokens among them.
+      sequence: prompt and answer without tokens that slid out of the window; the next turn continues it.
+      text: pieces of the answer that the caller has received.
       finish_reason: "stop" (end token, stop string, or a grammar that allows nothing more), "length"
         (max_tokens or the window), or None while running or when closed before its last token.
       stop_string: the stop string that ended it, if one did.
-      seed: of the draw; give it in `Sampling` to get the same answer again.
-      logprobs: log-probabilities of `tokens`, None if they were not asked for.
-      timings: see `Timings`.
+      seed: the sampling seed; pass it in `Sampling` to reproduce the answer.
+      logprobs: log-probabilities of `tokens`; None if not requested.
+      timings: times of the answer.
       stage: what its next step does.
       dispatched: what its last step did; None before the first has ended.
-      taken_whole: whether `result` ran it from its first step to its last, without pauses of the caller.
+      taken_whole: whether `result` ran it from first step to last, without pauses of the caller.
     """
 
-    # Class attributes, because `__del__` needs them even where `__init__` failed.
+    # Class attributes, because `__del__` needs them even if `__init__` failed.
     lifecycle: Lifecycle = Lifecycle()
     stage: Stage = "ended"
 
@@ -130,7 +128,7 @@ class Run:
         session: Session | None = None,
         lifecycle: Lifecycle | None = None,
     ) -> None:
-        """Makes a run that waits for its first step.
+        """Makes a run, without running its first step.
 
         Raises:
           ConfigError, ContextOverflow: see `Request.require_served_by`.
@@ -138,7 +136,7 @@ class Run:
         runner, config = decoding.runner, request.config
         request.require_served_by(runner)
         if session is not None and request.source is not None:
-            # Its keys and values follow another source.
+            # The cache depends on another source.
             require_decoder_alone(runner.cfg, "conversations that go on")
         self.request, self.prompt_tokens, self.reused_tokens = request, request.asked_tokens, 0
         self.prefill_mode: Literal["int8", "float"] = "float"
@@ -158,18 +156,18 @@ class Run:
         vocab = runner.cfg.vocab_size
         told = [token for token in request.prompt if token < vocab]  # without rows in place of tokens
         self.sampler = sampler_state(config.sampling, told, vocab, request.seed)
-        # Tokens that a dispatch should decode.
+        # Number of tokens per dispatch.
         self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
         self.began_s = self.stepped_s = 0.0
         self.chunks: collections.deque[PrefillChunk] = collections.deque()
-        # While the sequence slides: what it will be.
+        # The new sequence while it slides.
         self.slid: list[int] | None = None
-        # The last token, as buckets take it.
+        # The last token in the buckets' input format.
         self.last_token: Any = None
         self.closed_because: JaxllmError | None = None
-        # Time between its dispatches in which others ran, where `resume` was called.
+        # Time of other runs between its dispatches, if `resume` was called.
         self._paused_s = 0.0
-        # Pieces of text that were not taken yet.
+        # Pieces of text that the caller has not received.
         self.pieces: collections.deque[str] = collections.deque()
         if lifecycle is not None:
             self.lifecycle = lifecycle
@@ -177,18 +175,18 @@ class Run:
 
     @property
     def runner(self) -> Runner:
-        """The runner that computes it."""
+        """The runner of the answer's level."""
         return self.decoding.runner
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """Of `tokens`; None if they were not asked for."""
+        """Log-probabilities of `tokens`; None if not requested."""
         found = self.decoding.logprobs
         return None if found is None else found[: len(self.tokens)]
 
     @property
     def plan(self) -> Any:
-        """The `Plan`: sub-model, the prompt's kept tokens and expected cost; None without an objective."""
+        """The `Plan`: level, the prompt's kept tokens and expected cost; None without an objective."""
         return self.lifecycle.plan
 
     @property
@@ -198,7 +196,7 @@ class Run:
 
     @property
     def cost(self) -> Any:
-        """The `Cost` of the answer so far, from the request on; None without an objective."""
+        """The `Cost` of the answer so far, since the request; None without an objective."""
         return self.lifecycle.cost(self)
 
     @property
@@ -213,8 +211,7 @@ class Run:
 
     @property
     def ttft_ms(self) -> float:
-        """Time from the first step to the first token: to restore the context, if there is one, and to
-        compute the prompt."""
+        """Time from the first step to the first token, including the restore of a context."""
         return self.restoration.took_ms + self.timings.ttft_ms
 
     @property
@@ -224,12 +221,12 @@ class Run:
 
     @property
     def wanted_tokens(self) -> int:
-        """Tokens that the request still asks for."""
+        """Number of tokens until `max_tokens`."""
         return self.request.config.max_tokens - len(self.tokens)
 
     @property
     def room_tokens(self) -> int:
-        """Tokens that may still be decoded in the window: the last one need not fit."""
+        """Number of tokens that fit the window; the last one is not cached."""
         return self.runner.options.context_tokens - len(self.sequence) + 1
 
     @property
@@ -238,13 +235,12 @@ class Run:
         return 1000 * (time.perf_counter() - self.began_s - self._paused_s)
 
     def resume(self) -> None:
-        """Called before a step: what has passed since the last one is not this run's time, because others
-        had the engine."""
+        """Called before a step: excludes the time spent on other runs since the last step."""
         if self.stage != "begin":
             self._paused_s += time.perf_counter() - self.stepped_s
 
     def new_text(self) -> str:
-        """The text that has come since the last call, where nobody iterates; `text` has it from here on."""
+        """The text since the last call, instead of iterating; appends it to `text`."""
         with self.runner.lock:
             piece = "".join(self.pieces)
             self.pieces.clear()
@@ -252,7 +248,7 @@ class Run:
         return piece
 
     def take(self, block: list[int]) -> None:
-        """Adds decoded tokens, up to where the answer stops."""
+        """Adds decoded tokens up to the answer's stop."""
         stops = set(self.stop_ids.tolist())
         visible = next((i for i, token in enumerate(block) if token in stops), len(block))
         piece = self.stops.push(block[:visible])
@@ -264,14 +260,14 @@ class Run:
             block = block[: visible + 1]
         self.tokens += block
         self.sequence += block
-        # Tokens decoded after the stop are not part of the conversation.
+        # Tokens after the stop are not part of the conversation.
         del self.session.tokens[len(self.sequence) :]
         self.last_token = np.array(block[-1:], np.int32)
         self.timings.total_ms = self.elapsed_ms
         self._push(piece)
 
     def flush(self) -> None:
-        """Releases the withheld text, when the answer has ended."""
+        """Releases the withheld text after the answer has ended."""
         piece = self.stops.flush()
         self.stop_string = self.stops.matched
         self.timings.total_ms = self.elapsed_ms

@@ -1,4 +1,4 @@
-"""Moves requests from stage to stage; this module alone has the order of the stages.
+"""Moves requests from stage to stage; only this module knows the order of the stages.
 
   begin     the request's context is restored into its session, perhaps with the prompt's first chunk
             (`jaxllm.serving.contexts`)
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 def step(*running: Run) -> Run:
-    """Takes one step of the run that has waited longest: restores its context and feeds the first chunk,
+    """Runs one step of the run that has waited longest: restores its context and feeds the first chunk,
     feeds a chunk, decodes a block or verifies a tree, or stores its context.
 
     Args:
       running: runs whose stage is not "ended".
 
     Returns:
-      The run that took the step.
+      The run that was stepped.
     """
     run = min(running, key=lambda each: each.stepped_s)
     try:
@@ -66,27 +66,27 @@ def step(*running: Run) -> Run:
 
 
 def batchable(run: Run) -> bool:
-    """Whether the next step of a run may be one with others' (see `decode_together`).
+    """Whether the next step of a run can be batched (see `decode_together`).
 
-    Drafts are off while answers are decoded together; a drafter catches up when its answer is alone again. A
-    sequence that is about to slide takes that step by itself, and so do guided answers, whose next token may
-    depend on their last one in ways that the host alone knows.
+    Drafts are off in batched decoding; a drafter catches up when its answer is the only one again. Not
+    batched are the step in which a sequence slides, and guided answers, whose next token may depend on the
+    last one through state on the host.
     """
     plain = run.stage == "decode" and run.room_tokens > 0 and not run.request.config.guided
     return plain and run.runner.batch is not None
 
 
 def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None:
-    """Decodes a block of each run, in one dispatch, or in several where no bucket has as many rows. Levels of
-    a model share a dispatch, unless a level has adapters of its own: then each has one. An answer gets to
-    the bit the tokens that it gets alone.
+    """Decodes a block of each run in one dispatch, or in several where no bucket has enough rows. Levels of
+    a model share a dispatch, except levels with adapters, which have one each. Tokens are bitwise equal to
+    those of unbatched decoding.
 
-    A JaxllmError ends the runs that it concerns, of which each raises it to whoever iterates, and no other.
-    Any other error ends all runs of the dispatch, and is raised.
+    A JaxllmError ends only the runs that it concerns; each raises it on further iteration. Any other error
+    ends all runs of the dispatch and is raised.
 
     Args:
-      runs: different ones, each `batchable`. Those that another thread closes meanwhile are left out.
-      most_tokens: of each run; None for as many as take the time that a user should wait for the next words.
+      runs: distinct runs, all `batchable`. Runs that another thread closes meanwhile are skipped.
+      most_tokens: maximum number of tokens per run; None for as many as fit the time of a dispatch.
     """
     require_not_forked()
     families: dict[int, list[Run]] = {}
@@ -109,8 +109,8 @@ def close(run: Run, because: JaxllmError | None = None) -> None:
     """Ends a run between two dispatches; the tokens so far stay in its session.
 
     Args:
-      run: to end.
-      because: raised to whoever iterates further; None to end the iteration.
+      run: the run to end.
+      because: error to raise on further iteration; None to end the iteration.
     """
     require_not_forked()
     with run.runner.lock:
@@ -121,13 +121,13 @@ def close(run: Run, because: JaxllmError | None = None) -> None:
 
 
 def fail(run: Run) -> None:
-    """Ends a run after an error or an interrupt, which may come again in here."""
+    """Ends a run after an error or interrupt; another interrupt may come during this call."""
     _end(run)
     run.lifecycle.failed(run)
 
 
 def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
-    """Does the work of a stage under the model's lock."""
+    """Runs a stage's work under the model's lock."""
     tokens = len(run.tokens)
     with run.runner.lock:
         if run.stage != "ended":
@@ -136,8 +136,8 @@ def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
 
 
 def _after_dispatch(run: Run, tokens: int) -> None:
-    """Calls the run's lifecycle, without the model's lock, after a dispatch before which the answer had
-    `tokens` tokens."""
+    """Calls the run's lifecycle without the model's lock, after a dispatch; `tokens` is the answer's length
+    before it."""
     if run.stage == "ended":
         # Another thread closed the run, perhaps before its context was restored.
         run.lifecycle.finish(run)
@@ -146,8 +146,8 @@ def _after_dispatch(run: Run, tokens: int) -> None:
 
 
 def _follow(run: Run, matcher: "Matcher") -> None:
-    """Waits until a run's grammar has followed its tokens, and checks whether they end the answer."""
-    # Here, where nobody waits for the model's lock.
+    """Waits until a run's grammar has consumed its tokens, and checks whether they end the answer."""
+    # Wait before acquiring the model's lock, so that no other thread waits for it.
     matcher.wait()
     with run.runner.lock:
         if run.stage == "decode":
@@ -155,14 +155,14 @@ def _follow(run: Run, matcher: "Matcher") -> None:
 
 
 def _begin(run: Run) -> None:
-    """Cuts the tokens that the session lacks into chunks, and feeds the first, unless that was done while the
-    session was restored."""
+    """Splits the tokens that the session lacks into chunks and feeds the first, unless the restore has fed
+    it."""
     run.began_s = time.perf_counter()
     session, runner, prompt = run.session, run.runner, run.sequence
     cached, cache = session.take()
     fed, session.fed = session.fed, None
     if session.weights_version != runner.weights_version:
-        # Keys and values of other weights are of no use, and those of another level have other shapes.
+        # A cache from other weights is stale, and one from another level has other shapes.
         cached, cache, fed, session.weights_version = [], None, None, runner.weights_version
     if fed is not None and cache is not None:
         _go_on(run, fed, cached, cache)
@@ -170,9 +170,9 @@ def _begin(run: Run) -> None:
     source = run.request.source
     reads = source is not None and (cache is None or session.source != source)
     if reads:
-        # What a decoder computed after one source is of no use after another.
+        # The decoder's cache depends on its source.
         cached = []
-    # The last token is always fed: the answer begins with its logits.
+    # Always feed the last token: its logits give the answer's first token.
     run.reused_tokens = session.reusable(prompt[:-1], cached)
     room = run.decoding.cache_tokens(len(prompt))
     cache = runner.start(room) if cache is None else cache
@@ -181,7 +181,7 @@ def _begin(run: Run) -> None:
     session.source = source
     session.tokens = prompt[: run.reused_tokens]
     missing = len(prompt) - run.reused_tokens
-    # Rows in place of tokens are prefilled in floats.
+    # Prompt embeddings are prefilled in floats.
     by_rows = run.request.rows is not None
     run.chunks = collections.deque(
         runner.chunks_in("float", missing) if by_rows else runner.prefill_chunks(missing)
@@ -192,7 +192,7 @@ def _begin(run: Run) -> None:
 
 
 def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
-    """Begins a run whose first chunk is in the cache."""
+    """Begins a run whose first chunk is already in the cache."""
     room = run.decoding.cache_tokens(len(run.sequence))
     run.session.cache, run.session.tokens = run.runner.make_room(cache, room), cached
     run.reused_tokens, run.chunks = fed.first, collections.deque(fed.rest)
@@ -203,7 +203,7 @@ def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
 
 
 def _prefill(run: Run) -> None:
-    """Feeds the next chunk; after the last one, draws the first token."""
+    """Feeds the next chunk; after the last one, samples the first token."""
     _require_same_weights(run)
     session, at = run.session, len(run.session.tokens)
     # The last token of a sequence that slides is decoded from, not fed.
@@ -226,9 +226,9 @@ def _prefill(run: Run) -> None:
 
 
 def _draw_first(run: Run, logits: Any) -> None:
-    """Draws the first token, from the logits after the prompt."""
+    """Samples the first token from the logits after the prompt."""
     token, run.sampler = run.decoding.first(logits, run.sampler)
-    # The transfer waits for the device: only now could a user see the token.
+    # The transfer waits for the device: the token is visible only now.
     first = _finite(run, [int(np.asarray(token)[0])])
     run.timings.ttft_ms = run.elapsed_ms
     run.stage = "decode"
@@ -236,7 +236,7 @@ def _draw_first(run: Run, logits: Any) -> None:
 
 
 def _decode(run: Run) -> None:
-    """Decodes a block, or drafts and verifies; makes room first where the window is full."""
+    """Decodes a block, or drafts and verifies; slides first where the window is full."""
     if run.room_tokens <= 0 and run.request.sliding is not None:
         _require_same_weights(run)
         _slide(run, run.request.sliding)
@@ -250,8 +250,8 @@ def _decode(run: Run) -> None:
 
 
 def _decode_from(run: Run, limit: int) -> tuple[list[int], BatchRow]:
-    """What the next block of a run is decoded from, of at most `limit` tokens: the tokens in its cache, and
-    the arguments of the dispatch. Its session has no cache until `_decoded`.
+    """Inputs of a run's next block of at most `limit` tokens: the tokens in its cache, and the arguments of
+    the dispatch. The session has no cache until `_decoded`.
 
     Raises:
       ContextGone: the cache was computed by other weights.
@@ -281,8 +281,7 @@ def _decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
 
 
 def _take(run: Run, block: list[int]) -> None:
-    """Adds tokens to the run, and checks whether it has ended; where a grammar must be asked, the next step
-    does."""
+    """Adds tokens to the run, and checks whether it has ended; under a grammar, the next step checks."""
     # Streamed weights may have failed while the block was computed.
     run.runner.require_usable()
     run.take(block)
@@ -313,7 +312,7 @@ def _finish(run: Run) -> None:
 def _end(run: Run) -> None:
     run.stage = "ended"
     if run.slid is not None:
-        # The cache has a part of what the sequence was about to be.
+        # The cache has only a part of the new sequence.
         run.slid = None
         run.session.take()
 
@@ -323,7 +322,7 @@ def _slide(run: Run, sliding: Sliding) -> None:
     session, runner, sinks = run.session, run.runner, sliding.sink_tokens
     run.lifecycle.sliding(run)
     run.slid = slid(run.sequence, sink_tokens=sinks, most=kept_tokens(runner.options.context_tokens))
-    # States cannot go back to the end of the sinks: they begin anew.
+    # Recurrent states cannot be rolled back to the end of the sinks: recompute them from the start.
     kept = sinks if runner.cfg.states is None else 0
     session.tokens = run.slid[:kept]
     run.chunks = collections.deque(runner.prefill_chunks(len(run.slid) - 1 - kept))
@@ -332,7 +331,7 @@ def _slide(run: Run, sliding: Sliding) -> None:
 
 
 def _count_states(run: Run) -> None:
-    """Notes how many tokens the states in the session's cache have gone through, before any are dropped."""
+    """Records how many tokens the states in the session's cache have consumed, before any are dropped."""
     run.session.state_tokens = None if run.runner.cfg.states is None else len(run.session.tokens)
 
 
@@ -373,13 +372,13 @@ def _decode_family(runs: Sequence[Run], most_tokens: int | None) -> None:
 
 
 def _dispatch_batch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, JaxllmError]:
-    """Decodes a block of each run, under the model's lock: the errors of those that must end."""
+    """Decodes a block of each run under the model's lock; returns the errors of runs that must end."""
     errors: dict[Run, JaxllmError] = {}
     if not runs:
         return errors
     began, batch = time.perf_counter(), runs[0].runner.batch
     assert batch is not None
-    # A run that has just joined does not know yet how long a token takes.
+    # The time per token of a run that has just joined is unknown.
     block = max(run.pace for run in runs) if most_tokens is None else most_tokens
     begun: list[tuple[Run, list[int], BatchRow]] = []
     for run in runs:

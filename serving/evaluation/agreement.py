@@ -37,13 +37,13 @@ def greedy_agreement(
     window_tokens: int = 0,
     progress: Progress | None = None,
 ) -> Agreement:
-    """Compares the likeliest next tokens of two models, each given the text so far.
+    """Compares the greedy next tokens of two models, each given the text so far.
 
     Args:
       engine, other: models with the same tokenizer.
-      documents: texts, scored apart.
-      window_tokens: window length; 0 takes the shorter of the engines' contexts.
-      progress: called with ("score", tokens done, tokens in all).
+      documents: texts, scored separately.
+      window_tokens: window length; 0 for the shorter of the engines' contexts.
+      progress: callback for ("score", tokens done, tokens in all).
 
     Raises:
       ConfigError: the tokenizers differ, the window does not fit, or nothing is left to predict.

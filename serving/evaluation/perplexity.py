@@ -18,10 +18,10 @@ class Perplexity:
     Attributes:
       perplexity: exp of the mean negative log-likelihood per predicted token.
       bits_per_byte: the same loss per byte of the text, comparable between tokenizers (except for a
-        document's first token, which has no loss where the tokenizer adds no BOS).
-      tokens: predicted tokens (the first of each document is given, not predicted).
+        document's first token, which has no loss if the tokenizer adds no BOS).
+      tokens: number of predicted tokens (the first of each document is given, not predicted).
       documents: number of documents.
-      window_tokens: most tokens of context of a prediction.
+      window_tokens: maximum number of tokens of context of a prediction.
     """
 
     perplexity: float
@@ -39,21 +39,21 @@ def perplexity(
     high_planes: bool = False,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Measures the perplexity of `documents`, each cut into windows that do not overlap.
+    """Measures the perplexity of `documents`, each split into windows without overlap.
 
     Within a window a token is predicted from all tokens before it; every token but a document's first
     is predicted once. The tokenizer's own special tokens (a BOS) start each document.
 
     Args:
       engine: the model.
-      documents: texts, scored apart.
-      window_tokens: window length; 0 takes the engine's context.
-      high_planes: whether the high planes of nested weights predict alone, as they do when they draft.
-      progress: called with ("score", tokens done, tokens in all).
+      documents: texts, scored separately.
+      window_tokens: window length; 0 for the engine's context.
+      high_planes: whether to predict with only the high planes of nested weights, as in self-drafting.
+      progress: callback for ("score", tokens done, tokens in all).
 
     Raises:
-      ConfigError: the window does not fit, nothing is left to predict, or `high_planes` is asked for and
-        weights are not nested, or not all in memory.
+      ConfigError: the window does not fit, nothing is left to predict, or `high_planes` is requested and
+        weights are not nested, or not resident.
     """
     window = window_tokens or engine.options.context_tokens
     windows = windows_of(engine, documents, window)
@@ -78,7 +78,7 @@ def perplexity(
 
 
 def windows_of(engine: Engine, documents: Sequence[str], window: int) -> list[tuple[list[int], list[int]]]:
-    """Texts as (tokens, the token after each), cut into windows that do not overlap.
+    """Texts as (tokens, the token after each), split into windows without overlap.
 
     Raises:
       ConfigError: the window does not fit, or nothing is left to predict.

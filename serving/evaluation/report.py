@@ -12,7 +12,7 @@ from jaxllm.serving.evaluation.tasks import Prediction, TaskResult
 
 
 def as_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
-    """Results as plain dicts, with scores beside the other fields."""
+    """Results as plain dicts, with scores next to the other fields."""
     facts = []
     for result in results:
         fields = dataclasses.asdict(result)
@@ -21,7 +21,7 @@ def as_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
 
 
 def check_predictions(path: Path) -> None:
-    """Checks that predictions can be written to a path, before the work.
+    """Checks that predictions can be written to a path, before the evaluation.
 
     Raises:
       ConfigError: the folder is missing, or `path` is a folder.

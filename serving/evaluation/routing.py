@@ -1,7 +1,7 @@
 """Measures how a text uses the experts of a mixture, and the activation paths through its layers.
 
-A token's activation path is the likeliest expert of each sparse layer, in order. Experts are predictable
-where few paths have most of a text's tokens (EdgeMoE, arXiv 2308.14352, section 3.3).
+A token's activation path is the most likely expert of each sparse layer, in order. Experts are predictable
+if few paths have most of a text's tokens (EdgeMoE, arXiv 2308.14352, section 3.3).
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ class ExpertUse:
     """The use of experts by a text.
 
     Attributes:
-      shares: share of visits to each expert, of each sparse layer; of even use 1 / E.
-      least, most: the least and greatest share of all layers, relative to an even one.
-      dead: experts with less than `DEAD_SHARE` of an even share, of all layers.
-      paths: distinct activation paths seen.
+      shares: share of visits to each expert, for each sparse layer; 1 / E for even use.
+      least, most: the minimum and maximum share over all layers, relative to an even one.
+      dead: number of experts with less than `DEAD_SHARE` of an even share, over all layers.
+      paths: number of distinct activation paths seen.
       possible_paths: number of possible paths.
       top_paths_share: share of the tokens on the most frequent tenth of the paths seen; 0.1 if all were
         equally frequent.
-      tokens: of the text.
+      tokens: number of tokens of the text.
     """
 
     shares: tuple[tuple[float, ...], ...]

@@ -28,7 +28,7 @@ def score_options(
     Args:
       engine: the model, with its weights at the width that it serves.
       questions: any number, in any order.
-      progress: called with (`stage`, tokens scored, tokens in all).
+      progress: callback for (`stage`, tokens scored, tokens in all).
       stage: name of the progress.
 
     Returns:

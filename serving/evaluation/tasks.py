@@ -32,13 +32,13 @@ class TaskResult:
     """The result of a model on one task.
 
     Attributes:
-      task: its name.
-      scores: means over the questions, in [0, 1], the main one first: `accuracy` (and, where options differ
+      task: name of the task.
+      scores: means over the questions, in [0, 1], the main one first: `accuracy` (and, if options differ
         much in length, `accuracy_per_byte`, by log-probability per byte of the option), `exact_match`, or
-        `rouge1`, `rouge2` and `rougeL` (F1, with the best of several references). Empty where no question
-        was asked.
-      examples: questions asked.
-      skipped: questions left out because they do not fit the context with their answer.
+        `rouge1`, `rouge2` and `rougeL` (F1, with the best of several references). Empty if no question was
+        asked.
+      examples: number of questions asked.
+      skipped: number of questions that do not fit the context with their answer.
       chance: accuracy of guessing; None for free answers.
       majority: share of the most frequent right answer; None for free answers.
       tokens: tokens that the model was fed or decoded.
@@ -60,8 +60,8 @@ class Questions:
     """The validation questions of tasks.
 
     Attributes:
-      examples: by task.
-      missing: tasks asked for as a group whose files are not there.
+      examples: questions by task.
+      missing: tasks of a requested group without files.
     """
 
     examples: dict[str, list[TaskExample]]
@@ -72,10 +72,10 @@ def read_questions(names: Sequence[str], data: Path, limit: int = 0) -> Question
     """Reads the validation questions of tasks.
 
     Args:
-      names: tasks; `all` stands for those that `data` has files of.
+      names: tasks; `all` for those with files in `data`.
       data: the folder of all data.
-      limit: most questions of a task, in an order that follows from their contents, so that they are a fair
-        sample; 0 takes all, in the files' order.
+      limit: maximum number of questions per task, in an order given by their contents, so that they are a
+        fair sample; 0 for all, in the files' order.
 
     Raises:
       ConfigError: a task is unknown, its file is missing or malformed, or it has no question.
@@ -87,7 +87,7 @@ def read_questions(names: Sequence[str], data: Path, limit: int = 0) -> Question
 
 
 def read_task_group(names: Sequence[str], data: Path, limit: int = 0) -> Questions:
-    """`read_questions` of those tasks whose files are in `data`.
+    """`read_questions` for tasks with files in `data`.
 
     Raises:
       ConfigError: `data` has files of none of them, or see `read_questions`.
@@ -112,7 +112,7 @@ def run_task(
     """Runs a model on the questions of a task, and scores its answers.
 
     Raises:
-      ConfigError: Rouge is asked for and not installed.
+      ConfigError: Rouge is required and not installed.
     """
     run = _choose if task.score == "accuracy" else _write
     fitting, predictions, tokens, seconds = run(engine, task, examples, progress)

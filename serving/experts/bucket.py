@@ -1,5 +1,5 @@
-"""Buckets of mixtures whose experts are loaded one by one: a sparse layer up to its experts, the tiles of
-experts that are in memory, or one tile of one expert, and the sum of the experts' outputs."""
+"""Buckets of mixtures whose experts are loaded individually: a sparse layer up to its experts, tiles through
+resident experts, or one tile through one expert, and the sum of the experts' outputs."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class AttendBucket(Bucket):
     """Runs a sparse layer over a chunk, up to its experts (see `steps.sparse_layers.attend_layer`).
 
     Attributes:
-      tokens: length of the chunk, padding included.
+      tokens: length of the chunk, including padding.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
       loss: see `ExpertOptions`.
@@ -78,7 +78,7 @@ class AttendRestoredBucket(Bucket):
     """Restores a sparse layer of a context, up to its experts (see `steps.sparse_layers.attend_restored`).
 
     Attributes:
-      tokens: of recomputed chunks.
+      tokens: number of tokens of recomputed chunks.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
       loss: see `ExpertOptions`.
@@ -112,12 +112,12 @@ class AttendRestoredBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertBucket(Bucket):
-    """Runs one tile of tokens through one expert (see `steps.sparse_layers.expert_tile`), where no native
+    """Runs one tile of tokens through one expert (see `steps.sparse_layers.expert_tile`), if no native
     kernel finds experts by address. All layers share it.
 
     Attributes:
-      tokens: of the tile's chunk.
-      form: of the expert.
+      tokens: length of the tile's chunk.
+      form: format of the expert.
       loss, ahead: see `AttendBucket`.
     """
 
@@ -137,12 +137,12 @@ class ExpertBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredExpertsBucket(Bucket):
-    """Runs tiles of tokens through the experts that are in memory, in one call of a native kernel (see
+    """Runs tiles of tokens through resident experts, in one call of a native kernel (see
     `steps.sparse_layers.stored_tiles`). All layers share it.
 
     Attributes:
-      tokens: of the tiles' chunk.
-      early: whether tiles can be begun with the high plane of their expert.
+      tokens: length of the tiles' chunk.
+      early: whether tiles can begin with only the high plane of their expert.
       loss, ahead: see `AttendBucket`.
     """
 
@@ -152,7 +152,7 @@ class StoredExpertsBucket(Bucket):
     ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(experts, norm, tokens at experts, actions, out, what was begun) -> out, what was begun."""
+        """(experts, norm, tokens at experts, actions, out, partial results) -> out, partial results."""
         cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss, self.ahead)
         shape: Any = jax.ShapeDtypeStruct
         handle = shape((2,), jnp.uint32)

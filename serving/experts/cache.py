@@ -1,9 +1,9 @@
-"""Keeps planes of experts in a memory budget, the expert buffer; threads read missing planes.
+"""Keeps planes of experts within a memory limit, the expert buffer; threads read missing planes.
 
-A plane is the unit of loading and of eviction: of a nested expert the high and the low one, else the whole
-expert. The planes that a layer asked for are read first, one after another. Predicted ones are read when no
-requested one is missing, block by block, so that a wrong prediction delays a request by at most the blocks in
-flight (EdgeMoE, section 3.3). All decisions are made under one lock, which is free during reads.
+A plane is the unit of loading and eviction: the high or the low plane of a nested expert, else the whole
+expert. The planes requested by a layer are read first, one after another. Predicted ones are read when no
+requested one is missing, block by block, so that a wrong prediction delays a request by at most the blocks
+in flight (EdgeMoE, section 3.3). All decisions are made under one lock, which is free during reads.
 """
 
 import collections
@@ -32,11 +32,11 @@ _ATTEMPTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Arrived:
-    """Experts of a layer that can be computed with now.
+    """Experts of a layer that can be computed now.
 
     Attributes:
-      ready: experts with all planes that are needed.
-      begun: experts with their high plane alone, whose low one is coming.
+      ready: experts with all required planes.
+      begun: experts with only their high plane, whose low one is being read.
     """
 
     ready: list[int]
@@ -63,11 +63,11 @@ class ExpertCache:
         """Allocates no memory yet.
 
         Args:
-          store: locates planes in the file.
-          reader: of the bundle's file.
-          budget_bytes: for planes, at least `ExpertStore.least_bytes`.
-          policy: of eviction.
-          frequency: `[L_sparse, E]`, visits in a text of calibration.
+          store: locations of planes in the file.
+          reader: reader of the bundle's file.
+          budget_bytes: memory limit of planes, at least `ExpertStore.least_bytes`.
+          policy: eviction policy.
+          frequency: `[L_sparse, E]`, visits in a calibration text.
         """
         self.counts, self.regions = ExpertCounts(), Regions(store)
         self._store, self._reader, self._budget, self._policy = store, reader, budget_bytes, policy
@@ -90,18 +90,20 @@ class ExpertCache:
         *,
         together: bool = False,
     ) -> Iterator[Arrived]:
-        """Yields the experts of a layer once they can be computed with: first all that are resident, then
-        those that came, at each wait some of them or all together.
+        """Yields the experts of a layer when they can be computed: first all resident ones, then arriving
+        ones,
+        some or all at each wait.
 
-        Their planes are valid until the next are asked for: dispatches that take them must have ended.
+        Their planes are valid until the next iteration: dispatches that use them must have ended.
 
         Args:
           layer: index among the sparse layers.
-          needs: by expert, of how many planes it is computed, the high one first.
-          guesses: planes that later layers are predicted to need, in the order in which they are read;
-            they replace former guesses.
-          together: whether late experts are yielded all at once, and as begun with the resident ones if their
-            high plane is resident. They must fit into the budget together: a token's at one layer do.
+          needs: number of required planes by expert, high plane first.
+          guesses: planes that later layers are predicted to need, in the order of reads; they replace
+            former guesses.
+          together: whether late experts are yielded all at once, and as begun with the resident ones if
+            their high plane is resident. They must fit into the budget together, as a token's at one layer
+            do.
 
         Raises:
           CheckpointError: a plane cannot be read, or is corrupt.
@@ -139,7 +141,7 @@ class ExpertCache:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes of planes that are resident or being read."""
+        """Memory limit of planes that are resident or being read."""
         return self._budget
 
     @property
@@ -148,11 +150,11 @@ class ExpertCache:
         return self._taken_bytes
 
     def resize(self, budget_bytes: int) -> None:
-        """Sets the budget, and evicts planes beyond it. Those that are being read or computed stay until
-        they are replaced.
+        """Sets the memory limit, and evicts planes beyond it. Planes being read or computed stay until they
+        are replaced.
 
         Raises:
-          BudgetExceeded: it is less than the experts of one layer need.
+          BudgetExceeded: it is less than one layer's experts need.
         """
         least = self._store.least_bytes()
         if budget_bytes < least:
@@ -167,7 +169,7 @@ class ExpertCache:
                 if evicted is None:
                     return
                 self._drop(evicted)
-            # There may be room for predicted ones that had none.
+            # There may be room for predicted planes now.
             self._wake()
 
     def close(self) -> None:
@@ -187,8 +189,8 @@ class ExpertCache:
     def _ask(
         self, layer: int, needs: Mapping[int, int], guesses: Sequence[PlaneKey], *, together: bool
     ) -> dict[int, list[PlaneKey]]:
-        """Requests experts and pins resident ones: those of which planes are missing, with all planes that
-        they need."""
+        """Requests experts and pins resident ones; returns those with missing planes, with all of their
+        required planes."""
         with self._lock:
             if not self._threads:
                 self._threads = [
@@ -212,7 +214,7 @@ class ExpertCache:
                     slot.guessed = False
                 self.counts.high_alone += len(own) < len(self._store[layer, expert].planes)
             self.counts.visited(layer, len(planes), len(planes) - len(coming))
-            # Those whose read has begun will be ready first.
+            # Experts whose read has begun will be ready first.
             order = sorted(coming, key=lambda expert: -sum(key in self._slots for key in coming[expert]))
             wanted = [key for expert in order for key in coming[expert]]
             self._wanted = sorted(wanted, key=lambda key: key[2]) if together else wanted
@@ -226,7 +228,7 @@ class ExpertCache:
             self._work.notify(_THREADS)
 
     def _to_begin(self, waiting: Mapping[int, list[PlaneKey]]) -> list[int]:
-        """Pins the high planes of experts that wait for their low one alone."""
+        """Pins the high planes of experts that only wait for their low one."""
         found = []
         with self._lock:
             for expert, planes in waiting.items():
@@ -237,7 +239,7 @@ class ExpertCache:
         return found
 
     def _await(self, waiting: dict[int, list[PlaneKey]], *, together: bool) -> list[int]:
-        """Waits for some experts, any or all; takes those that are complete from `waiting` and pins them."""
+        """Waits for some experts, any or all; removes complete ones from `waiting` and pins them."""
         began = time.perf_counter()
 
         def failed() -> Iterator[PlaneKey]:
@@ -304,7 +306,7 @@ class ExpertCache:
     def _block_of(
         self, keys: Sequence[PlaneKey], *, demanded: bool
     ) -> tuple[PlaneKey, Slot, int, int] | None:
-        """The first block of some planes, in their order, that no thread has begun."""
+        """The first block of some planes, in their order, that no thread has started to read."""
         for key in keys:
             slot = self._slots.get(key) or self._make_slot(key, demanded=demanded)
             if slot is None:
@@ -342,7 +344,7 @@ class ExpertCache:
                 self._usage.loaded(key)
                 self.counts.loads[key] += 1
             if slot.error is not None and key not in self._wanted:
-                # No layer asked for it, so no error is raised; it is not prefetched again.
+                # No layer requested it, so no error is raised; it is not prefetched again.
                 self._drop(key)
                 self._guesses = [other for other in self._guesses if other != key]
             self._came.notify_all()
@@ -378,7 +380,7 @@ class ExpertCache:
 
     def _victim(self, wanted: PlaneKey | None, *, demanded: bool) -> PlaneKey | None:
         """The plane to evict next for another; None if none may be evicted."""
-        # Predicted ones stay for others that are predicted.
+        # Predicted planes are not evicted for other predicted ones.
         guesses = () if demanded else self._guesses
         before = self._wanted if wanted not in self._wanted else self._wanted[: self._wanted.index(wanted)]
         own = () if wanted is None else self._store.planes_of(wanted[:2], 2)

@@ -1,4 +1,4 @@
-"""Counts what an expert buffer does."""
+"""Counts the events of an expert buffer."""
 
 import collections
 import dataclasses
@@ -9,17 +9,17 @@ class ExpertCounts:
     """Counts of an expert buffer.
 
     Attributes:
-      visits: experts that layers asked for.
-      hits: visits of experts that were resident, with all planes that were needed.
+      visits: number of requested experts.
+      hits: visits of experts with all required planes resident.
       foreseen: hits of experts of which a plane was prefetched and not visited before.
       late: visits of experts whose read had begun.
       guesses: planes whose prefetch began.
-      read_bytes: from storage.
-      low_bytes: of these, of low planes of nested experts.
-      high_alone: visits that needed the high plane of a nested expert alone.
-      waited_s: time for which layers waited.
-      layers: visits and hits by the index of the sparse layer, those of an encoder first.
-      loads: of each plane, by its layer, expert and plane: how often it was read.
+      read_bytes: bytes read from storage.
+      low_bytes: the part for low planes of nested experts.
+      high_alone: visits that only needed the high plane of a nested expert.
+      waited_s: time that layers waited.
+      layers: visits and hits by the index of the sparse layer, an encoder's first.
+      loads: number of reads of each plane, by its layer, expert and plane.
     """
 
     visits: int = 0

@@ -15,13 +15,13 @@ _LEAVES_FIRST = -1e18
 class Usage:
     """Counts and times of the visits that needed each plane. A tick passes with each visit of a layer.
 
-    A source visits an encoder's experts once, so that their visits say nothing of later ones: they leave
-    before all others, those of the last layer that was computed last (EdgeMoE, section 3.3).
+    A source visits an encoder's experts once, so that their visits predict no later ones: they are evicted
+    before all others, the most recently computed layer's last (EdgeMoE, section 3.3).
     """
 
     def __init__(self, frequency: np.ndarray, planes: int, of_encoder: int = 0) -> None:
-        """Begins with visits `[L_sparse, E]` that needed all `planes` planes; the first `of_encoder` layers
-        are an encoder's."""
+        """See the class; starts with visits `[L_sparse, E]` of all `planes` planes; the first `of_encoder`
+        layers are an encoder's."""
         self._of_encoder = of_encoder
         self._frequency = np.repeat(frequency.astype(np.float64)[..., None], planes, axis=-1)
         self._used, self._loaded = (np.zeros(self._frequency.shape, np.int64) for _ in range(2))
@@ -58,13 +58,13 @@ def victim(
     predicted: Collection[PlaneKey],
     demanded: bool,
 ) -> PlaneKey | None:
-    """The plane to evict next; None if none may be evicted. A high plane goes after its low plane.
+    """The plane to evict next; None if none may be evicted. A high plane is evicted after its low plane.
 
     Args:
-      slots: of all planes that are resident or being read.
-      usage: of these.
-      policy: of eviction.
-      spared: planes that stay, and those that stay even if a layer could not go on otherwise.
+      slots: slots of all planes that are resident or being read.
+      usage: their usage.
+      policy: eviction policy.
+      spared: planes to keep, and planes to keep even if a layer could not continue otherwise.
       predicted: planes that are predicted.
       demanded: whether a layer waits for the room.
     """
@@ -84,6 +84,6 @@ def victim(
     if not demanded:
         return None
     begun = [key for key in idle if not slots[key].ready and key not in needed]
-    # In a prompt a layer may ask for more than there is room for: of what comes last nothing has to stay.
+    # In a prompt a layer may request more than fits: the last requests need not stay.
     later = [key for key in idle if key not in first]
     return next(reversed(begun or later), None)

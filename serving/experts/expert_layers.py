@@ -1,4 +1,4 @@
-"""Runs tokens through the layers of a mixture whose experts are loaded one by one.
+"""Runs tokens through the layers of a mixture whose experts are loaded individually.
 
 A sparse layer is three buckets: attention and router; tiles of tokens through their experts, as experts
 become resident (`expert_visits.py`); and the sum of the outputs. All chunks of a prompt run the first bucket
@@ -44,9 +44,9 @@ class _Parts:
     """The parameters by layer.
 
     Attributes:
-      layers: per layer, all parameters but experts, under the names of the layer whose buckets it shares.
-      routers: per sparse layer, the router and the norm before it.
-      norms: per layer, the norm before its experts, and their biases.
+      layers: all parameters but experts per layer, under the names of the layer whose buckets it shares.
+      routers: router and the norm before it, per sparse layer.
+      norms: norm before the experts, and their biases, per layer.
     """
 
     layers: list[Any]
@@ -55,13 +55,13 @@ class _Parts:
 
 
 class ExpertLayers:
-    """The layers of a mixture whose experts alone are loaded from storage (see `LayerSource`).
+    """The layers of a mixture of which only experts are loaded from storage (see `LayerSource`).
 
     Attributes:
-      head: provides the head.
-      experts: provides the experts.
-      visits: runs tokens through experts that are resident.
-      idle_read_s: 0: only experts are read, and most before they are needed.
+      head: provider of the head.
+      experts: provider of the experts.
+      visits: runs tokens through resident experts.
+      idle_read_s: 0: only experts are read, and mostly before they are needed.
     """
 
     idle_read_s = 0.0
@@ -77,7 +77,7 @@ class ExpertLayers:
             sparse = SparseEncoderLayers(model, buckets, weights, self.visits)
             self._sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
         self._known: tuple[tuple[int, int], _Parts] | None = None
-        # The experts that a context visited in the sparse layers that are restored so far.
+        # The experts that a context visited in the sparse layers restored so far.
         self._restoring: list[np.ndarray] = []
 
     # -- which buckets it needs -------------------------------------------------------------------
@@ -179,7 +179,7 @@ class ExpertLayers:
         mass: jax.Array | None,
         visited: list[np.ndarray],
     ) -> tuple[list[jax.Array], Past, jax.Array | None]:
-        """Runs a sparse layer over all chunks, and appends the experts that they visit to `visited`."""
+        """Runs a sparse layer over all chunks, and appends their visited experts to `visited`."""
         before: list[AtExperts] = []
         outs: list[jax.Array] = []
         weights, routers = self._parts.layers[layer], self._next_routers(len(visited))
@@ -192,8 +192,8 @@ class ExpertLayers:
         return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
 
     def _next_routers(self, index: int) -> list[dict[str, Any]]:
-        """The routers of the sparse layers after one, from which their experts are predicted; behind the last
-        come the first."""
+        """The routers of the sparse layers after one, to predict their experts; wraps around after the last
+        layer."""
         routers = self._parts.routers
         return [routers[(index + 1 + step) % len(routers)] for step in range(self._how["ahead"])]
 
@@ -205,9 +205,9 @@ class ExpertLayers:
         outs: list[jax.Array],
         visited: list[np.ndarray],
     ) -> None:
-        """Runs the experts of a layer over all chunks, of which `valid` tokens are real.
+        """Runs the experts of a layer over all chunks, of which `valid` tokens are not padding.
 
-        Appends the experts that they visit to `visited`, and changes `outs`.
+        Appends the visited experts to `visited`, and changes `outs`.
         """
         index = self.experts.store.of_encoder + len(visited)
         visit = Visit.of(index, self._parts.norms[layer], before)

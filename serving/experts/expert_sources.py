@@ -1,9 +1,9 @@
-"""Reads the sources of an encoder-decoder whose experts alone are loaded from storage.
+"""Encodes the sources of an encoder-decoder of which only experts are loaded from storage.
 
-A layer of the encoder sees the whole source at once: its tokens are sorted by expert, so that each expert is
-loaded at most once per prompt, and computed with as it comes (EdgeMoE, arXiv 2308.14352, section 3.3). What
-they visited says nothing of the next prompt: nothing is predicted, nothing learned, and they leave the buffer
-first (see `jaxllm.serving.experts.eviction`).
+A layer of the encoder processes the whole source at once: its tokens are sorted by expert, so that each
+expert is loaded at most once per prompt, and used when it arrives (EdgeMoE, arXiv 2308.14352, section 3.3).
+The visits predict nothing of the next prompt: there is no prediction and no learning, and these experts are
+evicted first (see `jaxllm.serving.experts.eviction`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from jaxllm.serving.weights.model_level import ModelLevel
 
 
 class ResidentSources:
-    """The layers that read sources, all in memory but for experts (see `SourceWeights`)."""
+    """The layers for sources, all resident except experts (see `SourceWeights`)."""
 
     def begin_source(self) -> None:
         """See `SourceWeights`."""
@@ -49,12 +49,12 @@ class ResidentSources:
 
 
 class SparseEncoderLayers:
-    """The layers of an encoder with experts that are loaded one by one (see `SparseEncoder`)."""
+    """The layers of an encoder with individually loaded experts (see `SparseEncoder`)."""
 
     def __init__(
         self, model: ModelLevel, buckets: BucketTable, experts: ExpertWeights, visits: Visits
     ) -> None:
-        """`model` is the whole model; `visits` runs tokens through experts that are resident."""
+        """See the class; `model` is the whole model; `visits` runs tokens through resident experts."""
         assert model.cfg.encoder is not None
         self._buckets, self._experts, self._visits = buckets, experts, visits
         self._how = experts.bucket_options

@@ -1,5 +1,5 @@
-"""Runs the tiles of a layer's tokens through its experts, as these become resident: in one call of a native
-kernel over all that are, or tile by tile where there is no such kernel."""
+"""Runs the tiles of a layer's tokens through its experts as these become resident: in one call of a native
+kernel over all of them, or tile by tile without such a kernel."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class Visit:
     Attributes:
       layer: index among the sparse layers.
       norm: the norm before the experts, and their biases.
-      before: per chunk, the tokens.
-      tiles: per chunk, the experts of its tiles; E is added to those of high planes alone.
+      before: the tokens, per chunk.
+      tiles: the experts of its tiles, per chunk; E is added for those of high planes only.
       begun: the experts that were begun and not finished.
     """
 
@@ -45,7 +45,7 @@ class Visit:
         return cls(layer, norm, before, tiles)
 
     def needs(self, experts: int) -> dict[int, int]:
-        """By expert, of E, the planes that it is computed by: 1 for the high one alone."""
+        """The number of required planes by expert, of E: 1 for only the high one."""
         found: dict[int, int] = {}
         for number in np.concatenate(self.tiles).tolist():
             expert, alone = number % experts, number >= experts
@@ -54,7 +54,7 @@ class Visit:
 
 
 class Visits(Protocol):
-    """Runs tiles through experts that are resident."""
+    """Runs tiles through resident experts."""
 
     def buckets(self, tokens: int) -> list[Bucket]:
         """The buckets for chunks of so many tokens."""
@@ -65,13 +65,13 @@ class Visits(Protocol):
         ...
 
     def run(self, visit: Visit, arrived: Arrived, outs: list[jax.Array]) -> None:
-        """Runs the tiles of experts that arrived, and waits for them; changes `outs`, the outputs of each
+        """Runs the tiles of arrived experts, and waits for them; changes `outs`, the outputs of each
         chunk."""
         ...
 
 
 def make_visits(model: ModelLevel, buckets: BucketTable, experts: ExpertWeights) -> Visits:
-    """Those by address, where native kernels read all experts in place."""
+    """Makes `Visits`: by address if native kernels read all experts in place, else by tile."""
     weight_table = experts.cache.regions.weight_table
     if weight_table is None or any(name.endswith("ffn_norm.bias") for name in model.weights):
         return VisitsByTile(model, buckets, experts)
@@ -79,10 +79,10 @@ def make_visits(model: ModelLevel, buckets: BucketTable, experts: ExpertWeights)
 
 
 class VisitsByAddress:
-    """One call per chunk over all experts that arrived.
+    """One call per chunk over all arrived experts.
 
     Attributes:
-      calls: how often native kernels were called.
+      calls: number of calls of native kernels.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class VisitsByAddress:
         self._model, self._buckets, self._weight_table = model, buckets, weight_table
         self._experts = model.cfg.experts
         self._how, self._nested = experts.bucket_options, experts.store.planes > 1
-        # What is kept of experts that were begun, by the number of tiles; of one layer at a time.
+        # Partial results of begun experts, by the number of tiles; for one layer at a time.
         self._begun: dict[int, jax.Array | np.ndarray] = {}
         self.calls = 0
 
@@ -127,7 +127,7 @@ class VisitsByAddress:
             self.calls += 1
         visit.begun.update(arrived.begun)
         visit.begun.difference_update(arrived.ready)
-        # Another plane may take the memory of theirs now.
+        # From here on their memory may be reused for other planes.
         jax.block_until_ready(outs)
 
     def _bucket(self, tokens: int) -> StoredExpertsBucket:

@@ -1,4 +1,4 @@
-"""Predicts the experts of the next layers, so that they are prefetched before their routers run."""
+"""Predicts the experts of the next layers, to prefetch them before their routers run."""
 
 import abc
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from jaxllm.experts.prediction import PathCounts, TokenExperts, learn, next_expe
 from jaxllm.serving.ground.expert_options import PREDICTORS
 
 _UNKNOWN = np.zeros(0, np.int32)
-# Least probability, in multiples of the mean, that is worth a prefetch: the evicted expert may be needed,
+# Minimum probability, in multiples of the mean, that is worth a prefetch: the evicted expert may be needed,
 # too.
 _WORTH_A_READ = 1.5
-# Beside the probabilities of experts that a token visited: what one has that it did not visit. Two layers
-# ahead routers alone foresee fewer visits than tokens do.
+# Probability of an expert that a token did not visit, besides those that it did. Two layers ahead routers
+# predict fewer visits than tokens do.
 _UNSEEN = 0.05
-# The probability that the prefetched experts of a layer behind the next one have together.
+# Total probability of the prefetched experts of a layer after the next one.
 _MASS = 0.5
 
 
@@ -23,7 +23,7 @@ class Predictor(abc.ABC):
     """Predicts experts from the tokens of a pass and the experts of its layers so far.
 
     Attributes:
-      reads_routers: whether the routers of all predicted layers run ahead; else that of the next one does.
+      reads_routers: whether the routers of all predicted layers run ahead; else only the next one's.
     """
 
     reads_routers = False
@@ -46,7 +46,7 @@ class Predictor(abc.ABC):
         """
 
     def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray, steps: int) -> np.ndarray:
-        """The experts that are worth a prefetch, `[E]` bool, by their probabilities `chances` `[E]`."""
+        """The experts worth a prefetch, `[E]` bool, by their probabilities `chances` `[E]`."""
         del visited, steps
         return chances > _WORTH_A_READ / len(chances)
 
@@ -93,8 +93,8 @@ class TokenPredictor(Predictor):
 
 
 class RouterPredictor(TokenPredictor):
-    """Predicts by the next layers' routers, applied to this layer's hidden states, and weighed by what tokens
-    visit in any text; for the first layers by tokens alone."""
+    """Predicts by the next layers' routers, applied to this layer's hidden states, and weighted by the
+    visits of tokens in any text; for the first layers by tokens only."""
 
     reads_routers = True
 
@@ -119,7 +119,7 @@ class RouterPredictor(TokenPredictor):
         if steps == 1:
             # A router chooses its best experts by any difference.
             return np.ones(len(chances), bool)
-        # Farther ahead those that have together most of the probability.
+        # Further ahead those that together have most of the probability.
         order = np.argsort(-chances, kind="stable")
         before = np.cumsum(chances[order]) - chances[order]
         worth = np.zeros(len(chances), bool)

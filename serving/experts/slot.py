@@ -1,4 +1,4 @@
-"""Memory of the planes of experts that are resident or being read, and the weights that lie in it."""
+"""Memory of the planes of experts that are resident or being read, and the weights in it."""
 
 import collections
 import dataclasses
@@ -15,10 +15,10 @@ from jaxllm.serving.experts.store import ExpertStore, Key, PlaneKey
 class Region:
     """Address space of one plane, never reused for another; it has memory while the plane is resident.
 
-    So the same JAX arrays are valid whenever the plane is resident, and are made once.
+    So the same JAX arrays, made once, are valid whenever the plane is resident.
 
     Attributes:
-      memory: uint8, begins at a page.
+      memory: uint8, page-aligned.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,17 +40,17 @@ class Regions:
     """The regions of all planes.
 
     Attributes:
-      weight_table: of all experts, a row per sparse layer (see `native_experts.stored_visits`); None where
-        native kernels do not read them in place.
+      weight_table: weight table of all experts, a row per sparse layer (see `native_experts.stored_visits`);
+        None if native kernels do not read them in place.
     """
 
     def __init__(self, store: ExpertStore) -> None:
-        """Reserves address space where there is a weight table; memory is taken when planes are read."""
+        """Reserves address space if there is a weight table; memory is committed when planes are read."""
         self._store = store
         self._regions: dict[PlaneKey, Region] = {}
         self._weights: dict[tuple[Key, int], dict[str, Weight]] = {}
         self.weight_table: WeightTable | None = None
-        # The kernel that finds experts by address takes gated ones without biases.
+        # The kernel that finds experts by address supports gated ones without biases.
         gated, biased = store.bundle.cfg.gated_ffn, store.bundle.cfg.expert_bias
         if gated and not biased and store.in_blocks and hasattr(mmap, "MADV_DONTNEED"):
             self.weight_table = WeightTable([self._row(layer) for layer in range(len(store.sparse))])
@@ -101,12 +101,12 @@ class Slot:
     """A plane that is resident or being read.
 
     Attributes:
-      memory: of its region.
-      unread: (start, size) of blocks that no thread has begun.
-      in_flight: number of blocks that threads read now.
+      memory: memory of its region.
+      unread: (start, size) of blocks that no thread has started to read.
+      in_flight: number of blocks being read.
       attempts: number of completed reads with a wrong checksum.
       ready: whether it is complete and checked.
-      error: why it cannot be read.
+      error: error of the read.
       guessed: whether it was prefetched and not visited yet.
       pinned: whether it is being computed.
     """

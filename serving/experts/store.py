@@ -62,19 +62,19 @@ class StoredExpert:
 
 
 def hot_bytes(bundle: Bundle) -> int:
-    """Bytes of the parameters that every token needs: all but experts."""
+    """Bytes of the parameters for every token: all but experts."""
     return sum(each.size_bytes for name, each in bundle.layout.tensors.items() if ".experts." not in name)
 
 
 class ExpertStore:
-    """The experts of a bundle that stores each by itself.
+    """The experts of a bundle that stores them separately.
 
     Attributes:
-      bundle: an open one.
+      bundle: an open bundle.
       layers: the prefixes of all sparse layers (see `sparse_layers`); keys have the index among them.
       sparse: the sparse layers of the decoder, ascending.
       of_encoder: number of sparse layers of the encoder, which come first.
-      experts: number per layer (E).
+      experts: number of experts per layer (E).
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -113,12 +113,12 @@ class ExpertStore:
 
     @functools.cached_property
     def planes(self) -> int:
-        """Planes of the experts that have the most."""
+        """Maximum number of planes of an expert."""
         return max(len(each.planes) for each in self._stored.values())
 
     @property
     def in_blocks(self) -> bool:
-        """Whether native kernels read all experts where they lie."""
+        """Whether native kernels read all experts in place."""
         return self.bundle.read_in_place and not {each.bits for each in self._stored.values()} & {16, 32}
 
     @functools.cached_property
@@ -132,7 +132,7 @@ class ExpertStore:
         return max(each.memory_bytes for each in self._stored.values())
 
     def least_bytes(self) -> int:
-        """Memory of the experts that a token visits at one layer, at most."""
+        """Maximum memory of the experts that a token visits at one layer."""
         count = self.bundle.cfg.experts_per_token
         by_layer = [
             sorted(self[at, expert].memory_bytes for expert in range(self.experts))
@@ -156,12 +156,12 @@ class ExpertStore:
 
     def weights(self, key: Key, *memory: np.ndarray) -> dict[str, Weight]:
         """An expert's "gate", "up" and "down" `[F, D]` from the bytes of its planes in other memory, or of
-        the high one alone (see `Bundle.segment_weights`)."""
+        only the high one (see `Bundle.segment_weights`)."""
         found = self.bundle.segment_weights(self[key].planes[0].segment.name, *memory)
         return {name.rsplit(".", 1)[1]: each for name, each in found.items()}
 
     def any_expert(self, form: str) -> dict[str, Weight]:
-        """Shapes of an expert of a form, or of the high plane alone of one."""
+        """Shapes of an expert in a format, or of only its high plane."""
         key = next(
             key for key, each in self._stored.items() if each.form == (NESTED if form == HIGH else form)
         )

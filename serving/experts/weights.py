@@ -25,7 +25,7 @@ from jaxllm.serving.weights.pieces import HeadPiece, head_pieces
 from jaxllm.serving.weights.prefetch import Meanwhile
 from jaxllm.serving.weights.prefetch_plan import MemoryBudget, least_budget
 
-# Weight of the bundle's statistics beside visits at run time, in tokens.
+# Weight of the bundle's statistics relative to visits at run time, in tokens.
 _PRIOR_TOKENS = 64.0
 # The last tokens of a chunk, from which experts are predicted.
 _TELLING_TOKENS = 16
@@ -57,11 +57,11 @@ class ExpertWeights:
         """Reads all weights but experts.
 
         Args:
-          bundle: an open one that stores each expert by itself.
-          budget: of which the fixed part is taken first.
+          bundle: an open bundle that stores experts separately.
+          budget: memory budget, including the fixed part.
           storage: options of reads.
           options: see `ExpertOptions`.
-          progress: called with ("load", bytes done, bytes in all).
+          progress: callback for ("load", bytes done, bytes in all).
 
         Raises:
           BudgetExceeded: the budget is too small.
@@ -140,7 +140,7 @@ class ExpertWeights:
 
     @property
     def bucket_options(self) -> dict[str, Any]:
-        """The options that buckets of sparse layers have, by name."""
+        """Options of buckets of sparse layers, by name."""
         ahead = self.options.layers_ahead if self.predictor.reads_routers else 1
         return {"loss": self.options.loss, "ahead": ahead}
 
@@ -162,13 +162,13 @@ class ExpertWeights:
         self.cache.expect(self.likely([], np.zeros(experts), min(experts, choices * len(tokens))))
 
     def likely(self, visited: Sequence[np.ndarray], ahead: np.ndarray, count: int) -> list[PlaneKey]:
-        """The predicted planes after some layers of a pass, nearest layers first; of a layer the high planes
-        before the low ones, so that a wrong prediction costs half.
+        """The predicted planes after some layers of a pass, nearest layers first; high planes of a layer
+        before its low ones, so that a wrong prediction costs half.
 
         Args:
           visited: `[M, k]` int per sparse layer so far.
           ahead: see `AtExperts`.
-          count: most experts per layer.
+          count: maximum number of experts per layer.
         """
         seen, found = [each[-_TELLING_TOKENS:] for each in visited], list[PlaneKey]()
         tokens, choices = len(seen[-1]) if seen else 1, self._bundle.cfg.experts_per_token
@@ -180,7 +180,7 @@ class ExpertWeights:
                 break
             best = np.argsort(-chances, kind="stable")
             worth = self.predictor.worthwhile(seen, chances, step)
-            # Which are needed whole is foreseen as it is decided: by the probabilities of those chosen.
+            # Predict the required planes like the actual rule: by the probabilities of the chosen experts.
             alone = high_alone(chances[best[:choices]], self.options.loss)
             layer = self.store.of_encoder + len(seen)
             found += self._planes(layer, [expert for expert in best[:count] if worth[expert]], alone)
@@ -188,8 +188,8 @@ class ExpertWeights:
         return found
 
     def _planes(self, layer: int, experts: list[np.integer], alone: np.ndarray) -> list[PlaneKey]:
-        """The planes of predicted experts, the most probable first. `alone` `[k]` bool says which of the
-        first are computed by high planes alone; those behind are if the last is."""
+        """The planes of predicted experts, most probable first. `alone` `[k]` bool marks which of the first
+        are computed with only high planes; later ones are if the last is."""
         needed = [1 if alone[min(place, len(alone) - 1)] else 2 for place in range(len(experts))]
         pairs = zip(experts, needed, strict=True)
         planes = [key for expert, each in pairs for key in self.store.planes_of((layer, int(expert)), each)]

@@ -1,7 +1,7 @@
 """Opens models by name or path: a packaged model, a bundle, a Hugging Face folder or a GGUF file.
 
-A folder or GGUF file is prepared once and kept in the user's cache directory, keyed by its contents; a
-changed one is prepared again. Nothing is downloaded.
+A folder or GGUF file is prepared once and cached in the user's cache directory under a digest of its
+contents, so that changed ones are prepared again. Nothing is downloaded.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from jaxllm.files.atomic import remove_abandoned
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder, clear_entry, make_private_folder, private_file
 
-# Changes whenever preparing the same folder would write another bundle.
+# Increment when preparing the same folder writes another bundle.
 _CACHE_KEY_VERSION = "5"
-# Suffixes of the files in a model folder that a bundle may be made from.
+# Suffixes of the files of a model folder that affect its bundle.
 _CONTENT_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".spm", ".tiktoken", ".txt")
-# Of larger files than 32 MiB, blocks are sampled.
+# Files larger than 32 MiB are sampled in blocks.
 _SAMPLES, _SAMPLE_BYTES = 512, 64 << 10
 _log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ def open_model(
 
 
 def levels_of(model: str | Path | None) -> tuple[int, ...]:
-    """All levels of `model` besides the whole, ascending, as `EngineOptions.levels` has them.
+    """All levels of `model` except the whole, ascending, as for `EngineOptions.levels`.
 
-    A model that is not elastic has none.
+    Empty for a model that is not elastic.
 
     Raises:
       CheckpointError: see `open_model`.
@@ -72,7 +72,7 @@ def levels_of(model: str | Path | None) -> tuple[int, ...]:
 
 
 def find_model(model: str | Path | None) -> Path:
-    """The path of a model: a packaged model by its name, unless there is such a file; None is the default."""
+    """The path of a model: a packaged model by name, unless a file has that name; None for the default."""
     if model is None:
         return default_bundle()
     packaged = _assets() / f"{model}{SUFFIX}"
@@ -102,7 +102,7 @@ def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progres
 
     if source.is_dir() and quantization_of(source) is None:
         weights = weights or weight_format_of(source)
-    # Of quantized weights each tensor's own width is a choice by itself.
+    # Without a width, quantized weights keep the width of each tensor.
     place = cache_folder() / "bundles" / _digest([str(source.resolve())]) / (weights or "own")
     cached = place / f"{_content_key(source)}{SUFFIX}"
     try:
@@ -118,7 +118,7 @@ def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progres
     prepare(source, cached, weights=weights, progress=progress)
     cached.chmod(0o600)
     for older in place.glob(f"*{SUFFIX}"):
-        # Bundles of earlier contents; a process that still maps one keeps its pages.
+        # Bundles of earlier contents; a process that still maps one retains its pages.
         if older != cached:
             older.unlink(missing_ok=True)
     remove_abandoned(place)
@@ -126,7 +126,7 @@ def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progres
 
 
 def _open_cached(path: Path) -> Bundle | None:
-    """Opens a bundle that was prepared before; None where it is missing or must be made again."""
+    """Opens a cached bundle; None if it is missing or must be prepared again."""
     try:
         with private_file(path):
             pass
@@ -147,10 +147,10 @@ def _open_cached(path: Path) -> Bundle | None:
 
 def _content_key(source: Path) -> str:
     """A digest of the contents of a folder, or of a file and the other parts of a split one: name, size,
-    times and content of each file that bundles are made of.
+    times and content of each file that affects the bundle.
 
-    Of large files only samples are read. The change time, which no program can set, tells changes between the
-    samples even where size and modification time were restored.
+    Large files are only sampled. The change time, which no program can set, detects changes between the
+    samples even if size and modification time were restored.
     """
     parts = [_CACHE_KEY_VERSION]
     if source.is_dir():

@@ -16,15 +16,14 @@ class ExpertOptions:
 
     Attributes:
       eviction: name of the policy in `jaxllm.experts.prediction.POLICIES`.
-      predictor: of experts before their router ran: "router" applies the next layers' routers to this layer's
-        hidden states, "paths" uses the experts of the two layers before (EdgeMoE), "tokens" the tokens of the
-        pass (drafted ones included), "frequency" the most visited experts, "none" predicts none. For the
-        first layers of a pass "router" predicts as "tokens" does.
+      predictor: predictor of experts before their router has run: "router" applies the next layers' routers
+        to this layer's hidden states, "paths" uses the experts of the two layers before (EdgeMoE), "tokens"
+        the tokens of the pass (including drafted ones), "frequency" the most visited experts, "none"
+        predicts none. For the first layers of a pass "router" predicts as "tokens" does.
       layers_ahead: number of layers for which experts are predicted.
-      loss: the most of a token's mixture, as a share of the weights of its experts, that is computed by high
-        planes alone: those of its least probable experts (HOBBIT's idea), whichever planes are in memory. It
-        applies to nested experts that are read from storage; with memory for all, experts are computed whole.
-        0 is exact.
+      loss: maximum share of a token's mixture, in weights of its experts, to compute with high planes only:
+        its least probable experts (HOBBIT's idea), whichever planes are in memory. Applies to nested
+        experts that are read from storage; 0 is exact.
     """
 
     eviction: Eviction = "frequency-nearness"

@@ -1,4 +1,4 @@
-"""Options of prefill: the mode, and the processors of integer prefill."""
+"""Options of prefill: its mode, and the processors of integer prefill."""
 
 import dataclasses
 from typing import Literal
@@ -22,15 +22,14 @@ class PrefillOptions:
         activations that are not quantized (native kernels quantize them per row); "auto" for int8 if the
         bundle is calibrated, lost at most `most_loss`, and the device's profile expects it to be faster for
         the prompt, else float; "" for int8 on two processors and float on one.
-      most_loss: largest growth of perplexity, as a share, that int8 may cost by the bundle's measurement.
-        That was made without adapters: infinity allows them.
-      processors: 1, or 2 for an integer and a float processor (see `jaxllm.serving.int8_prefill.processors`),
-      which
-        requires a calibrated bundle.
-      integer_device: of the integer processor of two: a core of the CPU, or a GPU.
-      order: of subgraphs on two processors.
-      integer_bytes: most memory for weights on the integer processor, which gets the subgraphs with most
-        operations; 0 for no limit.
+      most_loss: maximum increase of perplexity by int8, as a share, by the bundle's measurement, which was
+        made without adapters; infinity allows adapters.
+      processors: 1, or 2 for an integer and a float processor (see
+        `jaxllm.serving.int8_prefill.processors`); 2 requires a calibrated bundle.
+      integer_device: device of the integer processor of two: a core of the CPU, or a GPU.
+      order: order of subgraphs on two processors.
+      integer_bytes: memory limit of weights on the integer processor, which gets the subgraphs with the
+        most operations; 0 for no limit.
     """
 
     mode: Mode = ""
@@ -51,5 +50,5 @@ class PrefillOptions:
 
     @property
     def resolved_mode(self) -> Literal["float", "int8", "auto"]:
-        """The mode, with "" replaced by its meaning."""
+        """The mode, with "" resolved."""
         return self.mode or ("int8" if self.processors > 1 else "float")

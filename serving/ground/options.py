@@ -1,4 +1,4 @@
-"""Options of an engine: shapes of its buckets and caches, dtypes, memory, and what it keeps on disk."""
+"""Options of an engine: shapes of its buckets and caches, dtypes, memory, and on-disk caches."""
 
 import dataclasses
 
@@ -19,13 +19,13 @@ from jaxllm.serving.host.user_cache import buckets_bytes
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
-# On a CPU a chunk of 16 costs little more than a token, and 256 tokens are enough rows to keep the
-# cores busy; accelerators need more rows and fewer buckets.
+# On a CPU a chunk of 16 costs little more than a token, and 256 rows suffice to keep the cores busy;
+# accelerators need more rows and fewer buckets.
 CPU_CHUNK_TOKENS = (16, 64, 256)
 _ACCELERATOR_CHUNK_TOKENS = (32, 128, 512)
 _SHORTEST_CACHE_TOKENS = 512
 _CACHE_GROWTH = 4
-# Rows of buckets that decode answers together.
+# Batch sizes of the buckets for batched decoding.
 BATCH_ROWS = (2, 4, 8)
 _CPU_SCORE_TOKENS = 2048
 _ACCELERATOR_SCORE_TOKENS = 16384
@@ -33,47 +33,46 @@ _ACCELERATOR_SCORE_TOKENS = 16384
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of an engine. Zeros and empty values mean: choose for this device and model.
+    """Options of an engine. Zeros and empty values are resolved for the device and model.
 
     Attributes:
-      context_tokens: most tokens of prompt and answer together; at most the model's window.
-      chunk_tokens: prefill chunk lengths that buckets are made for, ascending powers of two from 16 to 512.
-      exact_chunks: set by `resolve`: whether native kernels compute a chunk's tokens alone and not its
-        padding, so that few lengths do.
+      context_tokens: maximum number of tokens of prompt and answer together; at most the model's window.
+      chunk_tokens: prefill chunk lengths to make buckets for, ascending powers of two from 16 to 512.
+      exact_chunks: set by `resolve`: whether native kernels skip the padding of a chunk, so that few
+        lengths suffice.
       cache_tokens: lengths of caches, ascending; a sequence moves into the next one as it grows.
-      decode_block: most tokens decoded per dispatch.
-      batch_rows: numbers of answers that are decoded together, ascending, among 2, 4 and 8: buckets are made
-        for them where native kernels read weights (see `jaxllm.serving.engine.step`). Empty: answers are
-        decoded one by one.
-      score_tokens: tokens per dispatch, padding included, when many short texts are scored together.
+      decode_block: maximum number of tokens per decode dispatch.
+      batch_rows: batch sizes of batched decoding, ascending, among 2, 4 and 8; buckets are made for them
+        where native kernels read weights (see `jaxllm.serving.engine.step`). Empty: answers are not
+        batched.
+      score_tokens: tokens per dispatch, including padding, when many short texts are scored together.
       activation_dtype: "float32" or "bfloat16".
-      cache_dtype: of keys and values: "float32", "bfloat16" or "float16". By default float16 where native
-        kernels serve quantized weights, else the activations'.
-      adapter_rank: highest rank of the low-rank adapters that may be put on the model while it runs (see
-        `Engine.set_adapter`); 0 for none, and faster products.
+      cache_dtype: dtype of keys and values: "float32", "bfloat16" or "float16". By default float16 with
+        native kernels and quantized weights, else the activations' dtype.
+      adapter_rank: maximum rank of low-rank adapters that can be loaded at runtime (see
+        `Engine.set_adapter`); 0 for no adapters, and faster products.
       adapter_targets: matrices that adapters may change, of `jaxllm.models.lora.TARGETS`; by default all
         matrices of layers.
-      kv_codec: how contexts that outlive calls are stored: a name of `jaxllm.contexts.codecs.CODECS`, or
-        "raw". Empty for no contexts: no buckets are made for them, and attention is not counted.
-      kv_chunk_tokens: tokens of a stored chunk (C); 16 as in LLMS. Services that name no codec have longer
-        ones (see `LLMService.open`).
-      attend_coded: whether answers in contexts attend to the stored chunks where they lie, instead of
-        decoding them into a cache first. It requires native kernels, all weights in memory, prefill in
-        floats, and another drafter than "nested".
-      memory_bytes: most memory for weights, caches and activations together; 0 for no limit. Where it is less
-        than the model needs, layers are read from storage each time they are used (see
-        `jaxllm.serving.weights`). The runtime itself (Python, JAX, compiled buckets) comes on top.
-      storage: how they are read.
+      kv_codec: codec of stored contexts: a name of `jaxllm.contexts.codecs.CODECS`, or "raw". Empty for no
+        contexts: no buckets are made for them, and attention is not counted.
+      kv_chunk_tokens: tokens of a stored chunk (C); 16 as in LLMS. Services without a named codec use
+        longer ones (see `LLMService.open`).
+      attend_coded: whether answers in contexts attend to the stored chunks in place, instead of decoding
+        them into a cache first. Requires native kernels, resident weights, float prefill, and a drafter
+        other than "nested".
+      memory_bytes: memory limit of weights, caches and activations together; 0 for no limit. If the model
+        needs more, layers are read from storage each time they are used (see `jaxllm.serving.weights`). The
+        runtime itself (Python, JAX, compiled buckets) is not included.
+      storage: options of these reads.
       read_ahead: whether the next layer is read while one is computed; False only for measurements.
-      experts: how experts that are stored apart are cached and predicted where memory is too small for all.
-      prefill: how an int8 bundle with a calibration prefills (see `jaxllm.serving.int8_prefill`).
-      trees: sizes of token trees, where the model drafts or verifies (see `jaxllm.serving.speculation`).
-      levels: of an elastic bundle to serve besides the whole model, in percent, ascending.
-      prompt_rows: whether rows may stand in place of a prompt's tokens (see
-        `jaxllm.serving.ground.prompt_rows`): buckets are made for them. It requires all weights in memory;
-        such prompts are prefilled in floats.
-      buckets_bytes: most bytes of compiled buckets kept on disk for the next start; 0 keeps none and reads
-        none. None: $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files have no owners).
+      experts: options of caching and predicting separately stored experts if memory is too small for all.
+      prefill: prefill of an int8 bundle with a calibration (see `jaxllm.serving.int8_prefill`).
+      trees: sizes of token trees, if the model drafts or verifies (see `jaxllm.serving.speculation`).
+      levels: levels of an elastic bundle to serve besides the whole model, in percent, ascending.
+      prompt_rows: whether to make buckets for prompt embeddings (see `jaxllm.serving.ground.prompt_rows`).
+        Requires resident weights; such prompts are prefilled in floats.
+      buckets_bytes: size limit of the on-disk cache of compiled buckets; 0 disables it. None:
+        $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files have no owners).
     """
 
     context_tokens: int = option(0, low=0)
@@ -114,40 +113,40 @@ class EngineOptions:
         if self.attend_coded and not self.kv_codec:
             raise ConfigError("attend_coded takes chunks of contexts: name a kv_codec, too")
         if self.kv_codec:
-            # Checks the name.
+            # Validates the name.
             self.chunk_format  # noqa: B018
         if self.adapter_targets and not self.adapter_rank:
             raise ConfigError("adapter_targets need an adapter_rank")
-        # Checks both.
+        # Validates both.
         LoraConfig(rank=self.adapter_rank, targets=self.adapter_targets or LoraConfig.targets)
 
     @property
     def chunk_format(self) -> ChunkFormat:
-        """How chunks of contexts are stored.
+        """Storage format of contexts' chunks.
 
         Raises:
-          ConfigError: no codec was named, or an unknown one.
+          ConfigError: no codec is set, or an unknown one.
         """
         return ChunkFormat.named(self.kv_codec, self.kv_chunk_tokens)
 
     @property
     def recomputed_chunks(self) -> tuple[int, ...]:
-        """Numbers of chunks of a context that can be computed together, ascending: those that fill a prefill
+        """Numbers of context chunks that can be recomputed together, ascending: those that fill a prefill
         chunk."""
         size = self.kv_chunk_tokens
         return tuple(tokens // size for tokens in self.chunk_tokens if tokens % size == 0)
 
     def source_tokens(self, cfg: ModelConfig) -> int:
-        """The longest source of an encoder-decoder, where these options are resolved; 0 of other models."""
+        """Maximum source length of an encoder-decoder, for resolved options; 0 for other models."""
         return 0 if cfg.encoder is None else min(cfg.encoder.window_tokens, self.context_tokens)
 
     def resolve(
         self, cfg: ModelConfig, backend: str | None = None, *, quantized: bool = False
     ) -> "EngineOptions":
-        """These options with every choice made for `cfg` on `backend` (default: JAX's own).
+        """Resolves every default for `cfg` on `backend` (default: JAX's own).
 
         Args:
-          cfg: of the model.
+          cfg: the model's config.
           backend: a JAX platform.
           quantized: whether the weights are int8 or int4.
 
@@ -165,7 +164,7 @@ class EngineOptions:
         native_cpu = on_cpu and native.kernels().native
         activation_dtype = self.activation_dtype or ("float32" if on_cpu else "bfloat16")
         cache_dtype = self.cache_dtype or ("float16" if native_cpu and quantized else activation_dtype)
-        # Native attention reads the true length, and memory is taken as it fills.
+        # Native attention reads the true length, and the cache's pages are committed as it fills.
         one_cache = native_cpu and cache_dtype in ("float32", "float16")
         caches = self.cache_tokens or ((context,) if one_cache else cache_lengths(context))
         if caches[-1] != context:
@@ -173,7 +172,7 @@ class EngineOptions:
         exact = native_cpu and quantized and self.prefill.processors == 1
         chunks = self.chunk_tokens or _chunk_lengths(cfg, on_cpu=on_cpu, exact=exact)
         targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
-        # A chunk longer than the context never pays; keep at least the shortest.
+        # Drop chunks longer than the context, but keep the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
         if cfg.states is not None and (self.kv_codec not in ("", "raw") or self.attend_coded):
             raise ConfigError(
@@ -202,12 +201,12 @@ class EngineOptions:
 
 
 def _chunk_lengths(cfg: ModelConfig, *, on_cpu: bool, exact: bool) -> tuple[int, ...]:
-    """Default lengths of chunks."""
+    """Default chunk lengths."""
     if not on_cpu:
         return _ACCELERATOR_CHUNK_TOKENS
     if not exact:
         return CPU_CHUNK_TOKENS
-    # What XLA computes between kernels it computes for padding, too.
+    # XLA's operations between kernels also compute the padding.
     biases = cfg.qkv_bias or cfg.o_bias or cfg.ffn_bias or cfg.norm == "layer"
     return CPU_CHUNK_TOKENS[1:] if biases or cfg.qk_norm or cfg.experts else CPU_CHUNK_TOKENS[-1:]
 

@@ -10,13 +10,13 @@ Source = Literal["whole", "proposed", "fallback", "nearest"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Time and energy of an answer, expected or measured; or of many answers, in arrays of one shape.
+    """Time and energy of an answer, expected or measured, or of many answers as arrays of one shape.
 
     Attributes:
       ttft_ms: time to the first token, planning included.
       tpot_ms: time per further token.
-      tokens: of the answer.
-      joules: None where the energy is not known.
+      tokens: number of tokens of the answer.
+      joules: energy; None if unknown.
     """
 
     ttft_ms: Any
@@ -26,7 +26,7 @@ class Cost:
 
     @property
     def total_ms(self) -> Any:
-        """From the request to the last token."""
+        """Time from the request to the last token."""
         return self.ttft_ms + self.tpot_ms * max(0, self.tokens - 1)
 
 
@@ -35,19 +35,19 @@ class Plan:
     """The plan of a request.
 
     Attributes:
-      level: the sub-model, in percent.
-      prompt_ratio: the chosen share of the prompt; more is kept where more tokens are forced.
-      kept: `[n]` int64, ascending indices of the prompt's tokens that are kept.
-      prompt_tokens: of the whole prompt.
-      source: "whole" where the objective allows the whole model and prompt; "proposed"; "fallback" where the
-        proposer was not asked or its proposal would have missed the objective; "nearest" where no choice
-        meets it.
-      expected: cost of the answer, tokenizing and planning included.
-      whole: cost of the whole model with the whole prompt, tokenizing included.
+      level: level of the model, in percent.
+      prompt_ratio: the chosen share of the prompt; more is kept if more tokens are forced.
+      kept: `[n]` int64, ascending indices of the prompt tokens to keep.
+      prompt_tokens: number of tokens of the whole prompt.
+      source: "whole" if the objective allows the whole model and prompt; "proposed"; "fallback" if the
+        proposer was not used or its proposal would have missed the objective; "nearest" if no choice meets
+        it.
+      expected: cost of the answer, including tokenizing and planning.
+      whole: cost of the whole model with the whole prompt, including tokenizing.
       planning_ms: time to make this plan.
-      reused_tokens: at the prompt's beginning, whose computation `expected` leaves out.
-      confident: whether the objective should be met with the service's confidence, by the safety margin.
-        Otherwise the plan meets it by the profile alone, or is the nearest.
+      reused_tokens: number of cached tokens at the prompt's start, excluded from `expected`.
+      confident: whether the plan meets the objective including the safety margin, at the service's
+        confidence. Otherwise it meets it by the profile only, or is the nearest.
     """
 
     level: int
@@ -69,15 +69,15 @@ class Restoration:
     Attributes:
       resident: number of chunks that were in memory.
       read: chunks that were read from storage.
-      computed: chunks that were computed from their tokens.
-      expected_ms: time that the plan expected; 0 where there was no plan.
-      took_ms: time from the beginning of the call to the restored cache.
-      moved: what of the context was of another model or of other settings (see `Origin`), so that all of its
-        tokens were computed again by this one's.
-      shared: number of its chunks that were taken from another context, which begins with the same tokens.
-      cached: whether the context ran last and its cache was still there: nothing had to be restored.
-      fed_tokens: tokens of the prompt that were computed meanwhile.
-      fed_ms: the part of `took_ms` after the last chunk had been read, where tokens were fed; else 0.
+      computed: chunks that were recomputed from their tokens.
+      expected_ms: planned time; 0 without a plan.
+      took_ms: time from the start of the call to the restored cache.
+      moved: parts of the context's origin that differ (model, settings; see `Origin`), so that all of its
+        tokens were recomputed.
+      shared: number of chunks taken from another context with the same prefix.
+      cached: whether the context ran last and its cache was still in memory: nothing was restored.
+      fed_tokens: number of prompt tokens that were computed during the restore.
+      fed_ms: the part of `took_ms` after the last chunk was read, if tokens were fed; else 0.
     """
 
     resident: int = 0

@@ -1,7 +1,7 @@
-"""Rows in place of a prompt's tokens.
+"""Prompt embeddings: rows in place of some of a prompt's tokens.
 
-In a sequence of token ids a row has an id behind the vocabulary, made of its content: so sessions find out by
-ids alone what they have in their cache, and nobody takes a row for a token. Such an id is never embedded.
+In token sequences each row has an id beyond the vocabulary, a hash of its content: sessions compare
+prefixes by ids, and no row equals a token. Such an id is never embedded.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     from jaxllm.models.layer import InputRows
 
-# Ids of rows take so many numbers behind a vocabulary: together they fit int32.
+# Number of ids for rows, above the vocabulary: together they fit int32.
 _IDS = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptRows:
-    """Rows that the first layer reads in place of some tokens' embeddings.
+    """Prompt embeddings: inputs of the first layer in place of some tokens' embeddings.
 
     Attributes:
-      at: `[n]` int, their places in the prompt, ascending.
+      at: `[n]` int, positions in the prompt, ascending.
       rows: `[n, D]` float32, as `inputs_embeds` of transformers.
     """
 
@@ -47,7 +47,7 @@ class PromptRows:
         object.__setattr__(self, "rows", rows)
 
     def placed(self, prompt: Sequence[int], cfg: ModelConfig) -> tuple[int, ...]:
-        """The prompt with an id of each row in its place.
+        """The prompt with the rows' ids at their positions.
 
         Raises:
           ConfigError: the rows do not fit the prompt or the model.
@@ -66,8 +66,8 @@ class PromptRows:
 
     @classmethod
     def joined(cls, *parts: "tuple[int, PromptRows | None]") -> "PromptRows | None":
-        """Rows of several prompts that follow each other, each with the place at which it begins; None where
-        none has any."""
+        """Concatenates the rows of consecutive prompts, each given with the position of its start; None if
+        there are none."""
         found = [(first, rows) for first, rows in parts if rows is not None]
         if not found:
             return None
@@ -75,15 +75,15 @@ class PromptRows:
         return cls(at, np.concatenate([rows.rows for _, rows in found]))
 
     def before(self, tokens: int) -> "PromptRows | None":
-        """Those of the first `tokens` tokens; None where there are none."""
+        """The rows of the first `tokens` tokens; None if there are none."""
         count = int(np.searchsorted(self.at, tokens))
         return PromptRows(self.at[:count], self.rows[:count]) if count else None
 
     def kept(self, kept: np.ndarray) -> "PromptRows":
-        """The rows where other tokens of the prompt are dropped.
+        """The rows after other tokens of the prompt were dropped.
 
         Args:
-          kept: `[n]` int, places of the tokens that stay, ascending; those of all rows among them.
+          kept: `[n]` int, positions of the remaining tokens, ascending, including those of all rows.
 
         Raises:
           ConfigError: a row is dropped.
@@ -94,8 +94,8 @@ class PromptRows:
         return PromptRows(at, self.rows)
 
     def of_chunk(self, first: int, length: int) -> "InputRows":
-        """Those of the `length` tokens from `first` on."""
-        # Here, because devices that run programs alone have no JAX.
+        """The rows of the `length` tokens from `first` on."""
+        # Imported here: devices that only run exported programs have no JAX.
         from jaxllm.models.layer import InputRows
 
         begin, end = np.searchsorted(self.at, (first, first + length))

@@ -1,9 +1,9 @@
 """Drops the middle of a sequence that outgrows the window (attention sinks, arXiv 2309.17453).
 
-The first tokens stay, because models put unused attention there, and the newest stay, which are fed again at
-their new positions. So a cache always equals a prefill of its tokens, and a sequence that is stored, lost and
-computed again continues the same. Half of the window is kept, so that less than one token is fed again for
-each that is decoded.
+The first tokens stay, because models put unused attention there, and the newest stay, which are fed again
+at their new positions. So a cache always equals a prefill of its tokens, and a sequence that is stored,
+lost and recomputed continues the same. Half of the window is kept: less than one token is fed again per
+decoded token.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sliding:
-    """How an answer continues past the window.
+    """Options of continuing an answer past the window.
 
     Attributes:
-      sink_tokens: number of first tokens that stay; fewer than half of the window.
+      sink_tokens: number of first tokens that stay; less than half of the window.
     """
 
     sink_tokens: int
@@ -28,5 +28,5 @@ def slid(tokens: Sequence[int], *, sink_tokens: int, most: int) -> list[int]:
 
 
 def kept_tokens(window: int) -> int:
-    """The number of tokens that stay of a sequence that outgrows a window."""
+    """Number of tokens that stay when a sequence outgrows the window."""
     return window // 2

@@ -15,18 +15,19 @@ _MOST_NODES = 256
 class TreeShape:
     """Sizes of token trees, for which buckets are compiled.
 
-    LLMCad opens a branch for tokens likelier than 0.3 (see `published`). Where a verification waits for
-    storage, more nodes cost next to nothing, so trees are wider here; the measured cost decides how many are
-    verified.
+    LLMCad opens a branch for tokens with a probability over 0.3 (see `published`). If a verification waits
+    for storage, more nodes cost next to nothing, so trees are wider here; the measured cost decides how
+    many are verified.
 
     Attributes:
       nodes: sizes of verified trees, ascending; see `trimmed`.
-      room: most nodes of the drafter's trees, which may be larger: it drafts on during a verification.
-      tips: branches that the drafter extends at a time.
-      branches: most children of a node; 1 makes a tree a line.
-      threshold: a token at least this likely opens a branch.
+      room: maximum number of nodes of the drafter's trees, which may be larger: it drafts on during a
+        verification.
+      tips: number of branches that the drafter extends at a time.
+      branches: maximum number of children of a node; 1 makes the tree a line.
+      threshold: minimum probability of a token that opens a branch.
       pacer: the order in which branches grow (see `jaxllm.speculation.tree`).
-      trimmed: whether each verification takes the size that pays most, without the least confident nodes;
+      trimmed: whether each verification uses the most profitable size, without the least confident nodes;
         else the whole tree, up to the largest size.
     """
 
@@ -49,12 +50,12 @@ class TreeShape:
     @classmethod
     def published(cls) -> Self:
         """LLMCad's trees (section 3.2): one branch at a time gets the next token, by equations 1 and 2; each
-        token likelier than 0.3 opens a branch, so that a node has at most three children; the whole tree is
-        verified."""
+        token with a probability over 0.3 opens a branch, so that a node has at most three children; the whole
+        tree is verified."""
         return cls(tips=1, branches=3, threshold=BRANCH_CONFIDENCE, pacer="fair", trimmed=False)
 
     def within(self, context_tokens: int) -> Self:
-        """Trees for which a short context has room behind its tokens: of at most half of it."""
+        """Trees of at most half of a short context."""
         most = max(context_tokens // 2, self.nodes[0])
         nodes = tuple(size for size in self.nodes if size <= most)
         room = min(self.room, most)
@@ -69,25 +70,25 @@ class TreeShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """How answers are drafted (LLMCad).
+    """Options of drafting (LLMCad).
 
     Attributes:
       drafter: a name of `jaxllm.serving.speculation.drafters.DRAFTERS`.
-      model: of the drafter "model": a bundle, a folder, or a packaged model's name.
-      level: of the drafters "level" and "nested": a level of the target, in percent; 0 for the whole model's
+      model: model of the drafter "model": a bundle, a folder, or a packaged model's name.
+      level: level of the target for the drafters "level" and "nested", in percent; 0 for the whole model's
         high planes.
       trees: sizes of token trees.
-      alpha: the first confidence below which drafting ends (section 3.3).
-      fallback: how drafting ends: "measured" where a run of the drafter takes as long as the tokens that it
-        may bring (see `jaxllm.speculation.token_tree`); "learned" by an alpha that follows accepted drafts
-        (section 3.3); "fixed" by alpha as it is.
-      pipelined: whether drafting goes on while the target's weights are read (section 3.4).
-      pausing: whether drafting pauses where it does not pay, and is tried again later.
-      calibrated: whether confidences are calibrated by what the target accepts (see
+      alpha: initial confidence threshold below which drafting stops (section 3.3).
+      fallback: when drafting stops: "measured" if another run of the drafter costs as much as its tokens
+        are expected to save (see `jaxllm.speculation.token_tree`); "learned" by an alpha that follows
+        accepted drafts (section 3.3); "fixed" by a constant alpha.
+      pipelined: whether drafting continues while the target's weights are read (section 3.4).
+      pausing: whether drafting pauses while it gives no speedup, and is retried later.
+      calibrated: whether confidences are calibrated by the target's acceptance (see
         `jaxllm.speculation.tree`); else they are the drafter's probabilities.
-      optional: whether a model that cannot draft so, or has no memory for it, is opened without drafts.
-      lookup: whether prompt lookup is added to the drafter's trees, or replaces them where trees are lines
-        and it promises more tokens.
+      optional: whether a model without support or memory for this drafter is opened without drafts.
+      lookup: whether prompt lookup is added to the drafter's trees, or replaces them if trees are lines and
+        it is expected to give more tokens.
     """
 
     drafter: str = "model"
@@ -103,18 +104,18 @@ class SpeculationOptions:
     lookup: bool = True
 
     def within(self, context_tokens: int) -> Self:
-        """The same with trees for a context (see `TreeShape.within`)."""
+        """The options with trees for a context (see `TreeShape.within`)."""
         return dataclasses.replace(self, trees=self.trees.within(context_tokens))
 
     @classmethod
     def by_itself(cls) -> Self:
-        """Drafts by a model's own high planes, where its weights are nested, for as long as that pays."""
+        """Self-drafting with the high planes of nested weights, while that is faster."""
         return cls(drafter="nested", optional=True)
 
     @classmethod
     def published(cls, **changes: Any) -> Self:
         """LLMCad as published: its trees, the threshold of equation 3 from 0.01 on, drafting while weights
-        are read, and nothing that the paper has not; `changes` are further fields."""
+        are read, and nothing beyond the paper; `changes` override fields."""
         asked = {"trees": TreeShape.published(), "fallback": "learned"}
         without = dict.fromkeys(("pausing", "calibrated", "lookup"), False)
         return cls(**{**asked, **without, **changes})

@@ -1,8 +1,8 @@
 """Detokenizes token streams, and stops them at strings.
 
 `Detokenizer` turns ids into text of whole characters, `StopMatcher` withholds text that may begin a stop
-string, and `TextStream` is both in a row. All three are host-side state of one answer, and cost the same for
-its last token as for its first.
+string, and `TextStream` chains both. All three are host-side state of one answer, at constant cost per
+token.
 
 The detokenizer follows the prefix and read offsets of Hugging Face's text-generation-inference: it decodes a
 few already shown tokens together with the new ones, and shows the text that the new ones added.
@@ -14,14 +14,14 @@ from typing import Protocol
 from jaxllm.errors import ConfigError
 
 MAX_STOPS = 16
-# Most tokens that may end an answer, which buckets take as one row.
+# Maximum number of tokens that end an answer; buckets accept one row of them.
 MAX_STOP_IDS = 16
 MAX_STOP_CHARACTERS = 256
 
-# What decoders put in place of bytes that are not UTF-8, hence also of a character's first bytes.
+# Decoders' substitute for bytes that are not UTF-8, hence also for a character's first bytes.
 _REPLACEMENT = "\ufffd"
 
-# An incomplete character has at most 3 bytes, hence at most so many tokens.
+# An incomplete character has at most 3 bytes, hence at most 3 tokens.
 _MAX_OPEN = 3
 
 # A window is cut to the second size when it reaches the first, which happens only in long runs without a
@@ -41,9 +41,9 @@ class Decoder(Protocol):
 class Detokenizer:
     """Turns the ids of one answer into pieces of text.
 
-    The pieces and the final `flush` together equal `tokenizer.decode` of all the ids, however these
-    were grouped, whenever that text is valid. A piece ends between two characters. Ids whose bytes
-    are not valid text come out as U+FFFD; at most three of them are withheld.
+    The pieces and the final `flush` concatenate to `tokenizer.decode` of all ids, in whatever groups they
+    were pushed, if that text is valid. A piece ends between two characters. Ids whose bytes are not valid
+    text become U+FFFD; at most three of them are withheld.
     """
 
     def __init__(self, tokenizer: Decoder) -> None:
@@ -55,22 +55,22 @@ class Detokenizer:
         return "".join([self._push_one(token) for token in ids])
 
     def flush(self) -> str:
-        """The withheld text, at the end of the answer; the next push begins another answer."""
+        """Returns the withheld text at the end of the answer; the next push begins another answer."""
         text = self._tokenizer.decode(self._window)[self._shown :]
         self._reset()
         return text
 
     def _reset(self) -> None:
         self._window: list[int] = []  # Ids already shown, as context, then ids not yet shown in full.
-        self._context = 0  # How many of the window's ids are context.
-        self._shown = 0  # How many characters of the window's text were shown.
-        self._length = 0  # Characters of the window's text, shown or not.
+        self._context = 0  # Number of the window's ids that are context.
+        self._shown = 0  # Number of shown characters of the window's text.
+        self._length = 0  # Number of characters of the window's text.
 
     def _push_one(self, token: int) -> str:
         text = self._tokenizer.decode([*self._window, token])
         if len(text) == self._length and self._tokenizer.decode([token, token]) == "":
-            # A special token: it must not become context, because decoders drop the space that
-            # begins a text. Two copies, so as to tell it from that space.
+            # A special token: it must not become context, because decoders drop a text's leading
+            # space. Decode two copies, to distinguish it from that space.
             return ""
         # Byte-fallback decoders show every byte of an open character, so the text shrinks when it
         # closes, even when the character is a genuine U+FFFD.
@@ -113,9 +113,9 @@ class Detokenizer:
 class StopMatcher:
     """Ends a text at the first of several stop strings, which is not shown.
 
-    The first string to be complete stops the text; of several that become complete with the same
-    character, the one that began first. So the result does not depend on how the text was cut into
-    pieces. Text that may begin a stop string is withheld.
+    The first string to be complete stops the text; of several that become complete with the same character,
+    the one that began first. So the result does not depend on how the text was split. Text that may begin a
+    stop string is withheld.
 
     Raises:
       ConfigError: there are more than 16 strings, or one is empty or longer than 256 characters.
@@ -141,11 +141,11 @@ class StopMatcher:
         return self._matched
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop string was found (then no more text follows)."""
+        """Returns the text that can be shown now, and whether a stop string was found (no text follows)."""
         if self._matched is not None:
             return "", True
         text = self._withheld + text
-        # The withheld text has no whole stop string, so the first match of each is its first in the answer.
+        # The withheld text has no complete stop string, so each first match is the first of the answer.
         found = [(text.find(stop), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if ends:
@@ -157,7 +157,7 @@ class StopMatcher:
         return text[:shown], False
 
     def flush(self) -> str:
-        """The withheld text, at the end of the answer."""
+        """Returns the withheld text at the end of the answer."""
         withheld, self._withheld = self._withheld, ""
         return withheld
 
@@ -196,7 +196,7 @@ class TextStream:
 
     @property
     def consumed_tokens(self) -> int:
-        """Number of ids taken, up to and with the one that completed a stop string.
+        """Number of consumed ids, up to and including the one that completed a stop string.
 
         Ids pushed after that one are not part of the answer.
         """
@@ -214,7 +214,7 @@ class TextStream:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """The withheld text, at the end of the answer."""
+        """Returns the withheld text at the end of the answer."""
         if self.stopped:
             return ""
         piece, stopped = self._matcher.push(self._detokenizer.flush())

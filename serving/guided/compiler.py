@@ -26,15 +26,15 @@ from jaxllm.serving.guided.workers import (
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.text.tokenizer_bounds import is_ordinary
 
-# So many grammars stay compiled after their answers, each in a process, unless they take more than so much.
+# Number and bytes of grammars that stay compiled after their answers, each in a process.
 _KEPT, _KEPT_BYTES = 8, 32 << 20
-# So many are compiled at a time; a busy compiler takes a processor.
+# Number of concurrent compilations; a busy compiler uses a processor.
 _AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """Where answers begin that follow one compiled grammar.
+    """The initial state of answers that follow one compiled grammar.
 
     Attributes:
       compiled: the grammar.
@@ -51,11 +51,11 @@ class Beginning:
 
 
 class PreparedGrammar(Future[Beginning]):
-    """A grammar that is compiled in the background, or has been: a future."""
+    """A grammar that is or was compiled in the background: a future."""
 
     @property
     def stale(self) -> bool:
-        """Whether it is of no more use: its process has ended, or what failed was not the grammar."""
+        """Whether it is useless: its process has ended, or something other than the grammar failed."""
         if not self.done():
             return False
         error = self.exception()
@@ -63,10 +63,10 @@ class PreparedGrammar(Future[Beginning]):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, each in a process of its own. Threads may share it.
+    """Compiles grammars for one tokenizer, each in its own process. Threads may share it.
 
-    Processes start with the first grammar. The last grammars stay compiled, and refused, by their digests;
-    one that waits to be compiled stays as long as somebody holds its `PreparedGrammar`.
+    Processes start with the first grammar. The last grammars stay compiled or refused, by their digests; one
+    that waits to be compiled stays as long as its `PreparedGrammar` is referenced.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -84,10 +84,10 @@ class GrammarCompiler:
         return Counter() if self._workers is None else self._workers.counts
 
     def prepare(self, grammar: Grammar, stop_ids: np.ndarray) -> PreparedGrammar:
-        """Compiles a grammar in the background, unless it is compiled; does not wait.
+        """Compiles a grammar in the background unless it is cached; does not wait.
 
         Args:
-          grammar: to follow.
+          grammar: grammar to compile.
           stop_ids: tokens that end the answer, padded with -1.
         """
         key = hashlib.sha256(
@@ -109,7 +109,7 @@ class GrammarCompiler:
         return found
 
     def matcher(self, grammar: Grammar, stop_ids: np.ndarray) -> Matcher:
-        """Follows one answer through a grammar; waits until it is compiled, which takes some milliseconds, at
+        """Makes the matcher of one answer; waits until the grammar is compiled, usually some milliseconds, at
         most some seconds.
 
         Args:
@@ -118,12 +118,12 @@ class GrammarCompiler:
         Raises:
           ConfigError: the grammar is malformed, matches no text, has an unsupported feature or is too
             complex; the tokenizer cannot be used; or llguidance is not installed.
-          GrammarLate: it could not be compiled in time, on a busy machine.
+          GrammarLate: it was not compiled in time, on a busy machine.
         """
         return self.prepare(grammar, stop_ids).result().matcher()
 
     def _keep(self, key: bytes, prepared: PreparedGrammar) -> None:
-        """Keeps a grammar among the last ones, and drops those that are too many or too large."""
+        """Caches a grammar, and drops the oldest beyond the limits."""
         self._kept[key] = prepared
         self._kept.move_to_end(key)
         for each, other in list(self._kept.items()):
@@ -135,8 +135,8 @@ class GrammarCompiler:
     def _compile(
         self, wanted: "weakref.ref[PreparedGrammar]", key: bytes, grammar: Grammar, stop_ids: np.ndarray
     ) -> None:
-        """Compiles a grammar when its turn comes, unless nobody wants it any more: calls may be cancelled
-        faster than grammars are compiled."""
+        """Compiles a grammar when its turn comes, unless it is not referenced any more: calls may be
+        cancelled faster than grammars are compiled."""
         with self._turns:
             prepared = wanted()
             if prepared is None:

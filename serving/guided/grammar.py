@@ -1,8 +1,9 @@
-"""Defines grammars as callers give them, and refuses those whose cost nothing bounds.
+"""Defines grammars of callers, and refuses those of unbounded cost.
 
-llguidance, which compiles grammars, bounds most of its work itself (see `jaxllm.serving.guided.compiler`). It
-does not bound the search whether an intersection of expressions matches anything: some lines keep it busy for
-hours, when they are compiled or in the middle of an answer. What causes such searches is refused here.
+llguidance, which compiles grammars, limits most of its work itself (see `jaxllm.serving.guided.compiler`).
+It does not limit the search whether an intersection of expressions matches anything: some lines keep it
+busy for hours, when they are compiled or in the middle of an answer. Causes of such searches are refused
+here.
 """
 
 import dataclasses
@@ -16,9 +17,9 @@ from jaxllm.errors import ConfigError, one_line
 
 GrammarKind = Literal["json", "json_schema", "regex", "lark"]
 
-# Compiling so much takes at most some seconds.
+# Compiling this much takes at most some seconds.
 MAX_GRAMMAR_BYTES = 1 << 16
-# Numbers are matched by their remainders, so that this many states may be searched.
+# Multiples are matched by remainders: the maximum number of states.
 MAX_COMMON_MULTIPLE = 10_000
 
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
@@ -27,7 +28,7 @@ _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([^\s,}\]]*)')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What an answer's text must match.
+    """A grammar of an answer's text.
 
     Attributes:
       kind: "json" (any JSON object), "json_schema", "regex" (of Rust's syntax; the whole text matches it) or
@@ -35,8 +36,8 @@ class Grammar:
       text: the schema as JSON, the expression or the grammar; empty for "json".
 
     Raises:
-      ConfigError: the text is missing, too long or no JSON, or has what is refused here. Other faults are
-        found when the grammar is compiled.
+      ConfigError: the text is missing, too long or invalid JSON, or is refused here. Other errors are found
+        when the grammar is compiled.
     """
 
     kind: GrammarKind
@@ -126,7 +127,7 @@ def _require_small_multiples(text: str) -> None:
             # As llguidance counts: 0.25 is 25 units.
             sign, digits, _ = decimal.Decimal(match[1]).normalize().as_tuple()
         except decimal.DecimalException:
-            # No number: the compiler says so.
+            # Not a number: the compiler reports it.
             continue
         units = int("".join(map(str, digits)))
         common = math.lcm(common, units) if units and not sign else common

@@ -23,7 +23,7 @@ def schemas(text: str) -> list[Any]:
     """The schemas inside a grammar, as JSON values.
 
     Raises:
-      ConfigError: what follows `%json` is no JSON.
+      ConfigError: the text after `%json` is not JSON.
     """
     return [value for *_, value in _opaque(text) if value is not None]
 
@@ -43,7 +43,7 @@ def without_schemas(text: str) -> str:
 
 
 def references(text: str) -> dict[str, set[str]]:
-    """The names that each rule and terminal of a grammar has in its definition."""
+    """The names in the definition of each rule and terminal of a grammar."""
     parts, at = [], 0
     for start, end, _ in _opaque(text):
         parts.append(text[at:start])
@@ -59,8 +59,8 @@ def references(text: str) -> dict[str, set[str]]:
 
 
 def bounded_space(text: str) -> str:
-    """A grammar whose schemas bound the white space between their values as `json_schema` does, unless they
-    say how themselves."""
+    """A grammar whose schemas limit the white space between their values like `json_schema`, unless they
+    define it themselves."""
     parts, at = [], 0
     for start, end, value in _opaque(text):
         if not isinstance(value, dict):
@@ -74,7 +74,7 @@ def bounded_space(text: str) -> str:
 
 
 def _opaque(text: str) -> Iterator[tuple[int, int, Any]]:
-    """Where strings, expressions, comments and schemas begin and end, and of schemas the value."""
+    """Start and end of strings, expressions, comments and schemas, and the values of schemas."""
     at, decoder = 0, json.JSONDecoder()
     while match := _OPAQUE.search(text, at):
         at, value = match.end(), None

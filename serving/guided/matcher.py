@@ -15,10 +15,10 @@ from jaxllm.serving.guided.workers import CompiledGrammar, Follower, GrammarLate
 class Matcher:
     """The state of one answer in its grammar. Used by one thread at a time.
 
-    Tokens that end the answer are allowed exactly where the text may end. Where the grammar leaves one text
-    alone, its tokens are *forced*: the ones that the tokenizer makes of it. Masks are made in another process
-    while the engine does other work: after `take`, `ready` says whether they have come, and whatever asks for
-    them before waits.
+    Tokens that end the answer are allowed exactly where the text may end. If the grammar allows only one
+    text, its tokens are *forced*: the tokenizer's encoding of it. Masks are computed in another process
+    while the engine does other work: after `take`, `ready` tells whether they have arrived, and earlier
+    uses wait.
     """
 
     def __init__(self, compiled: CompiledGrammar, text_tokens: np.ndarray, stops: np.ndarray) -> None:
@@ -26,8 +26,7 @@ class Matcher:
 
         Args:
           compiled: the grammar.
-          text_tokens: `[V]` bool, the tokens that a grammar may allow: those of the tokenizer but its end
-            tokens.
+          text_tokens: `[V]` bool, tokens that a grammar may allow: all of the tokenizer but its end tokens.
           stops: tokens that end the answer.
         """
         self._compiled, self._text_tokens, self._stops = compiled, text_tokens, stops
@@ -46,15 +45,14 @@ class Matcher:
 
     @property
     def channel(self) -> socket.socket | None:
-        """To wait for where it is not ready: readable where it is."""
+        """A socket to wait for until the matcher is ready; then it is readable."""
         return None if self._follower is None else self._follower.channel
 
     def wait(self) -> None:
         """Waits until it is ready.
 
         Raises:
-          ConfigError: the grammar does not allow the tokens that were taken, has become too complex, or
-            leads nowhere.
+          ConfigError: the grammar does not allow the tokens so far, has become too complex, or is a dead end.
           GrammarLate: the machine is too busy.
         """
         if not self._waits:
@@ -75,10 +73,10 @@ class Matcher:
             ) from error
 
     def require_text(self) -> None:
-        """Checks, where an answer begins, that the grammar matches a text.
+        """Checks at the start of an answer that the grammar matches a text.
 
         Raises:
-          ConfigError: it matches the empty one alone, or none that the model has tokens for.
+          ConfigError: it matches only the empty text, or none that the model has tokens for.
         """
         if self.complete:
             raise ConfigError("the grammar matches the empty text alone; ask for no grammar, or another one")
@@ -91,15 +89,15 @@ class Matcher:
         return not self._forced and not self._mask.any() and self._may_end
 
     def forced(self, most: int) -> list[int]:
-        """The next tokens where the grammar leaves one text alone, at most so many."""
+        """The next forced tokens, at most `most`."""
         self.wait()
         return list(itertools.islice(self._forced, most))
 
     def allowed(self) -> np.ndarray:
-        """`[V]` bool, the tokens that may come next, those that end the answer among them.
+        """`[V]` bool, the allowed next tokens, including those that end the answer.
 
         Raises:
-          ConfigError: the grammar has become too complex, or no token can go on with it.
+          ConfigError: the grammar has become too complex, or no token can continue it.
         """
         self.wait()
         if self._forced:
@@ -124,13 +122,13 @@ class Matcher:
             self.wait()
             self._taken += 1
             if self._forced:
-                # The follower is behind them already.
+                # The follower is past them already.
                 self._forced.popleft()
             else:
                 self._send(token)
 
     def _send(self, token: int) -> None:
-        """Has the mask after a token made; where that cannot be, `wait` raises why."""
+        """Requests the mask after a token; if that fails, `wait` raises the error."""
         self._waits = True
         if self._follower is None:
             try:

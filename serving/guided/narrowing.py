@@ -1,7 +1,7 @@
-"""Narrows a JSON schema, so that answers end: closes its objects, and bounds its numbers and its depth.
+"""Narrows a JSON schema, so that answers end: closes its objects, and limits its numbers and depth.
 
-An object that is left open lets a small model add keys until its answer is cut, a number without bounds lets
-it add digits, and a recursive definition lets it nest. What matches the narrowed schema matches the schema.
+An open object lets a small model add keys until its answer is cut, an unbounded number lets it add digits,
+and a recursive definition lets it nest. Every match of the narrowed schema matches the schema.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxllm.serving.guided.recursion import unrolled
 
-# Where schemas stand in a schema: alone, in lists, and by names.
+# Keys of schemas within a schema: single ones, lists, and mappings by names.
 _ALONE = frozenset(
     {
         "items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else",
@@ -18,30 +18,30 @@ _ALONE = frozenset(
 )  # fmt: skip
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-# What takes part in saying which properties an object has; one of them alone may be closed.
+# Keywords that take part in defining an object's properties; an object may be closed if it has only one.
 _PARTS = ("properties", "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not")
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
-# They say nothing of what matches, and take room.
+# Annotations without effect on matches.
 _NOTES = frozenset({"title", "description", "examples", "default", "$comment", "$schema"})
 
 
-# Integers that every reader of JSON has exactly; of other numbers the largest and the finest step that
-# llguidance has expressions for.
+# Largest integer that every JSON reader represents exactly; for other numbers the largest one and the finest
+# step that llguidance has expressions for.
 _INTEGER, _NUMBER, _STEP = 2**53 - 1, 10**15, 1e-9
 _LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 def narrowed(schema: Any) -> Any:
     """A schema whose objects are closed (see `closed`), whose recursive definitions nest six deep (see
-    `unrolled`), and whose numbers have bounds where it gives none: of integers 2^53 - 1, of others 10^15 and
-    9 digits behind the point."""
+    `unrolled`), and whose numbers have default limits: 2^53 - 1 for integers, 10^15 and 9 decimal places for
+    others."""
     return _mapped(closed(unrolled(schema)), _bounded)
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects are closed where they name their properties, and neither say anything of others
-    nor require one. A schema that composes an object of several parts stays open as a whole, because each
-    part would forbid the others'."""
+    """A schema whose objects are closed if they name their properties, and neither define nor require
+    others. A schema that composes an object of several parts stays open as a whole, because each part would
+    forbid the others'."""
     composed = False
 
     def look(value: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def closed(schema: Any) -> Any:
 
 
 def _list(value: dict[str, Any], key: str) -> list[Any]:
-    """A list in a schema; an empty one for what is none, which the compiler refuses."""
+    """A list in a schema; empty for other values, which the compiler refuses."""
     found = value.get(key)
     return found if isinstance(found, list) else []
 
@@ -91,7 +91,7 @@ def without_notes(schema: Any) -> Any:
 
 
 def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A schema with each schema in it, and itself, changed; values that are no schemas stay."""
+    """A schema with each schema in it, and itself, changed; other values stay."""
     if not isinstance(schema, dict):
         return schema
     found = dict[str, Any]()

@@ -54,7 +54,7 @@ def require_short_schema(schema: Any) -> None:
 
 
 def _parts(value: Any, schema: Any) -> list[Any]:
-    """The objects and lists inside a value, and what it refers to."""
+    """The objects and lists inside a value, and the targets of its references."""
     inside: list[Any] = []
     if isinstance(value, list):
         inside = value
@@ -66,7 +66,7 @@ def _parts(value: Any, schema: Any) -> list[Any]:
 
 
 def pointed(schema: Any, reference: str) -> Any:
-    """What a reference within a schema points to; None where that is nothing."""
+    """The target of a reference within a schema; None if there is none."""
     if not reference.startswith("#"):
         return None
     found = schema
@@ -82,8 +82,8 @@ def pointed(schema: Any, reference: str) -> Any:
 
 
 def _longest(beginnings: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> int:
-    """The number of nodes on the longest path, as a search in depth meets it: back to a node that is being
-    searched none goes."""
+    """The number of nodes on the longest path of a depth-first search, which does not return to nodes being
+    searched."""
     length: dict[Node, int] = {}
     for first in beginnings:
         if first in length:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 DEPTH = 6
-# Longer recursive definitions stay as they are: their copies would take too long to compile.
+# Longer recursive definitions stay unchanged: their copies would take too long to compile.
 _MOST_CHARS = 8192
 _PLACES = ("$defs", "definitions")
 
@@ -19,8 +19,8 @@ def unrolled(schema: Any) -> Any:
     """A schema whose recursive definitions nest at most `DEPTH` deep.
 
     Args:
-      schema: a JSON schema. It stays as it is where it refers to itself as a whole, or into a definition,
-        where its recursive definitions are long, or where the names of their copies are taken.
+      schema: a JSON schema. It is unchanged if it refers to itself as a whole, or into a definition, if its
+        recursive definitions are long, or if the names of their copies are in use.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -40,7 +40,7 @@ def unrolled(schema: Any) -> Any:
         return schema
 
     def at(depth: int) -> Callable[[str], str | None]:
-        """Renames references from a definition at a depth; None where they lead too deep."""
+        """Renames references of a definition at a depth; None if they lead too deep."""
 
         def renamed(reference: str) -> str | None:
             reference = _plain(reference)
@@ -82,7 +82,7 @@ def _references(value: Any) -> Iterator[str]:
 
 
 def _reached(first: str, uses: Mapping[str, Set[str]]) -> set[str]:
-    """The definitions that one leads to; itself where it is recursive."""
+    """The definitions reachable from one; includes itself if it is recursive."""
     found: set[str] = set()
     rest = list(uses[first])
     while rest:
@@ -94,7 +94,7 @@ def _reached(first: str, uses: Mapping[str, Set[str]]) -> set[str]:
 
 
 def _rewritten(value: Any, renamed: Callable[[str], str | None]) -> Any:
-    """A value with its references renamed; false, which nothing matches, in place of what has none."""
+    """A value with its references renamed; those without a name become false, which nothing matches."""
     if isinstance(value, list):
         return [_rewritten(each, renamed) for each in value]
     if not isinstance(value, Mapping):

@@ -1,12 +1,12 @@
-"""Compiles and follows grammars in processes of their own, apart from the engine's (see `workers.py`).
+"""Compiles and follows grammars in separate processes (see `workers.py`).
 
-A grammar is a program that a caller wrote for a native compiler: it may overflow the stack, search for hours
-or take all memory. The first process has the tokenizer and reads no grammar. It forks one for each grammar,
-which compiles it, and that one forks one for each answer, which follows it. Each ends at its own bounds of
-processor time and memory, or when the engine closes its socket, and harms no other.
+A grammar is a caller's program for a native compiler: it may overflow the stack, search for hours or
+exhaust memory. The first process has the tokenizer and reads no grammar. It forks one for each grammar,
+which compiles it, and that one forks one for each answer, which follows it. Each ends at its limits of
+processor time and memory, or when the engine closes its socket, without affecting others.
 
-Messages are bytes preceded by their lengths. The first process and one for a grammar take a descriptor with
-each request: the socket of the process that is to be forked.
+Messages are bytes preceded by their lengths. The first process and one for a grammar receive a descriptor
+with each request: the socket of the process to fork.
 """
 
 import array
@@ -28,7 +28,7 @@ from jaxllm.errors import one_line
 if TYPE_CHECKING:
     import llguidance
 
-# A step takes some 15 ms at these bounds, and an answer some 100 MB.
+# At these limits a step takes some 15 ms, and an answer some 100 MB.
 _LIMITS: Any = dict(
     max_items_in_row=2000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
 )
@@ -52,20 +52,20 @@ def send(channel: socket.socket, message: bytes) -> None:
 
 
 def receive(channel: socket.socket) -> bytes:
-    """The next message; empty where the other side is gone."""
+    """The next message; empty if the other side is gone."""
     size = _exactly(channel, _LENGTH.size)
     return _exactly(channel, _LENGTH.unpack(size)[0]) if size else b""
 
 
 def serve(descriptor: int) -> None:
-    """The first process: loads the tokenizer, says how, and forks a process for each grammar until the engine
-    closes its socket."""
+    """The first process: loads the tokenizer, reports the result, and forks a process for each grammar
+    until the engine closes its socket."""
     import llguidance
 
     control = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
     for number in (signal.SIGINT, signal.SIGTERM):
-        # They are the engine's, which may end its answers first: systemd sends them to all of a service.
+        # Signals are for the engine, which may end its answers first: systemd sends them to all of a service.
         signal.signal(number, signal.SIG_IGN)
     # What ends a process at its bound of time, however the engine was started.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -87,7 +87,7 @@ def serve(descriptor: int) -> None:
         send(control, json.dumps({"error": one_line(error)}).encode())
         return
     send(control, b"{}")
-    # Else collecting garbage would copy the pages that the processes share.
+    # Otherwise garbage collection would copy the pages that the processes share.
     gc.freeze()
     if own := _forked(control):
         _bound_memory()
@@ -95,9 +95,9 @@ def serve(descriptor: int) -> None:
 
 
 def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") -> None:
-    """The process of a grammar: says that it is there, compiles it, sends the state of an answer that begins,
-    and forks a process for each answer."""
-    # It is there: what ends it from here on is its grammar.
+    """The process of a grammar: reports its start, compiles it, sends the initial state of answers, and
+    forks a process for each answer."""
+    # The process is there: from here on only its grammar can end it.
     send(control, b"{}")
     request = json.loads(receive(control) or b"null")
     if request is None:
@@ -117,7 +117,7 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
 
 
 def _serve_answer(channel: socket.socket, answer: "_Following") -> None:
-    """The process of an answer: takes tokens, and sends the state after them."""
+    """The process of an answer: receives tokens, and sends the state after them."""
     while message := receive(channel):
         tokens = array.array("I", message)
         try:
@@ -131,7 +131,7 @@ def _serve_answer(channel: socket.socket, answer: "_Following") -> None:
 
 
 class _Following:
-    """An answer on its way through a grammar."""
+    """An answer that follows a grammar."""
 
     def __init__(self, tokenizer: "llguidance.LLTokenizer", request: Mapping[str, Any]) -> None:
         """Compiles the grammar; a fault of it is a ValueError."""
@@ -150,8 +150,8 @@ class _Following:
             self._require_sound()
 
     def state(self) -> bytes:
-        """Goes on by the tokens that are forced: they, whether the text may end after them, and the mask of
-        what may come next."""
+        """Advances by the forced tokens: returns them, whether the text may end after them, and the mask of
+        the next tokens."""
         forced: list[int] = []
         for token in self._matcher.compute_ff_tokens():
             if token in self._stops or token >= self._last:
@@ -177,7 +177,7 @@ def parsed_state(state: bytes) -> tuple[bool, list[int], bytes]:
 
 
 def _source(kind: str, text: str) -> str:
-    """A grammar as llguidance takes it."""
+    """A grammar as input of llguidance."""
     from llguidance import LLMatcher
 
     match kind:
@@ -190,14 +190,14 @@ def _source(kind: str, text: str) -> str:
 
 
 def _forked(control: socket.socket) -> socket.socket | None:
-    """Forks a process for each descriptor that comes: its socket, in that process; None in this one, where no
-    more will come."""
+    """Forks a process for each received descriptor: returns its socket in that process, and None in this one
+    when no more will come."""
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 1, 1)
         if not message:
             return None
         channel = socket.socket(fileno=descriptors[0])
-        # Where the system has no process left, the engine finds that the socket is closed.
+        # If the system has no process left, the engine finds the socket closed.
         with contextlib.suppress(OSError):
             if os.fork() == 0:
                 # Else the engine would not see the end of the process that forked.
@@ -215,7 +215,7 @@ def _processor_time(seconds: float) -> Any:
 
 
 def _resident_bytes() -> int:
-    """The most memory that this process has had."""
+    """The peak memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -227,14 +227,14 @@ def _bound_memory() -> None:
 
 
 def _bound(limit: int, value: int) -> None:
-    """Sets a limit, or leaves a lower one that was there."""
+    """Sets a limit, or leaves an existing lower one."""
     with contextlib.suppress(ValueError, OSError):
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
-    """So many bytes; none where the other side is gone."""
+    """Reads `size` bytes; empty if the other side is gone."""
     found = bytearray()
     while len(found) < size:
         part = channel.recv(min(size - len(found), 1 << 20))

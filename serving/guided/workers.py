@@ -1,4 +1,4 @@
-"""Starts the processes that compile and follow grammars (see `worker.py`), and tells how they end."""
+"""Starts the processes that compile and follow grammars (see `worker.py`), and reports how they end."""
 
 import array
 import contextlib
@@ -18,9 +18,9 @@ from typing import Any
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.guided.worker import COMPILE_S, STEP_S, parsed_state, receive, send
 
-# The first process starts in 0.3 seconds, a large vocabulary takes a second; a busy machine may take longer.
+# The first process starts in 0.3 seconds, with a large vocabulary in a second; longer on a busy machine.
 _START_S = 60.0
-# Far above the bounds of processor time, which a busy machine stretches.
+# Far above the limits of processor time, which a busy machine stretches.
 REPLY_S = 10.0
 _BOOT = (
     "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
@@ -31,7 +31,7 @@ _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class WorkerEnded(Exception):
-    """A process ended at its bounds; the message says so, for users."""
+    """A process ended at its limits; the message explains this to users."""
 
 
 class WorkerLate(WorkerEnded):
@@ -46,9 +46,9 @@ class GrammarWorkers:
     """The processes of one tokenizer; none runs before the first grammar. Threads may share it.
 
     Attributes:
-      counts: grammars so far: "compiled", "refused" by the compiler, and "ended" at the bounds of its
-        process, as it was compiled or followed.
-      pid: of the first process, whose group the others are in; 0 before it was started.
+      counts: grammars so far: "compiled", "refused" by the compiler, and "ended" at the limits of the
+        process, while compiled or followed.
+      pid: id of the first process, whose group includes the others; 0 before it was started.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
@@ -62,14 +62,14 @@ class GrammarWorkers:
         self._owner = 0
 
     def compile(self, request: dict[str, Any]) -> "CompiledGrammar":
-        """Compiles a grammar in a process of its own.
+        """Compiles a grammar in a separate process.
 
         Args:
           request: its `kind` and `text`, `stop_ids`, and the number of `text_tokens`, whose ids come first.
 
         Raises:
           ValueError: the compiler refuses it.
-          WorkerEnded: it takes too much time, memory or stack.
+          WorkerEnded: it needs too much time, memory or stack.
           WorkerLate: no process can be started, or the machine is too busy.
           ConfigError: the model's tokenizer cannot be used.
         """
@@ -95,7 +95,7 @@ class GrammarWorkers:
         return CompiledGrammar(control, first, self.counts, grew_bytes=reply["grew_bytes"])
 
     def _forked(self) -> socket.socket:
-        """The socket of a new process for a grammar; starts the first process where it does not run."""
+        """The socket of a new process for a grammar; starts the first process if necessary."""
         with self._lock:
             for _ in range(2):
                 if self._control is None or self._owner != os.getpid():
@@ -117,7 +117,7 @@ class GrammarWorkers:
         raise WorkerLate("the process for grammars ends as soon as it is started, or can fork no other")
 
     def _stop(self) -> None:
-        """Ends the first process, which somebody may have ended already."""
+        """Ends the first process, if it runs."""
         self._control = None
         if self._finalizer is not None:
             self._finalizer()
@@ -166,8 +166,8 @@ class CompiledGrammar:
     """A compiled grammar, whose process waits for answers.
 
     Attributes:
-      first: state of an answer that begins.
-      grew_bytes: memory that it took to compile.
+      first: initial state of an answer.
+      grew_bytes: memory needed to compile it.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Follower:
     """The process that follows one answer. Used by one thread at a time.
 
     Attributes:
-      channel: readable where a state has come.
+      channel: socket, readable when a state has arrived.
     """
 
     def __init__(self, channel: socket.socket, counts: Counter[str]) -> None:
@@ -222,12 +222,12 @@ class Follower:
             send(self.channel, array.array("I", tokens).tobytes())
 
     def state(self) -> tuple[bool, list[int], bytes]:
-        """The state after the tokens that were sent (see `parsed_state`); waits for it.
+        """The state after the sent tokens (see `parsed_state`); waits for it.
 
         Raises:
           ValueError: the grammar does not allow them, or has become too complex.
-          WorkerEnded: it takes too much time, memory or stack.
-          WorkerLate: it has not come in time.
+          WorkerEnded: it needs too much time, memory or stack.
+          WorkerLate: it did not arrive in time.
         """
         waited_s = 0.0 if self._asked_s is None else time.monotonic() - self._asked_s
         try:
@@ -242,11 +242,11 @@ class Follower:
 
 
 def _handed(control: socket.socket) -> socket.socket:
-    """Has a process fork another, and returns the socket of that one.
+    """Lets a process fork another, and returns that one's socket.
 
     Raises:
       OSError: that process is gone.
-      WorkerLate: this process has no file left.
+      WorkerLate: this process has no file descriptor left.
     """
     ours, theirs = _pair()
     try:
@@ -256,7 +256,7 @@ def _handed(control: socket.socket) -> socket.socket:
         raise
     finally:
         theirs.close()
-    # A process that no longer reads must hold nobody up.
+    # A process that no longer reads must not block others.
     ours.settimeout(REPLY_S)
     return ours
 
@@ -269,7 +269,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _reply(channel: socket.socket, seconds: float, when: str, waited_s: float = 0.0) -> bytes:
-    """A message; `waited_s` of the time that it may take have passed."""
+    """Receives a message; `waited_s` of its timeout have passed."""
     most_s = max(REPLY_S, seconds)
     channel.settimeout(max(0.001, most_s - waited_s))
     try:

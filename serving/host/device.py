@@ -4,14 +4,14 @@ from typing import Any, Protocol
 
 
 class Device(Protocol):
-    """A device of `jax.devices()`. Type checkers cannot take `jax.Device`: it comes from an extension module
-    without stubs.
+    """A device of `jax.devices()`. Type checkers do not support `jax.Device`: it comes from an extension
+    module without stubs.
 
     Attributes:
       platform: `cpu`, `gpu` or `tpu`.
-      device_kind: its model.
-      id: tells it from others of its platform.
-      client: the runtime that it belongs to.
+      device_kind: model of the device.
+      id: number among devices of its platform.
+      client: its runtime.
     """
 
     platform: str

@@ -1,7 +1,7 @@
-"""Reads files in large pieces, past the page cache where the file system allows it.
+"""Reads files in large pieces, bypassing the page cache if the file system supports it.
 
-Data that is read once and kept in memory needs no second copy in the kernel's cache, which takes memory from
-other processes. `Storage` has the options; `PieceReader` reads one file.
+Data that is read once and stays in memory needs no second copy in the kernel's cache, which takes memory
+from other processes. `Storage` has the options; `PieceReader` reads one file.
 """
 
 import collections
@@ -38,8 +38,8 @@ class _Turn:
         return _Turn, ()
 
     def take(self, began: float, takes_s: float, latency_s: float = 0.0) -> None:
-        """Returns when the device has ended an operation that was requested at `began`. Latency passes while
-        it waits for earlier ones."""
+        """Returns when the device has finished an operation requested at `began`. Latency overlaps with
+        waiting for earlier ones."""
         with self._lock:
             self._ready_at = until = max(self._ready_at, began + latency_s) + takes_s
         time.sleep(max(0.0, until - time.perf_counter()))
@@ -47,12 +47,12 @@ class _Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How files are read.
+    """Options of file reads.
 
     Attributes:
-      caching: "direct" bypasses the page cache, where the file system can; "buffered" goes through it.
+      caching: "direct" bypasses the page cache if supported; "buffered" uses it.
       bytes_per_s: emulated read bandwidth: reads take at least as long; 0 for none.
-      latency_ms: emulated latency of each read, on top.
+      latency_ms: emulated additional latency of each read.
       write_bytes_per_s: emulated write bandwidth; 0 for none.
     """
 
@@ -96,9 +96,9 @@ class PieceReader:
     """One open file, read by pieces. Thread-safe.
 
     Attributes:
-      size_bytes: of the file when it was opened.
-      caching: in use; "buffered" where direct reads were requested and the file system has none.
-      bytes_read: from the file, in whole pages.
+      size_bytes: size of the file when it was opened.
+      caching: caching in use; "buffered" if direct reads were requested but are not supported.
+      bytes_read: bytes read from the file, in whole pages.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class PieceReader:
         """Opens a file.
 
         Args:
-          path: of the file.
-          storage: how it is read.
+          path: path of the file.
+          storage: options of reads.
           follow_links: whether `path` may be a symbolic link.
-          error: class of all errors, to tell files of a model from others; None for those below.
+          error: class of all errors, to distinguish a model's files from others; None for those below.
 
         Raises:
           CheckpointError: it is missing, or not a regular file.
@@ -162,9 +162,9 @@ class PieceReader:
         """Reads `size` bytes from `offset` to `place` in `memory`, and the rest of the pages that they touch.
 
         Args:
-          memory: uint8, begins at a page and has all of these pages.
-          place: with the same offset in its page as `offset`.
-          offset, size: of the file.
+          memory: uint8, page-aligned, large enough for all of these pages.
+          place: index with the same offset in its page as `offset`.
+          offset, size: range of the file.
 
         Raises:
           CheckpointError: the file ends before.
@@ -213,7 +213,7 @@ class PieceReader:
                 raise self._not_read(error) from error
             done += count
             if done < wanted and (count == 0 or os.fstat(self._file).st_size < first + wanted):
-                # Checked by size, because a direct read that continues at whole pages meets the end
+                # Check the size, because a direct read that continues at whole pages meets the end
                 # repeatedly.
                 raise self._broken(f"{self._path} has become shorter while it was read")
             if done < wanted and done % PAGE and self.caching == "direct":
@@ -235,11 +235,11 @@ class PieceReader:
 
 
 class ScratchMemory:
-    """Memory for pieces of files whose parts are copied out at once. It is kept from read to read: to get new
-    pages from the system takes longer than to fill them. Thread-safe: each thread that reads has its own.
+    """Reusable memory for pieces of files whose parts are copied out at once: getting new pages from the
+    system takes longer than filling them. Thread-safe: each reader thread has its own.
 
     Args:
-      most_bytes: of a piece whose memory is kept.
+      most_bytes: maximum size of a piece whose memory is reused.
     """
 
     def __init__(self, most_bytes: int = 4 << 20) -> None:
@@ -247,7 +247,7 @@ class ScratchMemory:
 
     @contextlib.contextmanager
     def taken(self, size: int) -> Iterator[np.ndarray]:
-        """Memory of at least so many bytes, which begins at a page, until the end of the block."""
+        """Page-aligned memory of at least `size` bytes, until the end of the block."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -267,5 +267,5 @@ def pages_bytes(offset: int, size: int) -> int:
 
 
 def aligned(size: int) -> np.ndarray:
-    """Uninitialized memory of `size` bytes, uint8, that begins at a page."""
+    """Uninitialized page-aligned memory of `size` bytes, uint8."""
     return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]

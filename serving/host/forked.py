@@ -1,7 +1,7 @@
 """Detects processes that were forked from one with an open model.
 
-A fork has neither the threads of JAX, of the native kernels and of weight readers, nor a release of the locks
-that they owned: its first bucket would wait for ever. So engines refuse to be used or opened in a fork.
+A fork has neither the threads of JAX, of the native kernels and of weight readers, nor a release of their
+locks: its first bucket would wait forever. So engines refuse to be used or opened in a fork.
 """
 
 import functools

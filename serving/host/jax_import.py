@@ -1,4 +1,4 @@
-"""Imports JAX without the parts of its import that take time and that no command uses."""
+"""Imports JAX without the slow parts of its import that no command uses."""
 
 import contextlib
 import gc
@@ -15,8 +15,8 @@ from typing import Any
 from jaxllm.serving.host.machine import share_arenas
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-# JAX imports these, and uses them for its own cache's lock, on other devices and in tests of paths alone.
-# They are loaded when an attribute of them is first used.
+# JAX imports these, but only uses them for its own cache's lock, on other devices and in tests of paths. They
+# are loaded when one of their attributes is first used.
 DEFERRED = frozenset(
     {"filelock", "jaxlib.mosaic.python.mosaic_gpu", "jaxlib.mosaic.python.tpu", "unittest.mock"}
 )
@@ -25,12 +25,12 @@ DEFERRED = frozenset(
 def import_jax() -> None:
     """Imports JAX as `import jax` does, in a tenth less time.
 
-    - Importing JAX makes half a million objects that live as long as the process: the collector would walk
-      them again and again.
-    - NumPy's BLAS starts a thread per core, which all spin for work at first; what commands multiply in NumPy
-      is small and never timed.
-    - JAX looks for plugins for GPUs in the descriptions of all installed packages; those named otherwise
-      need not be parsed.
+    - Importing JAX makes half a million objects that live as long as the process, which the collector would
+      walk repeatedly.
+    - NumPy's BLAS starts a thread per core, which spin for work at first; commands only multiply small arrays
+      in NumPy, and never time it.
+    - JAX looks for GPU plugins in the metadata of all installed packages; packages with other names need not
+      be parsed.
     - Some modules are deferred (`DEFERRED`).
     """
     if "jax" in sys.modules:
@@ -88,7 +88,7 @@ def _deferred_modules() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _jax_packages_alone() -> Iterator[None]:
-    """Within this context `importlib.metadata.distributions` gives only packages whose names begin with
+    """Within this context `importlib.metadata.distributions` returns only packages with names that begin with
     "jax"."""
     import importlib.metadata as metadata
 
@@ -105,6 +105,6 @@ def _jax_packages_alone() -> Iterator[None]:
 
 
 def _folder(package: Any) -> str:
-    """The name of a package's folder of metadata, which begins with the package's; "jax" if not known."""
+    """The name of a package's metadata folder, which begins with the package's; "jax" if unknown."""
     path = getattr(package, "_path", None)
     return "jax" if path is None else PurePath(str(path)).name.lower()

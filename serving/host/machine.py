@@ -10,7 +10,7 @@ from pathlib import Path
 _CPUINFO, _PROCESS_FACTS = Path("/proc/cpuinfo"), Path("/proc/self/stat")
 # Enough for the first processor's entry; the whole file of a large server takes long to generate.
 _CPUINFO_BYTES = 8192
-# Of glibc's malloc.h, and a number of arenas with which two threads still allocate at once.
+# A constant of glibc's malloc.h, and a number of arenas with which two threads still allocate concurrently.
 _M_ARENA_MAX, _ARENAS = -8, 2
 # Of glibc's malloc.h, and the size from which freed blocks go back to the system at once.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2 << 20
@@ -21,14 +21,15 @@ _CPUINFO_KEYS = {
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: in a container or under taskset fewer than the machine has."""
+    """Number of cores that this process may use: in a container or under taskset fewer than the machine
+    has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_features() -> list[str]:
-    """The facts of this CPU that compilers use, as text: model and instruction sets.
+    """The facts of this CPU that matter to compilers, as text: model and instruction sets.
 
-    Where the system does not tell them, the machine's name instead.
+    If the system does not report them, the machine's name instead.
     """
     system = platform.uname()
     try:
@@ -42,31 +43,31 @@ def cpu_features() -> list[str]:
 
 
 def share_arenas() -> None:
-    """Has the C library allocate from few arenas, where it can (glibc); those that exist already stay.
+    """Limits the C library to few arenas, if supported (glibc); existing ones stay.
 
-    Each thread that reads or compiles a bucket would take an arena of its own, whose gaps no other fills.
+    Otherwise each thread that loads or compiles a bucket has its own arena, whose gaps no other fills.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def give_back_large_blocks() -> None:
-    """Has the C library return large blocks to the system whenever they are freed, where it can (glibc).
+    """Makes the C library return large blocks to the system whenever they are freed, if supported (glibc).
 
-    By itself it keeps them after the first, which takes fewer page faults: some 0.2 ms for each MB.
+    By default it retains them after the first, which avoids page faults: some 0.2 ms per MB.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def give_back_memory() -> None:
-    """Has the C library return freed memory to the system, where it can: compilers free much."""
+    """Makes the C library return freed memory to the system, if supported: compilers free much."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_bytes() -> int | None:
-    """Memory of this machine in bytes; None where the system does not tell."""
+    """Memory of this machine in bytes; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -74,7 +75,7 @@ def memory_bytes() -> int | None:
 
 
 def process_age_ms() -> float | None:
-    """Time since this process began, to about 10 ms; None where the system does not tell."""
+    """Time since this process began, to about 10 ms; None if the system does not report it."""
     try:
         # The second field is the command in parentheses, which may itself contain spaces and parentheses.
         fields = _PROCESS_FACTS.read_text().rpartition(")")[2].split()

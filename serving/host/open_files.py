@@ -1,4 +1,4 @@
-"""Raises the number of files that this process may have open, and says how many may be connections."""
+"""Raises the limit of open files of this process, and returns how many may be connections."""
 
 import contextlib
 
@@ -7,14 +7,14 @@ try:
 except ImportError:  # Systems without limits of this kind.
     resource = None
 
-# For the files of the store, models and adapters, which must open when all connections are taken.
+# Reserved for files of the store, models and adapters, which must open when all connections are in use.
 RESERVED_FILES = 256
 _MOST_CONNECTIONS = 4096
 _LEAST_CONNECTIONS = 16
 
 
 def raise_open_files() -> None:
-    """Raises the limit of open files to the most that the system lets this process have."""
+    """Raises the limit of open files to the hard limit."""
     if resource is not None:
         with contextlib.suppress(OSError, ValueError):
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -22,7 +22,7 @@ def raise_open_files() -> None:
 
 
 def most_connections() -> int:
-    """How many connections a server may have open at a time, so that files are left for everything else."""
+    """Maximum number of concurrent connections of a server that leaves enough files for everything else."""
     if resource is None:
         return _MOST_CONNECTIONS
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

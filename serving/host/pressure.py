@@ -9,8 +9,8 @@ _PERCENT = 100
 
 
 def memory_pressure() -> float | None:
-    """The share of the last ten seconds in which some task waited for memory; None where the system does not
-    tell."""
+    """The share of the last ten seconds in which some task waited for memory; None if the system does not
+    report it."""
     try:
         return parsed(_FILE.read_text())
     except OSError:
@@ -19,6 +19,6 @@ def memory_pressure() -> float | None:
 
 
 def parsed(text: str) -> float | None:
-    """The share that the text of /proc/pressure/memory has; None where it has none."""
+    """Parses the share in the text of /proc/pressure/memory; None if it has none."""
     found = _SOME.match(text)
     return None if found is None else float(found[1]) / _PERCENT

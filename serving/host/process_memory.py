@@ -1,4 +1,4 @@
-"""Reads from the system what this process holds in memory: anonymous pages, and pages of mapped files."""
+"""Reads this process's memory use from the system: anonymous pages, and pages of mapped files."""
 
 import dataclasses
 import os
@@ -20,9 +20,9 @@ class ProcessMemory:
     """Resident memory of this process, in bytes.
 
     Attributes:
-      anonymous: pages that no file backs, and changed pages of private mappings.
-      files: path -> unchanged pages of that mapped file, which all processes share.
-      peak: most that was ever resident; 0 where the system does not tell.
+      anonymous: pages without a file, and changed pages of private mappings.
+      files: path -> unchanged pages of that mapped file, shared by all processes.
+      peak: peak resident memory; 0 if the system does not report it.
     """
 
     anonymous: int
@@ -51,7 +51,7 @@ def process_memory() -> ProcessMemory:
 
 
 def resident_bytes() -> int:
-    """All resident pages of this process, in microseconds where `process_memory` takes milliseconds.
+    """All resident pages of this process, in microseconds where `process_memory` needs milliseconds.
 
     Raises:
       ConfigError: the system has no /proc/self/statm.
@@ -66,7 +66,7 @@ def resident_bytes() -> int:
 
 
 def parsed(smaps: str, status: str) -> ProcessMemory:
-    """The memory that the texts of /proc/self/smaps and /proc/self/status describe."""
+    """Parses the texts of /proc/self/smaps and /proc/self/status."""
     anonymous, files, path = 0, {}, ""
     for line in smaps.splitlines():
         mapping = _MAPPING.fullmatch(line)

@@ -1,5 +1,5 @@
-"""Remembers which tokenizers consist of well-known parts: the check takes 0.15 s of a start with a
-vocabulary of 150,000 tokens, and its result depends on nothing but the text."""
+"""Caches which tokenizers consist of well-known parts: the check takes 0.15 s of startup with a vocabulary of
+150,000 tokens, and its result only depends on the text."""
 
 import hashlib
 import logging
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 def open_tokenizer(files: TokenizerFiles) -> Tokenizer:
-    """A bundle's tokenizer. The check of its parts is made once per text and user, and kept in the cache.
+    """A bundle's tokenizer. Its parts are checked once per text and user; the result is cached.
 
     Raises:
-      CheckpointError: `files` are not those of a tokenizer.
+      CheckpointError: `files` are not a tokenizer's.
     """
     text = files.tokenizer_json.encode(errors="surrogatepass")
     if len(text) < _MIN_TEXT_BYTES:
@@ -44,14 +44,14 @@ def open_tokenizer(files: TokenizerFiles) -> Tokenizer:
 
 
 def _path(text: bytes) -> Path:
-    """Where a text's verdict is kept: other code that checks has other verdicts."""
+    """The path of a text's cached verdict, which depends on the code of the check."""
     digest = hashlib.blake2b(Path(tokenizer_bounds.__file__).read_bytes(), digest_size=16)
     digest.update(hashlib.blake2b(text, digest_size=32).digest())
     return cache_folder() / "tokenizers" / digest.hexdigest()
 
 
 def _read(path: Path) -> bool | None:
-    """The verdict that is kept; None where there is none that can be trusted."""
+    """The cached verdict; None if there is none that can be trusted."""
     try:
         with private_file(path) as number:
             return {_ORDINARY: True, _UNKNOWN: False}.get(os.read(number, 16))

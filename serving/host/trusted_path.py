@@ -2,9 +2,9 @@
 
     trusted_folder(Path("/home/ann/.cache/jaxllm"))      / home ann .cache jaxllm, and links on the way
 
-A name leads where it did before if every folder on the way, from the root of the file system on, belongs to
-this user or to the system, and others may not write to it. In a folder with the sticky bit, such as /tmp,
-others may write, but neither rename nor remove what is not theirs.
+A path is stable if every folder on the way, from the root of the file system on, belongs to this user or to
+the system, and others may not write to it. In a folder with the sticky bit, such as /tmp, others may write,
+but neither rename nor remove files of other users.
 """
 
 import errno
@@ -19,14 +19,14 @@ _MOST_LINKS = 40
 
 
 def trusted_folder(folder: Path) -> Path:
-    """Follows a path to a folder, and checks each folder and each link on the way.
+    """Resolves a path to a folder, and checks each folder and each link on the way.
 
     Returns:
       The folder's path without links.
 
     Raises:
-      OSError: it is missing, or no folder.
-      ConfigError: another user could put another folder in its place.
+      OSError: it is missing, or not a folder.
+      ConfigError: another user could replace it by another folder.
     """
     if not hasattr(os, "geteuid"):  # Where files have no owners.
         return folder.absolute()
@@ -58,8 +58,8 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def others_write(facts: os.stat_result) -> bool:
-    """Whether others than a folder's owner may write to it. The group of a user alone, which many systems
-    make for each, has no others."""
+    """Whether users other than a folder's owner may write to it. Groups of a single user, which many
+    systems make for each user, do not count."""
     if facts.st_mode & stat.S_IWOTH:
         return True
     return bool(facts.st_mode & stat.S_IWGRP) and not _is_group_of_one(facts.st_gid, facts.st_uid)

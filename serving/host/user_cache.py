@@ -1,9 +1,9 @@
-"""Protects the user's cache: its folder, its limit, and a check that nobody else wrote its files.
+"""Protects the user's cache: its folder, its limit, and a check that no other user wrote its files.
 
-A bundle, a profile or a compiled bucket from the cache is used as if this process had just made it. So folder
-and file must belong to this user, and others may not write to them; nor may others be able to put another
-folder in their place: every folder above them is checked, from the root of the file system on, and every link
-on the way (`trusted_folder`). Checksums, which entries also have, detect damage, but not who wrote them.
+A bundle, a profile or a compiled bucket from the cache is used as if this process had just made it. So
+folder and file must belong to this user, and others may not write to them; nor may others be able to
+replace the folder: every folder above it is checked, from the root of the file system on, and every link on
+the way (`trusted_folder`). Checksums, which entries also have, detect damage, but not the writer.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 
 def device_file(facts: Mapping[str, Any], suffix: str) -> Path:
-    """Path of a file of times that were measured on this device, of what `facts`, plain data, tell."""
+    """Path of a file of times measured on this device, identified by `facts`, plain data."""
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / "profiles" / f"device-{key}{suffix}"
 
@@ -111,7 +111,7 @@ def clear_entry(path: Path) -> None:
 
 
 def require_private(facts: os.stat_result, path: Path) -> None:
-    """Raises ConfigError unless a file or folder is this user's, and nobody else may write to it."""
+    """Raises ConfigError unless a file or folder is this user's, and no other user may write to it."""
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
         raise ConfigError(f"{path} is not a regular file or folder; remove it")
     if not _ours_alone(facts):
@@ -122,8 +122,8 @@ def require_private(facts: os.stat_result, path: Path) -> None:
 
 
 def buckets_bytes() -> int:
-    """Most bytes of compiled buckets to keep: $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files
-    have no owners).
+    """Size limit of the cache of compiled buckets: $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose
+    files have no owners).
 
     Raises:
       ConfigError: the variable is not a number of bytes.

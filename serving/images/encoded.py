@@ -1,4 +1,4 @@
-"""An image as a text model reads it; imports no JAX, for whoever only passes it on."""
+"""An image as input of a text model; imports no JAX."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from jaxllm.models.encoder.image_input import tiles_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image as a text model reads it.
+    """An image as input of a text model.
 
     Attributes:
       grid: rows and columns of its tiles (see `ImageInput.grid`).
-      rows: `[tiles · R, D]` float32, not to be changed.
-      image_id: the token of a prompt that stands for an image, and for each row.
+      rows: `[tiles · R, D]` float32, embeddings; never changed.
+      image_id: the prompt token for an image, and for each row.
     """
 
     grid: tuple[int, int]

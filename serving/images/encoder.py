@@ -1,4 +1,4 @@
-"""Encodes images as rows of the text model, tile by tile, and remembers those of images that come again."""
+"""Encodes images as rows of the text model, tile by tile, and caches those of repeated images."""
 
 import collections
 import threading
@@ -21,20 +21,20 @@ from jaxllm.serving.images.encoded import EncodedImage
 from jaxllm.serving.images.files import open_image
 from jaxllm.serving.images.tiles import Tiles, normalized, tiles
 
-# Rows that are remembered: some 25 images of 13 tiles of SmolVLM-256M's 64 rows.
+# Size limit of cached rows: some 25 images of 13 tiles of SmolVLM-256M's 64 rows.
 MOST_BYTES = 48 << 20
 
 
 class ImageEncoder:
-    """Encodes images for one model. `cut` may run in any thread, all else in the engine's.
+    """Encodes images for one model. `cut` may run in any thread, other methods in the engine's.
 
     Args:
-      stored: its weights and its input; widened to float32 in memory, at first use.
-      store: where its bucket is kept; None compiles it.
+      stored: its weights and its input; converted to float32 in memory, at first use.
+      store: store of its bucket; None compiles it.
 
     Attributes:
-      input: how images are cut.
-      tile_rows: rows of a tile (R).
+      input: how images are split.
+      tile_rows: rows per tile (R).
     """
 
     def __init__(self, stored: StoredImageEncoder, store: BucketStore | None = None) -> None:
@@ -103,17 +103,17 @@ class ImageEncoder:
         return rows
 
     def cut_all(self, files: Sequence[bytes], window_tokens: int) -> list[Tiles]:
-        """The tiles of images whose rows are to fit a context.
+        """The tiles of images whose rows must fit a context.
 
         Raises:
           ConfigError: see `open_image`.
-          ContextOverflow: the rows are more than the context has tokens.
+          ContextOverflow: there are more rows than the context has tokens.
         """
         found, rows = [], 0
         for each in files:
             found.append(self.cut(each))
             rows += self.rows_of(found[-1])
-            # Before the next one takes memory, and before any row is computed.
+            # Before the next image is decoded, and before any row is computed.
             require_room(rows, window_tokens)
         return found
 
@@ -130,7 +130,7 @@ def require_room(rows: int, window_tokens: int) -> None:
     """Checks that rows of images fit a context, before any is computed.
 
     Raises:
-      ContextOverflow: they do not.
+      ContextOverflow: they do not fit.
     """
     if rows >= window_tokens:
         raise ContextOverflow(

@@ -1,4 +1,4 @@
-"""Reads images that others made: formats by name, bounded bytes and pixels, nothing from the network."""
+"""Reads untrusted images: formats by name, limited bytes and pixels, nothing from the network."""
 
 import base64
 import binascii
@@ -11,14 +11,14 @@ from jaxllm.errors import ConfigError, one_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Formats whose readers Pillow has always had; others are many, and rarely meant.
+# Formats that every Pillow supports; others are many, and rarely used.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 IMAGE_BYTES = 8 << 20
-# Decoded, each takes 3 bytes, and 16 for a moment where it may be transparent.
+# A decoded pixel needs 3 bytes, and 16 for a moment if it may be transparent.
 IMAGE_PIXELS = 24_000_000
-# Of one request, and of what one context can hold anyway.
+# Limit per request, and of what one context can contain.
 IMAGES = 8
-# A side of more is thinner than a pixel once it is resized.
+# Maximum aspect ratio: a longer image is thinner than a pixel once it is resized.
 _MOST_RATIO = 200
 _DATA = "data:"
 
@@ -49,7 +49,7 @@ def image_bytes(url: Any) -> bytes:
 
 
 def open_image(content: bytes) -> "Image":
-    """A decoded image, in RGB, turned as its Exif orientation says; transparent parts are white.
+    """Decodes an image, in RGB, rotated by its Exif orientation; transparent parts are white.
 
     Raises:
       ConfigError: it is broken, of another format, too large, or Pillow is not installed.

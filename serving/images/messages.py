@@ -1,4 +1,4 @@
-"""Messages with images: a part `{"type": "image", "image": CONTENT}` stands for an image's file."""
+"""Messages with images: a part `{"type": "image", "image": CONTENT}` contains an image's file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from jaxllm.serving.images.files import IMAGE_BYTES
 
 
 def image_part(content: bytes) -> dict[str, Any]:
-    """The part of a message that stands for an image's file."""
+    """The message part of an image's file."""
     return {"type": "image", "image": content}
 
 
@@ -28,23 +28,23 @@ def read_image_file(path: Path) -> bytes:
 
 
 def with_places(text: str, images: int) -> str:
-    """A text to continue with a place for each of some images: before it, unless it has places itself."""
+    """A text to continue with a placeholder for each image: before it, unless it has placeholders."""
     return text if IMAGE in text else IMAGE * images + text
 
 
 def taken_apart(
     messages: Sequence[Mapping[str, Any]], *, parts: bool = False
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Messages as chat templates take them, and the files of their images in order.
+    """Splits messages into those for chat templates, and the files of their images in order.
 
     Args:
-      messages: JSON objects, of which contents may be lists of parts: `{"type": "text", "text": TEXT}` and
-        those of `image_part`.
-      parts: whether all contents are lists of parts, as templates of models with images take them; else
+      messages: JSON objects, whose contents may be lists of parts: `{"type": "text", "text": TEXT}` and
+        parts from `image_part`.
+      parts: whether all contents become lists of parts, as templates of models with images require; else
         texts stay texts.
 
     Raises:
-      ConfigError: a part is another one.
+      ConfigError: a part has another type.
     """
     plain, files = [], []
     for index, message in enumerate(messages):

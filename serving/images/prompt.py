@@ -1,4 +1,4 @@
-"""Puts images into prompts: the tokens of a prompt that stand for them, and their rows."""
+"""Puts images into prompts: their tokens and their rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 def with_images(
     tokenizer: Tokenizer, prompt: PromptTokens, images: Sequence[EncodedImage]
 ) -> tuple[PromptTokens, PromptRows]:
-    """A prompt with the tokens of images in place of one token for each, and the rows that stand there. None
-    of these tokens may be dropped.
+    """A prompt with one placeholder token per image replaced by the image's tokens, and their rows. These
+    tokens cannot be dropped.
 
     Args:
-      tokenizer: the model's.
-      prompt: as the chat template wrote it, with one `<image>` for each image.
-      images: in their order, at least one.
+      tokenizer: tokenizer of the model.
+      prompt: output of the chat template, with one `<image>` for each image.
+      images: images in order, at least one.
 
     Raises:
-      ConfigError: the template writes other images than there are.
+      ConfigError: the number of images differs from the template's.
     """
     ids, image_id = np.asarray(prompt.ids), images[0].image_id
     places = np.flatnonzero(ids == image_id)
@@ -64,21 +64,21 @@ def with_images(
 
 
 def image_ids(tokenizer: Tokenizer, image: EncodedImage) -> np.ndarray:
-    """The tokens of a prompt that stand for an image."""
+    """The prompt tokens of an image."""
     text = image_text(image.grid, image.tile_rows)
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
 def require_encoder(encoder: "ImageEncoder | None", name: str, *, served: bool = True) -> "ImageEncoder":
-    """The encoder of images of a model.
+    """Checks and returns the image encoder of a model.
 
     Args:
-      encoder: of it; None for none.
-      name: of the model.
-      served: whether the model was opened for rows in place of tokens.
+      encoder: encoder of the model; None for none.
+      name: name of the model.
+      served: whether the model was opened for prompt embeddings.
 
     Raises:
-      ConfigError: there is none, or it is not served.
+      ConfigError: there is none, or the model was not opened for it.
     """
     if encoder is None:
         raise ConfigError(

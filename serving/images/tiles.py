@@ -16,7 +16,7 @@ class Tiles:
     """An image in tiles.
 
     Attributes:
-      grid: rows and columns of them; (0, 0) where it is the whole image alone.
+      grid: rows and columns of tiles; (0, 0) for only the whole image.
       pixels: `[n, size, size, 3]` uint8; the last tile is the whole image.
     """
 

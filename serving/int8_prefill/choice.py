@@ -24,13 +24,13 @@ def chosen_prefill(
     If some levels lose too much, the log names them.
 
     Args:
-      bundle: an open one.
-      options: of the engine.
-      levels: that it serves, the whole model included.
-      streamed: whether weights are read while it runs.
+      bundle: an open bundle.
+      options: options of the engine.
+      levels: its levels, including the whole model.
+      streamed: whether weights are streamed.
 
     Raises:
-      ConfigError: int8 or two processors were asked for, and the bundle has no calibration or loses too much
+      ConfigError: int8 or two processors are requested, and the bundle has no calibration or loses too much
         at every level.
       BundleError: the calibration is malformed.
     """
@@ -62,7 +62,7 @@ def chosen_prefill(
 
 
 def _problem(bundle: Bundle, *, streamed: bool) -> str:
-    """Why a bundle cannot prefill in integers, and what to do; empty if it can."""
+    """Why a bundle does not support integer prefill, and the remedy; empty if it does."""
     try:
         require_integer_prefill(bundle.cfg)
     except ConfigError as error:
@@ -88,7 +88,7 @@ def _problem(bundle: Bundle, *, streamed: bool) -> str:
 
 
 def _lossy(calibration: PrefillCalibration, levels: Sequence[int], most_loss: float) -> Mapping[int, float]:
-    """Level -> loss, of the levels that lose more than allowed; infinity if it was not measured."""
+    """Level -> loss, for levels with more loss than allowed; infinity if it was not measured."""
     losses = {level: calibration.loss(level) for level in levels}
     unknown = set(levels) - set(calibration.levels)
     return {level: loss for level, loss in losses.items() if level in unknown or not loss <= most_loss}

@@ -1,7 +1,7 @@
 """Chooses a prompt's chunks together with the order of their subgraphs on two processors.
 
-Short chunks give the order more to choose from, long ones cost less in all; which is faster depends on the
-prompt and on the times of subgraphs. So each way to cut the prompt is simulated, with measured times.
+Short chunks give more freedom of order, long ones have a lower total cost; which is faster depends on the
+prompt and on the times of subgraphs. So each way to split the prompt is simulated with measured times.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class ChunkPlanner:
     """Plans the chunks of prompts on two processors.
 
     Attributes:
-      lengths: of chunks that have buckets.
-      order: of subgraphs.
+      lengths: lengths of chunks with buckets.
+      order: order of subgraphs.
       measured: times of stages.
       bucket_of: (layer, stage, tokens of a chunk, capacity of the cache) -> bucket.
       subgraphs_of: number of chunks -> the prompt's subgraphs.
@@ -44,8 +44,8 @@ class ChunkPlanner:
     chosen: dict[tuple[int, int, int], Plan] = dataclasses.field(default_factory=dict)
 
     def plan(self, tokens: int, at: int, capacity: int) -> Plan:
-        """The chunks with which a prompt of `tokens` tokens after `at` others takes least time in the
-        simulator; the cheapest if not all stages of all plans are timed."""
+        """The chunks with the minimum simulated time for a prompt of `tokens` tokens after `at` others;
+        those of minimum cost if not all stages of all plans are timed."""
         case = tokens, at, capacity
         if case in self.chosen:
             return self.chosen[case]
@@ -67,8 +67,9 @@ class ChunkPlanner:
         return self.chosen[case]
 
     def times(self, chunks: Sequence[tuple[int, int]], capacity: int, *, shared: bool = False) -> Times:
-        """A function of the measured times of subgraphs, in milliseconds: alone, or with `shared` while the
-        other processor is busy; 1 for those that were not measured. `chunks` are lengths and positions."""
+        """A function for the measured times of subgraphs in milliseconds: with the other processor idle, or
+        busy
+        if `shared`; 1 for unmeasured ones. `chunks` are lengths and positions."""
 
         def time_of(each: Subgraph) -> float:
             length, at = chunks[each.chunk]
@@ -77,7 +78,7 @@ class ChunkPlanner:
                 return 1.0
             known = self.measured[bucket]
             empty, full = known.shared if shared else known.alone
-            # Attention takes longer with more tokens before it.
+            # Attention is slower with more tokens before it.
             return empty + (full - empty) * min(1.0, at / max(1, capacity - length))
 
         return time_of

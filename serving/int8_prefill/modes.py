@@ -18,8 +18,8 @@ class PrefillModes:
     """The prefill modes of an engine's levels. The losses in the bundle were measured without adapters.
 
     Attributes:
-      calibration: of the bundle.
-      integer_levels: that may prefill in integers.
+      calibration: calibration of the bundle.
+      integer_levels: levels that support integer prefill.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class PrefillModes:
         return "int8" if not self.both(level) or self._chooser(level, tokens) else "float"
 
     def require(self, level: int) -> None:
-        """Checks that a level supports the mode that was asked for.
+        """Checks that a level supports the requested mode.
 
         Raises:
-          ConfigError: int8 was asked for, and the level loses too much.
+          ConfigError: int8 is requested, and the level loses too much.
         """
         if self._options.resolved_mode == "int8" and level not in self.integer_levels:
             raise ConfigError(
@@ -59,10 +59,10 @@ class PrefillModes:
             )
 
     def require_adaptable(self) -> None:
-        """Checks that an adapter can be used with the mode that was asked for.
+        """Checks that the requested mode supports adapters.
 
         Raises:
-          ConfigError: int8 was asked for, and `most_loss` is not infinity.
+          ConfigError: int8 is requested, and `most_loss` is not infinity.
         """
         if self._options.resolved_mode == "int8" and not self._any_loss:
             raise ConfigError(

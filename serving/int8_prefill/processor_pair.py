@@ -47,7 +47,7 @@ class ProcessorPair:
     """An integer and a float processor, each a thread that runs one subgraph at a time.
 
     Attributes:
-      trace: of the last prompt; None before the first.
+      trace: schedule of the last prompt; None before the first.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class ProcessorPair:
         """Starts both threads; `close` stops them.
 
         Args:
-          cores: of each processor; none for any.
-          within: made around what they run.
+          cores: cores of each processor; none for any.
+          within: context manager around each run.
         """
         self.trace: Trace | None = None
         self._within = within
@@ -110,11 +110,11 @@ class ProcessorPair:
         """Runs the subgraphs of a prompt in the order of the dispatcher.
 
         Args:
-          dispatcher: at the prompt's beginning.
+          dispatcher: dispatcher at the start of the prompt.
           run: runs one subgraph to its end in the calling thread.
 
         Returns:
-          The schedule as it ran; also stored as `trace`.
+          The actual schedule; also stored as `trace`.
         """
         with self._within():
             self.trace = self._run(dispatcher, run)
@@ -156,7 +156,7 @@ class ProcessorPair:
 
 
 class _Worker:
-    """A thread on cores of its own that runs submitted work in order."""
+    """A thread with its own cores that runs submitted work in order."""
 
     def __init__(self, name: str, cores: Sequence[int], answers: queue.Queue[Any]) -> None:
         self._tasks: queue.Queue[Any] = queue.Queue()
@@ -173,7 +173,7 @@ class _Worker:
 
     def _serve(self) -> None:
         if self._cores:
-            # Applies to the calling thread alone.
+            # Applies only to the calling thread.
             os.sched_setaffinity(0, self._cores)
         while (task := self._tasks.get()) is not _END:
             index, work = task
@@ -186,10 +186,10 @@ class _Worker:
 
 
 def halved_cores() -> dict[Processor, Sequence[int]]:
-    """The cores of this process, one half for each processor; none where the system has no affinity.
+    """The cores of this process, one half for each processor; none if the system has no affinity.
 
     Raises:
-      ConfigError: this process may use one core.
+      ConfigError: this process may use only one core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return dict.fromkeys(PROCESSORS, ())

@@ -1,12 +1,12 @@
 """Runs the subgraphs of prompts on two processors: an integer one and a float one.
 
-Each is a thread that runs one subgraph at a time on a JAX device of its own. The float processor is the CPU,
-which runs everything but the integer subgraphs, decoding included. The integer processor is a GPU if that is
-asked for; else both are CPU devices on cores of their own, in place of a neural processor and a CPU: they
-work in parallel, but neither is faster. (Not tested on a GPU yet: tests run integer subgraphs on a second CPU
-device with the weights that a GPU gets.)
+Each is a thread that runs one subgraph at a time on its own JAX device. The float processor is the CPU,
+which runs everything but the integer subgraphs, including decoding. The integer processor is a GPU if
+requested; else both are CPU devices with separate cores, which emulate a neural processor and a CPU: they
+work in parallel, but neither is faster. (Not tested on a GPU yet: tests run integer subgraphs on a second
+CPU device with the weights for a GPU.)
 
-JAX creates devices and threads once: `prepare_processors` must come before JAX is used.
+JAX creates devices and threads once: call `prepare_processors` before JAX is used.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def prepare_processors(integer: IntegerDevice = "cpu") -> None:
       integer: kind of the integer processor.
 
     Raises:
-      ConfigError: JAX is in use already, without two such devices; or it has no GPU.
+      ConfigError: JAX is already in use without two such devices; or it has no GPU.
     """
     try:
         jax.config.update("jax_num_cpu_devices", 2)
@@ -109,7 +109,7 @@ class TwoProcessors(ProcessorPair):
 
     @contextlib.contextmanager
     def _own_threads(self) -> Iterator[None]:
-        """Within this context kernels use the calling thread alone if both processors are CPUs: all kernels
+        """Within this context kernels only use the calling thread if both processors are CPUs: all kernels
         of a process share one thread pool, and the processors would wait for each other."""
         if not self.both_are_cpus:
             yield

@@ -49,11 +49,11 @@ class PromptPass:
         self._counting = threading.Lock()
 
     def run(self, each: Subgraph) -> None:
-        """Runs one subgraph; those that it depends on have run."""
+        """Runs one subgraph, after its dependencies."""
         getattr(self, f"_{each.stage}")(each, self._values[each.chunk])
 
     def repeated(self, each: Subgraph) -> Callable[[], None]:
-        """A function that runs a subgraph at each call; those that it depends on have run."""
+        """A function that runs a subgraph at each call, after its dependencies."""
         at, x = self._values[each.chunk], self.x[each.chunk]
         before = dict(at)
 

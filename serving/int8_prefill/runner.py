@@ -1,8 +1,7 @@
 """Prefills prompts in integers for a resident runner, which decodes in floats (mllm-NPU, arXiv 2407.05858).
 
 A prompt runs through whole layers (`jaxllm.int8_prefill.subgraphs`) on this process's device, chunk by
-chunk, or through stages of layers (`jaxllm.int8_prefill.subgraphs`) on two processors, all chunks together.
-Both fill the cache that decoding uses.
+chunk, or through stages of layers on two processors, all chunks together. Both fill the cache for decoding.
 """
 
 import dataclasses
@@ -61,8 +60,8 @@ class Int8Prefill:
 
     Attributes:
       model: the level.
-      shared: the parts that all levels share.
-      calibration: static steps and shadows of the layers.
+      shared: the shared parts of all levels.
+      calibration: activation scales and shadows of the layers.
     """
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, shared: Int8Shared) -> None:
@@ -194,7 +193,7 @@ class Int8Prefill:
         return itertools.product(self.model.options.chunk_tokens, self.model.options.cache_tokens)
 
     def _time(self, cases: Iterable[tuple[int, int]]) -> None:
-        """Times the stages of chunks and caches of these lengths that are not timed yet, and writes the
+        """Times the stages of chunks and caches of these lengths if they are not timed, and writes the
         times."""
         missing = [
             case for case in cases if any(each not in self.shared.measured for each in self._timed(*case))
@@ -210,12 +209,12 @@ class Int8Prefill:
                 yield self.stage_bucket(layer, stage, tokens, cache)
 
     def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
-        """Times each kind of stage of a chunk on two processors: alone and while the other processor is busy.
+        """Times each kind of stage of a chunk on two processors, with the other one idle and busy.
 
         Args:
           tokens: length of the chunk.
           capacity: length of the cache; the chunk is timed at its beginning and at its end.
-          runs: of all layers in each case.
+          runs: number of runs of all layers in each case.
         """
         assert self.shared.processors is not None
         # Tokens from all over the vocabulary, for a typical number of outliers.
@@ -293,15 +292,15 @@ class Int8Prefill:
         return prompt_subgraphs(chunks, self.calibration.shadowed, self.shared.placed, self._stages)
 
     def times(self, prompt: PromptPass, *, shared: bool = False) -> Times:
-        """A function of the measured times of a prompt's subgraphs, in milliseconds: alone, or with `shared`
-        while the other processor is busy; 1 for subgraphs that were not measured."""
+        """A function for the measured times of a prompt's subgraphs in milliseconds: with the other processor
+        idle, or busy if `shared`; 1 for unmeasured ones."""
         chunks = [(len(each.positions), int(each.positions[0])) for each in prompt.chunks]
         return self._planner.times(chunks, prompt.capacity, shared=shared)
 
     def begin(
         self, cache: KVCache, tokens: Sequence[int], at: int, lengths: Sequence[int] | None = None
     ) -> PromptPass:
-        """A prompt before its first layer, in chunks of `lengths`, or in those that are planned."""
+        """A prompt before its first layer, in chunks of `lengths`, or in planned ones."""
         self._make_ready()
         lengths = lengths or self._planner.plan(len(tokens), at, cache.capacity_tokens)
         chunks = placed_chunks(tokens, lengths, at)

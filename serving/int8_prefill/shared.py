@@ -1,4 +1,4 @@
-"""Holds the parts of integer prefill that all levels of a model share."""
+"""Defines the parts of integer prefill that all levels of a model share."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ class Int8Shared:
 
     Attributes:
       modes: the prefill mode of each prompt.
-      processors: that run stages; None for this process's device alone.
+      processors: processors of the stages; None for only this process's device.
       placed: the processor of a stage of a layer.
       measured: times of stages on two processors.
       outliers: counts of shadows so far.

@@ -32,7 +32,7 @@ _SHADOWS_OF_SHADOWED: Mapping[Stage, tuple[int, ...]] = {
     "attend": (OUT,),
     "layer": tuple(range(len(PRODUCTS))),
 }
-# Stages that take the cache.
+# Stages with the cache as an input.
 WITH_CACHE: tuple[Stage, ...] = ("attend", "layer")
 
 
@@ -41,15 +41,15 @@ class IntegerStageBucket(Bucket):
     """Runs one stage of a layer over a chunk (see `jaxllm.int8_prefill.subgraphs`).
 
     Attributes:
-      stage: of the layer.
+      stage: stage of the layer.
       shadowed: whether the layer has a shadow and the stage computes differently for it.
-      tokens: length of the chunk, padding included.
+      tokens: length of the chunk, including padding.
       cache_tokens: length of the cache; 0 for stages without it.
       layer: the first of the layers that share the bucket.
       float_rows: number of channels with float rows; 0 for stages without a shadow.
       device: name of the device, such as "cpu:1"; empty for the first device.
       blocks: whether weights are in blocks, the format of native kernels.
-      own_cores: whether it computes in the calling thread alone, beside another processor.
+      own_cores: whether it only uses the calling thread, next to another processor.
     """
 
     stage: Stage
@@ -88,15 +88,15 @@ class IntegerStageBucket(Bucket):
         """See `Bucket`."""
         if not self.device:
             return None
-        # XLA's own threads would take the other processor's cores.
+        # XLA's own threads would use the other processor's cores.
         options = (("xla_cpu_multi_thread_eigen", False),) if self.own_cores else ()
         return Placement(device_named(self.device), self.blocks, options)
 
 
 def takes_addresses(stage: Stage, cfg: ModelConfig) -> bool:
-    """Whether a stage takes its layer as the model's other buckets do, perhaps by address. The shadow stages
-    of two processors take single rows of weights, as do shadows behind norms with biases, which no native
-    kernel adds."""
+    """Whether a stage accepts its layer like the model's other buckets, possibly by address. The shadow
+    stages of two processors need single rows of weights, as do shadows after norms with biases, which no
+    native kernel adds."""
     return stage == "layer" and cfg.norm == "rms"
 
 
@@ -106,7 +106,7 @@ def shadow_products(stage: Stage, *, shadowed: bool) -> tuple[int, ...]:
 
 
 def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> LayerCalibration:
-    """The part of a layer's calibration that a stage takes: steps, and the float rows of its products."""
+    """A stage's part of a layer's calibration: activation scales, and the float rows of its products."""
     products = shadow_products(stage, shadowed=shadowed)
     if not products or calibration.rows is None:
         return LayerCalibration(calibration.steps)
@@ -205,7 +205,7 @@ _STEPS: Mapping[Stage, _Step] = {
 
 
 def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCalibration:
-    """Arrays of zeros in the shapes of a shadowed layer's calibration with so many float rows."""
+    """Arrays of zeros in the shapes of a shadowed layer's calibration with `float_rows` float rows."""
     rows = []
     for product in range(len(PRODUCTS)):
         # Rows have the whole model's outputs at every level.

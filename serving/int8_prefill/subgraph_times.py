@@ -1,8 +1,8 @@
-"""Times subgraphs on this machine's two processors once, and keeps the times for later processes.
+"""Times subgraphs on this machine's two processors once, and caches the times for later processes.
 
-A file of times belongs to a bundle, a machine and an engine's options. It affects only the order of
-subgraphs: if it is missing or malformed, times are measured again. Imports no JAX, for loops over exported
-programs, which keep times, too.
+A file of times belongs to a bundle, a machine and an engine's options. It only affects the order of
+subgraphs: if it is missing or malformed, times are measured again. Imports no JAX, for runners of exported
+programs, which also cache times.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ class Prompt(Protocol):
     """A prompt between its subgraphs (see `PromptPass`)."""
 
     def run(self, each: Subgraph) -> None:
-        """Runs one subgraph; those that it depends on have run."""
+        """Runs one subgraph, after its dependencies."""
         ...
 
     def repeated(self, each: Subgraph) -> Callable[[], None]:
-        """A function that runs a subgraph at each call; those that it depends on have run."""
+        """A function that runs a subgraph at each call, after its dependencies."""
         ...
 
 
@@ -53,8 +53,8 @@ class SubgraphTime:
     """Milliseconds of a subgraph, in an empty cache and in a full one.
 
     Attributes:
-      alone: while the other processor is idle.
-      shared: while the other processor is busy.
+      alone: time while the other processor is idle.
+      shared: time while the other processor is busy.
     """
 
     alone: tuple[float, float]
@@ -69,8 +69,8 @@ class SubgraphTimes:
     """
 
     def __init__(self, path: Path | None, key: Callable[..., StageKey]) -> None:
-        """Reads the file if it exists; None for times that are not kept. `key` is the class of what has
-        times."""
+        """Reads the file if it exists; None for times that are not cached. `key` is the class of the timed
+        subgraphs' keys."""
         self._path, self._key = path, key
         self._times: dict[StageKey, SubgraphTime] = {}
         self.handover_ms = 0.0
@@ -145,11 +145,11 @@ def measured_times(
     """Times each kind of subgraph of one chunk.
 
     Args:
-      processors: idle ones.
+      processors: idle processors.
       begin: (full) -> a chunk before its first layer, in an empty cache or at the end of a full one.
-      subgraphs_of: the subgraphs of a chunk.
-      bucket_of: the bucket of a subgraph.
-      runs: of all layers in each case, for medians.
+      subgraphs_of: returns the subgraphs of a chunk.
+      bucket_of: returns the bucket of a subgraph.
+      runs: number of runs of all layers in each case, for medians.
 
     Returns:
       Times by bucket, and milliseconds of a handover.

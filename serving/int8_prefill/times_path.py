@@ -1,4 +1,4 @@
-"""Finds the file that keeps the times of a bundle's subgraphs."""
+"""Finds the file of the times of a bundle's subgraphs."""
 
 from pathlib import Path
 

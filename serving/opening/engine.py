@@ -20,7 +20,7 @@ from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
 
 _log = logging.getLogger("jaxllm")
 
-# Smaller weights in memory are read from the processor's caches, where half of their bytes saves nothing.
+# Smaller resident weights are read from the processor's caches, where half of the bytes saves nothing.
 _LEAST_DRAFTING_BYTES = 48 * 2**20
 
 
@@ -46,18 +46,18 @@ class Engine(AnyEngine[AnyModel]):
         Args:
           model: a bundle, a Hugging Face folder or a GGUF file (prepared on the fly and cached), a packaged
             model's name, or None for the default one.
-          weights: width for a folder's weights; None keeps the checkpoint's own.
+          weights: width of a folder's weights; None for the checkpoint's own.
           options: shapes of buckets and caches.
-          adapter: a low-rank adapter in PEFT's layout to start with; its rank and targets are used unless the
+          adapter: initial low-rank adapter in PEFT's layout; its rank and targets are used unless the
             options name some.
-          level: the sub-model of this engine (see `at`), in percent; added to the options' levels.
-          speculation: how its answers are drafted; None for no drafts, `SpeculationOptions.by_itself()` where
-            that can be and pays.
-          warm_up: compile every bucket; else call `warm_up` before the first request.
-          progress: called with (stage, done, total).
+          level: level of this engine (see `at`), in percent; added to the options' levels.
+          speculation: options of drafting; None for no drafts, `SpeculationOptions.by_itself()` for
+            self-drafting if supported and faster.
+          warm_up: whether to compile every bucket; else call `warm_up` before the first request.
+          progress: callback for (stage, done, total).
 
         Raises:
-          JaxllmError: the model cannot be opened, or the options do not fit it.
+          JaxllmError: the model cannot be opened, or does not support the options.
         """
         loaded, speculation = load_model(
             model,
@@ -100,10 +100,10 @@ def load_model(
     """Opens a model by name or path, with the options that a level and speculation need (see `Engine.open`).
 
     Returns:
-      The model, and the speculation that it can have: None where an optional one does not fit.
+      The model, and its speculation: None if an optional one is not supported.
 
     Raises:
-      JaxllmError: the model cannot be opened, or the options do not fit it.
+      JaxllmError: the model cannot be opened, or does not support the options.
     """
     require_usable_jax()
     bundle = open_model(model, weights=weights, progress=progress)
@@ -167,9 +167,9 @@ def _loaded(
 
 
 def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool:
-    """Whether a bundle's high planes can draft for a level, and may pay: for the whole model, whose shape
-    they have, unless all weights are in memory and about as small as the processor's caches. They do not
-    attend to stored chunks where they lie."""
+    """Whether self-drafting with the high planes is possible and likely to help: for the whole model, whose
+    shape they have, unless its weights are resident and about as small as the processor's caches. High
+    planes do not attend to stored chunks in place."""
     nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
     large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
     alone = bundle.cfg.encoder is None and bundle.cfg.states is None and not options.attend_coded

@@ -44,8 +44,8 @@ class LoadedModel:
       bundle: the open model file.
       options: resolved options.
       tokenizer: the model's tokenizer.
-      streamed: reads the weights while the model runs; None where all are in memory.
-      adapter_digest: hex digest of the model's adapter; empty where there is none.
+      streamed: streamed weights; None if all are resident.
+      adapter_digest: hex digest of the model's adapter; empty without one.
       load_ms: time to open the bundle and place its weights.
     """
 
@@ -63,13 +63,13 @@ class LoadedModel:
         """Places a bundle's weights, and makes a runner for each level.
 
         Args:
-          bundle: open.
+          bundle: an open bundle.
           options: shapes of buckets and caches.
-          progress: called with (stage, done, total).
-          reserved_bytes: bytes of `EngineOptions.memory_bytes` that others take.
-          drafting_level: a level whose weights stay in memory, to draft with; 0 for none.
-          high_planes: whether the high planes of nested weights stay in memory, to draft with.
-          read_ahead: whether the first buckets are read from disk meanwhile.
+          progress: callback for (stage, done, total).
+          reserved_bytes: bytes of `EngineOptions.memory_bytes` reserved for others.
+          drafting_level: a level whose weights stay resident, to draft with; 0 for none.
+          high_planes: whether the high planes of nested weights stay resident, to draft with.
+          read_ahead: whether the first buckets are loaded from disk meanwhile.
         """
         require_not_forked()
         watch_for_forks()
@@ -93,7 +93,7 @@ class LoadedModel:
             level=staying,
             high_planes=high_planes,
         )
-        # Weights that are used in place are checked while buckets are read.
+        # Check weights that are used in place while buckets are loaded.
         checked_later = self.streamed is None and bundle.read_in_place
         if self.streamed is not None:
             self._frozen = self.streamed.frozen()
@@ -123,12 +123,12 @@ class LoadedModel:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Levels that have runners, in percent, ascending."""
+        """Levels with runners, in percent, ascending."""
         return self.runners.levels
 
     @property
     def images(self) -> "ImageEncoder | None":
-        """Encodes images, from the first use on; None where the bundle has no encoder of them."""
+        """The image encoder, made at the first use; None if the bundle has none."""
         if not hasattr(self, "_images"):
             from jaxllm.serving.images.encoder import ImageEncoder
 
@@ -144,7 +144,7 @@ class LoadedModel:
         return self.runners.at(level)
 
     def resident_runner(self, level: int) -> ResidentRunner:
-        """The runner of a level, where all weights are in memory.
+        """The runner of a level with resident weights.
 
         Raises:
           ConfigError: weights are streamed, or the model was not opened for this level.
@@ -152,7 +152,7 @@ class LoadedModel:
         return self.runners.resident_at(level)
 
     def beside(self, bundle: Bundle, options: EngineOptions, progress: Progress | None) -> "LoadedModel":
-        """Another model, such as one that drafts for this one."""
+        """Opens another model, such as a drafter for this one."""
         return LoadedModel(bundle, options, progress)
 
     # -- getting ready ----------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class LoadedModel:
         max_tokens: int,
         progress: Progress | None,
     ) -> None:
-        """Gets buckets ready (see `jaxllm.serving.engine.engine.Engine.warm_up`); of all levels where `level`
+        """Prepares buckets (see `jaxllm.serving.engine.engine.Engine.warm_up`); for all levels if `level`
         is the whole model."""
         runner, tokens = self.runner(level), None
         if prompt_tokens is None:
@@ -187,8 +187,7 @@ class LoadedModel:
             speculation.drafter.warm_up(progress, tokens=tokens)
 
     def facts(self) -> dict[str, Any]:
-        """Counts as plain data: the buckets that were read from disk and compiled, and the weights that were
-        read from storage."""
+        """Counts as plain data: loaded and compiled buckets, and weights read from storage."""
         buckets = self.runners.buckets
         built = {
             "loaded_buckets": len(buckets.loaded),
@@ -197,7 +196,7 @@ class LoadedModel:
         return built if self.streamed is None else {**built, "memory": self.streamed.facts()}
 
     def close(self) -> None:
-        """Ends the threads that stream weights and the processors of prefill, if there are any, and releases
+        """Stops the threads that stream weights and the processors of prefill, if any, and releases
         buckets."""
         if self.streamed is not None:
             self.streamed.close()
@@ -208,8 +207,8 @@ class LoadedModel:
     # -- adapters ---------------------------------------------------------------------------------
 
     def load_adapter(self, folder: str | Path) -> LoadedAdapter:
-        """Reads a low-rank adapter, and makes the parameters of all levels with it, to be put there by
-        `use_adapter`. What answers meanwhile goes on as it is.
+        """Reads a low-rank adapter, and makes the parameters of all levels with it, for `use_adapter`.
+        Running answers are not affected.
 
         Raises:
           ConfigError, CheckpointError: see `jaxllm.serving.engine.engine.Engine.set_adapter`.
@@ -219,8 +218,8 @@ class LoadedModel:
         return self._loaded(adapter, lora.scaling)
 
     def use_adapter(self, adapter: LoadedAdapter | None) -> None:
-        """Puts an adapter on all levels, in place of the one before; None for none. Takes no time. A sequence
-        goes on with the adapter that its cache was computed with, and with no other."""
+        """Replaces the adapter of all levels at negligible cost; None for none. A sequence can only
+        continue with the adapter of its cache."""
         adapter = self._plain if adapter is None else adapter
         with self.runner(WHOLE).lock:
             self.runners.put(adapter.levels, adapted=bool(adapter.digest))
@@ -233,7 +232,7 @@ class LoadedModel:
         self.use_adapter(None if folder is None else self.load_adapter(folder))
 
     def put_adapter(self, adapter: Adapter, scaling: float) -> None:
-        """`set_adapter` with an adapter that was read."""
+        """`set_adapter` with a loaded adapter."""
         self.use_adapter(self._loaded(adapter, scaling))
 
     def _require_adaptable(self) -> None:
@@ -242,8 +241,7 @@ class LoadedModel:
 
     def _loaded(self, adapter: Adapter, scaling: float) -> LoadedAdapter:
         params = self._adapted(adapter, scaling)
-        # All levels' parameters are made before the first changes: an adapter that does not fit changes
-        # nothing.
+        # Make all levels' parameters before changing any: an adapter that does not fit changes nothing.
         levels = self.runners.prepared(params)
         size = factor_bytes(params.values())
         return LoadedAdapter(adapter_digest(adapter, scaling) if adapter else "", levels, size)
@@ -257,7 +255,7 @@ class LoadedModel:
 
 
 def _require_served(bundle: Bundle, options: EngineOptions) -> None:
-    """Raises ConfigError if the options ask for what a model cannot have."""
+    """Raises ConfigError if the model does not support the options."""
     rooms: dict[Room, Any] = {
         "contexts": options.kv_codec,
         "adapters": options.adapter_rank,
@@ -282,9 +280,9 @@ def _check(bundle: Bundle, progress: Progress | None) -> None:
 def stacks_layers(bundle: Bundle, options: EngineOptions) -> bool:
     """Whether the arrays of layers are stacked when they are loaded, for buckets with code per kind of layer.
 
-    On a CPU a slice of a stack is copied before a product, unless it is converted block by block. Floats of
-    32 bits are not, and bfloat16 weights alias the mapped file, so that both stay as they are. The stages of
-    two processors take weights one by one.
+    On a CPU a slice of a stack is copied before a product, unless it is converted block by block. 32-bit
+    floats are not, and bfloat16 weights alias the mapped file, so both are not stacked. The stages of two
+    processors need separate weights.
     """
     if options.prefill.processors > 1:
         return False

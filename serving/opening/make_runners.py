@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxllm.serving.runners.layerwise import LayerwiseRunner
 
 LevelParams = Mapping[int, Params]
-# Tokens of an answer that fit the shortest cache, and take more than the first token's buckets.
+# Length of an answer that fits the shortest cache, and needs more than the first token's buckets.
 _SHORT_ANSWER = 2
 
 
@@ -40,11 +40,11 @@ class Runners:
     """The runners of a model's levels, and their shared parts.
 
     Attributes:
-      by_level: level in percent -> runner, 100 included.
-      resident: level -> runner whose weights are all resident.
+      by_level: level in percent -> runner, including 100.
+      resident: level -> runner with resident weights.
       buckets: the compiled buckets of all levels.
       modes: the prefill mode of each prompt; None if all prefill is in floats.
-      processors: that run stages of integer prefill; None if this process's device runs them.
+      processors: processors for stages of integer prefill; None for this process's device.
     """
 
     by_level: Mapping[int, LevelRunner]
@@ -72,7 +72,7 @@ class Runners:
         return self.by_level[level]
 
     def resident_at(self, level: int) -> ResidentRunner:
-        """The runner of a level whose weights are all resident.
+        """The runner of a level with resident weights.
 
         Raises:
           ConfigError: its weights are not resident, or the level is not served.
@@ -86,7 +86,7 @@ class Runners:
         """Compiles all buckets of some levels and runs each once."""
         runners = [self.at(level) for level in levels]
         runners[0].fill([bucket for each in runners for bucket in each.all_buckets()], progress)
-        # One of the levels that share buckets, if possible one that prefills in integers, too.
+        # One of the levels that share buckets, if possible with integer prefill, too.
         runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
         for runner in {each.model.bucket_level: each for each in runners}.values():
             runner.rehearse()
@@ -108,11 +108,11 @@ class Runners:
         """Replaces the parameters of all levels, without compiling.
 
         Args:
-          weights: by level, `prepared` here.
+          weights: weights by level, from `prepared`.
           adapted: whether they have an adapter.
 
         Raises:
-          ConfigError: integer prefill was asked for, which does not support adapters.
+          ConfigError: integer prefill is requested, which does not support adapters.
         """
         if self.modes is not None and adapted:
             self.modes.require_adaptable()
@@ -131,17 +131,17 @@ class Runners:
 def make_runners(
     bundle: Bundle, options: EngineOptions, levels: Levels, params: LevelParams, streamed: "Streamed | None"
 ) -> Runners:
-    """A runner for each level.
+    """Makes a runner for each level.
 
     Args:
-      bundle: an open one.
-      options: resolved for the bundle.
-      levels: the configs of its levels.
-      params: of all levels.
-      streamed: reads weights while the model runs; None if all are resident.
+      bundle: an open bundle.
+      options: options resolved for the bundle.
+      levels: configs of its levels.
+      params: parameters of all levels.
+      streamed: streamed weights; None if all are resident.
 
     Raises:
-      ConfigError: integer prefill was asked for and is not possible.
+      ConfigError: integer prefill is requested and not possible.
       BundleError: the calibration is malformed.
     """
     whole = ModelLevel(bundle.cfg, params[WHOLE], options)
@@ -167,7 +167,7 @@ def make_runners(
 
 
 def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool) -> None:
-    """Checks that answers can attend to stored chunks where they lie."""
+    """Checks that answers can attend to stored chunks in place."""
     native_cache = reads_addresses(jnp.dtype(options.cache_dtype))
     because = {
         "its weights are streamed": streamed,
@@ -181,7 +181,7 @@ def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool
             )
 
 
-# What few models need is imported where they need it, because a start waits for imports.
+# Features of few models are imported on demand, because startup waits for imports.
 
 
 def _prefill_modes(

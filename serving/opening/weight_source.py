@@ -1,4 +1,4 @@
-"""Chooses where a model's weights come from: memory, storage by pieces, or storage expert by expert."""
+"""Chooses the source of a model's weights: memory, storage by pieces, or storage expert by expert."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -32,20 +32,20 @@ def streamed_weights(
     level: ModelConfig | None = None,
     high_planes: bool = False,
 ) -> "Streamed | None":
-    """Streams a model's weights by pieces, or its experts; None if everything fits into the budget, or if
-    there is no budget.
+    """Streams a model's weights by pieces, or its experts; None if everything fits into the budget, or
+    there is none.
 
     Args:
-      bundle: an open one.
+      bundle: an open bundle.
       options: resolved options.
       progress: see `StreamedWeights`.
-      reserved_bytes: of the budget, for a drafter.
-      level: a sub-model that stays resident.
+      reserved_bytes: bytes of the budget for a drafter.
+      level: a level that stays resident.
       high_planes: whether the high planes of nested weights stay resident.
 
     Raises:
       BudgetExceeded: the budget is too small for streaming, too.
-      ConfigError: a loss of experts is allowed, and none is nested; or the head has a bias.
+      ConfigError: a loss of experts is allowed, but none is nested; or the head has a bias.
       CheckpointError: the file is damaged or cannot be read.
     """
     if not (options.experts.loss or options.memory_bytes):
@@ -78,7 +78,7 @@ def streamed_weights(
     if bundle.cfg.encoder is not None:
         # Else the scores of a source's pairs of tokens stay, in pieces, when its answer is decoded.
         give_back_large_blocks()
-    # Here, because a start of a model that fits should not wait for their import.
+    # Imported here: a start of a model that fits should not wait for it.
     from jaxllm.serving.experts.weights import ExpertWeights
     from jaxllm.serving.weights.high_planes import HighPlanes
     from jaxllm.serving.weights.level_memory import LevelMemory

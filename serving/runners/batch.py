@@ -1,4 +1,4 @@
-"""Decodes several answers together, where weights are resident."""
+"""Batched decoding of several answers over resident weights."""
 
 import functools
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class Batch:
 
     @classmethod
     def of(cls, runner: LevelRunner) -> "Batch | None":
-        """That of a runner; None where options ask for none, where answers decoded together would not be to
-        the bit what they are alone (see `can_decode_rows`), and for models with state or mixed layers."""
+        """The batch of a runner; None if the options disable it, if batched answers would not be bitwise
+        equal to unbatched ones (see `can_decode_rows`), and for models with state or mixed layers."""
         options, params, cfg = runner.options, runner.params, runner.cfg
         exact = can_decode_rows(params, jnp.dtype(options.cache_dtype))
         exact = exact and cfg.states is None and cfg.mixed is None
@@ -102,7 +102,8 @@ class Batch:
         return BatchBucket(rows=rows, block_tokens=block, cache_tokens=cache, level=level)
 
     def _padding_caches(self, count: int, capacity: int) -> list[KVCache]:
-        """Caches for so many padding rows. Those of the last dispatch are taken: a failure leaves none."""
+        """Caches for `count` padding rows. Reuses those of the last dispatch; none are left after a
+        failure."""
         there, self._padding = self._padding, []
         found = [each for each in there if each.capacity_tokens == capacity][:count]
         return found + [self._runner.empty_cache(capacity) for _ in range(count - len(found))]

@@ -1,4 +1,4 @@
-"""Cuts prompts into chunks of the lengths that have buckets."""
+"""Splits prompts into chunks of the lengths that have buckets."""
 
 import functools
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxllm.kv.cache import TokenPositions
 
-# Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which takes about
-# as long as computing this many rows.
+# Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which costs about
+# as much as computing this many rows.
 _PASS_TOKENS = 24
 
 
 def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Chunk lengths that cover `tokens` at the least cost (see `prompt_cost`); only the last is padded."""
+    """Chunk lengths that cover `tokens` at minimum cost (see `prompt_cost`); only the last is padded."""
     longest = max(lengths)
-    # All but a tail shorter than two longest chunks goes into longest chunks.
+    # All but a tail shorter than two longest chunks is split into longest chunks.
     head = max(0, (tokens - longest) // longest)
     return [longest] * head + list(_cheapest(tokens - head * longest, tuple(sorted(lengths))))
 
@@ -34,7 +34,7 @@ def placed_chunks(
 ) -> "list[tuple[np.ndarray, TokenPositions]]":
     """Tokens that begin at position `at`, in chunks of `lengths`: rows `[T]` int32, padded, and their
     positions."""
-    # Here, because devices that run programs alone have no JAX.
+    # Imported here: devices that only run exported programs have no JAX.
     from jaxllm.kv.cache import TokenPositions
 
     found, position = [], 0
@@ -59,7 +59,7 @@ def _chunk_cost(plan: Sequence[int]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Descending chunk lengths of least cost for a tail of `tokens`."""
+    """Descending chunk lengths of minimum cost for a tail of `tokens`."""
     best = None
     for length in lengths:
         rest = tokens - length

@@ -114,7 +114,7 @@ class LayerSource(Protocol):
         ...
 
     def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """Reads a source (see `Runner`); what was there before is donated."""
+        """Encodes a source (see `Runner`); the previous one is donated."""
         ...
 
     def restore(
@@ -241,7 +241,7 @@ class LayerwiseRunner(LevelRunner):
         self.layers.expect(tokens)
 
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
-        """See `Runner`: the encoder's layers, then what the decoder's read of a source, each once."""
+        """See `Runner`: reads the encoder's layers, then the decoder's parts for a source, each once."""
         if not isinstance(cache.source, SourceKV):
             return super().read_source(cache, tokens)
         return dataclasses.replace(cache, source=self.layers.read_source(tokens, cache.source))
@@ -255,7 +255,7 @@ class LayerwiseRunner(LevelRunner):
     ) -> tuple[np.ndarray, KVCache]:
         """See `Runner`."""
         del chunk
-        # One token, too, in a chunk: products of several rows may round in another way.
+        # Also a single token in a chunk: products of several rows may round differently.
         return self._feed(cache, tokens, at, plan_chunks(len(tokens), self.options.chunk_tokens))
 
     def _feed(

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class IntegerPrefill(Protocol):
-    """Prefills the prompts of one level in integers, into the caches that decoding uses.
+    """Prefills the prompts of one level in integers, into the caches of decoding.
 
     Attributes:
-      possible: whether the level may prefill in integers.
-      floats_too: whether the level may prefill in floats, now or later.
+      possible: whether the level can prefill in integers.
+      floats_too: whether the level can prefill in floats, now or later.
     """
 
     @property
@@ -67,7 +67,7 @@ class IntegerPrefill(Protocol):
         ...
 
     def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Times the stages of one request's prompt where two processors need it."""
+        """Times the stages of one request's prompt, if two processors need it."""
         ...
 
     def rehearse(self) -> None:
@@ -76,12 +76,12 @@ class IntegerPrefill(Protocol):
 
 
 class LevelRunner(abc.ABC):
-    """Runs one level of a model by compiled buckets (see `Runner`, and `ContextRunner`).
+    """Runs one level of a model with compiled buckets (see `Runner`, and `ContextRunner`).
 
     Attributes:
       model: the level.
       buckets: the compiled buckets of all levels.
-      int8: prefills in integers; None if prefill is in floats alone.
+      int8: integer prefill; None for float prefill only.
       resident: whether all weights are in memory.
     """
 
@@ -118,19 +118,19 @@ class LevelRunner(abc.ABC):
 
     @property
     def idle_read_s(self) -> float:
-        """See `Runner`; 0 where nothing is read ahead."""
+        """See `Runner`; 0 without read-ahead."""
         return 0.0
 
     @property
     def batch(self) -> BatchRunner | None:
-        """Decodes several answers together; None if they are decoded one by one, as where weights are
-        streamed: the buckets of single layers and experts take one sequence."""
+        """Batched decoding; None if answers are not batched, as with streamed weights: buckets of single
+        layers and experts have a batch of one."""
         return None
 
     @property
     def prefills_restored(self) -> bool:
-        """Whether `prefill_restored` runs a chunk of a prompt layer by layer, as its context is restored. Not
-        where weights are read from storage, which stored chunks come from, too."""
+        """Whether `prefill_restored` runs a chunk of a prompt layer by layer while its context is restored.
+        Not with streamed weights, which compete with stored chunks for storage."""
         return False
 
     @property
@@ -156,7 +156,7 @@ class LevelRunner(abc.ABC):
         """
 
     def later_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """Those of `request_buckets` that the first token does not need; a runner may have none."""
+        """The `request_buckets` that the first token does not need; possibly none."""
         del prompt_tokens, max_tokens
         return []
 
@@ -179,15 +179,15 @@ class LevelRunner(abc.ABC):
         return [GrowBucket(short_tokens=short, long_tokens=long, level=level) for short, long in pairs]
 
     def fork_buckets(self) -> list[Bucket]:
-        """The buckets that copy the beginning of caches (see `fork`); none for encoder-decoders, whose
-        answers follow sources of their own, and where there are states, which are of the whole alone."""
+        """The buckets that copy prefixes of caches (see `fork`); none for encoder-decoders, whose answers
+        depend on their source, and for models with states, which have no prefixes."""
         if self.cfg.encoder is not None or self.cfg.states is not None:
             return []
         level = self.model.bucket_level
         return [ForkBucket(cache_tokens=each, level=level) for each in self.options.cache_tokens]
 
     def context_buckets(self) -> list[Bucket]:
-        """The buckets that restore and encode contexts; empty if no contexts are kept."""
+        """The buckets that restore and encode contexts; empty without contexts."""
         options = self.options
         if not options.kv_codec or self.cfg.states is not None:
             # Of models with states chunks are cut and put together on the host.
@@ -320,7 +320,7 @@ class LevelRunner(abc.ABC):
         return cache
 
     def fork(self, cache: KVCache, tokens: int) -> KVCache:
-        """The first `tokens` tokens of a cache as a cache of their own, of the same length; takes
+        """Copies the first `tokens` tokens of a cache into a cache of the same length; requires
         `fork_buckets`."""
         bucket = ForkBucket(cache_tokens=cache.capacity_tokens, level=self.model.bucket_level)
         return self.buckets.get(bucket)(cache, np.int32(tokens))
@@ -389,11 +389,11 @@ class LevelRunner(abc.ABC):
         `jaxllm.steps.layers.prefill_restored`); only where `prefills_restored`.
 
         Args:
-          layer: its index.
+          layer: index of the layer.
           x: its input `[1, T, D]` (see `begin_layers`); donated.
           at: positions of the tokens, consecutive.
-          cache: donated.
-          chunks: the stored ones.
+          cache: cache; donated.
+          chunks: stored chunks.
 
         Returns:
           The next layer's input, and the cache.
@@ -413,8 +413,8 @@ class LevelRunner(abc.ABC):
 
 
 def _placed(sampler: SamplerState) -> SamplerState:
-    """The sampler with what no draw changes on the device, for the whole answer. On a CPU only its arrays
-    `[V]`: there a dispatch takes numbers from the host in a tenth of the time that placing them takes."""
+    """The sampler with its constant arrays on the device. On a CPU only arrays `[V]`: there a dispatch
+    accepts numbers from the host in a tenth of the time of placing them."""
     if isinstance(sampler.bias, jax.Array):
         return sampler
     if jax.default_backend() != "cpu":

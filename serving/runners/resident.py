@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ResidentRunner(LevelRunner):
-    """Runs one level of a model whose weights are resident (see `Runner`), also as the drafter of another."""
+    """Runs one level of a model with resident weights (see `Runner`), also as another model's drafter."""
 
     resident = True
 
@@ -120,7 +120,7 @@ class ResidentRunner(LevelRunner):
         ]
 
     def later_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """See `LevelRunner`: what decodes."""
+        """See `LevelRunner`: the decode bucket."""
         cache = self.request_cache(prompt_tokens, max_tokens)
         return [] if max_tokens == 1 else [self._decode_bucket(cache)]
 
@@ -308,7 +308,7 @@ class ResidentRunner(LevelRunner):
         return compiled(head_params(self.params, self.cfg), x, np.array([row], np.int32))
 
     def layer_params(self, layer: int) -> dict[str, Any]:
-        """The parameters of a layer, as buckets of a layer take them."""
+        """The parameters of a layer, as inputs of a layer's buckets."""
         self._sort_parameters()
         return self._layers[layer]
 

@@ -48,20 +48,20 @@ def chunks_of(lengths: Sequence[int], mode: PrefillMode = "float") -> list[Prefi
 
 
 class Runner(Protocol):
-    """Runs one level of a model. One call at a time: the caller takes `lock`.
+    """Runs one level of a model. One call at a time: the caller acquires `lock`.
 
-    A cache is opaque to the caller: a cache that `start`, `make_room`, `prefill`, `decode` or `verify`
-    returned is passed to one of them once. It has a `length` and room for `capacity_tokens` positions.
+    A cache is opaque to the caller: a cache returned by `start`, `make_room`, `prefill`, `decode` or
+    `verify` is passed to one of them once. It has a `length` and room for `capacity_tokens` positions.
 
     Attributes:
-      lock: of the model; all of its levels and their drafters share it.
-      cfg: the model, or the level's sub-model.
+      lock: lock of the model, shared by all of its levels and their drafters.
+      cfg: config of the model or the level's sub-model.
       options: resolved options of the engine.
-      level: in percent; 100 is the whole model.
+      level: level in percent; 100 is the whole model.
       weights_version: identifies the weights that computed a cache.
-      idle_read_s: for how long a verification may begin later without ending later, because storage reads
-        its weights meanwhile and is what it waits for.
-      batch: decodes several answers together; None if they are decoded one by one.
+      idle_read_s: time by which a verification can start later without ending later, because it is bound by
+        storage, which reads its weights meanwhile.
+      batch: batched decoding; None if answers are not batched.
     """
 
     @property
@@ -95,15 +95,15 @@ class Runner(Protocol):
         ...
 
     def make_room(self, cache: Any, tokens: int) -> Any:
-        """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
+        """Returns the cache, or a longer one with the same content, with room for `tokens` positions."""
         ...
 
     def read_source(self, cache: Any, tokens: Sequence[int]) -> Any:
         """Encodes a source, and puts its keys and values into an empty cache.
 
         Args:
-          cache: donated.
-          tokens: at most as many as the encoder's window and the context hold.
+          cache: cache; donated.
+          tokens: at most as many as fit the encoder's window and the context.
 
         Raises:
           ConfigError: the model has no encoder.
@@ -119,8 +119,8 @@ class Runner(Protocol):
         """Prefills the next chunk of a prompt at position `at`.
 
         Args:
-          cache: donated.
-          tokens: at most `chunk.tokens`.
+          cache: cache; donated.
+          tokens: at most `chunk.tokens` tokens.
           at: position of the first token.
           chunk: one of `prefill_chunks`, in their order.
 
@@ -136,11 +136,11 @@ class Runner(Protocol):
     def prefill_rows(
         self, cache: Any, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: Any
     ) -> tuple[Any, Any]:
-        """`prefill` of a chunk of `chunks_in("float", ...)` of a prompt in which `rows`, a
-        `jaxllm.serving.ground.prompt_rows.PromptRows`, stand in place of tokens.
+        """`prefill` of a chunk of `chunks_in("float", ...)` of a prompt with embeddings `rows`, a
+        `jaxllm.serving.ground.prompt_rows.PromptRows`, in place of some tokens.
 
         Raises:
-          ConfigError: not all weights are in memory.
+          ConfigError: the weights are not resident.
         """
         ...
 
@@ -149,8 +149,8 @@ class Runner(Protocol):
         ...
 
     def decode_limit(self, pace: int, remaining: int) -> int:
-        """The `limit` of the next `decode`, of `remaining` wanted tokens: `pace` tokens take as long as a
-        user should wait for the next words."""
+        """The `limit` of the next `decode`, of `remaining` wanted tokens: `pace` tokens fit the time of a
+        dispatch."""
         ...
 
     def decode(
@@ -166,14 +166,14 @@ class Runner(Protocol):
 
         Args:
           token: `[1]`, the last token of the sequence, which the cache does not have yet.
-          cache: donated.
-          sampler: donated.
+          cache: cache; donated.
+          sampler: sampler state; donated.
           stop_ids: `[MAX_STOP_IDS]` int32, padded with -1; decoding ends after one of them.
-          limit: most tokens.
+          limit: maximum number of tokens.
           cached: the tokens in the cache.
 
         Returns:
-          Tokens `[1, n]` int32, the number of them that are real, the cache, and the sampler.
+          Tokens `[1, n]` int32, the number of valid ones, the cache, and the sampler.
         """
         ...
 
@@ -192,12 +192,12 @@ class Runner(Protocol):
         """Verifies a token tree after the sequence in the cache.
 
         Args:
-          tree: whose capacity is one of `TreeShape.nodes`.
-          cache: donated.
-          sampler: donated.
-          limit: most tokens of the verdict.
-          meanwhile: called with the seconds until weights are loaded; does other work and returns whether it
-            did any.
+          tree: token tree whose capacity is one of `TreeShape.nodes`.
+          cache: cache; donated.
+          sampler: sampler state; donated.
+          limit: maximum number of tokens of the verdict.
+          meanwhile: called with the seconds until weights are loaded; does other work and returns whether
+            it did any.
 
         Returns:
           The verdict, the cache with the accepted path at the end of its sequence, and the sampler after the
@@ -208,12 +208,12 @@ class Runner(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchRow:
-    """What `Runner.decode` takes, of one of several answers.
+    """The inputs of `Runner.decode` for one of several answers.
 
     Attributes:
       token, cache, sampler, stop_ids, limit: see `Runner.decode`.
-      units: how many kv groups and neurons of each layer its level has, `[L, 2]` int32; None for those of the
-        runner that decodes the batch.
+      units: numbers of kv groups and neurons of each layer of its level, `[L, 2]` int32; None for those of
+        the runner that decodes the batch.
     """
 
     token: Any
@@ -226,13 +226,12 @@ class BatchRow:
 
 @dataclasses.dataclass(frozen=True)
 class DecodedRow:
-    """What a batch gives one of its answers: to the bit what the answer gets alone.
+    """The outputs of a batch for one of its answers, bitwise equal to those of unbatched decoding.
 
     Attributes:
-      tokens: at least one.
-      cache, sampler: after them (see `Runner.decode`).
-      accepted: number of the first of them that were drafted and accepted; None where no drafts were
-        verified.
+      tokens: at least one token.
+      cache, sampler: state after them (see `Runner.decode`).
+      accepted: number of accepted draft tokens at their beginning; None if no drafts were verified.
     """
 
     tokens: list[int]
@@ -242,12 +241,12 @@ class DecodedRow:
 
 
 class BatchRunner(Protocol):
-    """Decodes several answers together, so that weights are read once for all of them.
+    """Batched decoding of several answers, which reads the weights once for all of them.
 
     Attributes:
-      family: answers of runners of the same family are decoded together by any of these: those of levels that
-        share weights, else those of one level.
-      units: of its level (see `BatchRow`).
+      family: runners of the same family can share a batch, decoded by any of them: levels that share
+        weights, else one level.
+      units: numbers of units of its level (see `BatchRow`).
     """
 
     @property
@@ -258,7 +257,7 @@ class BatchRunner(Protocol):
 
     def decode_batch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
         """Decodes up to each row's limit in one dispatch, in the order of `rows`. Their caches and samplers
-        are donated. Where there are more rows than any bucket has, there are several dispatches."""
+        are donated. If no bucket has enough rows, there are several dispatches."""
         ...
 
 
@@ -276,13 +275,13 @@ class ContextRunner(Protocol):
         ...
 
     def encode_chunks(self, cache: Any, layer: int, bits: int, numbers: Sequence[int]) -> Any:
-        """Encodes chunks of one layer of a cache as bytes, one after the other.
+        """Encodes chunks of one layer of a cache as consecutive bytes.
 
         Args:
-          cache: not changed.
-          layer: its index.
-          bits: bitwidth of the chunks.
-          numbers: of the chunks, at most `ENCODED_CHUNKS`; the bytes after theirs are undefined.
+          cache: cache; unchanged.
+          layer: index of the layer.
+          bits: bit width of the chunks.
+          numbers: numbers of the chunks, at most `ENCODED_CHUNKS`; the bytes after theirs are undefined.
         """
         ...
 

@@ -104,7 +104,7 @@ class Scorer:
     ) -> tuple[np.ndarray, KVCache]:
         """`score` of one of several ends of the text in `cache`, and the cache for the next end.
 
-        `cache` is donated; the result differs from it in the attention mass alone.
+        `cache` is donated; the result differs from it only in the attention mass.
         """
         require_room(self.runner.cfg, "tasks")
         length = int(cache.length)
@@ -178,19 +178,19 @@ class _Chunk:
 
 class Embedding:
     """The embedding of one text: the mean of the last layer's hidden states, after the final norm, over its
-    tokens, of length 1. A decoder sees at each token those before it alone; a model that was not trained for
-    embeddings gives such as they are.
+    tokens, normalized. Decoders attend to earlier tokens only, and the embedding is only as good as the model
+    was trained for.
 
     Attributes:
-      vector: `[D]` float32; None until `step` has said that there is no more to do.
+      vector: `[D]` float32; None until `step` has returned False.
     """
 
     def __init__(self, runner: LevelRunner, tokens: Sequence[int]) -> None:
-        """Cuts a text into chunks.
+        """Splits a text into chunks.
 
         Args:
-          runner: of the level that embeds, with resident weights.
-          tokens: of the text, at least one and at most the window.
+          runner: runner of the level, with resident weights.
+          tokens: tokens of the text, at least one and at most the window.
 
         Raises:
           ConfigError: the text is empty or too long.
@@ -210,7 +210,7 @@ class Embedding:
         self._cache: KVCache | None = None
 
     def step(self) -> bool:
-        """Computes the next chunk; where its bucket was not filled (see `embedding_buckets`) it is read from
+        """Computes the next chunk; if its bucket was not filled (see `embedding_buckets`) it is loaded from
         disk or compiled first.
 
         Returns:

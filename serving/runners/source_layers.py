@@ -1,9 +1,9 @@
 """Reads the sources of an encoder-decoder that runs layer by layer: the encoder once per prompt.
 
-Where layers are read from storage, the encoder's take turns in the memory that the decoder's take turns in,
-so that none of it is left of them when the answer begins. Then each layer of the decoder projects the
-encoder's outputs to keys and values, which stay in the cache; what it reads for that is not read again for
-the answer's tokens.
+If layers are read from storage, the encoder's take turns in the decoder's memory, so that they leave no
+memory in use when the answer begins. Then each layer of the decoder projects the encoder's outputs to keys
+and values, which stay in the cache; the weights of that projection are not read again for the answer's
+tokens.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jaxllm.serving.weights.model_level import ModelLevel
 
 
 class SourceWeights(Protocol):
-    """Provides what reads a source, in this order: rows of the embedding, the encoder's layers, the
+    """Provides the weights for a source, in this order: rows of the embedding, the encoder's layers, the
     decoder's."""
 
     def begin_source(self) -> None:
@@ -44,7 +44,7 @@ class SourceWeights(Protocol):
         ...
 
     def encoder_layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
-        """A layer's parameters of the encoder, a model by itself; valid until the context ends."""
+        """A layer's parameters of the encoder as a model; valid until the context ends."""
         ...
 
     def layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
@@ -66,13 +66,13 @@ class SparseEncoder(Protocol):
         weights: dict[str, Any],
         inputs: tuple[jax.Array, jax.Array | None, np.int32],
     ) -> jax.Array:
-        """Runs a layer, of `weights` beside its experts, over its input, the bias and the number of real
-        tokens: the next layer's input."""
+        """Runs a layer, with `weights` besides its experts, over its input, the bias and the number of valid
+        tokens: returns the next layer's input."""
         ...
 
 
 class SourceLayers:
-    """The layers that read sources."""
+    """The layers that encode sources."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class SourceLayers:
         by_rows: bool = True,
         sparse: SparseEncoder | None = None,
     ) -> None:
-        """Makes them.
+        """Makes the layers.
 
         Args:
-          model: the whole model; of layers that are read its shapes are enough.
-          buckets: the compiled ones.
-          weights: provides the layers.
-          by_rows: whether the embedding is given by rows, or as a whole.
-          sparse: runs the encoder's layers with experts, where these are loaded one by one.
+          model: the whole model; for streamed layers shapes suffice.
+          buckets: compiled buckets.
+          weights: provider of the layers.
+          by_rows: whether the embedding is passed by rows, or as a whole.
+          sparse: runs the encoder's layers with experts, if these are loaded individually.
         """
         # Of a level: buckets are the whole model's, and its parameters have counts.
         encoder = model.bucket_cfg.encoder
@@ -135,7 +135,7 @@ class SourceLayers:
         return dataclasses.replace(source.in_layer(None), length=valid)  # pyright: ignore
 
     def _encoded(self, row: np.ndarray, valid: np.int32) -> jax.Array:
-        """What the encoder says of tokens `[T]`, of which `valid` are real: `[1, T, D]`."""
+        """The encoder's output for tokens `[T]`, of which `valid` are not padding: `[1, T, D]`."""
         length, outer, rows = len(row), self._outer, row[None]
         if self._by_rows:
             some, rows = self._weights.rows(row.tolist())

@@ -37,14 +37,15 @@ class StreamedLayers:
     """
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: StreamedWeights) -> None:
-        """`model` has the shapes of its layers and embedding alone (see `StreamedWeights.frozen`)."""
+        """See the class; `model` only has shapes of its layers and embedding (see
+        `StreamedWeights.frozen`)."""
         self.head = self._weights = weights
         self._model, self._buckets = model, buckets
         # All adapters share it.
         self._embedding = embedding_params(model.params)
-        # Layers in a row that are equal run together, in one loop over their addresses. Layers with arguments
-        # of their own, as XLA's products take them, run one by one: each number of them would be another
-        # bucket, whose size grows with it.
+        # Equal consecutive layers run together, in one loop over their addresses. Layers that are separate
+        # arguments, for XLA's products, run one by one: each number of them would be another bucket, whose
+        # size grows with it.
         self._together = isinstance(model.params.get(STACK), LayerStack)
         self._most = layers_together(model.alike, MOST_LAYERS if self._together else 1)
         self._encoder = SourceLayers(model, buckets, weights) if model.encoder is not None else None
@@ -63,7 +64,7 @@ class StreamedLayers:
         return [] if self._encoder is None else self._encoder.buckets(tokens)
 
     def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: by rows of the embedding that are read. All levels share the bucket."""
+        """See `LayerSource`: by streamed rows of the embedding. All levels share the bucket."""
         return EmbedRowsBucket(tokens=tokens)
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
@@ -86,10 +87,10 @@ class StreamedLayers:
         """See `LayerSource`."""
         self._weights.begin(self._model.cfg)
         outputs = [self._embed(tokens, at) for tokens, at in chunks]
-        # Put there once for all layers.
+        # Transferred once for all layers.
         placed = [(len(tokens), jax.device_put(at)) for tokens, at in chunks]
         mass, layer = cache.mass, 0
-        # Attention mass is summed layer by layer, whatever is in memory when.
+        # Sum attention mass layer by layer, independent of what is in memory.
         alone = mass is not None and len(chunks) > 1
         while layer < self._model.cfg.layers:
             past, most = cache.past(layer), 1 if alone else self._most[layer]
@@ -125,7 +126,7 @@ class StreamedLayers:
         return compiled({**self._embedding, "embed.tokens": some}, rows, np.asarray(at.positions))
 
     def _arguments(self, layers: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
-        """The parameters of some layers as their bucket takes them, and their number if it takes one."""
+        """The parameters of some layers as inputs of their bucket, and their number if it is an input."""
         if not self._together:
             (one,) = layers
             return (one,)
@@ -142,7 +143,8 @@ class StreamedLayers:
 
 
 def layers_together(alike: Sequence[int], most: int) -> list[int]:
-    """Per layer, how many layers run together from it on: equal ones in a row, at most `most`."""
+    """Per layer, the number of layers that run together from it on: equal consecutive ones, at most
+    `most`."""
     found = [1] * len(alike)
     for layer in reversed(range(len(alike) - 1)):
         if alike[layer] == alike[layer + 1]:

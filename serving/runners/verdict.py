@@ -6,10 +6,10 @@ import numpy as np
 
 
 class Verdict(NamedTuple):
-    """The accepted tokens of a token tree, and the target's own token after them.
+    """The accepted tokens of a token tree, and the target's next token after them.
 
     Attributes:
-      tokens: `[n]` int32, the next tokens of the answer, at least one; the last is the target's own.
+      tokens: `[n]` int32, the next tokens of the answer, at least one; the last is sampled from the target.
       path: `[n]` int32, the accepted nodes from the root on; `tokens[i]` follows `path[i]`.
     """
 

@@ -1,10 +1,10 @@
-"""Keeps the low-rank adapters of a service by name, and puts on the model the one that a call asks for.
+"""Stores a service's low-rank adapters by name, and applies the one that a call asks for.
 
     adapters = Adapters(model, AdapterOptions(given={"mail": Path("adapters/mail")}, rank=8))
     adapters.use("mail")       before a dispatch, in the engine's thread; "" for none
 
-Adapters of all calls have the same shapes, so that the buckets of the model serve each of them: loading one,
-and changing from one to another between two dispatches, compiles nothing.
+All adapters have the same shapes, so that the model's buckets serve each of them: loading one, and switching
+between two dispatches, compiles nothing.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """Which adapters a service has.
+    """Options of a service's adapters.
 
     Attributes:
-      given: name -> folder of those that are there from the start.
-      folder: in which lie those that operators may load while the service runs; None for no others.
-      rank: highest rank of any; 0 for that of the given ones, or 16 where others may be loaded.
-      targets: matrices that they may change, of `jaxllm.models.lora.TARGETS`; by default all linear ones of
-        attention and MLP.
-      limit_bytes: most bytes of their factors in memory.
-      most: most adapters at a time.
+      given: name -> folder of the adapters to load at startup.
+      folder: folder of adapters that operators may load at runtime; None for no others.
+      rank: maximum rank; 0 for that of the given ones, or 16 if others may be loaded.
+      targets: matrices that adapters may change, of `jaxllm.models.lora.TARGETS`; by default all linear
+        ones of attention and MLP.
+      limit_bytes: memory limit of all factors.
+      most: maximum number of adapters.
     """
 
     given: Mapping[str, Path] = dataclasses.field(default_factory=dict)
@@ -53,7 +53,7 @@ class AdapterOptions:
         for name in self.given:
             require_adapter_name(name)
         object.__setattr__(self, "given", MappingProxyType(dict(self.given)))
-        # Imported here, because a service without adapters needs none of it.
+        # Imported here: a service without adapters does not need it.
         from jaxllm.models.lora import MAX_RANK, TARGETS
 
         require_int("adapter_rank", self.rank, 0, MAX_RANK)
@@ -71,14 +71,14 @@ class AdapterOptions:
 
     @property
     def any(self) -> bool:
-        """Whether there may be an adapter."""
+        """Whether adapters are configured."""
         return bool(self.given) or self.folder is not None
 
     def path(self, folder: str) -> Path:
         """The path of a folder that an operator names, within `folder`.
 
         Raises:
-          ConfigError: others may not be loaded, or it lies elsewhere.
+          ConfigError: adapters may not be loaded at runtime, or the folder is elsewhere.
         """
         if self.folder is None:
             raise ConfigError(
@@ -86,7 +86,7 @@ class AdapterOptions:
             )
         try:
             own = self.folder.resolve(strict=True)
-            # Links are followed before it is checked where they lead.
+            # Resolve links before checking the place.
             found = (own / folder).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
             raise ConfigError(f"there is no folder {folder!r:.80} in the folder of adapters") from None
@@ -102,17 +102,17 @@ class _Named:
 
 
 class Adapters:
-    """The adapters of one service. All is for the engine's thread, but for what says otherwise."""
+    """The adapters of one service. Methods are for the engine's thread unless noted."""
 
     def __init__(self, model: "LoadedModel", options: AdapterOptions | None = None) -> None:
-        """Loads the given ones.
+        """Loads the given adapters.
 
         Raises:
           ConfigError, CheckpointError: one cannot be read, or does not fit the model or the options.
-          BudgetExceeded: they take more than they may.
+          BudgetExceeded: they exceed their number or memory limit.
         """
         self._model, self.options = model, options or AdapterOptions()
-        # Replaced, never changed: other threads read it.
+        # Replaced, never mutated: other threads read it.
         self._named: Mapping[str, _Named] = {}
         self._used = ""
         for name, folder in self.options.given.items():
@@ -122,11 +122,11 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that are loaded."""
+        """Names of all loaded adapters."""
         return tuple(self._named)
 
     def facts(self) -> list[AdapterFacts]:
-        """All that are loaded."""
+        """Facts of all loaded adapters."""
         return [each.facts for each in self._named.values()]
 
     @property
@@ -135,22 +135,22 @@ class Adapters:
         return sum(each.size_bytes for each in self.facts())
 
     def require(self, name: str) -> None:
-        """Checks that an adapter is there; so is "", which is none.
+        """Checks that an adapter is loaded; "" stands for none.
 
         Raises:
-          AdapterGone: it is not.
+          AdapterGone: no adapter has this name.
         """
         if name and name not in self._named:
             known = ", ".join(map(repr, self.names[:20])) or "none"
             raise AdapterGone(f"the model has no adapter {name!r:.80}; it has {known}")
 
     def require_addable(self, name: str) -> None:
-        """Checks that an adapter of this name may be added.
+        """Checks that an adapter may be added under this name.
 
         Raises:
           ConfigError: the name is not valid.
-          AdapterBusy: there is one of this name.
-          BudgetExceeded: there are as many as there may be.
+          AdapterBusy: the name is in use.
+          BudgetExceeded: the maximum number is loaded.
         """
         require_adapter_name(name)
         if name in self._named:
@@ -172,22 +172,22 @@ class Adapters:
         return self._model.load_adapter(folder)
 
     def name_of(self, digest: str) -> str:
-        """The name of the adapter of a digest; the digest itself where it is not loaded, empty for none."""
+        """The name of the adapter with a digest; the digest itself if it is not loaded, empty for none."""
         return self._name(digest) or digest
 
     def of_context(self, digest: str, context: str, asked: str) -> str:
         """The adapter of a context's turn.
 
         Args:
-          digest: of the adapter that the context was made with; empty for none.
-          context: its name.
-          asked: name of the adapter that a call asks for; empty for the context's own. Where that is not
-            loaded any more, the context goes on with another one that is asked for.
+          digest: digest of the adapter that the context was made with; empty for none.
+          context: name of the context.
+          asked: name of the adapter that a call asks for; empty for the context's own. If that is no longer
+            loaded, the context continues with the one asked for.
 
         Raises:
           ContextGone: the context's adapter is not loaded, and the call asks for none.
-          ConfigError: the call asks for another one.
-          AdapterGone: what it asks for is not there any more.
+          ConfigError: the call asks for another adapter.
+          AdapterGone: the adapter asked for is no longer loaded.
         """
         self.require(asked)
         name = self._name(digest)
@@ -209,10 +209,10 @@ class Adapters:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def use(self, name: str) -> None:
-        """Puts an adapter on the model; "" for none. Takes no time.
+        """Applies an adapter to the model at negligible cost; "" for none.
 
         Raises:
-          AdapterGone: it is not there any more.
+          AdapterGone: it is no longer loaded.
         """
         if name == self._used:
             return
@@ -221,11 +221,11 @@ class Adapters:
         self._used = name
 
     def add(self, name: str, loaded: "LoadedAdapter") -> AdapterFacts:
-        """Lets calls name an adapter that was read.
+        """Makes a read adapter available to calls.
 
         Raises:
           ConfigError, AdapterBusy, BudgetExceeded: see `require_addable`.
-          BudgetExceeded: also where all would take too much memory.
+          BudgetExceeded: also if all adapters together would need too much memory.
         """
         self.require_addable(name)
         size, limit = self.size_bytes + loaded.size_bytes, self.options.limit_bytes
@@ -250,17 +250,17 @@ class Adapters:
         return loaded.versions
 
     def _name(self, digest: str) -> str | None:
-        """The name of the adapter of a digest; empty for none, None where it is not loaded."""
+        """The name of the adapter with a digest; empty for none, None if it is not loaded."""
         if not digest:
             return ""
         return next((name for name, each in self._named.items() if each.facts.digest == digest), None)
 
 
 def require_adapter_name(name: object) -> str:
-    """A valid name of an adapter.
+    """Validates and returns the name of an adapter.
 
     Raises:
-      ConfigError: it is another value.
+      ConfigError: the name is not valid.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Gives the front what an engine of any kind can do (see `jaxllm.serving.server.calls.Backend`), without
-blocking its loop; keeps apps within their limits, and counts each call from its submission to its end."""
+"""Gives the front the functions of any kind of engine (see `jaxllm.serving.server.calls.Backend`) without
+blocking its loop; enforces apps' limits, and counts each call from submission to end."""
 
 import asyncio
 import contextlib
@@ -38,9 +38,9 @@ from jaxllm.serving.server.objectives import Bindings
 from jaxllm.serving.server.prompts import content_tokens, images_of, rendered, whole_prompt_ids
 from jaxllm.text.token_bytes import TokenBytes
 
-# A dispatch may take this long before the engine counts as stuck.
+# Maximum time of a dispatch before the engine counts as stuck.
 _STUCK_S = 120.0
-# Who asks for readiness waits so long for the engine's answer.
+# Timeout of the engine's answer to a readiness request.
 _CANARY_S = 10.0
 Result = TypeVar("Result")
 
@@ -49,9 +49,9 @@ class EngineBackend:
     """A backend on an executor; it refuses calls before `opened`.
 
     Attributes:
-      executor: None while the model is loading.
+      executor: runs the calls; None while the model is loading.
       bindings: objectives of apps.
-      limiter: limits of all apps; they may be replaced.
+      limiter: limits of all apps; replaceable.
       metrics: counts of all calls.
     """
 
@@ -65,7 +65,7 @@ class EngineBackend:
         self._profile: Callable[[], Mapping[str, Any]] | None = None
         self._storage: Callable[[], Mapping[str, Any]] = dict
         self._pool = ThreadPoolExecutor(2, "tokenizer")
-        # One at a time: a decoded image takes tens of megabytes.
+        # One at a time: a decoded image needs tens of megabytes.
         self._images = ThreadPoolExecutor(1, "images")
 
     def opened(
@@ -77,14 +77,14 @@ class EngineBackend:
         storage: Callable[[], Mapping[str, Any]] = dict,
         model_sampling: bool = True,
     ) -> None:
-        """Answers calls from here on.
+        """Starts answering calls.
 
         Args:
-          executor: has been started.
-          name: of the model, for calls; empty for the model's own.
-          profile: returns the facts of the profile that is planned by, for `health`; None for none.
-          storage: returns figures of reads from storage (see `Backend.snapshot`).
-          model_sampling: whether calls that name no sampling have what the model's authors advise.
+          executor: a started executor.
+          name: model name in calls; empty for the model's own.
+          profile: returns facts of the device profile used by plans, for `health`; None for none.
+          storage: returns counts of reads from storage (see `Backend.snapshot`).
+          model_sampling: whether calls without sampling options default to the model's recommended sampling.
         """
         self._profile, self._storage = profile, storage
         engine = executor.service.engine
@@ -104,7 +104,7 @@ class EngineBackend:
         self.executor, self._why = executor, ""
 
     def draining(self) -> None:
-        """Says that it is not ready any more."""
+        """Marks the backend as not ready."""
         self._why = "draining"
 
     def facts(self) -> ModelFacts:
@@ -114,10 +114,10 @@ class EngineBackend:
         return dataclasses.replace(self._facts, adapters=adapters)
 
     def submit(self, call: Call) -> Job:
-        """See `Backend`; the prompt is encoded here, within the window.
+        """See `Backend`; encodes the prompt within the window.
 
         Raises:
-          Refused: also where a limit of the app is reached.
+          Refused: also if a limit of the app is reached.
         """
         try:
             executor, call = self._ready(), self.bindings.applied(call)
@@ -148,9 +148,9 @@ class EngineBackend:
         return self.limiter.limits.of(app)
 
     def _counted(self, executor: Executor, call: Call) -> tuple[Call, int]:
-        """The call with its prompt encoded, and the prompt's tokens, where the app's tokens are limited: the
-        executor encodes the others, once it has room for them. Of a turn in a context, whose tokens were
-        counted when they came, the messages alone count."""
+        """The call with its encoded prompt and the number of prompt tokens, if the app's tokens are limited;
+        the executor encodes other prompts once it has room for them. A turn in a context only counts its
+        messages, since the context's tokens were counted when they came."""
         if not self.limits_of(call.app).tokens_per_minute:
             return call, 0
         engine = executor.service.engine
@@ -158,13 +158,13 @@ class EngineBackend:
         if call.context:
             return call, content_tokens(tokenizer, call.prompt)
         prompt = whole_prompt_ids(tokenizer, call.prompt, call.config.task)
-        # Ids alone would lose the prompt embeddings of images.
+        # Ids without rows would lose the prompt embeddings of images.
         return (call if images_of(call.prompt) else dataclasses.replace(call, prompt=prompt)), len(prompt)
 
     def _account(
         self, app: str, admission: Admission, record: CallRecord, event: Event | JaxllmError | None
     ) -> None:
-        """Counts an event of a call as its reader gets it (see `Job.on_event`)."""
+        """Counts an event of a call when its reader gets it (see `Job.on_event`)."""
         match event:
             case Started():
                 record.started = event
@@ -215,7 +215,7 @@ class EngineBackend:
         return await self._work(lambda: rendered(tokenizer, prompt))
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
-        """See `Backend`; a chunk at a time, so that answers go on."""
+        """See `Backend`; one chunk at a time, so that answers continue."""
         executor, found = self._ready(), []
         for prompt in prompts:
             embedding = scorer_of(executor.service.engine).embedding(prompt)
@@ -259,7 +259,7 @@ class EngineBackend:
         return await asyncio.wrap_future(executor.work(app, add))
 
     async def unload_adapter(self, app: str, name: str) -> None:
-        """See `Backend`; caches of ended answers that were computed with it go, too."""
+        """See `Backend`; also drops caches of ended answers that were computed with it."""
         executor = self._ready()
 
         def unload() -> None:
@@ -332,7 +332,7 @@ class EngineBackend:
         """See `Backend`."""
         executor = self.executor
         if executor is not None and executor.canary.stale:
-            # A busy engine is not an unready one; one that fails says so in `health`.
+            # A busy engine is ready; a failing one is reported by `health`.
             with contextlib.suppress(JaxllmError, TimeoutError):
                 tested = executor.work("", executor.canary.check)
                 await asyncio.wait_for(asyncio.wrap_future(tested), _CANARY_S)
@@ -363,7 +363,7 @@ class EngineBackend:
         }
 
     def close(self) -> None:
-        """Ends the threads that encode prompts and cut images."""
+        """Stops the threads that encode prompts and cut images."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.shutdown(wait=False, cancel_futures=True)
 
@@ -375,7 +375,7 @@ class EngineBackend:
         return self.executor
 
     async def _of_contexts(self, app: str, what: Callable[[Any], Result]) -> Result:
-        """What a function of the contexts returns in the engine's thread."""
+        """Runs a function of the contexts in the engine's thread and returns its result."""
         executor = self._ready()
         contexts = executor.require_contexts()
         return await asyncio.wrap_future(executor.work(app, lambda: what(contexts)))
@@ -389,7 +389,7 @@ def _reads_images(engine: Engine[Any]) -> bool:
 
 
 def scorer_of(engine: Engine[Any]) -> Any:
-    """Embeds texts by the model of an engine.
+    """Embeds texts with the model of an engine.
 
     Raises:
       ConfigError: the engine runs exported programs, or its weights are streamed.

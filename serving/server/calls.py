@@ -2,8 +2,8 @@
 backend that answers calls with events.
 
 The front knows wire formats, apps and connections, and never touches JAX; the backend knows the engine, and
-no wire format. All values here are frozen, and arrays in them (rows of images) are never changed, so that
-threads may share them.
+no wire format. All values here are frozen, and arrays in them (prompt embeddings of images) are never
+changed, so that threads may share them.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from jaxllm.serving.images.encoded import EncodedImage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the front tells of the model.
+    """Facts of the model for the front.
 
     Attributes:
-      name: for people and `model` fields.
-      window_tokens: most tokens of prompt and answer together.
+      name: display name, and value of `model` fields.
+      window_tokens: maximum number of tokens of prompt and answer together.
       vocab_size: number of token ids.
-      levels: served, in percent, ascending.
+      levels: served levels, in percent, ascending.
       has_chat_template: whether conversations can be answered.
       adapters: names of the low-rank adapters that calls may name.
-      opened_s: when it was opened, in seconds since 1970.
-      chat_template: its source, in Jinja, which tells how the model writes calls of tools; empty for none.
+      opened_s: time when it was opened, in seconds since 1970.
+      chat_template: its source in Jinja, which defines the format of tool calls; empty for none.
       images: whether conversations may have images.
-      sampling: options of sampling that the model's authors advise (see `TokenizerFiles`), the defaults of
-        calls that name none; empty for none, or where the service goes without them.
+      sampling: sampling options recommended by the model's authors (see `TokenizerFiles`), the defaults of
+        calls without their own; empty for none, or if the service ignores them.
     """
 
     name: str
@@ -54,10 +54,10 @@ class AdapterFacts:
     """A low-rank adapter that calls may name.
 
     Attributes:
-      name: for calls.
-      digest: of its arrays and scaling, in hex; contexts are kept by it.
-      size_bytes: of its factors in memory, at all levels.
-      loaded_s: seconds since 1970.
+      name: name in calls.
+      digest: hex digest of its arrays and scaling, by which contexts refer to it.
+      size_bytes: memory of its factors, at all levels.
+      loaded_s: load time in seconds since 1970.
     """
 
     name: str
@@ -71,14 +71,13 @@ class ContextFacts:
     """A context of an app.
 
     Attributes:
-      name: unique in the store.
+      name: name, unique in the store.
       tokens: number of its tokens.
-      level: that answers in it, in percent.
+      level: level that answers in it, in percent.
       pinned: whether its chunks stay in memory.
-      stored_bytes: of its chunks on storage.
-      created_s: seconds since 1970; 0 where it is not known.
-      adapter: the name of the low-rank adapter that answers in it; its digest where it is not loaded, empty
-        for none.
+      stored_bytes: bytes of its chunks on storage.
+      created_s: creation time in seconds since 1970; 0 if unknown.
+      adapter: name of the low-rank adapter that answers in it; its digest if not loaded, empty for none.
     """
 
     name: str
@@ -94,11 +93,11 @@ Priority = Literal["foreground", "background"]
 
 
 class Refused(JaxllmError):
-    """The service does not take a call now, though the call is well formed.
+    """The service does not accept a call now, though the call is well formed.
 
     Attributes:
-      reason: why: "full" (a queue or a limit of the app), "loading", "draining", "budget".
-      retry_after_s: when to try again; None where that is not known.
+      reason: "full" (a queue or a limit of the app), "loading", "draining", "budget".
+      retry_after_s: time until a retry is useful; None if unknown.
     """
 
     def __init__(self, message: str, *, reason: str, retry_after_s: float | None = None) -> None:
@@ -111,11 +110,11 @@ class ContextBusy(ConfigError):
 
 
 class AdapterGone(ConfigError):
-    """There is no adapter of this name."""
+    """No adapter has this name."""
 
 
 class AdapterBusy(ConfigError):
-    """Calls use the adapter now, or its name is taken."""
+    """Calls use the adapter, or its name is in use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,8 +124,8 @@ class Conversation:
 
     Attributes:
       messages: JSON objects with a `role` and a `content`, oldest first.
-      tools: JSON objects as OpenAI has them, for templates that know tools.
-      images: those of the messages' parts `{"type": "image"}`, in their order; see `Backend.encode_images`.
+      tools: JSON objects in OpenAI's format, for templates that support tools.
+      images: images of the messages' parts `{"type": "image"}`, in order; see `Backend.encode_images`.
       continue_final: whether the answer continues the last message's text (see `Tokenizer.chat_text`).
     """
 
@@ -138,28 +137,28 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What an app asks, checked, in no wire format.
+    """An app's validated request, independent of the wire format.
 
     Attributes:
-      app: that asks, as the connection or the key identifies it; never taken from a body.
-      request_id: unique, for logs and cancelling.
-      prompt: a conversation; a text to continue; or token ids.
+      app: the app, as identified by the connection or the key, never by the body.
+      request_id: unique id, for logs and cancelling.
+      prompt: a conversation, a text to continue, or token ids.
       config: length, stops and sampling.
-      objective: of the answer's time; None for the app's.
-      strict: refuse where no choice is in time; None for the app's.
+      objective: objective of the answer's time; None for the app's.
+      strict: whether to reject the call if no choice meets the objective; None for the app's setting.
       shorten: whether the plan may drop words of a text, or of a conversation's last message; None for the
-        app's.
-      bound: whether the objective is the app's, and not the call's own.
+        app's setting.
+      bound: whether the objective is the app's, rather than the call's.
       priority: background calls run when no foreground call waits.
-      context: the name of one of the app's contexts, which the prompt continues; empty for none.
-      context_tokens: the prompt continues the context's first so many tokens: the context itself where it has
-        no more and answers no other call when the engine takes the turn, else a context forked there; None
-        for all that it has.
-      prefix_key: of caches of the app that begin equally well, that of a call with the same key is used.
-      adapter: the name of a low-rank adapter; empty for none, or for the context's.
-      grammar: what the text must match; None for any text.
-      top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own
-        log-probability alone, None for none.
+      context: name of one of the app's contexts, which the prompt continues; empty for none.
+      context_tokens: number of the context's first tokens to continue: in the context itself if it has no
+        more and answers no other call when the engine begins the turn, else in a fork; None for all tokens.
+      prefix_key: preference among the app's caches with equally long common prefixes: that of a call with
+        the same key.
+      adapter: name of a low-rank adapter; empty for none, or for the context's.
+      grammar: grammar that the text must match; None for any text.
+      top_logprobs: number of most likely tokens to return log-probabilities of, at each token; 0 for the
+        sampled token only, None for none.
     """
 
     app: str
@@ -185,21 +184,21 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Started:
-    """The first token is about to be shown.
+    """The first token is about to be sent.
 
     Attributes:
-      prompt_tokens: of the whole prompt, a context's included.
-      kept_tokens: of them, what the plan kept.
-      reused_tokens: of them, what a cache had already.
-      level: that answers, in percent.
-      source: of the plan (see `jaxllm.serving.elastic.planner.Plan`); "context" for a turn in a context, and
-        "unplanned" where another call had no objective.
-      queued_ms: from the call to the first step.
-      context_tokens: tokens of the prompt that a context had before.
-      adapter: that answers; empty for none.
-      objective: that counts for the answer; None for none.
-      bound: whether it is the app's, and not the call's own.
-      moved, shared: of the context's restoration (see `Restoration`).
+      prompt_tokens: number of tokens of the whole prompt, including a context's.
+      kept_tokens: number of them that the plan kept.
+      reused_tokens: number of them that were cached.
+      level: level that answers, in percent.
+      source: source of the plan (see `jaxllm.serving.elastic.planner.Plan`); "context" for a turn in a
+        context, and "unplanned" for other calls without an objective.
+      queued_ms: time from the call to the first step.
+      context_tokens: number of prompt tokens that were in a context before.
+      adapter: adapter that answers; empty for none.
+      objective: objective of the answer; None for none.
+      bound: whether it is the app's, rather than the call's.
+      moved, shared: fields of the context's `Restoration`.
     """
 
     prompt_tokens: int
@@ -221,9 +220,9 @@ class Piece:
     """New text of an answer.
 
     Attributes:
-      text: whole characters; may be empty where tokens gave no text yet.
+      text: whole characters; empty if tokens gave no text yet.
       tokens: ids since the last piece.
-      logprobs: of these tokens; None where they were not asked for.
+      logprobs: log-probabilities of these tokens; None if not requested.
     """
 
     text: str
@@ -237,16 +236,16 @@ class Ended:
 
     Attributes:
       finish_reason: "stop" or "length".
-      stop_string: that ended it; None for an end token or the length.
-      tokens: of the answer, the end token included.
-      ttft_ms: from the call to the first token, waiting included.
-      tpot_ms: per further token, waiting included.
-      engine_ttft_ms, engine_tpot_ms: the same without waiting: what profiles learn from.
-      met: whether the objective was met; None where there was none.
-      ttft_limit_ms, tpot_limit_ms: what the objective allowed; None where it did not limit them.
+      stop_string: stop string that ended it; None for an end token or the length.
+      tokens: number of tokens of the answer, including the end token.
+      ttft_ms: time from the call to the first token, including waiting.
+      tpot_ms: time per further token, including waiting.
+      engine_ttft_ms, engine_tpot_ms: the same without waiting, for learning profiles.
+      met: whether the objective was met; None without one.
+      ttft_limit_ms, tpot_limit_ms: limits of the objective; None for no limit.
       drafted: share of the tokens that were drafted.
-      seed: of the draw.
-      context: the name of the context that has it now; empty for none.
+      seed: the sampling seed.
+      context: name of the context that now has it; empty for none.
       context_tokens: number of tokens of that context.
     """
 
@@ -270,32 +269,32 @@ Event = Started | Piece | Ended
 
 
 class ServedAdapters(Protocol):
-    """The low-rank adapters of a service. `use` is for the engine's thread, the others are for any."""
+    """The low-rank adapters of a service. `use` is for the engine's thread, other methods for any thread."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all that are loaded."""
+        """Names of all loaded adapters."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of their factors in memory."""
+        """Memory of their factors in bytes."""
         ...
 
     def facts(self) -> list[AdapterFacts]:
-        """All that are loaded."""
+        """Facts of all loaded adapters."""
         ...
 
     def require(self, name: str) -> None:
         """Checks that an adapter is loaded; "" stands for none.
 
         Raises:
-          AdapterGone: it is not.
+          AdapterGone: no adapter has this name.
         """
         ...
 
     def read(self, name: str, folder: str) -> Any:
-        """Reads an adapter from within the folder of adapters, for `add`. Answers go on meanwhile.
+        """Reads an adapter from the folder of adapters, for `add`. Answers continue meanwhile.
 
         Raises:
           ConfigError, CheckpointError, AdapterBusy, BudgetExceeded: see `Backend.load_adapter`.
@@ -303,65 +302,65 @@ class ServedAdapters(Protocol):
         ...
 
     def add(self, name: str, loaded: Any) -> AdapterFacts:
-        """Lets calls name an adapter that was read; in the engine's thread."""
+        """Makes a read adapter available to calls; in the engine's thread."""
         ...
 
     def unload(self, name: str) -> Collection[tuple[int, int]]:
-        """Forgets an adapter that no call uses; in the engine's thread.
+        """Unloads an adapter that no call uses; in the engine's thread.
 
         Returns:
-          The versions of weights with it, whose caches are of no further use.
+          The versions of weights with it, whose caches are stale.
 
         Raises:
-          AdapterGone: there is none of this name.
+          AdapterGone: no adapter has this name.
           ConfigError: it cannot be unloaded.
         """
         ...
 
     def use(self, name: str) -> None:
-        """Applies an adapter to the model; "" for none. Takes no time.
+        """Applies an adapter to the model at negligible cost; "" for none.
 
         Raises:
-          AdapterGone: it is not loaded any more.
+          AdapterGone: it is no longer loaded.
         """
         ...
 
 
 class Ticket(Protocol):
-    """A call that the backend has taken."""
+    """A call that the backend has accepted."""
 
     @property
     def call(self) -> Call: ...  # noqa: D102
 
     def events(self) -> AsyncIterator[Event]:
-        """`Started`, `Piece`s, `Ended`; raises the JaxllmError that ended the answer instead. For one reader,
-        in the event loop. A slow reader holds nothing but its own answer."""
+        """Yields `Started`, `Piece`s and `Ended`, or raises the JaxllmError that ended the answer. For one
+        reader in the event loop. A slow reader delays only its own answer."""
         ...
 
     def cancel(self) -> None:
-        """Ends the answer between two dispatches; its context keeps what is complete. Later events are
-        dropped. Does nothing where it has ended."""
+        """Ends the answer between two dispatches; its context keeps complete tokens. Later events are
+        dropped. Does nothing after the end."""
         ...
 
 
 class Backend(Protocol):
-    """The engine's side of the service. All methods are called in the event loop; none blocks it."""
+    """The engine's side of the service. All methods are called in the event loop, and none blocks it."""
 
     def facts(self) -> ModelFacts:
-        """Of the model.
+        """Facts of the model.
 
         Raises:
-          Refused: it is still loading.
+          Refused: the model is loading.
         """
         ...
 
     def submit(self, call: Call) -> Ticket:
-        """Takes a call. What is wrong with a turn in a context, such as an instruction after the first one,
-        is told by the ticket's events.
+        """Accepts a call. Errors of a context turn, such as an instruction after the first turn, are raised
+        by the ticket's events.
 
         Raises:
-          Refused: it is loading or draining, or its queue or the app's share of it is full.
-          ConfigError, ContextOverflow: the call cannot be answered whatever the load.
+          Refused: the service is loading or draining, or its queue or the app's share of it is full.
+          ConfigError, ContextOverflow: the call cannot be answered under any load.
           ContextGone: the app has no context of this name.
           ContextBusy: the context answers another call.
         """
@@ -384,15 +383,15 @@ class Backend(Protocol):
         ...
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
-        """The mean of the last layer's hidden states over each prompt's tokens, of length 1."""
+        """The mean of the last layer's hidden states over each prompt's tokens, normalized."""
         ...
 
     async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
-        """Reads and encodes images for a conversation, a tile at a time between two dispatches.
+        """Decodes and encodes images for a conversation, one tile at a time between dispatches.
 
         Raises:
-          ConfigError: the model has no encoder of images, or one of them cannot be read.
-          ContextOverflow: they do not fit the window.
+          ConfigError: the model has no image encoder, or an image cannot be read.
+          ContextOverflow: the images do not fit the window.
         """
         ...
 
@@ -401,27 +400,27 @@ class Backend(Protocol):
         ...
 
     async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
-        """Loads an adapter for an operator, from within the folder of adapters.
+        """Loads an adapter from the folder of adapters, for an operator.
 
         Raises:
-          ConfigError, CheckpointError: it cannot be read, lies elsewhere or does not fit; or none may be
-            loaded.
-          AdapterBusy: there is one of this name.
-          BudgetExceeded: there are too many, or there is no memory.
+          ConfigError, CheckpointError: the folder cannot be read, is elsewhere or does not fit the model; or
+            loading is not allowed.
+          AdapterBusy: the name is in use.
+          BudgetExceeded: there are too many adapters, or there is no memory.
         """
         ...
 
     async def unload_adapter(self, app: str, name: str) -> None:
-        """Forgets an adapter for an operator.
+        """Unloads an adapter, for an operator.
 
         Raises:
-          AdapterGone: there is none of this name.
+          AdapterGone: no adapter has this name.
           AdapterBusy: calls use it.
         """
         ...
 
     def binding(self, app: str) -> tuple[Binding | None, bool]:
-        """The objective that an app is bound to, and whether the app itself said so; None for none."""
+        """The objective that an app is bound to, None for none, and whether the app itself set it."""
         ...
 
     async def bind(self, app: str, binding: Binding) -> Sequence[int]:
@@ -437,7 +436,7 @@ class Backend(Protocol):
         ...
 
     def unbind(self, app: str) -> None:
-        """Ends what an app has bound itself to."""
+        """Removes the objective that an app has set for itself."""
         ...
 
     async def create_context(
@@ -446,9 +445,9 @@ class Backend(Protocol):
         """Creates a context of an app.
 
         Raises:
-          ConfigError: the service keeps no contexts, or the level is not served.
-          AdapterGone: there is no such adapter.
-          BudgetExceeded: the app may own no more.
+          ConfigError: the service has no contexts, or the level is not served.
+          AdapterGone: no adapter has this name.
+          BudgetExceeded: the app has reached its number of contexts.
         """
         ...
 
@@ -460,17 +459,17 @@ class Backend(Protocol):
         """A context of an app.
 
         Raises:
-          ConfigError: the service keeps no contexts.
-          ContextGone: the app has none of this name.
-          CheckpointError: it cannot be read; `Unreadable` where that may pass.
+          ConfigError: the service has no contexts.
+          ContextGone: the app has no context of this name.
+          CheckpointError: it cannot be read; `Unreadable` if that may be temporary.
         """
         ...
 
     async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        """Pins a context, or lets it be evicted.
+        """Pins a context, or unpins it.
 
         Raises:
-          ContextGone: the app has none of this name.
+          ContextGone: the app has no context of this name.
         """
         ...
 
@@ -478,32 +477,31 @@ class Backend(Protocol):
         """Deletes a context.
 
         Raises:
-          ContextGone: the app has none of this name.
+          ContextGone: the app has no context of this name.
           ContextBusy: it is answering.
         """
         ...
 
     async def readiness(self) -> Mapping[str, Any]:
-        """`health`, for which the engine answers a token where it answered nobody for a while."""
+        """`health`, after a test answer of one token if the engine has answered nothing for a while."""
         ...
 
     def health(self) -> Mapping[str, Any]:
-        """`ready` (warm, not draining, and the engine does not fail), `alive` (the engine's heartbeat is
-        recent), and why not; of a model that is open, `profile` (see
-        `jaxllm.serving.server.idle_work.ProfileFacts`)."""
+        """`ready` (warm, not draining, engine not failing), `alive` (recent heartbeat of the engine), and
+        `why` not; for an open model also `profile` (see `jaxllm.serving.server.idle_work.ProfileFacts`)."""
         ...
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Figures of now for metrics, in plain data. Each part may be missing:
+        """Current values for metrics, as plain data. Each part may be missing:
 
         queue: `waiting` calls, their `limit`, and the age `oldest_ms`.
         running: `count` of answers by `app` and `level`.
-        memory: `process_bytes`, `limit_bytes` (0 for none), `pressure` (the share of time for which tasks
-          of the machine waited for memory), and `holdings` by kind, each with `size_bytes` and perhaps
+        memory: `process_bytes`, `limit_bytes` (0 for none), `pressure` (share of time in which tasks of the
+          machine waited for memory), and `holdings` by kind, each with `size_bytes` and optionally
           `limit_bytes` and `least_bytes`.
         contexts: by app, `contexts`, `pinned`, `stored_bytes`, and resident `chunks` by bits.
         adapters: bytes by name.
-        experts: `visits`, `hits`, `foreseen` since the start.
+        experts: `visits`, `hits`, `foreseen` (predicted) since the start.
         read_bytes: bytes read from storage since the start, by kind.
         grammars: counts since the start, by outcome.
         """

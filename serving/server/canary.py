@@ -1,8 +1,8 @@
-"""Tests by an answer of one token whether the engine still answers.
+"""Checks with an answer of one token whether the engine works.
 
-After an error that may be the engine's own and no call's, such as a model file that was changed, it answers
-at once, and again until it can: calls that provoke errors cannot end the service, and an engine that answers
-nobody does not stay. A request for readiness has it answer where nobody was answered for a while.
+After an error that may be the engine's rather than a call's, such as a changed model file, the check runs
+at once, and repeatedly until it succeeds: calls that provoke errors cannot end the service, and an engine
+that fails every call is stopped. A readiness request runs the check if nothing was answered for a while.
 """
 
 import logging
@@ -16,13 +16,13 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.server.calls import Refused, ServedAdapters
 
 Found = TypeVar("Found")
-# An id that every model has: texts are the tokenizer's, of which some have no ids.
+# An id that every model has: a text may have characters without ids.
 _PROMPT = (0,)
-# Failures in a row, and the time between two of them, after which the engine counts as failed.
+# Number of consecutive failures, and the time between two, after which the engine counts as failed.
 _MOST_FAILURES, _PAUSE_S = 3, 2.0
-# Nobody was answered for so long: then readiness is asked of the engine.
+# Time without answers after which a readiness request checks the engine.
 _STALE_S = 60.0
-# A service that has failed is there again after about so long.
+# Approximate time of a restart after a failure.
 _RESTART_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ class EngineFailed(JaxllmError):
 
 
 class Canary:
-    """Knows whether the engine answers. All is for the engine's thread, but for what says otherwise.
+    """Tracks whether the engine answers. Methods are for the engine's thread unless noted.
 
     Args:
-      answer: has the engine answer one token; raises what is wrong.
-      clock: in seconds.
+      answer: lets the engine answer one token; raises its error.
+      clock: returns seconds.
     """
 
     def __init__(self, answer: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class Canary:
 
     @classmethod
     def of(cls, service: PlannedService, adapters: ServedAdapters) -> "Canary":
-        """That of a service, which answers without adapters."""
+        """The canary of a service; it answers without adapters."""
 
         def answer() -> None:
             adapters.use("")
@@ -56,26 +56,25 @@ class Canary:
 
     @property
     def suspected(self) -> bool:
-        """Whether an error may have been the engine's own, and no answer since has shown otherwise. From any
-        thread."""
+        """Whether an error may have been the engine's, with no successful answer since. From any thread."""
         return self._suspected
 
     @property
     def stale(self) -> bool:
-        """Whether nobody was answered for a while. From any thread."""
+        """Whether nothing was answered for a while. From any thread."""
         return self._clock() - self._answered_s > _STALE_S
 
     def answered(self) -> None:
-        """Notes that a call got something."""
+        """Records that a call got output."""
         self._answered_s = self._clock()
 
     def failed(self, error: Exception) -> None:
-        """Notes an error of a call. From any thread."""
+        """Records an error of a call. From any thread."""
         if not isinstance(error, JaxllmError) or isinstance(error, BundleError | NotFinite):
             self._suspected = True
 
     def watched(self, what: Callable[[], Found]) -> Found:
-        """What a function returns or raises, whose errors are noted. From any thread."""
+        """Calls a function and records its errors. From any thread."""
         try:
             return what()
         except Exception as error:
@@ -83,7 +82,7 @@ class Canary:
             raise
 
     def check(self) -> None:
-        """Has the engine answer where nobody was answered for a while.
+        """Tests the engine if nothing was answered for a while.
 
         Raises:
           EngineFailed: see `step`.
@@ -92,10 +91,10 @@ class Canary:
             self._try()
 
     def step(self) -> None:
-        """Has the engine answer after an error, if it is time to.
+        """Tests the engine after an error, if a test is due.
 
         Raises:
-          EngineFailed: it could not, for the last time.
+          EngineFailed: the last allowed test failed.
         """
         if self._suspected and self._clock() >= self._next_s:
             self._try()
@@ -117,7 +116,7 @@ class Canary:
 
 
 def engine_failed() -> Refused:
-    """The error of calls when the engine's thread has failed."""
+    """The error of calls after the engine's thread has failed."""
     return Refused(
         "the engine has failed, and the service ends: it must be started again, which systemd does by "
         "itself; send the request again then",

@@ -1,9 +1,9 @@
-"""Keeps apps' contexts for the engine's thread: prepares and begins turns in them, creates, pins and deletes
+"""Manages apps' contexts in the engine's thread: prepares and begins turns in them, creates, pins and deletes
 them.
 
-An app's context is looked up by the app and its name together, so that another app's name is as unknown as
-one that never was. Contexts are of any kind that is `TurnContexts`: the live ones, or those over exported
-programs. This module imports no JAX.
+Contexts are looked up by app and name together, so that another app's name is as unknown as one that never
+existed. A store of contexts is anything that implements `TurnContexts`: the live one, or the one of
+exported programs. This module imports no JAX.
 """
 
 import contextlib
@@ -67,10 +67,10 @@ class TurnContexts(Protocol):
 
 
 class TurnCall(Protocol):
-    """A lifecycle of an answer in a context: restores the context before, and stores it afterwards.
+    """Lifecycle of an answer in a context: restores the context before it and stores it afterwards.
 
     Attributes:
-      record: the context that is answered in.
+      record: the context of the answer.
       restoration: how it was restored, with attributes `moved` and `shared`.
     """
 
@@ -79,7 +79,7 @@ class TurnCall(Protocol):
 
 
 class ContextTurns:
-    """The contexts of a service. All is for the engine's thread, unless said otherwise.
+    """The contexts of a service. Methods are for the engine's thread unless noted.
 
     Args:
       contexts: contexts of all apps.
@@ -87,7 +87,7 @@ class ContextTurns:
       turn_call: makes the lifecycle of a turn.
       adapters: adapters of the service.
       limits_of: returns an app's limits now.
-      margin: learned safety margin of the profile's times; None where it is not known.
+      margin: learned safety margin of the profile's times; None if unknown.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ContextTurns:
     ) -> None:
         self._margin, self._adapters, self._turn_call = margin, adapters, turn_call
         self._contexts, self._profile, self.limits_of = contexts, profile, limits_of
-        # For other threads, which must not ask the store.
+        # For other threads, which must not access the store.
         self._known = {(each.app, each.name): each for each in contexts.store.records()}
         self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())
         self._pinned_bytes = 0
@@ -110,20 +110,20 @@ class ContextTurns:
 
     @property
     def room_bytes(self) -> int:
-        """For chunks of contexts that run: what pinned ones leave. From any thread."""
+        """Memory for chunks of running contexts: the budget without pinned ones. From any thread."""
         return max(0, self._contexts.memory.budget_bytes - self._pinned_bytes)
 
     def use_profile(self, profile: DeviceProfile) -> None:
-        """Expects times by another profile of this device from here on."""
+        """Replaces the profile of this device."""
         self._profile = profile
 
     def require(self, app: str, name: str) -> None:
         """Checks that an app has a context. From any thread.
 
         Raises:
-          ContextGone: it has not.
+          ContextGone: the app has no context of this name.
         """
-        # An empty name: contexts of the app that could not be listed, of which the engine's thread decides.
+        # An empty name: the app has contexts that could not be listed; the engine's thread decides.
         if (app, name) not in self._known and not {(app, name), (app, "")} & self._damaged:
             raise _gone(name)
 
@@ -150,16 +150,16 @@ class ContextTurns:
         """Encodes a call's turn in its context.
 
         Args:
-          call: to take.
+          call: the call to prepare.
           free: whether no other call continues the context.
 
         Raises:
-          ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or its
+          ContextGone: the app has no context of this name, its tokens are of another tokenizer, or its
             adapter is not loaded and the call names none.
-          ConfigError: the call names another adapter, the prompt is no turn (see `conversation_turn_ids`),
+          ConfigError: the call names another adapter, the prompt is not a turn (see `conversation_turn_ids`),
             the context has fewer tokens than the call names, or the objective limits energy.
           ContextOverflow: context and turn are longer than the window.
-          BudgetExceeded: the app's contexts take all that they may; or see `PendingErrors`.
+          BudgetExceeded: the app's contexts have reached their limit; or see `PendingErrors`.
           CheckpointError: the context cannot be read; or see `PendingErrors`.
         """
         contexts, engine = self._contexts, self._contexts.engine
@@ -190,9 +190,9 @@ class ContextTurns:
         request = engine.request(asked.prompt, config, level=level, rows=rows, source=asked.source)
         request.require_served_by(engine.runner_at(level))
         if rows is not None:
-            # With ids of rows in their places.
+            # With ids in place of the rows.
             asked = dataclasses.replace(asked, prompt=request.prompt)
-        # A source is read again, unless its context ran last.
+        # A source is encoded again unless its context ran last.
         prompt = asked.told
         computed = _computed(record, len(before), len(prompt))
 
@@ -222,11 +222,11 @@ class ContextTurns:
         )
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, Any]:
-        """The request of a turn, and what restores its context and stores it. A call with an objective is
-        answered by the largest level that is in time; others by the context's.
+        """The request of a turn, and the lifecycle that restores and stores its context. A call with an
+        objective is answered by the largest level that meets it, others by the context's level.
 
         Raises:
-          ObjectiveMissed: no level is in time, and the call insists.
+          ObjectiveMissed: no level meets the objective, and the call is strict.
         """
         level = turn.record.origin.level
         if call.objective is not None:
@@ -244,21 +244,21 @@ class ContextTurns:
         return request, self._turn_call(self, turn)
 
     def ended(self, app: str, name: str) -> None:
-        """Takes notice of a context that has changed, or is gone. One that cannot be read now stays known."""
+        """Updates the state of a context that was changed or deleted. One that is unreadable stays known."""
         with contextlib.suppress(JaxllmError):
             self._stored(app, name)
         self._count_pinned()
 
     def _own(self, app: str, name: str, asked: str = "") -> tuple[Record, str]:
-        """An app's context and its adapter, which is put on the model."""
+        """An app's context and its adapter, after applying the adapter."""
         digest = self._stored(app, name).origin.adapter
         adapter = self._adapters.of_context(digest, name, asked)
         self._adapters.use(adapter)
         return self._contexts.record(app, name), adapter
 
     def _stored(self, app: str, name: str) -> Record:
-        """An app's context as the store has it, known to other threads from here on; an error other than
-        ContextGone leaves open whether it is there."""
+        """An app's context from the store, and makes it known to other threads; after an error other than
+        ContextGone it is unknown whether the context exists."""
         try:
             record = self._known[app, name] = self._contexts.store.record(name, app)
         except ContextGone:
@@ -286,7 +286,7 @@ class ContextTurns:
         return self._facts(record)
 
     def listed(self, app: str) -> list[ContextFacts]:
-        """All contexts of an app, also those of other models and levels."""
+        """All contexts of an app, including those of other models and levels."""
         return [self._facts(each) for each in self._contexts.store.records(app)]
 
     def found(self, app: str, name: str) -> ContextFacts:
@@ -304,8 +304,8 @@ class ContextTurns:
         return self._facts(record)
 
     def delete(self, app: str, name: str) -> None:
-        """See `Backend.delete_context`; it must not be answering."""
-        # Not of the manager, which refuses contexts of other models.
+        """See `Backend.delete_context`; the context must not be answering."""
+        # Via the store: the manager refuses contexts of other models.
         self._stored(app, name)
         try:
             self._contexts.delete(name)
@@ -327,7 +327,7 @@ class ContextTurns:
 def _computed(record: Record, before: int, prompt_tokens: int) -> int:
     size = record.origin.chunk_tokens
     if record.state_tokens:
-        # States are of use with all chunks, or not at all.
+        # States are usable only with all chunks.
         return max(1, prompt_tokens - (record.state_tokens if all(record.files) else 0))
     stored = sum(map(bool, record.files[: before // size]))
     return max(1, prompt_tokens - stored * size)

@@ -1,10 +1,10 @@
-"""Runs the service: binds sockets, opens the model behind them, answers, and drains when it is stopped.
+"""Runs the service: binds sockets, opens the model, answers, and drains when stopped.
 
     run(ServerOptions(socket=Path("/run/user/1000/jaxllm.sock")))
 
 While the model is loading calls are refused with "loading". SIGTERM and SIGINT refuse new calls and let
-running ones end; a second signal ends the process at once. SIGHUP reads the apps' limits and the
-memory of contexts again. systemd is notified by the protocol of sd_notify.
+running ones end; a second signal ends the process at once. SIGHUP reloads the apps' limits and the memory
+of contexts. systemd is notified by the protocol of sd_notify.
 """
 
 import asyncio
@@ -40,18 +40,17 @@ _log = logging.getLogger(__name__)
 
 
 class Opened(Protocol):
-    """A model that is open, live or of exported programs."""
+    """An open model, live or of exported programs."""
 
     def start(self, backend: EngineBackend) -> None:
-        """Starts the engine's thread, and opens the backend on it."""
+        """Starts the engine's thread and opens the backend on it."""
         ...
 
     def resize_contexts(self, budget_bytes: int) -> None:
-        """Sets the memory of contexts' chunks; in the engine's thread.
+        """Sets the memory limit of contexts' chunks; in the engine's thread.
 
         Raises:
-          ConfigError, BudgetExceeded: the service keeps no contexts, or those that run or are pinned take
-            more.
+          ConfigError, BudgetExceeded: the service has no contexts, or running and pinned ones need more.
         """
         ...
 
@@ -59,7 +58,7 @@ class Opened(Protocol):
         """Closes the contexts and the engine.
 
         Raises:
-          JaxllmError: an answer could not be stored; all is closed all the same.
+          JaxllmError: an answer could not be stored; everything is closed nevertheless.
         """
         ...
 
@@ -68,23 +67,23 @@ _US_PER_S = 1e6
 
 
 class Notifier:
-    """Sends states to the socket that systemd named; does nothing where it named none.
+    """Sends states to systemd's notification socket, if there is one.
 
     Attributes:
-      watchdog_s: the service is restarted when it has not sent WATCHDOG=1 for so long; None for never.
+      watchdog_s: interval of WATCHDOG=1 after which systemd restarts the service; None for never.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
-        """Takes the variables away, so that no child of this process speaks for it."""
+        """Removes the variables from the environment, so that no child process notifies systemd."""
         name = environment.pop("NOTIFY_SOCKET", "")
         period, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
-        # A name that begins with @ has no file.
+        # Names that begin with @ are abstract sockets.
         self._name = "\0" + name[1:] if name.startswith("@") else name
         own = bool(name) and pid in ("", str(os.getpid()))
         self.watchdog_s = int(period) / _US_PER_S if own and period.isdecimal() and int(period) else None
 
     def send(self, *states: str) -> None:
-        """Sends states such as "READY=1". What cannot be sent is left out: systemd's patience decides."""
+        """Sends states such as "READY=1". Errors are ignored: systemd's timeout decides."""
         if not self._name:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
@@ -96,9 +95,9 @@ class Notifier:
 
 
 _LOOK_S = 0.5
-# After the last event clients have so long to read the rest of their answers.
+# Time for clients to read the rest of their answers after the last event.
 _FLUSH_S = 5
-# What a dispatch may take beyond the deadline of draining.
+# Time of a dispatch beyond the deadline of draining.
 _LATE_S = 30.0
 
 
@@ -106,15 +105,15 @@ def run(options: ServerOptions, opener: Callable[[], Opened], *, config: Path | 
     """Runs the service until a signal ends it. In the main thread; logs go to stderr.
 
     Args:
-      options: of the service.
-      opener: opens the model, in a thread of its own.
-      config: the file that SIGHUP reads limits from; None for none.
+      options: options of the service.
+      opener: opens the model; called in its own thread.
+      config: file that SIGHUP reloads limits from; None for none.
 
     Raises:
-      ConfigError: it cannot listen, or options contradict each other.
+      ConfigError: the sockets cannot listen, or options contradict each other.
       JaxllmError: the model cannot be opened, or the engine has failed.
     """
-    # Checks them before there is a socket.
+    # Check options before there is a socket.
     options.context_options()
     raise_open_files()
     notifier = Notifier(os.environ)
@@ -124,16 +123,16 @@ def run(options: ServerOptions, opener: Callable[[], Opened], *, config: Path | 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(daemon.serve(sockets))
     if daemon.loading:
-        # Compiling cannot be interrupted, and nothing of it is lost.
+        # Compiling cannot be interrupted; its results are cached.
         _leave(0)
 
 
 class Daemon:
-    """The service between its start and its end. In one event loop.
+    """The service from start to end. For one event loop.
 
     Attributes:
-      backend: answers the front.
-      loading: whether the model is being opened, in a thread of its own.
+      backend: backend of the front.
+      loading: whether a thread is opening the model.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Daemon:
         self._draining = False
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Serves until it is told to stop.
+        """Serves until stopped.
 
         Raises:
           JaxllmError: the model cannot be opened, or the engine has failed.
@@ -179,7 +178,7 @@ class Daemon:
                 self._begin(opened)
                 await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
-                # Unwatched, an engine that fails would be noticed by nobody.
+                # Without the watchdog a failing engine would go unnoticed.
                 watching.result()
             await self._drain()
         finally:
@@ -192,14 +191,14 @@ class Daemon:
                 try:
                     await asyncio.to_thread(opened.close)
                 except JaxllmError as error:
-                    # Nobody is left to be told by a call.
+                    # No call is left to raise it.
                     _log.error("%s", error)
         if self._failure is not None:
             raise self._failure
 
     def _server_config(self) -> uvicorn.Config:
         routes = metric_routes(self.backend.metrics, operates=self._identity.operates)
-        # Imported here alone: it is the front, and knows nothing of the daemon.
+        # Imported here only: the front knows nothing of the daemon.
         from jaxllm.serving.server.api.app import make_app
 
         app = make_app(
@@ -225,7 +224,7 @@ class Daemon:
         )
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[Opened]":
-        """Opens the model in a thread, which the end of the process does not wait for."""
+        """Opens the model in a daemon thread."""
         opening: asyncio.Future[Opened] = loop.create_future()
 
         def settle(opened: Opened | None, error: BaseException | None) -> None:
@@ -242,7 +241,7 @@ class Daemon:
             except BaseException as caught:
                 error = caught
             with contextlib.suppress(RuntimeError):
-                # The loop may be closed by now.
+                # The loop may be closed.
                 loop.call_soon_threadsafe(settle, opened, error)
 
         self.loading = True
@@ -257,7 +256,7 @@ class Daemon:
         _log.info("ready: %s answers", name)
 
     async def _drain(self) -> None:
-        """Refuses new calls and waits until running ones have ended, as long as the options allow."""
+        """Refuses new calls and waits for running ones to end, within the options' deadline."""
         self._draining = True
         self._notifier.send("STOPPING=1")
         self.backend.draining()
@@ -273,7 +272,7 @@ class Daemon:
             _leave(1)
 
     async def _watch(self) -> None:
-        """Tells systemd that the service lives, as long as the engine does, and stops where it has failed."""
+        """Notifies systemd's watchdog while the engine is alive, and stops the service after it failed."""
         period_s = self._notifier.watchdog_s
         while True:
             executor = self.backend.executor
@@ -293,7 +292,7 @@ class Daemon:
         self._stop.set()
 
     def _reload(self) -> None:
-        """Reads the apps' limits and objectives again; those that are there stay where the file is wrong."""
+        """Reloads the apps' limits and objectives; the old ones stay if the file is invalid."""
         if self._config is None:
             _log.warning("there are no limits to read again: the service was started without --config")
             return
@@ -308,8 +307,8 @@ class Daemon:
             _log.info("limits were read from %s", self._config)
 
     def _resize(self, budget_bytes: int) -> None:
-        """Sets the memory of contexts, where the options name one; it stays as it is where contexts that run
-        take more."""
+        """Sets the memory limit of contexts, if the options name one; unchanged if running contexts need
+        more."""
         executor = self.backend.executor
         opened = self._opened
         if executor is None or opened is None or executor.contexts is None or not budget_bytes:
@@ -328,7 +327,7 @@ class Daemon:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its handling of signals, which would end answers."""
+    """uvicorn's server without its signal handlers, which would end answers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""Runs the engine in one thread: accepts calls, steps their runs in the scheduler's order, and puts their
+"""Runs the engine in one thread: accepts calls, steps their runs in the scheduler's order, and emits their
 events.
 
-Between any two dispatches calls are accepted and cancelled. Every accepted call ends exactly once: by
-`Ended`, by an error, or silently after a cancel. The engine is of any kind, live or over exported programs:
-this module imports no JAX.
+Calls are accepted and cancelled between dispatches. Every accepted call ends exactly once: by `Ended`, by
+an error, or silently after a cancel. The engine may be live or over exported programs: this module imports
+no JAX.
 """
 
 import asyncio
@@ -42,15 +42,15 @@ from jaxllm.serving.server.scheduler import (
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
-# In this time an app's past use of the engine counts half.
+# Half-life of an app's past use of the engine.
 _HALF_LIFE_MS, _IDLE_S = 10_000.0, 0.5
-# The next dispatch takes all cores: pause this long so that the event loop can send a first token.
+# The next dispatch uses all cores: pause this long so that the event loop can send a first token.
 _FIRST_TOKEN_S = 0.0005
 # Maximum number of functions of an app that wait for the engine's thread.
 _MAX_WAITING = 16
-# Answers wait no longer than for the function that runs when this time is over.
+# No further function is started after this time, so that answers continue.
 _PERIOD_S = 0.02
-# A call that comes while the thread waits for a mask waits no longer.
+# Maximum delay of a call that arrives while the thread waits for a mask.
 _MASK_S = 0.005
 
 
@@ -58,7 +58,7 @@ class IdleWork(Protocol):
     """Work for the engine's thread while it has no calls."""
 
     def step(self) -> bool:
-        """Does a piece that takes at most about as long as a dispatch; raises nothing.
+        """Does one piece of work, at most about as long as a dispatch; raises nothing.
 
         Returns:
           Whether it did something: if not, the thread may sleep for a while.
@@ -66,15 +66,15 @@ class IdleWork(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """There is a call now; unfinished work may be dropped, and done again."""
+        """Called when a call arrives; unfinished work may be dropped and repeated."""
         ...
 
 
 class Executor:
-    """Answers calls in a thread of its own, from `start` to `stop`.
+    """Answers calls in its own thread, from `start` to `stop`.
 
     Attributes:
-      service: its engine and planner answer; used by the thread alone.
+      service: engine and planner of the answers; used only by the thread.
       options: options of the scheduler.
       memory: the service's memory.
       sessions: caches of ended answers, for prompts with the same prefix.
@@ -104,7 +104,7 @@ class Executor:
         self._waiting = EngineWork()
         self._refusing: str | None = None
         self._close_at_s: float | None = None
-        # Of the thread alone; others read them as they are.
+        # Written only by the thread; others read snapshots.
         self._jobs: dict[int, Job] = {}
         self._engine_ms: dict[str, float] = {}
         self.beat_s = time.monotonic()
@@ -121,20 +121,19 @@ class Executor:
         return self._thread.is_alive()
 
     def submit(self, call: Call, loop: asyncio.AbstractEventLoop) -> Job:
-        """Takes a call; its prompt is encoded in the caller's thread, within the window. A turn in a context
-        is encoded in the engine's thread, which alone knows the context: what is wrong with it ends the
-        answer.
+        """Accepts a call; its prompt is encoded in the caller's thread, within the window. A turn in a
+        context is encoded in the engine's thread, which owns the contexts; its errors end the answer.
 
         Args:
-          call: to answer.
-          loop: in which its events are read.
+          call: the call to answer.
+          loop: event loop in which its events are read.
 
         Raises:
           Refused: the service is stopping, or the queue is full.
-          ConfigError, ContextOverflow: the call cannot be answered whatever the load.
-          ContextGone: the app has no such context.
+          ConfigError, ContextOverflow: the call cannot be answered under any load.
+          ContextGone: the app has no context of this name.
           ContextBusy: a call in the context has not ended.
-          AdapterGone: there is no such adapter.
+          AdapterGone: no adapter has this name.
         """
         self.adapters.require(call.adapter)
         call = guided(call)
@@ -162,14 +161,14 @@ class Executor:
         """Runs a function in the engine's thread, between two dispatches, on the model without adapters.
 
         Args:
-          app: for which it runs, and which its time is counted for.
-          what: is called once, unless the future is cancelled before.
+          app: app to count the time for.
+          what: function, called once unless the future is cancelled before.
 
         Returns:
-          What it returns or raises.
+          The future of its result or error.
 
         Raises:
-          Refused: the service is stopping, or too much of the app waits.
+          Refused: the service is stopping, or too many functions of the app wait.
         """
 
         def plainly() -> Result:
@@ -186,7 +185,7 @@ class Executor:
         """The contexts of apps.
 
         Raises:
-          ConfigError: the service keeps none.
+          ConfigError: the service has no contexts.
         """
         if self.contexts is None:
             refusal = room_refusal(self.service.engine.cfg, "contexts")
@@ -200,8 +199,8 @@ class Executor:
             return [*self._jobs.values(), *(each for each in self._inbox if not each.over)]
 
     def stop(self, within_s: float) -> None:
-        """Takes no more calls, waits until those that were taken have ended, closes the others after
-        `within_s` seconds, and ends the thread. May be called again."""
+        """Refuses new calls, waits for accepted ones to end, closes the others after `within_s` seconds, and
+        ends the thread. Idempotent."""
         with self._wake:
             self._refusing = self._refusing or "draining"
             if self._close_at_s is None:
@@ -211,7 +210,7 @@ class Executor:
             self._thread.join()
 
     def queue(self) -> Queue:
-        """The calls that there are now."""
+        """The current calls."""
         return self._queue([*list(self._jobs.values()), *list(self._inbox)])
 
     def _queue(self, jobs: Iterable[Job]) -> Queue:
@@ -223,13 +222,13 @@ class Executor:
         )
 
     def running(self) -> list[tuple[str, int]]:
-        """The app and the level of each answer that runs now."""
+        """The app and level of each running answer."""
         runs = [(job.call.app, job.run) for job in list(self._jobs.values())]
         return [(app, run.request.level) for app, run in runs if run is not None]
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the caches of answers that run now."""
+        """Memory of the caches of running answers."""
         return sum(job.cache_bytes for job in list(self._jobs.values()))
 
     def _notify(self) -> None:
@@ -269,7 +268,7 @@ class Executor:
         self._waiting.fail(error)
 
     def _one_turn(self) -> bool:
-        """Accepts and cancels calls, does other work, then takes one dispatch or waits; False where the
+        """Accepts and cancels calls, does other work, then runs one dispatch or waits; returns False if the
         thread should end."""
         self.memory.step()
         self.canary.step()
@@ -300,7 +299,7 @@ class Executor:
         return True
 
     def _idle(self) -> None:
-        """Takes a step of other work, or waits for calls where there is none."""
+        """Does a step of idle work, or waits for calls if there is none."""
         if not any(work.step() for work in self._idle_work):
             with self._wake:
                 if not self._inbox and not self._waiting and self._refusing is None:
@@ -309,7 +308,7 @@ class Executor:
     def _take_turn(self, job: Job) -> None:
         call = job.call
         with self._wake:
-            # From here on a call that comes finds the context taken.
+            # From here on later calls find the context in use.
             others = [
                 each for each in (*self._jobs.values(), *self._inbox) if each is not job and not each.over
             ]
@@ -321,7 +320,7 @@ class Executor:
     def _close(self, job: Job, *, late: bool) -> None:
         if job.run is not None and job.run.stage != "ended":
             try:
-                # An error of storing its context is told by the context's next call.
+                # An error of storing its context is raised to the context's next call.
                 fail(job.run)
             except Exception:
                 _log.exception("an answer could not be ended as it should")
@@ -331,7 +330,7 @@ class Executor:
 
     def _dispatch(self) -> None:
         queue = self._queue(self._jobs.values())
-        # Where memory is short there is too little for more than those that run.
+        # Under memory pressure only running calls continue.
         short = self.memory.short and bool(queue.running)
         action = next_action(dataclasses.replace(queue, work=queue.running) if short else queue, self.options)
         if action.kind == "idle":
@@ -340,7 +339,7 @@ class Executor:
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
         with self._failing(jobs):
-            # All of one dispatch have the same.
+            # All calls of one dispatch have the same adapter.
             self.adapters.use(jobs[0].adapter)
             if action.kind == "start":
                 self._begin(jobs[0])
@@ -349,9 +348,9 @@ class Executor:
                 run.resume()
             if action.kind == "decode":
                 for run in runs:
-                    # With others a token takes longer than the profile says.
+                    # In a batch a token takes longer than the profile says.
                     run.taken_whole = False
-                # Imported by now: a runner with batches is a live one.
+                # Already imported: a runner with batches is a live one.
                 from jaxllm.serving.engine.step import decode_together
 
                 decode_together(runs)
@@ -375,7 +374,7 @@ class Executor:
             time.sleep(_FIRST_TOKEN_S)
 
     def _count(self, took_ms: Mapping[str, float]) -> None:
-        """Counts time of the engine for apps."""
+        """Adds engine time to the apps' counts."""
         for app, each in took_ms.items():
             self._engine_ms = decayed(self._engine_ms, each, _HALF_LIFE_MS)
             self._engine_ms[app] = self._engine_ms.get(app, 0.0) + each
@@ -392,7 +391,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _failing(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Ends jobs by what is raised in here."""
+        """Ends jobs with the error raised inside."""
         try:
             yield
         except JaxllmError as error:
@@ -410,7 +409,7 @@ class Executor:
             job.put(error)
 
     def _remove(self, job: Job, *, keep: bool = True) -> None:
-        """Forgets a job, and keeps its cache, unless it follows a source, for calls that begin alike."""
+        """Drops a job; stores its cache for calls with the same prefix, unless it depends on a source."""
         del self._jobs[job.id]
         if job.context_call is not None:
             self.require_contexts().ended(job.call.app, job.context_call.record.name)
@@ -419,7 +418,7 @@ class Executor:
 
 
 class EngineWork:
-    """Functions that wait for the engine's thread. Any thread adds some, one runs them."""
+    """Functions waiting for the engine's thread. Any thread adds some, one runs them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -435,7 +434,7 @@ class EngineWork:
           The function's result or error.
 
         Raises:
-          Refused: too many of the app wait.
+          Refused: too many functions of the app wait.
         """
         future: Future[Result] = Future()
         with self._lock:
@@ -467,7 +466,7 @@ class EngineWork:
         return took_ms
 
     def fail(self, error: JaxllmError) -> None:
-        """Ends all that wait with an error."""
+        """Ends all waiting functions with an error."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for *_, future in waiting:
@@ -478,16 +477,16 @@ class EngineWork:
 def compile_grammars(
     engine: Engine[Any], jobs: Iterable[Job], notify: Callable[[], None]
 ) -> list[tuple[Job, JaxllmError]]:
-    """Begins to compile grammars of calls that wait. Of an app and a priority one is compiled, or waits with
-    its process for its call to begin: no app's grammars keep another's waiting, nor fill memory.
+    """Starts to compile grammars of waiting calls: at most one per app and priority is being compiled, or is
+    compiled and waits with its process for its call. So no app's grammars delay another's or fill memory.
 
     Args:
-      engine: compiles them.
+      engine: engine whose compiler is used.
       jobs: all calls that have not ended.
-      notify: called in any thread where a grammar has been compiled.
+      notify: called in any thread after a grammar was compiled.
 
     Returns:
-      The calls whose grammars cannot be used, and why.
+      The calls with invalid grammars, and their errors.
     """
     waiting = [job for job in jobs if job.run is None and job.call.config.grammar is not None]
     ahead = {(job.call.app, job.call.priority) for job in waiting if job.prepared is not None}
@@ -506,17 +505,17 @@ def compile_grammars(
 
 
 def _wait_for_masks(jobs: Iterable[Job]) -> None:
-    """Waits a little for the masks of calls that cannot go on without."""
+    """Waits a little for the masks of calls that cannot continue without."""
     matchers = [job.run.decoding.matcher for job in jobs if job.run is not None]
     channels = [matcher.channel for matcher in matchers if matcher is not None]
     wait([channel for channel in channels if channel is not None], _MASK_S)
 
 
 def _batchable(run: Run) -> bool:
-    """Whether the next step of a run may be one with others'."""
+    """Whether the next step of a run can be batched."""
     if run.runner.batch is None:
         return False
-    # Imported by now: a runner with batches is a live one.
+    # Already imported: a runner with batches is a live one.
     from jaxllm.serving.engine.step import batchable
 
     return batchable(run)

@@ -1,7 +1,8 @@
-"""Guards an ASGI app from web pages and strangers: checks Host and Origin, answers CORS, identifies callers.
+"""Guards an ASGI app from web pages and unknown callers: checks Host and Origin, answers CORS, identifies
+callers.
 
-A browser on this machine can reach a loopback port from any page. `Host` shows a page that had its own name
-resolve to us (DNS rebinding), `Origin` a page of another site. Neither can reach a Unix socket.
+A browser on this machine can reach a loopback port from any page. `Host` reveals a page whose name resolves
+to this machine (DNS rebinding), `Origin` a page of another site. Neither can reach a Unix socket.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ _METHODS = b"GET, POST, DELETE, OPTIONS"
 _HEADERS = b"authorization, content-type, x-api-key, x-request-id, x-slo"
 _EXPOSED = b"retry-after, x-request-id"
 _PREFLIGHT_S = b"600"
-# Of a refused request's body so much is read, and for so long.
+# Maximum bytes and time of reading a refused request's body.
 _MOST_DROPPED_BYTES = 8 << 20
 _DROP_S = 10.0
 
 
 class Identifies(Protocol):
-    """What tells who calls (see `jaxllm.serving.server.identity.Identity`)."""
+    """Identifies callers (see `jaxllm.serving.server.identity.Identity`)."""
 
     def identify(self, scope: Mapping[str, Any]) -> str:
         """The app of a request; raises Unauthorized."""
@@ -47,9 +48,9 @@ class GuardOptions:
     """Options of the guard.
 
     Attributes:
-      hosts: names by which callers may reach the service, without the port, in lower case.
-      origins: of pages of other sites that may call, such as "https://app.example"; none by default.
-      open_paths: that need no identity.
+      hosts: host names of the service, without the port, in lower case.
+      origins: origins of other sites' pages that may call, such as "https://app.example"; none by default.
+      open_paths: paths without identification.
     """
 
     hosts: tuple[str, ...] = LOOPBACK_HOSTS
@@ -72,7 +73,7 @@ class GuardOptions:
 
 
 class Guard:
-    """An ASGI app around another: lets through what may call, and says to the rest why not."""
+    """ASGI middleware that admits authorized callers and refuses others with the reason."""
 
     def __init__(self, app: App, identity: Identifies, options: GuardOptions | None = None) -> None:
         self._app, self._identity, self._options = app, identity, options or GuardOptions()
@@ -92,7 +93,7 @@ class Guard:
         if origin:
             send = _with_cors(send, origin)
             if scope["method"] == "OPTIONS" and _header(scope, b"access-control-request-method"):
-                # Browsers send no key along with this question.
+                # Browsers send preflights without a key.
                 await _preflight(scope, send)
                 return
         if scope["path"] not in self._options.open_paths:
@@ -104,7 +105,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> tuple[str, str | None]:
-        """The origin of another site's page that calls and may, or empty; and why a call is refused."""
+        """The origin of an allowed page of another site, or empty; and why a call is refused."""
         peer = peer_of(scope)
         over_socket = peer is not None and peer.credentials is not None
         hosts = _header(scope, b"host")
@@ -117,7 +118,7 @@ class Guard:
         origin = origins[0].lower()
         if len(origins) == 1 and origin in self._options.origins:
             return origin, None
-        # Our own pages, which are none where the host was not checked.
+        # Our own pages; there are none if the host was not checked.
         if len(origins) == 1 and not over_socket and origin == f"{scope.get('scheme')}://{hosts[0].lower()}":
             return "", None
         return "", "pages of this Origin may not call; allow it in the service's options"
@@ -126,19 +127,19 @@ class Guard:
 async def _refuse(
     scope: Scope, receive: Receive, send: Send, status: int, message: str, *, code: str
 ) -> None:
-    """Answers in the form of the path's own format."""
+    """Answers in the path's own format."""
     await _drop_body(scope, receive)
     response = error_response(ApiError(message, status=status, code=code), shape_of(scope["path"]))
-    # What is left of the request's body must not be taken for the next request.
+    # The rest of the request's body must not be parsed as the next request.
     response.headers["connection"] = "close"
     await response(scope, receive, send)
 
 
 async def _drop_body(scope: Scope, receive: Receive) -> None:
-    """Reads a request's body, within bounds, and keeps nothing of it: where bytes are left the system resets
-    the connection when it is closed, and a client that still sends sees no answer."""
+    """Reads and discards a request's body, within limits: with unread bytes the system resets the connection
+    on close, and a client that still sends sees no answer."""
     if any(each.lower() == "100-continue" for each in _header(scope, b"expect")):
-        # Sends nothing until it is told to.
+        # Such a client sends nothing until told to.
         return
     left = _MOST_DROPPED_BYTES
     with contextlib.suppress(TimeoutError):
@@ -163,7 +164,7 @@ async def _preflight(scope: Scope, send: Send) -> None:
 
 
 def _with_cors(send: Send, origin: str) -> Send:
-    """`send` that lets a page of an origin see the answer."""
+    """Wraps `send` so that a page of an origin may read the answer."""
     added = [
         (b"access-control-allow-origin", origin.encode()),
         (b"access-control-expose-headers", _EXPOSED),

@@ -4,8 +4,8 @@ drafts, layers, the expert buffer.
     memory = service_memory(service, MemoryOptions(limit_bytes=2 << 30))
     memory.step()       between dispatches, in the engine's thread
 
-Weights that are all in memory cannot be given up while the model runs; those that are streamed can, layer by
-layer, down to what a pass over the model needs.
+Resident weights cannot be released while the model runs; streamed ones can, layer by layer, down to what a
+pass over the model needs.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from jaxllm.serving.weights.streamed import StreamedWeights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextChunks:
-    """Chunks of contexts that are in memory.
+    """Chunks of contexts in memory.
 
     Attributes:
-      memory: that keeps them.
-      floor_bytes: that stays free of contexts that run or are pinned, as far as the whole budget has it; at
-        least what the longest one takes, for a call to begin or grow.
-      asked_bytes: their budget as it was asked for last.
-      name: of this kind of holding.
+      memory: store of the chunks.
+      floor_bytes: bytes to leave free besides running and pinned contexts, within the whole budget, for a
+        call to begin or grow: at least the size of the longest one.
+      asked_bytes: returns the last requested budget.
+      name: kind of the holding.
     """
 
     memory: ChunkMemory
@@ -49,43 +49,43 @@ class ContextChunks:
 
     @property
     def size_bytes(self) -> int:
-        """Of resident chunks."""
+        """Size of resident chunks."""
         return self.memory.resident_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Their budget now."""
+        """The current budget."""
         return self.memory.budget_bytes
 
     @property
     def most_bytes(self) -> int:
-        """Their budget as it was asked for; more is of no use to them."""
+        """The requested budget; more is useless."""
         return self.asked_bytes()
 
     @property
     def least_bytes(self) -> int:
-        """Of contexts that run or are pinned, and the floor."""
+        """Size of running and pinned contexts, plus the floor."""
         kept = self.memory.kept_bytes
         return max(kept, min(kept + self.floor_bytes, self.most_bytes))
 
     def resize(self, limit_bytes: int) -> None:
-        """Sets the budget; evicts chunks beyond it, in the order of the policy."""
+        """Sets the budget, and evicts chunks beyond it in the order of the policy."""
         self.memory.resize(limit_bytes)
 
 
 class Drafts:
-    """What a drafter keeps: it drafts as long as all of that may be there.
+    """Memory of a drafter, which drafts only while all of it is granted.
 
     Args:
-      speculation: whose drafter it is.
-      memory: of the drafter.
-      lock: of the model.
+      speculation: speculation of the drafter.
+      memory: memory of the drafter.
+      lock: lock of the model.
 
     Attributes:
-      name: of this kind of holding.
-      least_bytes: none: answers do without drafts.
-      most_bytes: that the drafter may come to take.
-      limit_bytes: most that it may take now.
+      name: kind of the holding.
+      least_bytes: 0: answers do not require drafts.
+      most_bytes: maximum memory of the drafter.
+      limit_bytes: the current budget.
     """
 
     name = "drafts"
@@ -102,28 +102,28 @@ class Drafts:
 
     @property
     def size_bytes(self) -> int:
-        """Of the drafter, its caches among it."""
+        """Size of the drafter, including its caches."""
         return self._memory.size_bytes
 
     def resize(self, limit_bytes: int) -> None:
-        """Sets the budget; drafts stop where it is not all of it, and begin again where it is."""
+        """Sets the budget; drafting stops while it is less than the maximum."""
         with self._lock:
             self._speculation.draft(limit_bytes >= self.most_bytes)
         self.limit_bytes = limit_bytes
 
 
 class ResidentLayers:
-    """Layers of a streamed model that are in memory; others are read in each pass.
+    """Resident layers of a streamed model; others are read in each pass.
 
     Args:
-      weights: that keep them, and are `resizable`.
-      lock: of the model.
+      weights: weights of the layers, `resizable`.
+      lock: lock of the model.
 
     Attributes:
-      name: of this kind of holding.
-      least_bytes: none: all layers can be read in each pass.
-      most_bytes: of those that the engine's budget left room for.
-      limit_bytes: most that they may take now; whole layers fill it up to a part of one.
+      name: kind of the holding.
+      least_bytes: 0: all layers can be read in each pass.
+      most_bytes: size of the layers that fit the engine's budget.
+      limit_bytes: the current budget, in which whole layers fit.
     """
 
     name = "layers"
@@ -135,26 +135,26 @@ class ResidentLayers:
 
     @property
     def size_bytes(self) -> int:
-        """Of resident layers."""
+        """Size of resident layers."""
         return self._weights.resident_bytes
 
     def resize(self, limit_bytes: int) -> None:
-        """Sets the budget: lets layers beyond it go, or reads those that it has room for again."""
+        """Sets the budget: drops layers beyond it, or reads layers that fit again."""
         with self._lock:
             self._weights.resize(limit_bytes)
         self.limit_bytes = limit_bytes
 
 
 class ExpertBuffer:
-    """Experts that are in memory.
+    """Experts in memory.
 
     Args:
-      weights: that keep them.
+      weights: weights of the experts.
 
     Attributes:
-      name: of this kind of holding.
-      least_bytes: that one layer needs.
-      most_bytes: of all experts, or what the engine's budget left for them.
+      name: kind of the holding.
+      least_bytes: size required by one layer.
+      most_bytes: size of all experts, or their share of the engine's budget.
     """
 
     name = "experts"
@@ -165,26 +165,26 @@ class ExpertBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """Of resident experts, and those that are being read."""
+        """Size of resident experts, including those that are being read."""
         return self._cache.taken_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Their budget now."""
+        """The current budget."""
         return self._cache.budget_bytes
 
     def resize(self, limit_bytes: int) -> None:
-        """Sets the budget; evicts idle experts beyond it."""
+        """Sets the budget, and evicts idle experts beyond it."""
         self._cache.resize(limit_bytes)
 
 
 def storage_figures(model: LoadedModel) -> dict[str, Any]:
-    """The experts that were visited, and the bytes that were read from storage since the start; empty where
-    all weights are in memory."""
+    """Counts of visited experts, and of bytes read from storage, since the start; empty for resident
+    weights."""
     streamed = model.streamed
     if streamed is None:
         return {}
-    # Imported by now: the model is such a one.
+    # Already imported by such a model.
     from jaxllm.serving.experts.weights import ExpertWeights
 
     if not isinstance(streamed, ExpertWeights):
@@ -197,21 +197,21 @@ def storage_figures(model: LoadedModel) -> dict[str, Any]:
 
 
 def weight_figures(model: LoadedModel) -> int:
-    """Bytes of weights that are always in memory."""
+    """Size of weights that always stay in memory."""
     streamed = model.streamed
     return model.bundle.weight_bytes if streamed is None else streamed.staying_bytes
 
 
 def engine_bytes(limit_bytes: int) -> int:
-    """The part of the process's budget that is left for a model, which is about to be opened: 0 for no limit.
+    """The part of the process's budget that is left for a model to be opened: 0 for no limit.
 
     Raises:
       BudgetExceeded: nothing is left.
-      ConfigError: the system does not tell what the process takes.
+      ConfigError: the system does not report the process's memory.
     """
     if not limit_bytes:
         return 0
-    # Starts the backend, which takes memory whatever the model.
+    # Initialize the backend first: it needs memory for any model.
     jax.default_backend()
     taken = resident_bytes()
     if taken >= limit_bytes:
@@ -229,7 +229,7 @@ def service_memory(
     app_bytes: Callable[[str], int] = lambda app: 0,
     governed: Callable[[list[Holding], GovernorOptions], Governor] = Governor,
 ) -> ServiceMemory:
-    """The memory of a service that is open (see `ServiceMemory`)."""
+    """The memory of an open service (see `ServiceMemory`)."""
     engine = service.engine
     memory = ServiceMemory(
         options,
@@ -239,7 +239,7 @@ def service_memory(
         governed=governed,
     )
     if memory.sessions.limit_bytes:
-        # A service that was opened as `jaxllm.serving.server.opening` does has them.
+        # Services opened by `jaxllm.serving.server.opening` have them already.
         engine.runner.fill(
             [bucket for level in engine.levels for bucket in engine.runner_at(level).fork_buckets()]
         )
@@ -247,7 +247,7 @@ def service_memory(
 
 
 def _holdings(service: LLMService) -> list[Holding]:
-    """What a service can give up besides its prefixes."""
+    """Reclaimable memory of a service besides its prefixes."""
     found: list[Holding] = []
     if service.contexts is not None:
         found.append(_chunks(service.contexts))
@@ -257,7 +257,7 @@ def _holdings(service: LLMService) -> list[Holding]:
         found.append(Drafts(engine.speculation, memory, engine.runner.lock))
     streamed = engine.model.streamed
     if streamed is not None:
-        # Imported by now: the model is such a one.
+        # Already imported by such a model.
         from jaxllm.serving.experts.weights import ExpertWeights
 
         if isinstance(streamed, ExpertWeights):
@@ -268,7 +268,7 @@ def _holdings(service: LLMService) -> list[Holding]:
 
 
 def _chunks(contexts: Contexts) -> ContextChunks:
-    """The chunks of contexts, of which those of the longest context have room in any case."""
+    """The chunks of contexts, with a floor for those of the longest context."""
     engine = contexts.engine
     count = engine.options.context_tokens // engine.options.kv_chunk_tokens
     forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]

@@ -3,12 +3,12 @@
     identity = Identity(IdentityOptions(), KeyFile(default_keys_file()))
     app = identity.identify(scope)      # raises Unauthorized
 
-Over a Unix socket the kernel names the process, and keys are neither needed nor looked at: ordinary clients
-always send one. Over HTTP a key is needed as soon as the file of keys exists; until then callers on the
+Over a Unix socket the kernel identifies the process, and keys are neither needed nor checked: ordinary
+clients always send one. Over HTTP a key is needed as soon as the key file exists; until then callers on the
 loopback are the app `local`, and others are refused.
 
-A key is 32 random bytes, shown once and stored as a plain SHA-256, which can be neither guessed nor searched
-for. A running service sees changes of the file of keys at its next request.
+A key is 32 random bytes, shown once and stored as a plain SHA-256, safe against guessing and search. A
+running service sees changes of the key file at its next request.
 """
 
 import contextlib
@@ -40,21 +40,21 @@ _MOST_BYTES = 1 << 20
 _MOST_KEYS = 4096
 _ID = re.compile(r"[0-9a-f]{8}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# Longer ones are no keys, and not worth hashing.
+# Longer ones are never keys, and not worth hashing.
 _MOST_KEY_CHARACTERS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredKey:
-    """What is stored of a key.
+    """The stored facts of a key.
 
     Attributes:
-      id: names the key in lists; not part of it.
-      app: that the key stands for.
-      sha256: of the key, in hex.
-      created_s: in seconds since 1970.
-      operator: whether it may watch the service, metrics and the dashboard's events of all apps, and change
-        what all have: its adapters.
+      id: name of the key in lists; not part of it.
+      app: app of the key.
+      sha256: hex digest of the key.
+      created_s: creation time in seconds since 1970.
+      operator: whether it may read metrics and the dashboard's events of all apps, and change adapters,
+        which all apps share.
     """
 
     id: str
@@ -65,20 +65,20 @@ class StoredKey:
 
 
 def default_keys_file() -> Path:
-    """The file of keys: $JAXLLM_KEYS, else `keys.json` in the platform's config folder."""
+    """The key file: $JAXLLM_KEYS, else `keys.json` in the platform's config folder."""
     return Path(os.environ.get("JAXLLM_KEYS") or platformdirs.user_config_path("jaxllm") / "keys.json")
 
 
 def digest(key: str) -> str:
-    """The digest of a key, as it is stored."""
+    """The stored digest of a key."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
 class KeyFile:
-    """The file of keys, read again whenever it has changed.
+    """The key file, reloaded whenever it has changed.
 
-    Once a file is there, keys are needed, even where it has none (the last was removed) or where the file
-    vanishes while it is watched: an empty list shuts, it never opens.
+    Once the file has existed, keys are needed, even if it is empty (the last key was removed) or is deleted
+    while the service runs: an empty list refuses everyone.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class KeyFile:
         return self._was_there
 
     def find(self, key: str) -> StoredKey | None:
-        """What is stored of a key; None for an unknown one. Takes as long for one key as for another.
+        """The stored facts of a key; None for an unknown one. Takes constant time.
 
         Raises:
           ConfigError: see `read_keys`.
@@ -106,7 +106,7 @@ class KeyFile:
         given = digest(key[:_MOST_KEY_CHARACTERS])
         found = None
         for each in self._keys:
-            # No early end: the time would tell of the key's place.
+            # No early exit: the time would reveal the key's place.
             if hmac.compare_digest(each.sha256, given):
                 found = each
         return found if len(key) <= _MOST_KEY_CHARACTERS else None
@@ -123,7 +123,7 @@ class KeyFile:
         now = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         if now != self._seen:
             self._keys = read_keys(self.path)
-            # Not before: a file that cannot be read is tried again, and refused again, at each request.
+            # Set only now: an unreadable file is tried and refused again at each request.
             self._seen = now
 
 
@@ -131,7 +131,7 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
     """The keys in a file, oldest first; none where it is missing.
 
     Raises:
-      ConfigError: it is not a file of keys, or others than its owner may read or write it.
+      ConfigError: it is not a key file, or users other than its owner may read or write it.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -156,15 +156,15 @@ def add_key(path: Path, app: str, *, operator: bool = False) -> tuple[str, Store
     """Makes a key of an app.
 
     Args:
-      path: the file of keys, made with its folder if missing.
-      app: its name.
+      path: the key file, made with its folder if missing.
+      app: name of the app.
       operator: see `StoredKey`.
 
     Returns:
-      The key, which is nowhere stored, and what is.
+      The key, which is not stored, and its stored facts.
 
     Raises:
-      ConfigError: the app's name is not valid, there are too many keys, or the file cannot be used.
+      ConfigError: the app's name is invalid, there are too many keys, or the file cannot be used.
     """
     require_app(app)
     key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
@@ -185,13 +185,13 @@ def remove_keys(path: Path, which: str) -> tuple[StoredKey, ...]:
     """Removes a key by its id, or all keys of an app.
 
     Returns:
-      What was removed.
+      The facts of removed keys.
 
     Raises:
       ConfigError: there is no such key or app, or the file cannot be used.
     """
     with _changing(path) as keys:
-        # An id goes before an app of that name.
+        # Ids have precedence over apps of the same name.
         gone = [each for each in keys if each.id == which] or [each for each in keys if each.app == which]
         if not gone:
             raise ConfigError(
@@ -203,8 +203,8 @@ def remove_keys(path: Path, which: str) -> tuple[StoredKey, ...]:
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[list[StoredKey]]:
-    """Yields the keys in a file to be changed, and writes them if the block ends well; for one process at a
-    time.
+    """Yields the mutable list of a file's keys, and writes it if the block succeeds; locks out other
+    processes.
 
     Raises:
       ConfigError: the file cannot be read or written.
@@ -239,7 +239,7 @@ def _checked(facts: Any) -> tuple[StoredKey, ...]:
         raise ValueError("its keys are no list, or too many")
     names = {field.name for field in dataclasses.fields(StoredKey)}
     for each in facts["keys"]:
-        # Files of before there were operators have none.
+        # Older files have no operators.
         if not isinstance(each, dict) or each.keys() | {"operator"} != names:
             raise ValueError("a key has other fields")
         if type(each.get("operator", False)) is not bool:
@@ -271,21 +271,21 @@ def _not_read(path: Path, error: OSError) -> ConfigError:
 
 
 _log = logging.getLogger(__name__)
-# Where an app is kept in the scope once it is known; no client can write there.
+# Scope entry of an identified app; clients cannot set it.
 _APP = "jaxllm.app"
 _OPERATOR = "jaxllm.operator"
 
 
 def identified_app(scope: Mapping[str, Any]) -> str:
-    """The app of a request that was identified before; empty where it was not."""
+    """The app of an identified request; empty if it was not identified."""
     return scope.get(_APP, "")
 
 
 class Unauthorized(JaxllmError):
-    """It is not known who calls (HTTP 401).
+    """The caller is unknown (HTTP 401).
 
     Attributes:
-      code: for programs: "missing_api_key", "invalid_api_key" or "unknown_peer".
+      code: error code: "missing_api_key", "invalid_api_key" or "unknown_peer".
     """
 
     def __init__(self, message: str, *, code: str = "invalid_api_key") -> None:
@@ -298,8 +298,8 @@ class IdentityOptions:
     """Options of identity.
 
     Attributes:
-      local_app: the app of callers on the loopback as long as there is no file of keys.
-      remote: serve other machines, too. Takes keys.
+      local_app: the app of callers on the loopback as long as there is no key file.
+      remote: whether to serve other machines. Requires keys.
     """
 
     local_app: str = "local"
@@ -310,11 +310,11 @@ class IdentityOptions:
 
 
 class Identity:
-    """Finds the app of a request. For the event loop's thread.
+    """Identifies the app of a request. For the event loop's thread.
 
     Attributes:
       options: see `IdentityOptions`.
-      keys: of apps; None for no keys, ever.
+      keys: keys of apps; None to never use keys.
     """
 
     def __init__(self, options: IdentityOptions | None = None, keys: KeyFile | None = None) -> None:
@@ -324,7 +324,7 @@ class Identity:
         """Checks an address that the service is about to listen on.
 
         Raises:
-          ConfigError: other machines could reach it and that was not asked for, or there are no keys.
+          ConfigError: other machines could reach it without `remote`, or there are no keys.
         """
         if is_loopback(host):
             return
@@ -343,10 +343,10 @@ class Identity:
         """The app of a request.
 
         Args:
-          scope: ASGI's, of a server that runs `jaxllm.serving.server.sockets.protocol`.
+          scope: ASGI scope of a server that runs `jaxllm.serving.server.sockets.protocol`.
 
         Raises:
-          Unauthorized: it has no key, or an unknown one.
+          Unauthorized: the request has no key, or an unknown one.
         """
         if known := identified_app(scope):
             return known
@@ -356,9 +356,9 @@ class Identity:
         return app
 
     def operates(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request may watch the service, and so all of its apps, and change what all have: root and
-        the service's own user over the Unix socket, an operator's key over HTTP, and who is on the loopback
-        where no keys are needed.
+        """Whether a request may watch the service with all of its apps, and change what they share: root and
+        the service's user over the Unix socket, an operator's key over HTTP, and any caller on the loopback
+        if no keys are needed.
 
         Args:
           scope: see `identify`.
@@ -370,7 +370,7 @@ class Identity:
         return scope.get(_OPERATOR, False)
 
     def _found(self, scope: Mapping[str, Any]) -> tuple[str, bool]:
-        """The app of a request, and whether it operates."""
+        """The app of a request, and whether it is an operator's."""
         peer = peer_of(scope)
         if peer is not None and peer.app:
             own = peer.credentials is not None and peer.credentials.uid in (0, os.geteuid())
@@ -392,7 +392,7 @@ class Identity:
                 )
             stored = self.keys.find(key)
         except ConfigError as error:
-            # Whatever is wrong with the file is not for callers to know.
+            # Do not reveal errors of the file to callers.
             _log.error("API keys cannot be checked: %s", error)
             raise Unauthorized("API keys cannot be checked now; see the service's log") from error
         if stored is None:
@@ -401,7 +401,7 @@ class Identity:
 
 
 def _key(scope: Mapping[str, Any]) -> str:
-    """The key in a request's headers; empty for none, or where several differ."""
+    """The key in a request's headers; empty for none, or if several differ."""
     found = set()
     for name, value in scope.get("headers") or ():
         if name == b"x-api-key":

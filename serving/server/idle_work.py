@@ -1,9 +1,10 @@
-"""Uses the engine's thread while the service has nothing to answer: measures the
-whole profile of a device that has a coarse one.
+"""Uses the engine's thread while the service is idle: measures the full profile of a device that has a coarse
+one.
 
-A first start should not wait for the minutes that a whole profile requires. The engine's thread measures a
+A first start should not wait for the minutes that a full profile requires. The engine's thread measures one
 dispatch at a time, so that a call waits for one dispatch at most. A run that a call has interrupted is
-repeated, because the device was not idle. The whole profile is planned by at once, and kept for later starts.
+repeated, because the device was not idle. The full profile is used for plans at once, and stored for later
+starts.
 """
 
 import logging
@@ -18,16 +19,16 @@ from jaxllm.serving.elastic.profiling import Measurement
 from jaxllm.serving.server.service import LLMService
 
 _log = logging.getLogger(__name__)
-# Calls often come one soon after the other: nothing is measured until none has come for so long.
+# Calls often come in bursts: measure only after this time without calls.
 _QUIET_S = 2.0
 
 
 class ProfileFacts(TypedDict):
-    """Which profile the service plans by.
+    """The profile that the service plans with.
 
     Attributes:
       kind: "whole", or "coarse" until it is refined.
-      runs_done, runs: of the measurement of the whole profile; 0 where there is none to do.
+      runs_done, runs: progress of measuring the full profile; 0 if there is none.
     """
 
     kind: str
@@ -36,14 +37,14 @@ class ProfileFacts(TypedDict):
 
 
 class ProfileRefinement:
-    """Measures the whole profile of a service that has a coarse one (see `IdleWork`); one that has a whole
-    profile leaves nothing to do. In the engine's thread, but for `facts`.
+    """Measures the full profile of a service that has a coarse one (see `IdleWork`); does nothing if the
+    profile is full. In the engine's thread, except `facts`.
 
     Args:
-      service: that plans by the profile.
-      use: takes the profile once it is there.
+      service: service that plans with the profile.
+      use: receives the finished profile.
       quiet_s: time without calls before it measures.
-      clock: in seconds.
+      clock: returns seconds.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ProfileRefinement:
             )
 
     def facts(self) -> ProfileFacts:
-        """What is planned by. From any thread."""
+        """The profile in use. From any thread."""
         if (measurement := self._measurement) is None:
             return {"kind": "coarse" if self._service.profile.coarse else "whole", "runs_done": 0, "runs": 0}
         return {"kind": "coarse", "runs_done": measurement.done, "runs": measurement.total}
@@ -85,7 +86,7 @@ class ProfileRefinement:
             save_profile(profile, profile_path(engine.model.bundle, engine.options))
             _log.info("plans are made by the whole profile of this device from here on")
         except JaxllmError as error:
-            # Answers go on, by the profile that there is.
+            # Answers continue with the coarse profile.
             _log.error("the device's profile is not refined any further: %s", error)
         except Exception:
             _log.exception("the device's profile is not refined any further")

@@ -1,7 +1,7 @@
 """Holds one accepted call from its submission to its end: its prompt, run, deadlines and events.
 
-The engine's thread puts events and never waits: a slow reader lets them pile up, as many as its answer has
-pieces. The reader in the event loop is the call's `Ticket` (see `jaxllm.serving.server.calls`).
+The engine's thread adds events without waiting: for a slow reader they accumulate, at most one per piece of
+the answer. The reader in the event loop is the call's `Ticket` (see `jaxllm.serving.server.calls`).
 """
 
 import asyncio
@@ -68,14 +68,14 @@ class ContextTurn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """A dispatch that has ended well.
+    """A successful dispatch.
 
     Attributes:
       kind: see `jaxllm.serving.engine.run.Dispatched`.
       rows: number of answers in it.
-      took_ms: time that it ran.
-      tokens: number of tokens that it gave to answers; 0 for a chunk of a prompt but the last.
-      chunk_tokens: length of the prefilled chunk, padding included; 0 for other kinds.
+      took_ms: its duration.
+      tokens: number of tokens that it gave to answers; 0 for all chunks of a prompt but the last.
+      chunk_tokens: length of the prefilled chunk, including padding; 0 for other kinds.
       mode: arithmetic of the chunk's products, "int8" or "float"; empty for other kinds.
     """
 
@@ -88,15 +88,15 @@ class Dispatch:
 
 
 class Job:
-    """A call that was accepted and has not ended (see `jaxllm.serving.server.calls.Ticket`).
+    """An accepted call that has not ended (see `jaxllm.serving.server.calls.Ticket`).
 
     Attributes:
-      id: unique in the executor.
+      id: id, unique in the executor.
       call: the app's call.
       arrived_s: arrival time, by `time.perf_counter`.
       cancelled: whether the reader left; the engine's thread looks between two dispatches.
       on_event: called in the event loop with each event, with the error that ended the answer, or with None
-        where the reader leaves before the end.
+        if the reader leaves before the end.
       marked: the prompt with the words that a plan may drop; empty in a context until its turn is encoded.
       prompt: the prompt's token ids.
       rows: prompt embeddings in place of some of them; None for none, and in a context.
@@ -105,7 +105,7 @@ class Job:
       turn: turn of a call in a context, once it is encoded.
       context_call: restores and stores the context of a turn; None until it begins.
       may_continue: whether a call in a context, until its turn is encoded, may change that context.
-      prepared: its grammar, compiled or being compiled; None before, and without one.
+      prepared: its grammar, compiled or being compiled; None before, and without a grammar.
       cache_bytes: memory of its cache, as of its last step.
       adapter: name of the adapter that answers, a context's once the turn is encoded; empty for none.
     """
@@ -206,11 +206,11 @@ class Job:
 
     @property
     def unsent_tokens(self) -> int:
-        """Tokens of the answer that are in no event yet."""
+        """Number of the answer's tokens that are in no event yet."""
         return 0 if self.run is None else len(self.run.tokens) - self._sent
 
     def work(self, batchable: Callable[[Run], bool]) -> Work:
-        """The call as the scheduler sees it."""
+        """The call as input of the scheduler."""
         arrived, run, cost = 1000 * self.arrived_s, self.run, self._expected
         stage = "start" if run is None else run.stage
         prefill = cost.ttft_ms
@@ -255,7 +255,7 @@ class Job:
         self.run, self.plan, self.context_call = run, plan, context_call
         self._began_s = time.perf_counter()
         if plan is not None:
-            # From here on others need not wait for the whole model.
+            # Other calls no longer wait for the whole model.
             self._expected, self._expected_tokens = plan.expected, len(plan.kept) - plan.reused_tokens
 
     def _expect(self, prompt: tuple[int, ...], whole: Cost) -> None:
@@ -266,7 +266,7 @@ class Job:
         self._tpot_ms = min(self.limits.tpot_ms, self._options.tpot_ms(priority))
 
     def send(self) -> bool:
-        """Puts the events of the run's last step; whether the first token is among them."""
+        """Emits the events of the run's last step; returns whether the first token is among them."""
         run, now = self.run, time.perf_counter()
         assert run is not None
         self._last_s = now
@@ -330,17 +330,17 @@ class Job:
 
 
 def require_free(jobs: Iterable[Job], app: str, name: str) -> None:
-    """Checks that none of some calls changes an app's context.
+    """Checks that no call of several changes an app's context.
 
     Raises:
-      ContextBusy: one does.
+      ContextBusy: a call changes it.
     """
     if any(job.continues(app, name) for job in jobs):
         raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")
 
 
 def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
-    """The dispatch that jobs have just had, before they send its events; None where it failed for all."""
+    """The last dispatch of jobs, before they emit its events; None if it failed for all."""
     stepped = [job for job in jobs if job.run is not None]
     steps = [job.run.dispatched for job in stepped if job.run is not None and job.run.dispatched is not None]
     if not steps:
@@ -357,9 +357,9 @@ def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
 
 
 def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
-    """The time that a job that begins now has waited, and that others will take from it."""
+    """The time that a job beginning now has waited, and that others will take from it."""
     others = Queue(now_ms=queue.now_ms, work=[each for each in queue.work if each.id != job.id])
-    # No waiting call goes first, and of the running ones the decoding ones do.
+    # No waiting call goes first; of the running ones, those that decode do.
     load = expected_load(others, options, job.call.priority, due_ms=-np.inf)
     passed_ms = 1000 * (time.perf_counter() - job.arrived_s)
     return Load(waiting_ms=passed_ms + load.waiting_ms, token_share=load.token_share)
@@ -369,14 +369,14 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
     """Makes the run of a call without a context, with the cache of an earlier answer with the same prefix.
 
     Raises:
-      ObjectiveMissed, Refused: no choice is in time, and the call insists (see `_planned`).
+      ObjectiveMissed, Refused: no choice meets the objective of a strict call (see `_planned`).
       JaxllmError: the engine cannot answer it.
     """
     engine, call = service.engine, job.call
     plan, lifecycle = None, None
     ids, rows, level, tpot_ms = job.prompt, job.rows, None, None
     if rows is not None:
-        # As caches have them.
+        # The ids that caches have.
         ids = rows.placed(ids, engine.cfg)
     if call.objective is not None:
         cached = sessions.reusable(call.app, ids)
@@ -394,7 +394,7 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
     decoding = engine.decoding(request)
     session = None
     if request.source is None:
-        # A decoder's cache after one source is of no use after another.
+        # A decoder's cache depends on its source.
         session = sessions.take(call.app, call.prefix_key, ids, engine.runner_at(request.level))
     run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle or Lifecycle())
     run.taken_whole = True
@@ -405,8 +405,8 @@ def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int,
     """The plan of a call; `reused`: see `Planner.plan`.
 
     Raises:
-      ObjectiveMissed: no choice is in time even on an idle device, and the call insists.
-      Refused: the load alone is why none is.
+      ObjectiveMissed: the call is strict, and no choice meets its objective even on an idle device.
+      Refused: only the load is why no choice does.
     """
     call = job.call
     objective, count = call.objective, call.config.max_tokens
@@ -415,7 +415,7 @@ def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int,
     try:
         return plan(strict=bool(call.strict), load=load)
     except ObjectiveMissed as missed:
-        # Raises the same where the load is not the cause.
+        # Raises the same error if the load is not the cause.
         plan(strict=True, load=IDLE)
         raise Refused(
             f"other calls take the time that this one insists on ({missed}); try again later",

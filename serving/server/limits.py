@@ -1,12 +1,12 @@
-"""Limits what each app may take, so that none exhausts the service for the others.
+"""Limits each app's resources, so that no app exhausts the service for the others.
 
     admission = limiter.admit(app, prompt_tokens=300, max_tokens=256, now_s=now)   # or Refused
     admission.started()
     admission.ended(tokens=412, now_s=now)
 
 Tokens are counted by a bucket that refills steadily: a call reserves its prompt and its longest answer, and
-gives back at its end what it did not use. Nothing here reads a clock. Apps share no state: what one does
-changes no answer to another.
+returns the unused rest at its end. Nothing here reads a clock. Apps share no state: one app's calls never
+change another's limits.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ from jaxllm.serving.server.calls import ContextFacts, Refused
 from jaxllm.serving.server.peer import require_app
 
 _MINUTE_S = 60.0
-# A call that waits for another to end is told to come back after this time: how long that takes is not known.
+# Retry delay of a call that waits for another to end, whose duration is unknown.
 _RETRY_S = 1.0
-# Apps without running calls are forgotten beyond this number, once their buckets are full.
+# Apps without running calls are dropped beyond this number, once their buckets are full.
 _MOST_IDLE = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AppLimits:
-    """What an app may take; 0 is no limit. `Limits` has those of apps that nobody limits otherwise.
+    """Limits of an app; 0 is no limit. `Limits` has the defaults of all apps.
 
     Attributes:
-      in_flight: most calls that were accepted and have not ended, queued ones included.
-      queued: most calls that wait for their first step.
-      tokens_per_minute: of prompts and answers; also the most that a call may have.
-      contexts: most contexts.
-      prefix_bytes: most bytes of its caches of ended answers in memory.
-      stored_bytes: most bytes of its contexts on storage.
-      pinned: most pinned contexts.
+      in_flight: maximum number of accepted calls that have not ended, including queued ones.
+      queued: maximum number of calls that wait for their first step.
+      tokens_per_minute: rate of tokens of prompts and answers; also the maximum of a call.
+      contexts: maximum number of contexts.
+      prefix_bytes: memory limit of its caches of ended answers.
+      stored_bytes: size limit of its contexts on storage.
+      pinned: maximum number of pinned contexts.
     """
 
     in_flight: int = option(0, low=0)
@@ -58,8 +58,8 @@ class Limits:
     """The limits of all apps.
 
     Attributes:
-      default: of apps that are not named.
-      apps: of those that are.
+      default: limits of other apps.
+      apps: limits by app.
     """
 
     default: AppLimits = AppLimits(in_flight=64, queued=32, contexts=256, stored_bytes=4 << 30)
@@ -77,8 +77,8 @@ class Limits:
         return self.apps.get(app, self.default)
 
     def context_options(self) -> dict[str, int]:
-        """Fields of `ContextOptions` that follow: there they apply to every app, so each is the loosest of
-        all; the tighter ones of an app are checked by `require_context` and `require_pin`."""
+        """The corresponding fields of `ContextOptions`: these apply to every app, so each is the loosest of
+        all limits; an app's tighter ones are checked by `require_context` and `require_pin`."""
         everyone = [self.default, *self.apps.values()]
         names = {
             "contexts_per_app": "contexts",
@@ -90,12 +90,12 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What an app takes now.
+    """Resources in use by an app.
 
     Attributes:
       queued, running: numbers of its calls.
-      tokens: in its bucket; negative where answers were longer than reserved.
-      at_s: the time of `tokens`.
+      tokens: tokens in its bucket; negative if answers were longer than reserved.
+      at_s: time of `tokens`.
     """
 
     queued: int = option(0, low=0)
@@ -119,7 +119,7 @@ def admitted(
     """An app's usage with one more queued call, and the tokens that it reserves.
 
     Raises:
-      Refused: the app has a call too many, or too few tokens left.
+      Refused: the app has too many calls, or too few tokens left.
     """
     if limits.in_flight and usage.queued + usage.running >= limits.in_flight:
         raise Refused(
@@ -140,7 +140,7 @@ def admitted(
             f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute; shorten it",
             reason="full",
         )
-    # A full bucket is enough for any call: else one with a long answer could never start.
+    # A full bucket suffices for any call: else a call with a long answer could never start.
     reserved = min(prompt_tokens + max_tokens, per_minute) if per_minute else 0
     if reserved > usage.tokens:
         wait_s = (reserved - usage.tokens) * _MINUTE_S / per_minute
@@ -162,12 +162,12 @@ def ended(usage: Usage, limits: AppLimits, *, ran: bool, reserved: int, tokens: 
     """An app's usage when a call has ended.
 
     Args:
-      usage: before.
-      limits: of the app, which may have changed since the call was admitted.
+      usage: usage before.
+      limits: limits of the app, which may have changed since the call was admitted.
       ran: whether it had started.
-      reserved: its reserved tokens.
-      tokens: that it used, of prompt and answer.
-      now_s: the time.
+      reserved: number of reserved tokens.
+      tokens: number of used tokens, of prompt and answer.
+      now_s: current time.
     """
     usage = refilled(usage, limits, now_s)
     per_minute = limits.tokens_per_minute
@@ -177,20 +177,20 @@ def ended(usage: Usage, limits: AppLimits, *, ran: bool, reserved: int, tokens: 
 
 
 class Admission:
-    """A call that was admitted. Its end gives back what it took, once."""
+    """An admitted call. Its end returns its resources once."""
 
     def __init__(self, limiter: "Limiter", app: str, reserved: int) -> None:
         self._limiter, self._app, self._reserved = limiter, app, reserved
         self._stage = "queued"
 
     def started(self) -> None:
-        """The call has its first step. Does nothing when it has started or ended before."""
+        """Called at the call's first step. Does nothing if it has started or ended before."""
         if self._stage == "queued":
             self._stage = "running"
             self._limiter._change(self._app, started(self._limiter.usage(self._app)))
 
     def ended(self, *, tokens: int, now_s: float) -> None:
-        """The call has ended, in whatever way, and used so many tokens. Does nothing when it has before."""
+        """Called at the call's end with the number of used tokens. Idempotent."""
         if self._stage == "ended":
             return
         ran, self._stage = self._stage == "running", "ended"
@@ -203,10 +203,10 @@ class Admission:
 
 
 class Limiter:
-    """Counts what apps take. For one thread.
+    """Counts the resources of apps. For one thread.
 
     Attributes:
-      limits: of all apps; may be replaced at any time, and calls that were admitted stay so.
+      limits: limits of all apps; may be replaced at any time without effect on admitted calls.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -214,21 +214,21 @@ class Limiter:
         self._usage: dict[str, Usage] = {}
 
     def usage(self, app: str) -> Usage:
-        """What an app takes, its tokens as of its last call."""
+        """An app's usage, its tokens as of its last call."""
         return self._usage.get(app, Usage())
 
     def snapshot(self) -> dict[str, Usage]:
-        """What all apps take."""
+        """The usage of all apps."""
         return dict(self._usage)
 
     def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> Admission:
         """Admits a call.
 
         Args:
-          app: that calls.
-          prompt_tokens: of its prompt.
-          max_tokens: most tokens of its answer.
-          now_s: the time on any clock that never goes back, the same for all methods.
+          app: app of the call.
+          prompt_tokens: number of prompt tokens.
+          max_tokens: maximum number of tokens of its answer.
+          now_s: current time of a monotonic clock, the same for all methods.
 
         Raises:
           Refused: a limit of the app is reached.
@@ -254,10 +254,10 @@ class Limiter:
 
 
 def require_context(limits: AppLimits, there: Sequence[ContextFacts]) -> None:
-    """Checks that an app may create a context beside those that it has.
+    """Checks that an app may create a context besides its own.
 
     Raises:
-      BudgetExceeded: it has too many, or their files take too much.
+      BudgetExceeded: it has too many, or their files are too large.
     """
     if limits.contexts and len(there) >= limits.contexts:
         raise BudgetExceeded(
@@ -270,7 +270,7 @@ def require_stored(limits: AppLimits, there: Sequence[ContextFacts]) -> None:
     """Checks that an app's contexts may grow.
 
     Raises:
-      BudgetExceeded: their files take too much.
+      BudgetExceeded: their files are too large.
     """
     stored = sum(each.stored_bytes for each in there)
     if limits.stored_bytes and stored >= limits.stored_bytes:
@@ -294,10 +294,10 @@ def require_pin(limits: AppLimits, there: Sequence[ContextFacts], name: str) -> 
 
 
 def limits_of(facts: Mapping[str, Any], default: AppLimits | None = None) -> AppLimits:
-    """Limits from a config file's values; those that are not there are as in `default`, or none.
+    """Limits from a config file's values; missing ones are as in `default`, or none.
 
     Raises:
-      ConfigError: a name is unknown or a value is out of its domain.
+      ConfigError: a name is unknown or a value is out of range.
     """
     names = [field.name for field in dataclasses.fields(AppLimits)]
     if unknown := set(facts) - set(names):

@@ -1,11 +1,11 @@
-"""Writes logs as JSON lines, with the request that they belong to, and an access record of each request.
+"""Writes logs as JSON lines with the id of their request, and an access record of each request.
 
-    app = AccessLogged(app)     around everything else: refused requests have a name and a record, too
+    app = AccessLogged(app)     outermost: refused requests have an id and a record, too
 
-A line is one JSON object: `time`, `level`, `logger`, `message`, the request's `request_id` and `app` where
+A line is one JSON object: `time`, `level`, `logger`, `message`, the request's `request_id` and `app` if
 there is one, the fields of the record, and `error` with the traceback of an exception. Prompts and answers
-are never written. Lines are written by a thread of their own (`LineWriter`), so that no answer waits for the
-reader of the log.
+are never written. A separate thread writes the lines (`LineWriter`), so that no answer waits for the reader
+of the log.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from jaxllm.serving.server.calls import Call, Ended, Started
 from jaxllm.serving.server.identity import identified_app
 
 _LOGGERS = ("jaxllm", "serving", "uvicorn", "py.warnings")
-# The attributes that every record has; others were passed as `extra`.
+# Attributes of every record; others were passed as `extra`.
 _OWN = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 _MOST_MESSAGE, _MOST_ERROR = 4000, 16000
-# Of lines that are not written yet: some 10,000 records of requests.
+# Limit of unwritten lines: some 10,000 records of requests.
 _MOST_WAITING_BYTES = 4 << 20
 _FLUSH_S, _RETRY_S = 2.0, 0.05
 
 
 @dataclasses.dataclass
 class CallRecord:
-    """A call of a request, as far as it has come.
+    """The progress of a request's call.
 
     Attributes:
-      started, ended: None until then.
-      tokens: of the answer so far.
+      started, ended: events; None until then.
+      tokens: number of the answer's tokens so far.
       outcome: "ended", "cancelled", or the name of the class of the error that ended it.
     """
 
@@ -52,11 +52,11 @@ class CallRecord:
 
 
 class Served:
-    """A request that is being served, as logs tell of it. For one event loop.
+    """A request that is being served, for its logs. For one event loop.
 
     Attributes:
-      request_id: names it.
-      calls: of it, in the order in which they were taken.
+      request_id: id of the request.
+      calls: its calls, in the order of acceptance.
     """
 
     def __init__(self, request_id: str, scope: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Served:
 
     @property
     def app(self) -> str:
-        """That asks; empty until it is known."""
+        """The app of the request; empty until identified."""
         return identified_app(self._scope)
 
 
@@ -74,7 +74,7 @@ _request: contextvars.ContextVar[Served | None] = contextvars.ContextVar("reques
 
 @contextlib.contextmanager
 def request(served: Served) -> Iterator[None]:
-    """Sets the request that logs in this context belong to; a thread and a task have each their own."""
+    """Sets the request of logs in this context; each thread and task has its own."""
     token = _request.set(served)
     try:
         yield
@@ -88,7 +88,7 @@ def current_request() -> Served | None:
 
 
 def named(calls: Iterable[Call]) -> dict[str, str]:
-    """Fields for a record that belongs to calls, from a thread that serves many."""
+    """Fields of a record that belongs to several calls."""
     own = list(calls)
     ids, apps = ([getattr(each, name) for each in own] for name in ("request_id", "app"))
     return {"request_id": " ".join(ids), "app": " ".join(dict.fromkeys(apps))} if own else {}
@@ -111,14 +111,14 @@ class JsonLines(logging.Formatter):
         own = {} if served is None else {"request_id": served.request_id, "app": served.app}
         line = {**own, **fields, **line}
         if record.exc_info:
-            # The end of a traceback says most.
+            # The end of a traceback is most informative.
             line["error"] = self.formatException(record.exc_info)[-_MOST_ERROR:]
         return json.dumps(line, default=str)
 
 
 class LineWriter(logging.Handler):
-    """Writes lines in a thread of its own. Where its stream is not read, lines wait in memory up to a bound;
-    those beyond it are dropped, and a later line has their number.
+    """Writes lines in a separate thread. If its stream is not read, lines wait in memory up to a limit;
+    further ones are dropped, and a later line reports their number.
 
     Attributes:
       dropped: number of lines that were dropped so far.
@@ -129,7 +129,7 @@ class LineWriter(logging.Handler):
         self.dropped = self._reported = 0
         self._stream, self._most_bytes = stream, most_waiting_bytes
         try:
-            # Past Python's own buffer: its lock, owned by a thread that waits, would stop the process's end.
+            # Bypass Python's buffer: its lock, owned by a waiting thread, would block the process's exit.
             self._number: int | None = stream.fileno()
         except (OSError, AttributeError):
             self._number = None
@@ -142,7 +142,7 @@ class LineWriter(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Has a record written; waits for nothing."""
+        """Queues a record without waiting."""
         try:
             line = self.format(record) + "\n"
         except Exception:
@@ -157,14 +157,14 @@ class LineWriter(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits until all lines are written, for a bounded time, and not once it is closed."""
+        """Waits until all lines are written, for a bounded time; returns at once after `close`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._waiting or self._closed or not self._thread.is_alive(), _FLUSH_S
             )
 
     def close(self) -> None:
-        """Writes what waits, for a bounded time, and ends the thread."""
+        """Writes the waiting lines, for a bounded time, and ends the thread."""
         self.flush()
         with self._changed:
             self._closed = True
@@ -191,7 +191,7 @@ class LineWriter(logging.Handler):
                 self._changed.notify_all()
 
     def _write(self, line: str) -> bool:
-        """Writes a line; False where nobody can read it any more."""
+        """Writes a line; returns False if the stream has no reader any more."""
         try:
             if self._number is None:
                 self._stream.write(line)
@@ -215,14 +215,14 @@ def _lost(count: int) -> logging.LogRecord:
 
 
 def write_logs(stream: TextIO, level: int = logging.INFO) -> LineWriter:
-    """Has the service's loggers, and Python's warnings, write JSON lines to a stream.
+    """Makes the service's loggers, and Python's warnings, write JSON lines to a stream.
 
     Args:
-      stream: of text, such as `sys.stderr`.
-      level: least level that is written.
+      stream: text stream, such as `sys.stderr`.
+      level: minimum level.
 
     Returns:
-      The handler; `stop_logs` takes it away again.
+      The handler, for `stop_logs`.
     """
     handler = LineWriter(stream)
     handler.setFormatter(JsonLines())
@@ -236,7 +236,7 @@ def write_logs(stream: TextIO, level: int = logging.INFO) -> LineWriter:
 
 
 def flush_logs() -> None:
-    """Waits until what was logged is written, for a bounded time."""
+    """Waits until all log lines are written, for a bounded time."""
     for each in logging.getLogger(_LOGGERS[0]).handlers:
         each.flush()
 
@@ -260,13 +260,13 @@ _App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MOST_PATH = 200
 _PROBES = ("/health", "/ready")
-# Statuses of HTTP: the first ones of refusals and of failures, refusals among those, and a client that left.
+# HTTP statuses: the first of refusals and of failures, refusals among those, and a client that left.
 _REFUSED, _FAILED, _REFUSALS, _LEFT = 400, 500, (503, 507), 499
 
 
 def request_id_of(scope: Mapping[str, Any]) -> str:
-    """The request's name: that of its header `x-request-id` where it is one of 1 to 64 letters, digits, `.`,
-    `_` and `-`, else a new one."""
+    """The request's id: its header `x-request-id` if that has 1 to 64 letters, digits, `.`, `_` and `-`, else
+    a new one."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     asked = given[0].decode("latin-1") if len(given) == 1 else ""
     return asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
@@ -277,12 +277,12 @@ class Access:
     """A request from its first to its last byte.
 
     Attributes:
-      served: who asked, and its calls.
-      method: of HTTP.
-      path: without a query, with names in place of what they stand for.
-      status: of HTTP; 0 where nothing was answered.
-      total_ms: until the last byte.
-      error: name of the class of an error that nobody answered; empty for none.
+      served: the caller and its calls.
+      method: HTTP method.
+      path: path without a query, with parameter names in place of values.
+      status: HTTP status; 0 if nothing was answered.
+      total_ms: time until the last byte.
+      error: class name of an unhandled error; empty for none.
     """
 
     served: Served
@@ -303,21 +303,21 @@ class Access:
         if self.status >= _FAILED and self.status not in _REFUSALS:
             return "failed"
         if self.status >= _REFUSED and self.status != _LEFT:
-            # Perhaps after others of its calls had been taken.
+            # Other calls of the request may have been accepted before.
             return "refused"
         return "cancelled" if self.status in (0, _LEFT) or "cancelled" in outcomes else "ended"
 
 
 class AccessLog:
-    """Writes records to the logger `jaxllm.access`, at the level "info", those of probes at "debug". No text
-    of prompts and answers, no keys and no queries."""
+    """Writes records to the logger `jaxllm.access`, at level "info", or "debug" for probes. Without text of
+    prompts and answers, keys and queries."""
 
     def __init__(self) -> None:
         self._log = logging.getLogger(ACCESS)
 
     def write(self, access: Access) -> None:
-        """Writes a record. Plan and times are those of the request's first call, tokens of all; fields of
-        what a request did not come to are left out."""
+        """Writes a record. Plan and times are those of the request's first call, tokens of all; fields that
+        do not apply are left out."""
         served = access.served
         fields: dict[str, Any] = {
             "request_id": served.request_id,
@@ -330,7 +330,7 @@ class AccessLog:
         }
         if served.calls:
             fields |= _of_calls(served)
-        # Probes come every few seconds for as long as the service runs.
+        # Probes repeat every few seconds.
         self._log.log(logging.DEBUG if access.path in _PROBES else logging.INFO, "request", extra=fields)
 
 
@@ -359,7 +359,7 @@ def _of_calls(served: Served) -> dict[str, Any]:
 
 
 class AccessLogged:
-    """An ASGI app around another: names requests and writes their records."""
+    """ASGI middleware that assigns request ids and writes access records."""
 
     def __init__(self, app: _App, log: AccessLog | None = None) -> None:
         self._app, self._log = app, log or AccessLog()
@@ -370,7 +370,7 @@ class AccessLogged:
             await self._app(scope, receive, send)
             return
         served, began, status, error = Served(request_id_of(scope), scope), time.perf_counter(), 0, ""
-        # Where Starlette keeps what belongs to a request.
+        # Starlette's place for data of a request.
         scope.setdefault("state", {})["request_id"] = served.request_id
 
         async def sending(message: _Message) -> None:
@@ -397,7 +397,7 @@ class AccessLogged:
 
 
 def _route(scope: Mapping[str, Any]) -> str:
-    """The path with the names of its parameters in place of their values, which are the clients' own."""
+    """The path with the names of its parameters in place of the clients' values."""
     path: str = scope["path"]
     parts = path.split("/")
     for name, value in (scope.get("path_params") or {}).items():

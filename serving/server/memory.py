@@ -1,17 +1,18 @@
-"""Keeps the whole process within one memory budget, by resizing what can be resized between dispatches.
+"""Keeps the whole process within a memory limit, by resizing holdings between dispatches.
 
     governor = Governor([ContextChunks(memory, ...), ExpertBuffer(weights)], GovernorOptions(limit_bytes=...))
     governor.step()    between dispatches, in the thread that owns the holdings
 
-A process has fixed memory (Python, weights that stay, running caches) and holdings that can be resized. The
-limits of all holdings together must fit beside the fixed part. `divide` is the policy, a pure function:
+A process has fixed memory (Python, resident weights, running caches) and holdings that can be resized. The
+limits of all holdings must fit next to the fixed part. `divide` is the policy, a pure function:
 
     room = allowance - (taken - sizes of holdings)
-    the limits exceed the room: shrink, the first holding in the order first, none below its minimum
-    they leave room, and have for a while: grow, the last holding first, by one step
+    limits exceed the room: shrink in the order of holdings, none below its minimum
+    limits leave room, and have for a while: grow by one step, in reverse order
 
-Pressure on the machine's memory lowers the allowance below the limit, step by step, until it is gone. Growing
-leaves a margin free, so that limits do not shrink again at once. A step that comes too early costs nothing.
+Memory pressure on the machine lowers the allowance below the limit step by step, until the pressure is
+gone. Growing leaves a margin, so that limits do not shrink again at once. A step before its interval costs
+nothing.
 """
 
 import contextlib
@@ -30,25 +31,24 @@ from jaxllm.serving.server.prefix_sessions import PrefixSessions
 
 _log = logging.getLogger(__name__)
 PREFIX_BYTES = 256 << 20
-# Prefixes take at most this share of the budget.
+# Maximum share of the limit for prefixes.
 _PREFIX_SHARE = 4
-# Kinds of holdings in the order in which they shrink: what is cheap to bring back comes first.
+# Kinds of holdings in the order in which they shrink: cheap to restore first.
 SHRINK_ORDER = ("prefixes", "contexts", "drafts", "layers", "experts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GovernorOptions:
-    """How a budget is kept.
+    """Options of enforcing a memory limit.
 
     Attributes:
-      limit_bytes: most memory of the process; what `--memory` says.
-      interval_s: least time between two looks at the memory.
-      step: share of the limit by which limits grow in a step, and which pressure takes in one.
-      margin: share of the limit that stays free when limits grow.
+      limit_bytes: memory limit of the process, as `--memory`.
+      interval_s: minimum time between two measurements of memory.
+      step: share of the limit by which limits grow in a step, and shrink in one under pressure.
+      margin: share of the limit to leave free when limits grow.
       calm_s: time without shrinking and pressure after which limits grow.
-      pressure_high: share of time that tasks of the machine wait for memory, from which on memory is given
-        back.
-      pressure_low: the same, up to which there is none.
+      pressure_high: share of time in which tasks of the machine wait for memory, at which memory is released.
+      pressure_low: the same share, up to which there is no pressure.
     """
 
     limit_bytes: int
@@ -76,14 +76,14 @@ class GovernorOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Portion:
-    """A holding as the policy sees it.
+    """A holding as input of the policy.
 
     Attributes:
-      name: of `SHRINK_ORDER`.
-      size_bytes: that it takes now.
-      limit_bytes: most that it may take now.
-      least_bytes: that it cannot do without.
-      most_bytes: more is of no use to it.
+      name: kind, of `SHRINK_ORDER`.
+      size_bytes: current size.
+      limit_bytes: current limit.
+      least_bytes: minimum limit.
+      most_bytes: maximum useful limit.
     """
 
     name: str
@@ -95,12 +95,13 @@ class Portion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Memory at a time.
+    """Memory at one time.
 
     Attributes:
-      now_s: of a clock that does not go back.
-      taken_bytes: by the process.
-      pressure: share of time that tasks of the machine wait for memory; 0 where the system does not tell.
+      now_s: time of a monotonic clock.
+      taken_bytes: memory of the process.
+      pressure: share of time in which tasks of the machine wait for memory; 0 if the system does not report
+        it.
     """
 
     now_s: float
@@ -110,13 +111,13 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Division:
-    """Limits, and what the next decision must know.
+    """Limits, and state for the next decision.
 
     Attributes:
       limits: bytes by holding.
-      allowance_bytes: that the process may take now: its limit, or less under pressure.
-      restless_s: when limits last shrank, or there was pressure.
-      short_bytes: by which even the least sizes exceed the allowance.
+      allowance_bytes: current memory limit of the process, reduced under pressure.
+      restless_s: time of the last shrinking or pressure.
+      short_bytes: excess of the minimum sizes over the allowance.
     """
 
     limits: dict[str, int]
@@ -128,12 +129,12 @@ class Division:
 def divide(
     portions: Sequence[Portion], before: Division, seen: Observed, options: GovernorOptions
 ) -> Division:
-    """The limits from now on.
+    """Decides new limits.
 
     Args:
       portions: holdings in the order in which they shrink.
       before: the last decision.
-      seen: the memory now.
+      seen: current memory.
       options: see `GovernorOptions`.
     """
     step = round(options.step * options.limit_bytes)
@@ -144,7 +145,7 @@ def divide(
     calm = seen.now_s - before.restless_s >= options.calm_s
     allowance, restless = before.allowance_bytes, before.restless_s
     if seen.pressure >= options.pressure_high:
-        # Not below what cannot be given back: later growth would only take longer.
+        # Not below fixed memory: later growth would only take longer.
         allowance = max(min(needed, allowance), min(allowance, seen.taken_bytes) - step)
         restless = seen.now_s
     elif seen.pressure > options.pressure_low:
@@ -167,7 +168,7 @@ def divide(
 
 
 def _shrink(limits: dict[str, int], portions: Sequence[Portion], excess: int) -> dict[str, int]:
-    """Limits that are `excess` bytes smaller, as far as least sizes allow."""
+    """Limits that are `excess` bytes smaller in sum, as far as minimum sizes allow."""
     smaller = dict(limits)
     for each in portions:
         cut = min(excess, smaller[each.name] - each.least_bytes)
@@ -177,7 +178,7 @@ def _shrink(limits: dict[str, int], portions: Sequence[Portion], excess: int) ->
 
 
 def _grow(limits: dict[str, int], portions: Sequence[Portion], room: int) -> dict[str, int]:
-    """Limits that are up to `room` bytes larger."""
+    """Limits that are up to `room` bytes larger in sum."""
     larger = dict(limits)
     for each in reversed(portions):
         add = max(0, min(room, each.most_bytes - larger[each.name]))
@@ -187,56 +188,56 @@ def _grow(limits: dict[str, int], portions: Sequence[Portion], room: int) -> dic
 
 
 class Holding(Protocol):
-    """Memory that can be resized while the service runs. All is called in the thread that owns it, but for
-    `size_bytes` and `limit_bytes`, which others may read."""
+    """Memory that can be resized at runtime. Methods are for the thread that owns it, except `size_bytes` and
+    `limit_bytes`, which others may read."""
 
     @property
     def name(self) -> str:
-        """One of `SHRINK_ORDER`; each once."""
+        """One of `SHRINK_ORDER`, unique."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """That it takes now."""
+        """Current size."""
         ...
 
     @property
     def limit_bytes(self) -> int:
-        """Most that it may take now."""
+        """Current limit."""
         ...
 
     @property
     def least_bytes(self) -> int:
-        """That it cannot do without now."""
+        """Minimum limit."""
         ...
 
     @property
     def most_bytes(self) -> int:
-        """More is of no use to it."""
+        """Maximum useful limit."""
         ...
 
     def resize(self, limit_bytes: int) -> None:
-        """Sets the most that it may take, at least `least_bytes`; gives back at once what is beyond it."""
+        """Sets the limit, at least `least_bytes`; releases memory beyond it at once."""
         ...
 
 
 class Governor:
-    """Divides the process's budget among holdings.
+    """Divides the process's memory limit among holdings.
 
     Args:
-      holdings: of different kinds.
+      holdings: holdings of different kinds.
       options: see `GovernorOptions`.
       taken_bytes: measures the process's memory.
-      pressure: measures the machine's; None where the system does not tell.
-      clock: seconds that do not go back.
+      pressure: measures the machine's pressure; returns None if the system does not report it.
+      clock: monotonic clock in seconds.
 
     Attributes:
-      short_bytes: by which the budget is too small even with all holdings at their least; what needs more
-        memory should wait while it is not 0.
+      short_bytes: excess of memory even with all holdings at their minimum; nothing that needs more memory
+        should start while it is not 0.
 
     Raises:
-      ConfigError: a holding is of an unknown kind, or two are of one kind; or the system does not tell what
-        the process takes.
+      ConfigError: a holding has an unknown kind, or two have one kind; or the system does not report the
+        process's memory.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class Governor:
         self._options, self._measure, self._pressure, self._clock = options, taken_bytes, pressure, clock
         self._division = Division(limits={}, allowance_bytes=options.limit_bytes, restless_s=clock())
         self._next_s = float("-inf")
-        # Here, so that a system that does not tell is known at the start.
+        # Measured here, to fail at the start if the system does not report it.
         self._seen = Observed(now_s=clock(), taken_bytes=taken_bytes())
         self._tells = True
         # As of the last step: holdings that are called in another thread may fail.
@@ -270,7 +271,7 @@ class Governor:
         return self._division.short_bytes
 
     def step(self) -> bool:
-        """Resizes holdings where memory asks for it; returns whether it did."""
+        """Resizes holdings if necessary; returns whether it did."""
         now = self._clock()
         if now < self._next_s:
             return False
@@ -305,15 +306,15 @@ class Governor:
                 changed, gave = True, gave or limit < portion.size_bytes
                 _log.info("%s may take %s bytes, was %s", each.name, f"{limit:,}", f"{portion.limit_bytes:,}")
         if gave:
-            # Else the next look would take it for memory that something else took.
+            # Else the next measurement would count it as memory of something else.
             give_back_memory()
         return changed
 
     def figures(self, fixed: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Memory as the last step saw it (see `Backend.snapshot`). From any thread.
+        """Memory as of the last step (see `Backend.snapshot`). From any thread.
 
         Args:
-          fixed: bytes by kind of what cannot be resized, such as "weights".
+          fixed: bytes of fixed memory by kind, such as "weights".
         """
         holdings: dict[str, dict[str, int]] = {
             name: {"size_bytes": size} for name, size in (fixed or {}).items()
@@ -336,12 +337,12 @@ class Governor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """How much memory a service takes.
+    """Options of a service's memory.
 
     Attributes:
-      limit_bytes: most of the process; 0 for no limit.
-      prefix_bytes: most of the caches of ended answers; 0 keeps none.
-      follow_pressure: give memory back while tasks of the machine wait for it, where there is no limit, too.
+      limit_bytes: memory limit of the process; 0 for no limit.
+      prefix_bytes: memory limit of the caches of ended answers; 0 for no such caches.
+      follow_pressure: whether to release memory under memory pressure on the machine, even without a limit.
     """
 
     limit_bytes: int = option(0, low=0)
@@ -353,11 +354,11 @@ class MemoryOptions:
 
 
 class ServiceMemory:
-    """The memory of one service. All but `figures` is called in the thread that runs the engine.
+    """The memory of one service. Methods except `figures` are for the thread that runs the engine.
 
     Attributes:
       sessions: caches of ended answers.
-      governor: None where there is no limit, and pressure is not followed.
+      governor: None without a limit, unless pressure is followed.
     """
 
     def __init__(
@@ -369,7 +370,7 @@ class ServiceMemory:
         app_bytes: Callable[[str], int] = lambda app: 0,
         governed: Callable[[list[Holding], GovernorOptions], Governor] = Governor,
     ) -> None:
-        """Makes the governor, where there is a limit.
+        """Makes the governor, if there is a limit.
 
         Args:
           options: see `MemoryOptions`.
@@ -379,7 +380,7 @@ class ServiceMemory:
           governed: makes the governor.
 
         Raises:
-          ConfigError: the system does not report the process's memory, or how tasks wait for memory.
+          ConfigError: the system does not report the process's memory, or memory pressure.
         """
         options = options or MemoryOptions()
         limit, prefixes = options.limit_bytes, options.prefix_bytes
@@ -393,24 +394,24 @@ class ServiceMemory:
 
     @property
     def short(self) -> bool:
-        """Whether there is too little memory although all that can shrink has: nothing more should begin."""
+        """Whether memory is exceeded although all holdings are at their minimum: no calls should start."""
         return self.governor is not None and self.governor.short_bytes > 0
 
     def step(self) -> None:
-        """Resizes holdings, where memory asks for it; costs nothing where it comes too early."""
+        """Resizes holdings if necessary; costs nothing before its interval."""
         if self.governor is None:
             return
         try:
             self.governor.step()
         except JaxllmError as error:
-            # Such as a layer that cannot be read again: answers go on with the memory as it is.
+            # Such as a layer that cannot be read again: answers continue with unchanged memory.
             _log.error("memory stays as it is: %s", error)
 
     def figures(self, cache_bytes: int, adapter_bytes: int = 0) -> dict[str, Any]:
         """Memory by kind, for metrics (see `Backend.snapshot`). From any thread.
 
         Args:
-          cache_bytes: bytes of caches of answers that run.
+          cache_bytes: bytes of caches of running answers.
           adapter_bytes: bytes of low-rank adapters.
         """
         fixed = {"weights": self._weights_bytes(), "kv": cache_bytes}
@@ -421,17 +422,17 @@ class ServiceMemory:
         for each in self._holdings:
             holdings[each.name] = {"size_bytes": each.size_bytes, "limit_bytes": each.limit_bytes}
         figures: dict[str, Any] = {"limit_bytes": 0, "holdings": holdings}
-        # Another system than Linux.
+        # Not available on systems other than Linux.
         with contextlib.suppress(ConfigError):
             figures["process_bytes"] = resident_bytes()
         return figures
 
 
 def _machine_bytes() -> int:
-    """Memory of a machine that tells how its tasks wait for it.
+    """Memory of a machine that reports memory pressure.
 
     Raises:
-      ConfigError: it does not.
+      ConfigError: the system does not report it.
     """
     found = memory_bytes()
     if memory_pressure() is None or found is None:

@@ -1,8 +1,8 @@
-"""Counts and times calls for Prometheus in a registry of its own; serves `/metrics` and a page that reads it.
+"""Counts and times calls in a Prometheus registry; serves `/metrics` and a dashboard page that reads it.
 
 The backend and the HTTP layer report by the methods of `Metrics`, from any thread; gauges are read from the
-backend's figures when they are asked for. Names of apps become labels, so their number is bounded. The page
-holds no data, so anyone may load it; metrics name all apps and their times, and are for operators.
+backend's figures on each scrape. Names of apps become labels, so their number is bounded. The page contains
+no data, so anyone may load it; metrics name all apps and their times, and are for operators.
 """
 
 import threading
@@ -40,7 +40,7 @@ class Names:
     """Bounds the number of a label's values: later ones are "other". Thread-safe.
 
     Args:
-      most: number of names that stay as they are.
+      most: number of names to use as labels.
     """
 
     def __init__(self, most: int) -> None:
@@ -61,7 +61,7 @@ class Metrics:
 
     Args:
       snapshot: `Backend.snapshot`, for gauges.
-      most_apps: maximum number of apps with labels of their own.
+      most_apps: maximum number of apps with their own labels.
     """
 
     def __init__(self, snapshot: Snapshot, *, most_apps: int = MOST_APPS) -> None:
@@ -104,12 +104,12 @@ class Metrics:
         self._accepted.labels(self._names(app)).inc()
 
     def refused(self, app: str, reason: str) -> None:
-        """A call was not accepted; `reason` as of `Refused`, or "rate", "key" and the like."""
+        """A call was refused; `reason` as in `Refused`, or "rate", "key" and the like."""
         app = self._names(app)
         self._refused.labels(app, self._kinds(reason)).inc()
 
     def started(self, app: str, started: Started) -> None:
-        """The first token of a call is about to be shown."""
+        """The first token of a call is about to be sent."""
         app = self._names(app)
         self._plans.labels(str(started.level), self._kinds(started.source)).inc()
         self._prompt.labels(app).inc(started.prompt_tokens)
@@ -132,7 +132,7 @@ class Metrics:
             self._met.labels(app, "true" if ended.met else "false").inc()
 
     def failed(self, app: str, kind: str) -> None:
-        """A call that was accepted ended with an error; `kind` is the name of its class."""
+        """An accepted call ended with an error; `kind` is the error's class name."""
         app = self._names(app)
         self._failed.labels(app, self._kinds(kind)).inc()
 
@@ -142,7 +142,7 @@ class Metrics:
         self._cancelled.labels(app).inc()
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        """A dispatch has ended; called in the engine's thread, which waits for it."""
+        """A dispatch has ended; called in the engine's thread, so it must be fast."""
         kind = dispatch.kind
         self._rows.labels(kind).observe(dispatch.rows)
         self._busy.labels(kind).observe(dispatch.took_ms / _MS_PER_S)
@@ -156,7 +156,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """Reads gauges from a backend's figures. Parts that are missing have no gauge."""
+    """Reads gauges from a backend's figures. Missing parts have no gauge."""
 
     def __init__(self, snapshot: Snapshot, names: Names) -> None:
         self._snapshot, self._names = snapshot, names
@@ -244,7 +244,7 @@ class _Gauges(Collector):
 
 
 def _gauge(name: str, text: str, value: float | None) -> Metric:
-    """A gauge without labels; without a value where there is none."""
+    """A gauge without labels; without a value if that is None."""
     family = GaugeMetricFamily(f"jaxllm_{name}", text, labels=[])
     if value is not None:
         family.add_metric([], value)
@@ -259,16 +259,16 @@ def _counter(name: str, text: str, value: float | None) -> Metric:
 
 
 _FOLDER = Path(__file__).parent / "dashboard"
-# Path -> file and its type.
+# Path -> file and its media type.
 _FILES = {
     "/": ("index.html", "text/html"),
     "/dashboard/style.css": ("style.css", "text/css"),
     "/dashboard/page.js": ("page.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-# Paths of the page, which holds no data.
+# Paths of the dashboard page, which contains no data.
 PAGES = frozenset(_FILES)
-# Scripts, styles and requests of this origin alone; nothing inline, no frames, no forms that are sent.
+# Scripts, styles and requests of this origin only; nothing inline, no frames, no form submission.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -303,7 +303,7 @@ def metric_routes(metrics: Metrics, *, operates: Callable[[Scope], bool] = lambd
 
         return answer
 
-    # In the event loop, where backends are asked, and not in a thread.
+    # In the event loop, as backends require, not in a thread.
     async def read(request: Request) -> Response:
         if operates(request.scope):
             return Response(metrics.text(), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})

@@ -1,8 +1,8 @@
-"""Reads and writes objectives as requests and options have them, and keeps those that apps are bound to.
+"""Parses and formats objectives of requests and options, and stores those that apps are bound to.
 
 bindings = Bindings({"mail": bound("<40,70>")})
 bindings.bind("mail", bound({"ttft_ms": 200, "tpot_ms": 50, "strict": True}))
-call = bindings.applied(call)       with the app's objective, where the call has none of its own
+call = bindings.applied(call)       with the app's objective, if the call has none
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.serving.elastic.objectives import Binding, EndToEnd, EnergyBudget, Latency, Objective
 from jaxllm.serving.server.calls import Call
 
-# Apps are known by keys and users of the machine, so that there are fewer.
+# Apps are known by keys and users of the machine: usually there are fewer.
 _MOST_BOUND = 4096
 _KINDS: dict[frozenset[str], Callable[..., Objective]] = {
     frozenset({"ttft_ms", "tpot_ms"}): Latency,
@@ -24,10 +24,10 @@ _KINDS: dict[frozenset[str], Callable[..., Objective]] = {
 
 
 def objective_from(value: Any) -> Objective:
-    """An objective as requests write it: `"<TTFT,TPOT>"` in percent, or an object of milliseconds or joules.
+    """Parses an objective: `"<TTFT,TPOT>"` in percent, or an object of milliseconds or joules.
 
     Raises:
-      ConfigError: it is written in another way, or out of its domain.
+      ConfigError: it is malformed or out of range.
     """
     if isinstance(value, str):
         return Slo.parse(value)
@@ -44,16 +44,16 @@ def objective_from(value: Any) -> Objective:
 
 
 def written(objective: Objective) -> str | dict[str, float]:
-    """An objective as `objective_from` reads it."""
+    """The format that `objective_from` parses."""
     return str(objective) if isinstance(objective, Slo) else dataclasses.asdict(objective)
 
 
 def bound(value: Any) -> Binding:
-    """An app's objective as options write it: like `objective_from`, or an object with `slo` or its numbers,
-    and perhaps `strict` and `shorten`.
+    """Parses an app's objective in options: like `objective_from`, or an object with `slo` or its numbers,
+    and optionally `strict` and `shorten`.
 
     Raises:
-      ConfigError: it is written in another way.
+      ConfigError: it is malformed.
     """
     choices = {"strict": False, "shorten": False}
     if isinstance(value, Mapping):
@@ -67,10 +67,10 @@ def bound(value: Any) -> Binding:
 
 
 class Bindings:
-    """The objectives of apps' calls that name none. For the event loop's thread.
+    """The objectives of apps' calls without their own. For the event loop's thread.
 
     Attributes:
-      given: app -> binding by the options; may be replaced at any time.
+      given: app -> binding from the options; may be replaced at any time.
     """
 
     def __init__(self, given: Mapping[str, Binding] | None = None) -> None:
@@ -78,7 +78,7 @@ class Bindings:
         self._own: dict[str, Binding] = {}
 
     def of(self, app: str) -> Binding | None:
-        """An app's binding: its own, else that of the options; None for none."""
+        """An app's binding: set by itself, else by the options; None for none."""
         return self._own.get(app, self.given.get(app))
 
     def is_own(self, app: str) -> bool:
@@ -99,13 +99,12 @@ class Bindings:
         self._own[app] = binding
 
     def unbind(self, app: str) -> None:
-        """Ends what the app has bound itself to; what the options say of it counts again."""
+        """Removes the app's own binding; the one of the options applies again."""
         self._own.pop(app, None)
 
     def applied(self, call: Call) -> Call:
-        """A call with its app's objective where it names none, and with its app's choices to insist and to
-        shorten where it says nothing. A budget of energy is not for turns in contexts, for which none is
-        planned."""
+        """A call with its app's objective, `strict` and `shorten` as defaults. Energy budgets do not apply to
+        turns in contexts, which cannot be planned for energy."""
         own = self.of(call.app)
         if own is None or (call.context and isinstance(own.objective, EnergyBudget)):
             return call

@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class OpenedService:
-    """A model that is open, ready to be served (see `jaxllm.serving.server.daemon.Opened`).
+    """An open model, ready to be served (see `jaxllm.serving.server.daemon.Opened`).
 
     Attributes:
-      service: plans and answers.
+      service: planner and engine.
       adapters: its adapters.
       options: options of the service.
     """
@@ -103,8 +103,8 @@ class OpenedService:
 
 
 class LiveTurnCall(ContextCall):
-    """Forks a context before an answer, or changes its level, where the call asks for that; and stores it
-    afterwards. A fork is deleted if its answer does not end by itself: nobody knows its name."""
+    """Forks a context before an answer, or changes its level, if the call asks for it; stores it
+    afterwards. A fork is deleted if its answer does not end normally: no client knows its name."""
 
     def __init__(self, contexts: Contexts, turns: ContextTurns, turn: ContextTurn) -> None:
         super().__init__(contexts, turn.record, turn.record, most_tokens=turn.most_tokens)
@@ -147,7 +147,7 @@ class LiveTurnCall(ContextCall):
 def live_turns(
     service: LLMService, adapters: Adapters, limits_of: Callable[[str], AppLimits]
 ) -> ContextTurns | None:
-    """The turns in a service's contexts; None where it keeps none."""
+    """The turns in a service's contexts; None if it has none."""
     contexts = service.contexts
     if contexts is None:
         return None
@@ -165,7 +165,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     """Opens the model of a service and its adapters.
 
     Raises:
-      JaxllmError: one cannot be opened.
+      JaxllmError: the model or an adapter cannot be opened.
     """
     contexts, stages = options.context_options(), _Stages()
     model = options.model or None
@@ -191,7 +191,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         adapter_targets=adapters.targets,
     )
     whole = engine_options(model, options.levels or None, asked, contexts)
-    # It takes a codec, which is known now.
+    # Requires a codec, which is known now.
     whole = dataclasses.replace(whole, attend_coded=options.attend_coded)
     with contextlib.ExitStack() as opened:
         engine = Engine.open(model, options=whole, speculation=speculation, progress=stages)
@@ -207,17 +207,17 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
 
 
 def _image_bytes(model: str | None) -> int:
-    """Bytes of a model's encoder of images in memory; 0 where it has none."""
+    """Bytes of a model's image encoder in memory; 0 if it has none."""
     with open_model(model) as bundle:
         encoder = ImageEncoder.of(bundle) if has_image_encoder(bundle) else None
         return 0 if encoder is None else encoder.size_bytes
 
 
 def _prepare(engine: Engine[LoadedModel], stages: "_Stages", *, forks: bool) -> None:
-    """Gets ready what answers by themselves do not need: embeddings, copies of caches, images."""
+    """Prepares what only some requests need: embeddings, copies of caches, images."""
     buckets: list[Bucket] = []
     with contextlib.suppress(ConfigError):
-        # Where weights are streamed, texts are not embedded, and who asks is told so.
+        # Streamed weights do not support embeddings; requests for them are refused.
         buckets += Scorer(engine.runner).embedding_buckets()
     if forks:
         buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
@@ -238,17 +238,17 @@ class _Stages:
             _log.info("opening the model: %s", stage)
 
 
-# Rank of adapters that are loaded later, where the options name none.
+# Rank of adapters loaded at runtime, if the options name none.
 _RANK = 16
 
 
 class EngineShape(NamedTuple):
-    """What an engine must be opened with, so that it takes a service's adapters.
+    """Requirements on the engine for a service's adapters.
 
     Attributes:
       rank: `EngineOptions.adapter_rank`.
       targets: `EngineOptions.adapter_targets`.
-      given_bytes: that the given adapters will take at all levels.
+      given_bytes: memory of the given adapters at all levels.
     """
 
     rank: int = 0
@@ -259,12 +259,12 @@ class EngineShape(NamedTuple):
 def engine_shape(
     options: AdapterOptions, model: str | Path | None, levels: Sequence[int] = ()
 ) -> EngineShape:
-    """The shape of adapters as the options have it, else as large as the given ones need.
+    """The shape of adapters by the options, else by the given adapters.
 
     Args:
-      options: of the adapters.
-      model: of the service.
-      levels: that it serves, in percent; empty for all that it has.
+      options: options of the adapters.
+      model: model of the service.
+      levels: served levels, in percent; empty for all of the model.
 
     Raises:
       JaxllmError: the model or an adapter cannot be read.

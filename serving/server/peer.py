@@ -1,8 +1,8 @@
-"""Records who is at the other end of a connection, and closes connections that are slow to send a request, or
-have sent none when there are too many.
+"""Records the peer of each connection, and closes connections that are slow to send a request, or that have
+sent none when there are too many.
 
-Over a Unix socket the kernel says which process connected (SO_PEERCRED); over TCP there is an address. Both
-are taken from the socket itself, never from headers, and travel in the ASGI scope.
+Over a Unix socket the kernel reports the process that connected (SO_PEERCRED); over TCP there is an
+address. Both are read from the socket, never from headers, and passed in the ASGI scope.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _APP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """A process, as the kernel saw it when it connected."""
+    """A process's ids at the time of connecting, from the kernel."""
 
     pid: int
     uid: int
@@ -48,9 +48,9 @@ class Peer:
     """The other end of a connection.
 
     Attributes:
-      credentials: of the process, over a Unix socket; None over TCP.
-      address: over TCP, without the port; empty over a Unix socket.
-      app: of the process by the rules, found once per connection; empty over TCP.
+      credentials: credentials of the process, over a Unix socket; None over TCP.
+      address: TCP address without the port; empty over a Unix socket.
+      app: app of the process by the rules, determined once per connection; empty over TCP.
     """
 
     credentials: Credentials | None = None
@@ -59,7 +59,7 @@ class Peer:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine, by its TCP address."""
+        """Whether its TCP address is of this machine's loopback."""
         return is_loopback(self.address)
 
 
@@ -68,15 +68,15 @@ class PeerOptions:
     """Options of connections.
 
     Attributes:
-      apps: rule -> app. Rules are "uid:1000,exe:/usr/bin/mail" (a program of a user), "exe:/usr/bin/mail" (a
-        program of the user that the service runs as) and "uid:1000" (a user). One with a program goes before
-        one without. A process without a rule is the app "uid-1000", by its user. Rules with a program tell
-        apart programs that trust each other: programs of one user can in any case read each other's memory.
-      head_timeout_s: most seconds from a connection, or from the end of an answer's request on, to the end of
-        a request's headers.
-      body_timeout_s: most seconds for a request's body.
-      connections: most at a time; a further one has the one closed that has waited longest for its request. 0
-        for as many as this process may have files, less a reserve.
+      apps: rule -> app. Rules are "uid:1000,exe:/usr/bin/mail" (a program of a user), "exe:/usr/bin/mail"
+        (a program of the user that the service runs as) and "uid:1000" (a user). Rules with a program have
+        precedence. A process without a rule is the app "uid-1000", by its user. Rules with a program only
+        separate programs that trust each other: programs of one user can always read each other's memory.
+      head_timeout_s: maximum time in seconds from the connection, or from the end of the last request's
+        answer, to the end of a request's headers.
+      body_timeout_s: maximum time in seconds for a request's body.
+      connections: maximum number of connections; a further one closes the one that has waited longest for
+        its request. 0 for the process's limit of open files, less a reserve.
     """
 
     apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -96,10 +96,10 @@ class PeerOptions:
 
 
 def require_app(app: object) -> str:
-    """An app's name, checked: 1 to 64 letters, digits, `.`, `_` and `-`, the first a letter or digit.
+    """Validates an app's name: 1 to 64 letters, digits, `.`, `_` and `-`, the first a letter or digit.
 
     Raises:
-      ConfigError: it has another form.
+      ConfigError: the name is invalid.
     """
     if not isinstance(app, str) or _APP.fullmatch(app) is None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def credentials_of(connection: socket.socket) -> Credentials:
     """The process at the other end of a connected Unix socket.
 
     Raises:
-      OSError: the system does not tell.
+      OSError: the system does not report it.
     """
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
@@ -145,7 +145,7 @@ def app_of(credentials: Credentials, apps: Mapping[str, str]) -> str:
 
 
 def peer_of(scope: Mapping[str, Any]) -> Peer | None:
-    """The peer of a request's connection; None where the server recorded none."""
+    """The peer of a request's connection; None if the server recorded none."""
     found = (scope.get("extensions") or {}).get(EXTENSION)
     return found if isinstance(found, Peer) else None
 
@@ -153,19 +153,19 @@ def peer_of(scope: Mapping[str, Any]) -> Peer | None:
 def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
     """uvicorn's HTTP protocol (its `http=` option) with peers in the scope and time limits of requests.
 
-    Run uvicorn with `proxy_headers=False`: who calls is never taken from a header.
+    Run uvicorn with `proxy_headers=False`: callers are never identified by a header.
     """
     options = options or PeerOptions()
     most = options.connections or most_connections()
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    # Connections whose request has not arrived, in the order in which they began to wait for it.
+    # Connections whose request has not arrived, longest waiting first.
     waiting: dict[HttpToolsProtocol, None] = {}
 
     class PeerProtocol(HttpToolsProtocol):
         _peer: Peer
         _deadline: "asyncio.TimerHandle | None" = None
-        # Bytes of the message so far, and how many of them are its body's.
+        # Bytes of the message so far, and of its body.
         _received = _body = 0
 
         def connection_made(self, transport: Any) -> None:
@@ -174,7 +174,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
                 self._peer = _peer(transport, options.apps)
             except OSError as error:
                 self.logger.error("a connection was closed: its peer cannot be known (%s)", error)
-                # Unknown to every rule, should a request be parsed before the connection is gone.
+                # Matches no rule, if a request is parsed before the connection is closed.
                 self._peer = Peer()
                 transport.abort()
                 return
@@ -186,7 +186,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
         def data_received(self, data: bytes) -> None:
             self._received += len(data)
             super().data_received(data)
-            # The parser bounds neither headers nor trailers. A chunk of one byte takes five more.
+            # The parser limits neither headers nor trailers. A chunk of one byte has five more of framing.
             if (
                 self._received > _MOST_HEAD_BYTES + _MOST_FRAMING * self._body
                 and not self.transport.is_closing()
@@ -232,7 +232,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
             oldest.transport.abort()
 
         def _await(self, seconds: float | None) -> None:
-            """Closes the connection in so many seconds, in place of an earlier deadline; None for never."""
+            """Closes the connection in `seconds`, replacing an earlier deadline; None for never."""
             if self._deadline is not None:
                 self._deadline.cancel()
             late = functools.partial(self.transport.abort)
@@ -248,13 +248,13 @@ def _peer(transport: Any, apps: Mapping[str, str]) -> Peer:
     if connection.family == socket.AF_UNIX:
         credentials = credentials_of(connection)
         return Peer(credentials=credentials, app=app_of(credentials, apps))
-    # IPv6 addresses of an interface come with its name: fe80::1%eth0.
+    # Link-local IPv6 addresses have the interface's name: fe80::1%eth0.
     return Peer(address=str(connection.getpeername()[0]).partition("%")[0])
 
 
 def _runs(pid: int, path: str) -> bool:
-    """Whether a process runs the program at a path, by the file itself: names are the process's to choose
-    where it can mount, and links have many."""
+    """Whether a process runs the program at a path, compared by the file: a process can choose names by
+    mounting, and links have several."""
     try:
         return os.path.samestat(os.stat(f"/proc/{pid}/exe"), os.stat(path))
     except OSError:

@@ -1,5 +1,5 @@
-"""Keeps the caches of ended answers, so that who sends a whole conversation again, or another one with the
-same instruction, need not wait for what was computed before."""
+"""Caches ended answers, so that a conversation that is sent again, or another one with the same instruction,
+skips the tokens computed before."""
 
 import dataclasses
 import threading
@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 from jaxllm.serving.engine.request import Session
 
-# Fewer common tokens are computed as soon as found.
+# Fewer common tokens are faster to compute than to reuse.
 _LEAST_COMMON = 16
-# A prompt that has all tokens of a session but so many goes on with it: the last tokens of an answer may be
-# encoded otherwise when they come back.
+# A prompt that lacks at most this many last tokens of a session continues it: the last tokens of an answer
+# may be encoded differently when they come back.
 _MOST_LEFT = 16
 
 
 class Forks(Protocol):
-    """What copies the beginning of a cache, such as a runner."""
+    """Copies the prefix of a cache, such as a runner."""
 
     @property
     def weights_version(self) -> tuple[int, int]: ...  # noqa: D102
@@ -25,7 +25,7 @@ class Forks(Protocol):
     def lock(self) -> threading.RLock: ...  # noqa: D102
 
     def fork(self, cache: Any, tokens: int, /) -> Any:
-        """The first `tokens` tokens of a cache, which stays as it is. Under `lock`."""
+        """A copy of the first `tokens` tokens of a cache. Under `lock`."""
         ...
 
 
@@ -41,23 +41,23 @@ class PrefixSessions:
     """Ended sessions of apps, the least recently used first; for one thread. A holding of the governor (see
     `jaxllm.serving.server.memory.Holding`).
 
-    A session is used for its own app alone. The conversation that it belongs to takes it; another prompt that
-    begins in the same way, such as with the same instruction, gets a copy of what both have, which takes no
-    more memory than the cache that it needs anyway.
+    A session is used only for its own app. Its conversation takes the session itself; another prompt with a
+    common prefix, such as the same instruction, gets a copy of it, which takes no more memory than the
+    cache that it needs anyway.
 
     Attributes:
-      name: of this kind of holding.
-      least_bytes: none.
-      most_bytes: their budget as it was asked for.
-      limit_bytes: most bytes of the caches of all sessions.
-      size_bytes: of them now.
+      name: kind of the holding.
+      least_bytes: 0.
+      most_bytes: the requested memory limit.
+      limit_bytes: current memory limit of all sessions' caches.
+      size_bytes: current size of all sessions' caches.
     """
 
     name = "prefixes"
     least_bytes = 0
 
     def __init__(self, most_bytes: int, app_bytes: Callable[[str], int] = lambda app: 0) -> None:
-        """See the class; `app_bytes` tells most bytes of one app's sessions, 0 for no limit of its own."""
+        """See the class; `app_bytes` returns the memory limit of one app's sessions, 0 for none."""
         self.most_bytes = self.limit_bytes = most_bytes
         self.size_bytes = 0
         self._app_bytes = app_bytes
@@ -67,8 +67,8 @@ class PrefixSessions:
         return len(self._kept)
 
     def reusable(self, app: str, prompt: tuple[int, ...]) -> dict[tuple[int, int], int]:
-        """Weights version -> the tokens at a prompt's beginning that `take` would find computed by these
-        weights for an app; without those of which there are too few."""
+        """Weights version -> length of the prompt's prefix that `take` would find cached for an app; without
+        too short ones."""
         found: dict[tuple[int, int], int] = {}
         for each in self._kept:
             if each.app == app:
@@ -78,17 +78,17 @@ class PrefixSessions:
         return found
 
     def take(self, app: str, key: str, prompt: tuple[int, ...], runner: Forks) -> Session:
-        """A session with the longest common prefix with a prompt among the app's own, of equal ones one with
-        the key; an empty one where none is worth it.
+        """The session of the app with the longest common prefix with a prompt, with the key if several are
+        equal; an empty one if the prefix is too short.
 
         Args:
-          app: that asks.
-          key: of the call (see `Call.prefix_key`).
+          app: app of the call.
+          key: key of the call (see `Call.prefix_key`).
           prompt: token ids.
-          runner: that computes the prompt.
+          runner: runner of the prompt.
 
         Returns:
-          The session itself, which is no longer kept, or a copy of its beginning.
+          The session itself, which is removed from the cache, or a copy of its prefix.
         """
         best, most = None, (_LEAST_COMMON - 1, True)
         for each in self._kept:
@@ -101,18 +101,18 @@ class PrefixSessions:
         if len(best.session.tokens) - most[0] <= _MOST_LEFT:
             self._drop(best)
             return best.session
-        # It was of use just now.
+        # Mark it as recently used.
         self._kept.remove(best)
         self._kept.append(best)
         return self._forked(best.session, most[0], runner)
 
     def keep(self, app: str, key: str, session: Session) -> None:
-        """Keeps the session of an answer that has ended; where a limit ends, the least recently used go, the
-        app's own before others'."""
+        """Caches the session of an ended answer; at a limit the least recently used are evicted, the app's
+        own first."""
         size, own = session.size_bytes, self._app_bytes(app) or self.limit_bytes
         if not size or len(session.tokens) < _LEAST_COMMON or size > min(own, self.limit_bytes):
             return
-        # What it goes on with is of no further use.
+        # The session that it continues is no longer useful.
         for each in [each for each in self._kept if each.app == app and _begins(session, each.session)]:
             self._drop(each)
         self._kept.append(_Kept(app, key, session, size))
@@ -121,12 +121,12 @@ class PrefixSessions:
         self._shrink(self._kept, self.limit_bytes)
 
     def forget(self, weights_versions: Collection[tuple[int, int]]) -> None:
-        """Drops the sessions of weights that will not be there again."""
+        """Drops the sessions of weights that were unloaded."""
         for each in [each for each in self._kept if each.session.weights_version in weights_versions]:
             self._drop(each)
 
     def resize(self, limit_bytes: int) -> None:
-        """Sets the limit; the least recently used sessions beyond it go."""
+        """Sets the memory limit; evicts the least recently used sessions beyond it."""
         self.limit_bytes = limit_bytes
         self._shrink(self._kept, limit_bytes)
 
@@ -151,6 +151,6 @@ class PrefixSessions:
 
 
 def _begins(session: Session, other: Session) -> bool:
-    """Whether a session has all of another, and perhaps more."""
+    """Whether a session extends or equals another."""
     same = session.weights_version == other.weights_version
     return same and session.tokens[: len(other.tokens)] == other.tokens

@@ -1,4 +1,4 @@
-"""Renders and encodes the prompts of calls, and tells what times their objectives allow; imports no JAX."""
+"""Renders and encodes the prompts of calls, and derives time limits from objectives; imports no JAX."""
 
 import dataclasses
 import math
@@ -20,10 +20,10 @@ from jaxllm.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class TimeLimits:
-    """Times that an objective allows.
+    """Time limits of an objective.
 
     Attributes:
-      ttft_ms, tpot_ms: to the first token, and per further token; infinity where they are not limited.
+      ttft_ms, tpot_ms: limits of the time to the first token and per further token; infinity for none.
     """
 
     ttft_ms: float = math.inf
@@ -31,8 +31,8 @@ class TimeLimits:
 
 
 def time_limits(objective: Objective | None, whole: Cost) -> TimeLimits:
-    """The times that an objective allows an answer whose whole cost is known; a limit of the whole answer is
-    shared out as the whole model's times are."""
+    """The time limits of an answer by its objective and the whole model's cost; a limit of the total time is
+    divided in proportion to the whole model's times."""
     match objective:
         case Slo():
             return TimeLimits(*objective.limits(whole.ttft_ms, whole.tpot_ms))
@@ -45,8 +45,8 @@ def time_limits(objective: Objective | None, whole: Cost) -> TimeLimits:
 
 
 def prompt_with_rows(tokenizer: Tokenizer, call: Call) -> tuple[PromptTokens, PromptRows | None]:
-    """A call's prompt with the tokens of its images, and their rows; None without images. Of these tokens
-    none may be dropped.
+    """A call's prompt with the tokens and embeddings of its images; None without images. Image tokens cannot
+    be dropped.
 
     Raises:
       ConfigError, ContextOverflow: see `prompt_of` and `with_images`.
@@ -71,12 +71,12 @@ def whole_prompt_ids(
 
 
 def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
-    """A call's prompt, rendered and encoded, one token for each image. Words may be dropped where the call
+    """A call's prompt, rendered and encoded, with one token per image. Words may be dropped if the call
     allows it.
 
     Raises:
-      ConfigError: it is empty or malformed, or has tools that the template does not know.
-      ContextOverflow: it is longer than the tokenizer is limited to.
+      ConfigError: it is empty or malformed, or has tools that the template does not support.
+      ContextOverflow: it is longer than the tokenizer's limit.
     """
     if call.shorten and isinstance(call.prompt, Conversation):
         if reads_sources(tokenizer):
@@ -95,7 +95,7 @@ def prompt_of(tokenizer: Tokenizer, call: Call) -> PromptTokens:
 
 
 def content_tokens(tokenizer: Tokenizer, prompt: Conversation | str | tuple[int, ...]) -> int:
-    """About how many tokens a turn has, where its context is known to the engine's thread alone."""
+    """The approximate number of tokens of a turn, for threads that do not know its context."""
     if isinstance(prompt, tuple):
         return len(prompt)
     texts = [prompt] if isinstance(prompt, str) else [str(each.get("content")) for each in prompt.messages]
@@ -109,7 +109,7 @@ def call_turn_ids(
     """The tokens that a call adds to a context's tokens `before`, and prompt embeddings in place of some.
 
     Raises:
-      ConfigError, ContextOverflow: the prompt is empty, or no turn (see `conversation_turn_ids`).
+      ConfigError, ContextOverflow: the prompt is empty, or not a turn (see `conversation_turn_ids`).
     """
     prompt, now = call.prompt, datetime.now()
     if isinstance(prompt, str):
@@ -156,7 +156,7 @@ def prompt_ids_of(
     if reads_sources(tokenizer):
         return tuple(prompt_ids(tokenizer, source_prompt(prompt.messages, prompt.tools, task=task)))
     if task:
-        # Refused, as there are no tasks of a decoder.
+        # Raises: a decoder has no tasks.
         tokenizer.files.source_text("", task)
     return tuple(
         tokenizer.encode_chat(
@@ -169,7 +169,7 @@ def prompt_ids_of(
 
 
 def guided(call: Call) -> Call:
-    """The call with its grammar and log-probabilities in its config, where the engine reads them."""
+    """The call with its grammar and log-probabilities moved into its config, as the engine requires."""
     config = call.config
     if call.grammar is not None:
         config = dataclasses.replace(config, grammar=call.grammar)

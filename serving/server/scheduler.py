@@ -1,14 +1,12 @@
-"""Schedules the engine: what its next dispatch does, and how long a new call would wait.
+"""Schedules the engine: decides its next dispatch, and estimates the waiting time of a new call.
 
-Pure functions over a queue. Whoever calls them brings the time, in milliseconds of any clock, and carries out
-what they say; every decision is made anew before every dispatch, so that a run may be interrupted between any
-two of them.
+Pure functions over a queue. Callers pass the time, in milliseconds of any clock, and carry out the
+decisions; each decision is made before one dispatch, so that runs can be interrupted between any two.
 
-The earliest deadline goes first, a foreground call's before any background call's. The deadline of a prefill
-is the latest time at which its remaining chunks must begin, that of a decoding run the time at which the
-reader of its text runs out of it. An app that has had more than its share of the engine lately is treated as
-if its deadlines were later by so much. What has waited longer than the patience counts as foreground, so that
-nothing starves.
+The earliest deadline goes first, foreground before background. The deadline of a prefill is the latest time
+to begin its remaining chunks, that of a decoding run the time at which its reader runs out of text. An app
+that has had more than its share of the engine lately has its deadlines delayed by the excess. A call that
+has waited longer than the patience counts as foreground, against starvation.
 """
 
 import dataclasses
@@ -20,26 +18,27 @@ from jaxllm.options import check_options, option
 from jaxllm.serving.elastic.planner import Load
 from jaxllm.serving.server.calls import Priority
 
-# Largest share of the engine's time that decoding runs are expected to take from a prefill.
+# Maximum share of the engine's time that decoding runs are expected to take from a prefill.
 _MOST_DECODING = 0.8
-# A further row of a batch takes this share of a single one's time.
+# Cost of a further row of a batch, relative to a single row's.
 ROW_SHARE = 0.15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """Bounds of the queue, and times of calls that ask for none.
+    """Limits of the queue, and target times of calls without an objective.
 
     Attributes:
-      queued: most calls that wait to begin, of all apps together.
-      app_queued: most of one app.
-      running: most calls that have begun and not ended: each has a cache of its own.
-      background_running: most of them that are background calls; the rest stays free for foreground calls.
-      reserved_running: so many of `running` are for apps of which nothing runs.
-      batch_rows: most runs of one decoding dispatch.
-      patience_ms: a background call that got nothing for so long gets one dispatch before all others.
-      foreground_ttft_ms, background_ttft_ms: time to the first token to aim at, where no objective says.
-      foreground_tpot_ms, background_tpot_ms: per further token.
+      queued: maximum number of calls that wait to begin, over all apps.
+      app_queued: the same for one app.
+      running: maximum number of running calls: each has a cache.
+      background_running: maximum number of running background calls; the rest is reserved for foreground
+        calls.
+      reserved_running: number of `running` that is reserved for apps without running calls.
+      batch_rows: maximum number of runs of one decode dispatch.
+      patience_ms: time after which a background call that got nothing gets one dispatch before all others.
+      foreground_ttft_ms, background_ttft_ms: target time to the first token without an objective.
+      foreground_tpot_ms, background_tpot_ms: target time per further token without an objective.
     """
 
     queued: int = option(64, low=1)
@@ -72,22 +71,22 @@ class SchedulerOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A call that waits or runs.
+    """A waiting or running call.
 
     Attributes:
-      id: unique in the queue.
-      app: that calls.
-      priority: of the call.
-      since_ms: when it came, or got its last dispatch.
-      due_ms: when its first token, or the next ones, should be there.
-      left_ms: expected time of what must be computed until then.
-      rest_ms: expected time of all that it needs until it ends.
-      stage: what its next dispatch does: "start" for a call that waits.
-      context_bytes: most memory that chunks of the context that it continues will take; 0 for none.
-      token_ms: expected time per token, of a decoding run; its limit per token is `tpot_ms`.
+      id: id, unique in the queue.
+      app: app of the call.
+      priority: priority of the call.
+      since_ms: time of its arrival, or of its last dispatch.
+      due_ms: deadline of its first or next tokens.
+      left_ms: expected time of the computation until then.
+      rest_ms: expected time of the computation until its end.
+      stage: stage of its next dispatch: "start" for a waiting call.
+      context_bytes: maximum memory of the chunks of its context; 0 for none.
+      token_ms: expected time per token of a decoding run; its limit is `tpot_ms`.
       tpot_ms: see `token_ms`.
-      batchable: whether it may be decoded with others.
-      adapter: that answers; calls with different ones are not decoded together.
+      batchable: whether it can be decoded in a batch.
+      adapter: its adapter; a batch has one adapter.
       ready: whether its next dispatch need not wait for its grammar.
     """
 
@@ -109,13 +108,13 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue:
-    """All that a decision is made of.
+    """The input of a decision.
 
     Attributes:
-      now_ms: the time.
-      work: calls that wait and calls that run.
-      engine_ms: time of the engine that each app has had lately (see `decayed`).
-      context_bytes: memory for chunks of contexts that run.
+      now_ms: current time.
+      work: waiting and running calls.
+      engine_ms: recent engine time of each app (see `decayed`).
+      context_bytes: memory for chunks of running contexts.
     """
 
     now_ms: float
@@ -136,12 +135,12 @@ class Queue:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """What the engine does next.
+    """The engine's next dispatch.
 
     Attributes:
-      kind: "start" a call and take its first step; "step" a run: a chunk, a block or its end; "decode"
-        several runs together; "idle".
-      ids: of the calls.
+      kind: "start" a call with its first step; "step" a run: a chunk, a block or its end; "decode" a batch
+        of runs; "idle".
+      ids: ids of the calls.
     """
 
     kind: str
@@ -149,7 +148,7 @@ class Action:
 
 
 def next_action(queue: Queue, options: SchedulerOptions) -> Action:
-    """What the engine does next; "idle" only where nothing can be done."""
+    """Decides the engine's next dispatch; "idle" only if nothing can be done."""
     candidates = [each for each in queue.running if each.ready]
     candidates += startable(queue, options)
     if not candidates:
@@ -157,11 +156,11 @@ def next_action(queue: Queue, options: SchedulerOptions) -> Action:
     excess = _excess_ms(queue)
 
     def order(each: Work) -> tuple[int, float, float, int]:
-        # What is late already is not the more urgent for it, or a flood of late calls would go before all.
+        # Late calls do not gain urgency: a flood of them would go before all others.
         latest = max(queue.now_ms, each.due_ms - each.left_ms) + excess.get(each.app, 0.0)
         return _rank(each, queue.now_ms, options), latest, each.due_ms, each.id
 
-    # An answer that is complete keeps its client waiting for nothing, and takes next to no time.
+    # Finish complete answers first: their clients wait, and it costs next to nothing.
     first = min([each for each in candidates if each.stage == "finish"] or candidates, key=order)
     if first.stage == "start":
         return Action("start", (first.id,))
@@ -194,13 +193,13 @@ def startable(queue: Queue, options: SchedulerOptions) -> list[Work]:
 def expected_load(
     queue: Queue, options: SchedulerOptions, priority: Priority, due_ms: float = math.inf
 ) -> Load:
-    """What a new call of a priority finds, whose first token is due at `due_ms`.
+    """The expected load for a new call of a priority with a deadline at `due_ms`.
 
     Args:
-      queue: without the call.
-      options: of the scheduler.
-      priority: of the call.
-      due_ms: its deadline; those that are due later do not go first.
+      queue: the queue without the call.
+      options: options of the scheduler.
+      priority: priority of the call.
+      due_ms: its deadline; calls with later ones do not go first.
     """
 
     def goes_first(each: Work) -> bool:
@@ -212,7 +211,7 @@ def expected_load(
     decoding = [each for each in queue.work if each.stage == "decode"]
     streams = [each for each in decoding if goes_first(each) or each.priority == priority]
     step_ms = _step_ms(streams)
-    # Decoding runs are served as often as their readers need, and prefill has the rest.
+    # Decoding runs are served as often as their readers need; prefill gets the rest.
     share = min(_MOST_DECODING, step_ms / min((each.tpot_ms for each in streams), default=math.inf))
     slots = _slot_ms(queue, options)
     rows = min(options.batch_rows, 1 + sum(each.batchable for each in decoding))
@@ -220,14 +219,14 @@ def expected_load(
 
 
 def retry_after_s(queue: Queue) -> float:
-    """When the queue should be half as long: a whole number of seconds, at least 1."""
+    """Estimated time in which the queue halves: a whole number of seconds, at least 1."""
     left = sum(each.rest_ms for each in queue.work)
     return float(max(1, math.ceil(left / 2 / 1000)))
 
 
 def queue_refusal(waiting: int, of_app: int, options: SchedulerOptions) -> str | None:
-    """Why no further call of an app may wait, by the numbers of calls that wait, in all and of the app; None
-    if one may."""
+    """Why no further call of an app may wait, given the numbers of waiting calls in total and of the app;
+    None if one may."""
     if waiting >= options.queued:
         return f"{waiting} calls wait already, which is the most"
     if of_app >= options.app_queued:
@@ -236,14 +235,14 @@ def queue_refusal(waiting: int, of_app: int, options: SchedulerOptions) -> str |
 
 
 def decayed(engine_ms: Mapping[str, float], passed_ms: float, half_life_ms: float) -> dict[str, float]:
-    """Each app's time of the engine, after some time has passed: it halves in `half_life_ms`."""
+    """Each app's engine time after some time has passed: it halves in `half_life_ms`."""
     factor = 0.5 ** (passed_ms / half_life_ms)
     return {app: each * factor for app, each in engine_ms.items() if each * factor >= 1.0}
 
 
 def _fitting(waiting: Sequence[Work], most_bytes: int, taken_bytes: int) -> set[int]:
-    """Which calls in contexts may begin: those whose chunks fit beside those of the ones that run, or any
-    where none runs. What comes after one that does not fit waits, too, or a large one would never begin."""
+    """The calls in contexts that may begin: those whose chunks fit next to those of running ones, or any if
+    none runs. Calls after one that does not fit wait, too; otherwise a large one would never begin."""
     found: set[int] = set()
     for each in sorted(waiting, key=lambda each: (each.priority != "foreground", each.id)):
         if taken_bytes and each.context_bytes and taken_bytes + each.context_bytes > most_bytes:
@@ -259,7 +258,7 @@ def _rank(each: Work, now_ms: float, options: SchedulerOptions) -> int:
 
 
 def _excess_ms(queue: Queue) -> dict[str, float]:
-    """How much more than an equal share of the engine's time the apps that want it have had lately."""
+    """The excess of each app's recent engine time over an equal share, among apps in the queue."""
     apps = {each.app for each in queue.work}
     if len(apps) < 2:
         return {}
@@ -268,8 +267,7 @@ def _excess_ms(queue: Queue) -> dict[str, float]:
 
 
 def _step_ms(streams: Sequence[Work]) -> float:
-    """The time of one token of all streams: of a batch for each adapter, and of each run that is decoded
-    alone."""
+    """The time of one token of all streams: of a batch per adapter, plus each unbatched run."""
     batches: dict[str, list[float]] = {}
     for each in streams:
         if each.batchable:
@@ -279,7 +277,7 @@ def _step_ms(streams: Sequence[Work]) -> float:
 
 
 def _slot_ms(queue: Queue, options: SchedulerOptions) -> float:
-    """The time until a run ends, where no further one may begin."""
+    """The time until a run ends, if no further one may begin."""
     running = queue.running
     return (
         0.0

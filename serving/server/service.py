@@ -6,7 +6,7 @@
     for piece in answer: ...
     answer.plan, answer.cost, answer.met
 
-The service plans, the engine answers. One call runs at a time.
+The service plans and the engine answers, one call at a time.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 
-# Of contexts, where options name none. Chunks of 32 tokens have half of the scales of LLMS's 16: in the bytes
-# in which all chunks of 16 have 4 bits, the densest quarter of these has 8. Each packaged model that was
-# calibrated loses least with them at half of the bytes. Less than eight leave little to choose between.
+# Defaults for contexts. Chunks of 32 tokens have half as many scales as LLMS's of 16: in the bytes of all
+# 16-token chunks at 4 bits, the densest quarter of these has 8. Every calibrated packaged model loses least
+# with them at half of the bytes. Fewer than eight chunks leave little choice.
 CODEC, CODEC_CHUNK_TOKENS, _LEAST_CHUNKS = "channel", 32, 8
 _log = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class LLMService(PlannedService):
     """Answers the calls of all apps with one elastic model. Not thread-safe: one call at a time.
 
     Attributes:
-      engine: serves all levels.
-      profile: of this device.
-      planner: plans every call.
-      contexts: of all apps; None where the service keeps none.
+      engine: engine with all levels.
+      profile: profile of this device.
+      planner: planner of every call.
+      contexts: contexts of all apps; None for none.
     """
 
     def __init__(
@@ -79,23 +79,24 @@ class LLMService(PlannedService):
         confidence: float = CONFIDENCE,
         progress: Progress | None = None,
     ) -> "LLMService":
-        """Opens a model, and measures this device's profile where there is none yet.
+        """Opens a model, and measures this device's profile if there is none.
 
-        Buckets are compiled, or read from disk where an earlier process left them. Measuring takes some
-        seconds of the packaged model and minutes of larger ones, once.
+        Buckets are compiled, or loaded from disk if an earlier process cached them. Measuring takes seconds
+        for the packaged model and minutes for larger ones, once.
 
         Args:
-          model: an elastic bundle, or another model, which has one level alone; see `Engine.open`.
-          levels: to serve, in percent; None for all of the bundle.
-          options: of the engine.
-          proposer: proposes levels and prompt ratios instead of the bundle's tiny LM.
-          contexts: options of contexts that outlive calls; None for no contexts. Their chunks are stored by
-            the options' codec; if that is empty as its bundle's calibration chose, else by "channel" in
-            chunks of 32 tokens (of 16 in windows below 256), or by "raw" of a model with state layers.
-          speculation: drafts for the whole model's answers; None for no drafts.
-          confidence: the share of answers that should be in time, where a choice can be in time so surely; a
-            higher one takes smaller levels.
-          progress: called with (stage, done, total).
+          model: an elastic bundle, or another model, which has only one level; see `Engine.open`.
+          levels: levels to serve, in percent; None for all of the bundle.
+          options: options of the engine.
+          proposer: proposer of levels and prompt ratios instead of the bundle's tiny LM.
+          contexts: options of contexts that outlive calls; None for no contexts. Chunks are stored with the
+            options' codec; if that is empty, with the one chosen by the bundle's calibration, else with
+            "channel" in chunks of 32 tokens (16 in windows below 256), or "raw" for a model with state
+            layers.
+          speculation: options of drafts for the whole model's answers; None for no drafts.
+          confidence: share of answers that should meet their objective if a choice can be that certain; a
+            higher share leads to smaller levels.
+          progress: callback for (stage, done, total).
 
         Raises:
           JaxllmError: the model cannot be opened, or lacks a level.
@@ -119,13 +120,12 @@ class LLMService(PlannedService):
         profile: DeviceProfile,
         contexts: ContextOptions | None = None,
     ) -> "LLMService":
-        """A service of an engine that is warm, ready for its first call.
+        """Makes a service of a warm engine, ready for its first call.
 
         Args:
-          engine: serves all levels that are planned with; opened with a codec for contexts where there are
-            some.
-          planner: plans by the profile.
-          profile: of this device.
+          engine: engine with all planned levels; opened with a codec if there are contexts.
+          planner: planner with the profile.
+          profile: profile of this device.
           contexts: options of contexts that outlive calls; None for no contexts.
 
         Raises:
@@ -135,7 +135,7 @@ class LLMService(PlannedService):
         with contextlib.ExitStack() as opened:
             kept = None if contexts is None else Contexts(engine, contexts)
             if kept is not None:
-                # Else the store stays locked until this process ends.
+                # Otherwise the store stays locked until this process ends.
                 opened.callback(kept.close)
             service = cls(engine, profile, planner, kept)
             service.rehearse()
@@ -145,11 +145,10 @@ class LLMService(PlannedService):
         return service
 
     def use_profile(self, profile: DeviceProfile) -> None:
-        """Plans by another profile of this device from here on, and learns anew how much later answers come.
-        No answer runs.
+        """Replaces the profile of this device, and resets the learned margin. Requires that no answer runs.
 
         Args:
-          profile: of the engine's levels.
+          profile: profile of the engine's levels.
         """
         self.profile = profile
         self.planner.use(profile)
@@ -159,7 +158,7 @@ class LLMService(PlannedService):
         """Closes the contexts, which releases their store, and the engine.
 
         Raises:
-          BudgetExceeded, CheckpointError: an answer could not be stored; all is closed all the same.
+          BudgetExceeded, CheckpointError: an answer could not be stored; everything is closed nevertheless.
         """
         try:
             if self.contexts is not None:
@@ -171,45 +170,45 @@ class LLMService(PlannedService):
         """Creates a context of an app, which outlives calls and restarts (newLLMCtx).
 
         Args:
-          app: that owns it; no other app can open it.
-          level: the sub-model that answers in it, in percent; None for the whole model.
+          app: owner; no other app can open it.
+          level: level that answers in it, in percent; None for the whole model.
           pinned: whether its chunks are never evicted for another context.
 
         Raises:
-          ConfigError: the service keeps no contexts, the level is not served, or the app's name is not valid.
-          BudgetExceeded: the app may own no more contexts, or there is no room.
+          ConfigError: the service has no contexts, the level is not served, or the app's name is invalid.
+          BudgetExceeded: the app has reached its number of contexts, or there is no space.
         """
         contexts = self._kept()
         return Context(contexts, contexts.create(app, level=level, pinned=pinned))
 
     def context(self, app: str, name: str) -> Context:
-        """Opens a context that an app created before, perhaps in another process.
+        """Opens an existing context of an app, also from an earlier process.
 
         Raises:
-          ConfigError: the service keeps no contexts.
+          ConfigError: the service has no contexts.
           ContextGone: the app has no context of this name, or its tokens are of another tokenizer.
         """
         contexts = self._kept()
         return Context(contexts, contexts.record(app, name))
 
     def contexts_of(self, app: str) -> list[Context]:
-        """All contexts of an app, also those of other models and levels.
+        """All contexts of an app, including those of other models and levels.
 
         Raises:
-          ConfigError: the service keeps no contexts.
+          ConfigError: the service has no contexts.
         """
         contexts = self._kept()
         return [Context(contexts, record) for record in contexts.store.records(app)]
 
     def resize(self, budget_bytes: int) -> None:
-        """Sets the memory of contexts' chunks while the service runs; chunks beyond it are evicted.
+        """Sets the memory limit of contexts' chunks at runtime; evicts chunks beyond it.
 
         Args:
           budget_bytes: see `ContextOptions`.
 
         Raises:
-          ConfigError: the service keeps no contexts, or it is not a whole number from 1 up.
-          BudgetExceeded: contexts that run or are pinned take more; the budget is as it was.
+          ConfigError: the service has no contexts, or the limit is not a positive integer.
+          BudgetExceeded: running or pinned contexts need more; the limit is unchanged.
         """
         self._kept().resize(budget_bytes)
 
@@ -226,10 +225,9 @@ def engine_options(
     options: EngineOptions,
     contexts: ContextOptions | None,
 ) -> EngineOptions:
-    """The options of a service's engine: with the levels that are planned with, and where there are contexts
-    a codec: the one that was asked for, else the one that the bundle's calibration chose for its model, else
-    `CODEC` or, of a model with states, "raw"; the length of chunks goes with that choice unless another was
-    asked for (see `LLMService.open`).
+    """The options of a service's engine: with the planned levels and, if there are contexts, a codec: the
+    requested one, else the one chosen by the bundle's calibration, else `CODEC`, or "raw" for a model with
+    states. The chunk length belongs to that choice unless another is requested (see `LLMService.open`).
 
     Raises:
       JaxllmError: the model cannot be opened.
@@ -250,8 +248,8 @@ def engine_options(
 
 
 def _chunk_tokens(options: EngineOptions, cfg: ModelConfig) -> int:
-    """Tokens of a chunk of `CODEC`: many, where the window has several of them and a prefill can compute one
-    again."""
+    """Tokens of a chunk of `CODEC`: the longer size if the window has several chunks and a prefill can
+    recompute one."""
     several = (options.context_tokens or cfg.window_tokens) >= _LEAST_CHUNKS * CODEC_CHUNK_TOKENS
     again = not options.chunk_tokens or any(each % CODEC_CHUNK_TOKENS == 0 for each in options.chunk_tokens)
     return CODEC_CHUNK_TOKENS if several and again else EngineOptions.kv_chunk_tokens
@@ -264,8 +262,7 @@ def planner_of(
     *,
     margin: SafetyMargin | None = None,
 ) -> Planner:
-    """A planner of the levels that an engine serves, with its bundle's tiny LM unless another proposer is
-    given."""
+    """A planner for the levels of an engine, with its bundle's tiny LM unless another proposer is given."""
     if proposer is None and (tiny := read_tiny_lm(engine.model.bundle)) is not None:
         proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
     return Planner(profile, engine.levels, proposer, safety_margin=margin)

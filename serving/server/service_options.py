@@ -44,46 +44,43 @@ class ServerOptions:
     Attributes:
       model: a bundle, a Hugging Face folder, a GGUF file or a packaged model's name; empty for the default
         model.
-      http: host and port to listen on, such as "127.0.0.1:8080" or "[::1]:8080"; port 0 takes a free one.
+      http: host and port to listen on, such as "127.0.0.1:8080" or "[::1]:8080"; port 0 chooses a free one.
         Without it and `socket`, 127.0.0.1:8080.
       socket: path of a Unix socket to listen on; None for none.
       socket_mode: permissions of the socket: who may call.
-      remote: other machines may call, with API keys.
+      remote: whether other machines may call, with API keys.
       keys: file of API keys; None for the user's.
-      hosts: names by which callers may reach the service, besides those of the loopback and that of `http`.
-      origins: of web pages of other sites that may call.
+      hosts: host names of the service, besides those of the loopback and that of `http`.
+      origins: origins of other sites' web pages that may call.
       apps: apps of programs and users over the Unix socket, by rules (see `PeerOptions.apps`).
-      context_tokens: most tokens of prompt and answer together; 0 for the model's window, within bounds.
-      memory: most bytes of the process; 0 for no limit.
-      prefix_memory: most bytes of the caches of ended answers, with which a conversation that is sent again
-        goes on; 0 keeps none.
-      model_sampling: sample as the model's authors advise where a call names no sampling.
-      draft: as `jaxllm generate --draft` takes it; empty for its default.
-      batch_rows: numbers of answers that are decoded together, where native kernels read the weights;
-        empty for one by one.
-      contexts: folder in which apps' contexts are kept; None for no contexts.
-      context_budget: most bytes of their chunks in memory; 0 for the default of `ContextOptions`; read again
-        at SIGHUP.
-      follow_pressure: give memory back while tasks of the machine wait for it; with `memory` that is done in
-        any case.
-      context_keys: folder of keys, one of each app, by which contexts are encrypted on storage; None for no
-        encryption.
-      images: answer images, too, where the model has an encoder of them: its weights and all of the model's
-        are in memory then; else texts alone.
-      attend_coded: answers in contexts attend to stored chunks where they lie (see `EngineOptions`).
-      share_across_apps: contexts may take the beginnings of other apps' contexts (see `ContextOptions`).
+      context_tokens: maximum number of tokens of prompt and answer together; 0 for the model's window,
+        within bounds.
+      memory: memory limit of the process in bytes; 0 for no limit.
+      prefix_memory: memory limit of the caches of ended answers, which continue a conversation that is sent
+        again; 0 for no such caches.
+      model_sampling: whether calls without sampling options default to the model's recommended sampling.
+      draft: drafter as in `jaxllm generate --draft`; empty for its default.
+      batch_rows: batch sizes of batched decoding, which requires native kernels; empty for no batching.
+      contexts: folder of apps' stored contexts; None for no contexts.
+      context_budget: memory limit of their chunks; 0 for the default of `ContextOptions`; reloaded at SIGHUP.
+      follow_pressure: whether to release memory under memory pressure on the machine; always done with
+        `memory`.
+      context_keys: folder of keys, one per app, that encrypt contexts on storage; None for no encryption.
+      images: whether to support images if the model has an image encoder: its weights and all of the
+        model's are then resident.
+      attend_coded: whether answers in contexts attend to stored chunks in place (see `EngineOptions`).
+      share_across_apps: whether contexts may share prefixes of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
-      adapters: folder in which lie those that operators may load while the service runs; None for no others.
-      adapter_rank, adapter_targets, adapter_memory, adapter_count: bounds of all of them (see
+      adapters: folder of adapters that operators may load at runtime; None for no others.
+      adapter_rank, adapter_targets, adapter_memory, adapter_count: limits of all adapters (see
         `AdapterOptions`).
-      log_level: least level of logs that are written: "debug", "info", "warning" or "error"; records of
-        requests are "info".
-      levels: of an elastic model to plan with, in percent; empty for all that it has, (100,) for the whole
-        model alone.
-      drain_s: seconds that running answers have to end once the service is told to stop.
-      scheduler: bounds of the queue and of what runs.
-      limits: of each app; read again at SIGHUP.
-      objectives: app -> objective of its calls that name none, until it binds itself; read again at SIGHUP.
+      log_level: minimum log level: "debug", "info", "warning" or "error"; requests are logged at "info".
+      levels: levels of an elastic model to plan with, in percent; empty for all, (100,) for the whole model
+        only.
+      drain_s: time in seconds for running answers to end after a stop.
+      scheduler: limits of the queue and of running calls.
+      limits: limits of each app; reloaded at SIGHUP.
+      objectives: app -> objective of its calls without one, until it binds itself; reloaded at SIGHUP.
     """
 
     model: str = ""
@@ -123,7 +120,7 @@ class ServerOptions:
 
     @property
     def model_name(self) -> str:
-        """The model's name in calls: as it was asked for, without folder and suffix."""
+        """The model's name in calls: as given, without folder and suffix."""
         return Path(self.model).name.removesuffix(".jaxllm") if self.model else "default"
 
     def __post_init__(self) -> None:
@@ -151,14 +148,14 @@ class ServerOptions:
             if not isinstance(binding, Binding):
                 raise ConfigError(f"the objective of {app} must be a Binding, got {binding!r:.80}")
         object.__setattr__(self, "objectives", MappingProxyType(dict(self.objectives)))
-        # Each checks what it is given.
+        # Each validates its arguments.
         self.guard()
         self.peers()
         self.adapter_options()
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port to listen on; None where a Unix socket alone was asked for."""
+        """Host and port to listen on; None for a Unix socket only."""
         if self.http or self.socket is None:
             return address_of(self.http or DEFAULT_HTTP)
         return None
@@ -175,10 +172,10 @@ class ServerOptions:
         )
 
     def context_options(self) -> ContextOptions | None:
-        """Options of contexts; None where the service keeps none.
+        """Options of contexts; None if the service has none.
 
         Raises:
-          ConfigError: there are options of contexts, and no folder for them.
+          ConfigError: there are options of contexts, but no folder for them.
         """
         for name in ("context_budget", "context_keys", "share_across_apps", "attend_coded"):
             if getattr(self, name) and self.contexts is None:
@@ -205,7 +202,7 @@ class ServerOptions:
         """Options of adapters.
 
         Raises:
-          ConfigError: a name or a bound is malformed.
+          ConfigError: a name or a limit is malformed.
         """
         return AdapterOptions(
             given=self.adapter,
@@ -229,18 +226,18 @@ _PATHS = ("socket", "keys", "contexts", "context_keys", "adapters")
 
 
 def _batch_rows() -> tuple[int, ...]:
-    """The numbers of answers that buckets decode together."""
-    # Imported here, because a service of exported programs runs without JAX.
+    """Default batch sizes."""
+    # Imported here: a service of exported programs runs without JAX.
     from jaxllm.serving.ground.options import BATCH_ROWS
 
     return BATCH_ROWS
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT"; an IPv6 host stands in brackets.
+    """Parses "HOST:PORT"; an IPv6 host is in brackets.
 
     Raises:
-      ConfigError: it has another form.
+      ConfigError: it is malformed.
     """
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -251,10 +248,10 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def read_options(path: Path) -> ServerOptions:
-    """Options from a TOML file. Relative paths in it begin at the file's folder.
+    """Reads options from a TOML file. Relative paths are relative to the file's folder.
 
     Raises:
-      ConfigError: the file cannot be read, is no TOML, or has an unknown key or a value that is not allowed.
+      ConfigError: the file cannot be read, is not TOML, or has an unknown key or invalid value.
     """
     try:
         with path.open("rb") as file:
@@ -285,7 +282,7 @@ def _options(facts: dict[str, Any], folder: Path) -> ServerOptions:
             name: folder / Path(own).expanduser() if isinstance(own, str) and own else own
             for name, own in found.items()
         }
-    # A name of a packaged model is no path.
+    # Names of packaged models are not paths.
     if isinstance(model := given.get("model"), str) and ("/" in model or model.startswith("~")):
         given["model"] = str(folder / Path(model).expanduser())
     return ServerOptions(**given)

@@ -1,4 +1,4 @@
-"""Binds the sockets that the service listens on, or takes those that systemd has bound."""
+"""Binds the service's listening sockets, or uses those that systemd has bound."""
 
 import contextlib
 import errno
@@ -21,13 +21,12 @@ _ANSWER_S = 2.0
 
 @contextlib.contextmanager
 def bound(options: ServerOptions, identity: Identity) -> Iterator[list[socket.socket]]:
-    """Yields sockets that listen: clients can connect from here on, and wait until they are answered.
-
-    Sockets of systemd go before those of the options.
+    """Yields listening sockets: clients can connect from here on, and wait to be answered. Sockets of systemd
+    have precedence over those of the options.
 
     Raises:
-      ConfigError: another service has the address, other machines could reach it and must not, or it cannot
-        be bound.
+      ConfigError: another service uses the address, other machines could reach it without `remote`, or it
+        cannot be bound.
     """
     with contextlib.ExitStack() as stack:
         sockets = passed(os.environ)
@@ -44,11 +43,11 @@ def bound(options: ServerOptions, identity: Identity) -> Iterator[list[socket.so
 
 
 def passed(environment: MutableMapping[str, str]) -> list[socket.socket]:
-    """The sockets that systemd has passed to this process; takes the variables away, so that no child of it
-    reads them.
+    """The sockets that systemd has passed to this process; removes the environment variables, so that child
+    processes do not use them.
 
     Raises:
-      ConfigError: one of them is not a stream socket that listens.
+      ConfigError: one of them is not a listening stream socket.
     """
     pid, count = environment.pop("LISTEN_PID", ""), environment.pop("LISTEN_FDS", "")
     environment.pop("LISTEN_FDNAMES", None)
@@ -60,7 +59,7 @@ def passed(environment: MutableMapping[str, str]) -> list[socket.socket]:
 
 
 def described(listening: socket.socket) -> str:
-    """Where clients find a socket: a URL, or `unix:PATH`."""
+    """The address for clients: a URL, or `unix:PATH`."""
     name = listening.getsockname()
     if listening.family == socket.AF_UNIX:
         return f"unix:{os.fsdecode(name)}"
@@ -99,10 +98,10 @@ def _tcp(host: str, port: int, identity: Identity) -> socket.socket:
 
 @contextlib.contextmanager
 def _unix(path: Path, mode: int) -> Iterator[socket.socket]:
-    """A Unix socket at a path, which is removed at the end.
+    """A Unix socket at a path, removed at the end.
 
-    A lock beside it makes sure that of two services that start at once one gets the path. A socket that is
-    there already is replaced where it is ours and nobody answers on it.
+    A lock file ensures that only one of two services that start together gets the path. An existing socket is
+    replaced if it belongs to this user and nobody answers on it.
     """
     try:
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -116,7 +115,7 @@ def _unix(path: Path, mode: int) -> Iterator[socket.socket]:
         _remove_stale(path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with listening:
-            # So that nobody else can connect in between; no other thread makes files yet.
+            # Prevents connections by others before the mode is set; no other thread makes files yet.
             mask = os.umask(0o777 & ~mode)
             try:
                 listening.bind(str(path))

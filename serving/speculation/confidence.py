@@ -1,30 +1,30 @@
-"""Makes confidences of a drafter's logits: at a temperature, and calibrated by what was accepted."""
+"""Computes confidences from a drafter's logits: at a temperature, calibrated by acceptance."""
 
 from collections.abc import Sequence
 
 from jaxllm.speculation.tree import Calibration, TokenTree, outcomes
 
-# Temperatures that share counts are rounded to the same multiple of this.
+# Temperatures that round to the same multiple of this share counts.
 _APART = 0.25
 
 
 def confidence_temperature(temperature: float, greedy: float) -> float:
-    """The temperature at which a drafter's probabilities are taken, before they are calibrated.
+    """The temperature of a drafter's probabilities, before calibration.
 
     Args:
-      temperature: of the target's sampler.
-      greedy: that of probabilities under a greedy target: 1 takes them as they are, whatever the sampler;
-        less for a drafter that is surer than its probabilities say, since it is nearly the target.
+      temperature: temperature of the target's sampler.
+      greedy: temperature of probabilities for a greedy target: 1 leaves them unchanged, for any sampler;
+        less for a drafter that is underconfident because it is nearly the target.
     """
     return 1.0 if greedy == 1.0 else max(temperature, greedy)
 
 
 class Confidence:
-    """Calibrates the probabilities of one drafter, under each temperature of the sampler by itself.
+    """Calibrates the probabilities of one drafter, separately for each temperature of the sampler.
 
     Args:
       greedy_temperature: see `confidence_temperature`.
-      calibrated: whether it learns; else probabilities are confidences as they are.
+      calibrated: whether it learns; else probabilities are the confidences.
     """
 
     def __init__(self, greedy_temperature: float = 1.0, *, calibrated: bool = True) -> None:
@@ -32,7 +32,7 @@ class Confidence:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what was learned."""
+        """Resets the calibration."""
         self._counts: dict[int, Calibration] = {}
         self._sampler, self.temperature = 0, confidence_temperature(0.0, self._greedy)
         self.shifts = Calibration.fresh().shifts()

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """The open model that drafts are for (`jaxllm.serving.opening.loading.LoadedModel`).
+    """The open target model (`jaxllm.serving.opening.loading.LoadedModel`).
 
     Attributes:
       bundle: the open model file.
       options: resolved options.
-      tokenizer: the model's.
-      streamed: reads the weights while the model runs; None where all are in memory.
+      tokenizer: tokenizer of the model.
+      streamed: streamed weights; None if all are resident.
     """
 
     @property
@@ -55,15 +55,15 @@ class Target(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """When a drafter ends a tree.
+    """When a drafter stops growing a tree.
 
     Attributes:
-      alpha: no branch is more confident than this.
-      most: so many nodes are enough.
-      temperature: of the target's sampler; 0 takes the likeliest token.
+      alpha: minimum confidence of a branch to grow.
+      most: sufficient number of nodes.
+      temperature: temperature of the target's sampler; 0 is greedy.
       run, branch, free_runs: see `jaxllm.speculation.token_tree.Worth`.
-      depth: no node is deeper, since no more tokens are wanted.
-      stop_ids: tokens after which there are none, padded as `Decoding.decode` takes them; empty for none.
+      depth: maximum depth of a node, by the number of wanted tokens.
+      stop_ids: tokens that end a branch, padded as for `Decoding.decode`; empty for none.
     """
 
     alpha: float
@@ -77,11 +77,11 @@ class Growing:
 
 
 class DrafterMemory(Protocol):
-    """Memory that a drafter can do without while it does not draft.
+    """Memory of a drafter that can be released while it does not draft.
 
     Attributes:
-      size_bytes: that it takes now.
-      most_bytes: that it may come to take.
+      size_bytes: current size.
+      most_bytes: maximum size.
     """
 
     @property
@@ -91,7 +91,7 @@ class DrafterMemory(Protocol):
     def most_bytes(self) -> int: ...  # noqa: D102
 
     def let_go(self) -> None:
-        """Gives all of it up; the next tree takes it again."""
+        """Releases all of it; the next tree allocates it again."""
         ...
 
 
@@ -100,10 +100,10 @@ class Drafter(Protocol):
 
     Attributes:
       run_s: time of a run in `grow`, without its branches.
-      branch_s: time that each branch of a run takes.
+      branch_s: time per branch of a run.
       step_s: time of a `step`.
       steps: number of steps so far.
-      memory: of weights and caches of its own; None for next to none.
+      memory: memory of its weights and caches; None if negligible.
     """
 
     @property
@@ -126,19 +126,19 @@ class Drafter(Protocol):
         ...
 
     def read(self, source: tuple[int, ...]) -> None:
-        """Takes the source of the sequences to come; empty for a decoder alone, whose prompt is in them."""
+        """Sets the source of the next sequences; empty for decoder-only models, whose prompt is in them."""
         ...
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
-        """Grows a tree after `sequence`, whose root is the next token `root`; only the root where it proposes
+        """Grows a tree after `sequence`, whose root is the next token `root`; only the root if it proposes
         nothing.
 
         Args:
           sequence: tokens before the root.
           root: the next token.
-          growing: when to end.
-          cache: the target's, of `sequence`; donated. A drafter may write the rows after the sequence, which
-            verification writes again.
+          growing: when to stop.
+          cache: the target's cache of `sequence`; donated. A drafter may write the rows after the sequence,
+            which verification overwrites.
 
         Returns:
           The tree, and the cache.
@@ -150,7 +150,7 @@ class Drafter(Protocol):
         ...
 
     def follow(self, path: Sequence[int], token: int) -> None:
-        """Takes the nodes `path` of the last tree that the target accepted, and the target's next `token`."""
+        """Follows the accepted nodes `path` of the last tree, and the target's next `token`."""
         ...
 
 

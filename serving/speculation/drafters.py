@@ -25,10 +25,10 @@ DRAFTERS: Registry[Making] = Registry(
 
 
 def make_drafter(target: Target, options: SpeculationOptions, progress: Progress | None = None) -> Drafter:
-    """The drafter that options name, for a target.
+    """Makes the drafter named by options, for a target.
 
     Raises:
-      ConfigError: no drafter has this name, or it does not fit the target.
+      ConfigError: no drafter has this name, or it does not support the target.
     """
     if options.drafter not in DRAFTERS:
         raise ConfigError(f"there is no drafter {options.drafter!r}; there are {', '.join(DRAFTERS)}")

@@ -1,4 +1,4 @@
-"""Grows token trees with a model in memory, and measures what its runs take."""
+"""Grows token trees with a resident model, and measures the time of its runs."""
 
 import time
 from typing import Any
@@ -17,7 +17,7 @@ from jaxllm.serving.speculation.tree_growth import Nodes, TreeGrowth
 from jaxllm.speculation.tree import TokenTree
 from jaxllm.steps.trees import DraftEnd
 
-# A run while weights are read takes at most so many times as long as one before.
+# Maximum ratio of the time of a run during weight reads to that of a run before.
 _MOST_TIMES = 3.0
 
 
@@ -35,7 +35,7 @@ class Grower:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what was measured."""
+        """Resets the measurements."""
         self.steps, self._cost = 0, SizeCost(self._tips)
         self._step_s: float | None = None
         self._first = True
@@ -47,12 +47,12 @@ class Grower:
 
     @property
     def branch_s(self) -> float:
-        """Time that each branch of a run takes."""
+        """Time per branch of a run."""
         return max(0.0, self._cost.seconds(self._tips) - self.run_s) / self._tips
 
     @property
     def step_s(self) -> float:
-        """Time of a run while weights are read, which takes processors, too."""
+        """Time of a run while weights are read, which also uses processors."""
         return self._step_s or self._cost.seconds(self._tips)
 
     def grow(
@@ -69,8 +69,8 @@ class Grower:
 
         Args:
           tree, fed, cache: see `TreeGrowth.draft`; donated.
-          growing: when to end.
-          limit: most runs.
+          growing: when to stop.
+          limit: maximum number of runs.
           hidden: whether weights are read meanwhile.
 
         Returns:
@@ -95,9 +95,9 @@ class Grower:
         self.steps += count
         took_s, first = time.perf_counter() - began, self._first
         self._first = self._first and not count
-        # A bucket's first run sets its kernels up, which says nothing of the next ones.
+        # A bucket's first run sets its kernels up, so it is not representative.
         if count and hidden:
-            # One that had to wait says little of the next, which it must not keep from being run.
+            # A run that had to wait is not representative, and must not prevent the next one.
             most_s = _MOST_TIMES * self._cost.seconds(self._tips)
             self._step_s = running_mean(self._step_s, min(took_s / count, most_s or took_s))
         elif count and not first:
@@ -106,7 +106,7 @@ class Grower:
 
 
 class GrowingDrafter:
-    """What every drafter with a grower tells of it (see `Drafter`)."""
+    """The measurements of a drafter with a grower (see `Drafter`)."""
 
     _grower: Grower
 

@@ -27,7 +27,7 @@ def on_host(tree: TokenTree) -> TokenTree:
 
 
 def by_confidence(tree: TokenTree) -> np.ndarray:
-    """The nodes, the most confident first; a parent, which is at least as confident, comes before its
+    """The nodes, most confident first; a parent, which is at least as confident, comes before its
     children."""
     confidences = np.asarray(tree.confidences)[: int(tree.count)]
     return np.argsort(-confidences, kind="stable")
@@ -77,8 +77,8 @@ def grown(tree: TokenTree, tokens: list[int], parents: list[int], confidences: l
 
 
 def united(tree: TokenTree, other: TokenTree) -> tuple[TokenTree, np.ndarray]:
-    """The union of two trees of the same root: the first one's nodes, then those that only the other has. A
-    node of both has the larger confidence.
+    """The union of two trees with the same root: the first one's nodes, then those only in the other. A
+    node in both has the larger confidence.
 
     Returns:
       The tree, with room for all nodes, and the index of each of its nodes in `other`, or -1.

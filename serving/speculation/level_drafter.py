@@ -1,4 +1,4 @@
-"""Drafts with a low level of the target itself: no other model, and less of each layer is read."""
+"""Drafts with a low level of the target: no other model, and less of each layer is read."""
 
 from collections.abc import Callable
 
@@ -21,11 +21,11 @@ from jaxllm.serving.weights.streamed import StreamedWeights
 def level_drafter(
     target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> ModelDrafter:
-    """A drafter that is one of the target's levels.
+    """Makes a drafter of one of the target's levels.
 
     Raises:
-      ConfigError: the target does not serve the level, or its weights are streamed in a form of
-        which no level can stay in memory.
+      ConfigError: the target does not serve the level, or its weights are streamed in a format of which no
+        level can be resident.
     """
     del progress
     if target.streamed is None:
@@ -41,7 +41,7 @@ def level_drafter(
 
 
 def streamed_drafting_runner(target: Target, level: int, streamed: StreamedWeights) -> ResidentRunner:
-    """A runner of a level by the weights that stay in memory while the target's are streamed."""
+    """A runner of a level with the weights that stay resident while the target's are streamed."""
     staying = streamed.part_weights()
     whole = target.runner(WHOLE)
     return drafting_runner(
@@ -52,13 +52,13 @@ def streamed_drafting_runner(target: Target, level: int, streamed: StreamedWeigh
 def drafting_runner(
     part: LevelRunner, whole: LevelRunner, weights_of: Callable[[Params], Params], options: EngineOptions
 ) -> ResidentRunner:
-    """A runner of a level by weights that draft, with buckets of its own. It reads no sources.
+    """A runner of a level with drafting weights and its own buckets. It supports no sources.
 
     Args:
-      part: runs the level.
-      whole: runs the whole model.
-      weights_of: from a level's weights to those that draft.
-      options: of the drafter.
+      part: runner of the level.
+      whole: runner of the whole model.
+      weights_of: maps a level's weights to drafting weights.
+      options: options of the drafter.
     """
     shared = ModelLevel(whole.cfg, weights_of(whole.model.weights), options)
     store = part.buckets.store()

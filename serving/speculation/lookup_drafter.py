@@ -1,7 +1,7 @@
 """Adds prompt lookup to the trees of another drafter.
 
-A small model copies badly, and copies (names, quotes, code, a text to shorten) need no model. Both propose
-trees of the same root; their union is one tree, in which a token that both propose is one node.
+Small models copy badly, and copies (names, quotes, code, a text to shorten) need no model. Both propose
+trees with the same root; their union is one tree, in which a token that both propose is one node.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from jaxllm.speculation.token_tree import TokenTree
 
 
 class LookupDrafter:
-    """Unites another drafter's trees with those of prompt lookup (see `Drafter`); where trees are lines,
-    takes the line that promises more tokens."""
+    """Unites another drafter's trees with those of prompt lookup (see `Drafter`); if trees are lines, uses
+    the line that is expected to give more tokens."""
 
     def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
         self._drafter, self._ngrams, self._lines = drafter, NgramDrafter(shape), shape.branches == 1
-        # The last tree, the number of its nodes that the drafter has, and the lookup's index of each, or -1.
+        # The last tree, the number of the drafter's nodes in it, and the lookup's index of each node, or -1.
         self._tree: TokenTree | None = None
         self._known = 1
         self._places = np.zeros(1, np.int64)
@@ -86,7 +86,7 @@ class LookupDrafter:
         found = self._places[nodes]
         if (found >= 0).any():
             self._ngrams.follow(found[found >= 0].tolist(), token)
-        # To the other drafter, the first accepted node that only the lookup had is the target's token.
+        # For the other drafter, the first accepted node that only the lookup had is the target's token.
         known = nodes[nodes < self._known]
         if len(known) < len(nodes):
             token = int(np.asarray(self._tree.tokens)[nodes[len(known)]])

@@ -1,4 +1,4 @@
-"""Drafts with a model that fits into memory."""
+"""Drafts with a resident model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from jaxllm.speculation.tree import TokenTree
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
 _ANY_CONFIDENCE = 1e-30
-# Where no room is left for that, so many of the most confident nodes stay, as a share of the room.
+# If there is no room, keep the most confident nodes, up to this share of the room.
 _PRUNED_SHARE = 0.75
 
 
@@ -56,10 +56,10 @@ def model_drafter(
 
 
 class ModelDrafter(GrowingDrafter):
-    """Grows trees with a model whose weights are in memory (see `Drafter` and `DrafterMemory`).
+    """Grows trees with a resident model (see `Drafter` and `DrafterMemory`).
 
     Attributes:
-      most_bytes: of its longest caches, and of weights of its own that can be read again from their file.
+      most_bytes: maximum size of its caches, and of its own weights that can be reloaded from their file.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class ModelDrafter(GrowingDrafter):
         """Makes the drafter.
 
         Args:
-          runner: of the model.
-          options: of speculation.
-          own: has the model's weights; None for weights of the target.
+          runner: runner of the model.
+          options: options of speculation.
+          own: provider of the model's weights; None for weights of the target.
           greedy_temperature: see `jaxllm.serving.speculation.confidence.confidence_temperature`.
-          takes_rows: whether it goes on from the target's own keys and values, where its weights are the
-            target's at fewer bits; it does not read the tokens itself then.
+          takes_rows: whether it continues from the target's keys and values, if its weights are the
+            target's at fewer bits, instead of feeding the tokens itself.
         """
         self._runner, self._shape = runner, options.trees
         self._takes_rows, self._target_cache = takes_rows, None
@@ -100,7 +100,7 @@ class ModelDrafter(GrowingDrafter):
         self._version = runner.weights_version
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
-        # The tree before it was first pruned, and where each of its nodes is now, or -1.
+        # The tree before its first pruning, and the current index of each of its nodes, or -1.
         self._whole: TokenTree | None = None
         self._places = np.zeros(0, np.int32)
 
@@ -158,7 +158,7 @@ class ModelDrafter(GrowingDrafter):
     def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         runner = self._runner
         full = len(sequence) + 1 + self._shape.room > runner.options.context_tokens
-        # A source that is longer than the draft's encoder reads.
+        # Also if the source is longer than the drafter's encoder supports.
         if full or (self._encodes and len(self._source) > runner.options.source_tokens(runner.cfg)):
             self._tree = None
             return root_alone(root, self._shape.room)
@@ -178,7 +178,7 @@ class ModelDrafter(GrowingDrafter):
             return False
         if int(self._tree.count) >= self._shape.room:
             self._prune()
-        # A tree of more confident nodes than any that could be added has grown enough.
+        # Stop if the tree has enough nodes that are more confident than any that could be added.
         most = int(_PRUNED_SHARE * self._shape.room)
         growing = Growing(_ANY_CONFIDENCE, most, stop_ids=self._stop_ids)
         return self._run(growing, 1, hidden=True) > 0
@@ -191,7 +191,7 @@ class ModelDrafter(GrowingDrafter):
         self._confidence.learn(drafted, path, token)
         places = list(path) if self._whole is None else self._places[np.asarray(path)].tolist()
         if -1 in places:
-            # From the first node on that was pruned, the drafter has nothing of the path.
+            # From the first pruned node on, the drafter has nothing of the path.
             dropped = places.index(-1)
             places, token = places[:dropped], int(drafted.tokens[path[dropped]])
         cache, self._cache = self._cache, None
@@ -226,7 +226,7 @@ class ModelDrafter(GrowingDrafter):
         return count
 
     def _catch_up(self, sequence: Sequence[int]) -> None:
-        """Makes the cache that of this sequence."""
+        """Makes the cache match this sequence."""
         if self._version != self._runner.weights_version:
             self._forget()
             self._version = self._runner.weights_version
@@ -237,7 +237,7 @@ class ModelDrafter(GrowingDrafter):
         self._tree = None
         cache, self._cache = self._cache, None
         if self._target_cache is not None:
-            # What it had is given up first: of an empty cache no memory is taken yet.
+            # Release the old cache first: an empty one has no committed memory yet.
             cache = None
             empty = self._with_source(self._runner.start(len(sequence) + 1 + self._shape.room))
             self._cache, self._cached = with_rows(empty, self._target_cache, len(sequence)), list(sequence)
@@ -245,7 +245,7 @@ class ModelDrafter(GrowingDrafter):
         if cache is None:
             cache, common = self._with_source(self._runner.start(len(sequence) + 1 + self._shape.room)), 0
         cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
-        # Where the sequence only became shorter, its last token is fed again, to set the cache's length.
+        # If the sequence only became shorter, feed its last token again, to set the cache's length.
         common = min(common, len(sequence) - 1)
         _, self._cache = prefill_prompt(self._runner, cache, sequence[common:], common)
         self._cached = list(sequence)

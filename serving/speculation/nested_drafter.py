@@ -1,8 +1,8 @@
-"""Drafts with the high planes of the target's own nested weights: no second model, no second cache.
+"""Drafts with the high planes of the target's nested weights: no second model, no second cache.
 
-Drafting reads half of the bytes that the target reads. The drafter writes the rows of its tree behind the
-sequence in the target's cache, where verification then writes the target's own: so all rows before a tree are
-the target's, and no prompt is read twice.
+Drafting reads half of the target's bytes. The drafter writes the rows of its tree after the sequence in the
+target's cache, where verification then overwrites them: so all rows before a tree are the target's, and no
+prompt is read twice.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ from jaxllm.serving.weights.high_planes import require_nested
 from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.tree import TokenTree
 
-# The temperature at which the high plane's probabilities are those that a greedy target takes its tokens,
-# measured on the packaged models.
+# The temperature at which the high plane's probabilities match the acceptance by a greedy target, measured on
+# the packaged models.
 _GREEDY_TEMPERATURE = 0.25
 
 
 def nested_drafter(
     target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> "NestedDrafter | ModelDrafter":
-    """A drafter that reads the high planes of the target's weights, or of one of its levels.
+    """Makes a drafter with the high planes of the target's weights, or of one of its levels.
 
-    Where low planes are streamed, it has a cache of its own, and drafts on while they are read. It has one of
-    its own, too, where a level's caches have other shapes than the model's, as those of mixtures.
+    If low planes are streamed, it has its own cache, and drafts on while they are read. It also has one if a
+    level's caches have other shapes than the model's, like those of mixtures.
 
     Raises:
       ConfigError: the target's weights are not nested, or it does not serve the level.
@@ -64,10 +64,10 @@ def nested_drafter(
 
 
 def high_planes_runner(target: Target) -> ResidentRunner:
-    """A runner of the model of 4 bits that the high planes of a target's weights are.
+    """A runner of the 4-bit model given by the high planes of a target's weights.
 
     Raises:
-      ConfigError: the target's weights are not nested, or not all in memory.
+      ConfigError: the target's weights are not nested, or not resident.
     """
     require_nested(target.bundle)
     source = target.resident_runner(WHOLE)
@@ -83,9 +83,9 @@ class NestedDrafter(GrowingDrafter):
         """Makes the drafter.
 
         Args:
-          source: runs the level whose high planes draft.
-          whole: runs the whole model.
-          options: of speculation.
+          source: runner of the level whose high planes draft.
+          whole: runner of the whole model.
+          options: options of speculation.
         """
         self._shape: TreeShape = options.trees
         self._source, self._version = source, source.weights_version
@@ -125,16 +125,16 @@ class NestedDrafter(GrowingDrafter):
         return False
 
     def follow(self, path: Sequence[int], token: int) -> None:
-        """Learns from the path alone: verification has written the accepted tokens' rows."""
+        """Learns from the path only: verification has written the accepted tokens' rows."""
         self._confidence.learn(self._tree, path, token)
 
     def _follow_swaps(self) -> None:
-        """Takes over weights that the target was given since, such as an adapter's."""
+        """Updates to the target's current weights, such as an adapter's."""
         if self._version != self._source.weights_version:
             self._runner.model.swap(high_planes(self._source.model.weights))
             self._version = self._source.weights_version
 
 
 def _drafting_options(source: ResidentRunner, options: SpeculationOptions) -> EngineOptions:
-    # Attention mass is counted where the target reads, not where drafts do.
+    # Attention mass is counted for the target, not for drafts.
     return dataclasses.replace(source.options, trees=options.trees, kv_codec="")

@@ -14,9 +14,9 @@ from jaxllm.serving.speculation.drafter import Growing, Target
 from jaxllm.serving.speculation.host_tree import grown, root_alone
 from jaxllm.speculation.token_tree import TokenTree
 
-# Lengths of the n-grams that are looked up, the longest first.
+# Lengths of n-grams to look up, longest first.
 _LENGTHS = (5, 4, 3, 2)
-# The assumed share of right tokens of each length before the first verification.
+# Assumed share of accepted tokens of each length before the first verification.
 _FIRST_RATE = 0.6
 _NEW_SHARE = 0.2
 # Stands between a source and its answer; no token has this id.

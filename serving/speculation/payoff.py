@@ -1,15 +1,15 @@
-"""Measures whether drafting pays: the time per token with drafts and without, while answering.
+"""Measures whether drafting is faster: the time per token with drafts and without, while answering.
 
-An answer begins with drafts; after some passes a few tokens are decoded without, and the faster way goes on.
-The other way is tried again later, because texts and machines change.
+An answer begins with drafts; after some passes a few tokens are decoded without, and the faster way is
+used. The other way is retried later, because texts and machines change.
 """
 
 from jaxllm.serving.engine.decoding import pace
 
 # Weight of a new measurement in a running mean.
 _NEW_SHARE = 0.25
-# Passes before a decision, most tokens that are decoded plainly to know their time, how long that may take,
-# and tokens without drafts after a negative decision: doubled each time.
+# Passes before a decision, maximum number and time of plainly decoded tokens to measure, and number of tokens
+# without drafts after a negative decision, doubled each time.
 _PATIENT_PASSES, _TRIED_TOKENS, _TRIED_MS = 3, 4, 40.0
 _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
 
@@ -63,7 +63,7 @@ class Payoff:
         return self.token_ms <= self.plain_token_ms
 
     def drafted(self, *, draft_ms: float, verify_ms: float, tokens: int) -> None:
-        """Learns from a verification that gave so many tokens."""
+        """Learns from a verification that gave `tokens` tokens."""
         again = self._passes > 0
         self._passes += 1
         self._drafted_ms = running_mean(self._drafted_ms if again else None, draft_ms + verify_ms)
@@ -72,9 +72,9 @@ class Payoff:
         if self._passes < _PATIENT_PASSES:
             return
         if not self._plain_ms:
-            # A token takes about as long as a verification where weights are read from storage.
+            # With streamed weights a token takes about as long as a verification.
             self._left = max(1, min(_TRIED_TOKENS, int(_TRIED_MS / max(1.0, self._pass_ms))))
-        # A machine that has become faster since decodes plainly in no more time than it verifies in.
+        # If the machine has become faster since, plain decoding takes no longer than verification.
         elif self._drafted_ms / self._tokens <= min(self._plain_ms, self._pass_ms):
             self._pause = _FIRST_PAUSE_TOKENS
         else:
@@ -88,7 +88,7 @@ class Payoff:
         self._passes = 0
 
     def plain(self, *, took_ms: float, tokens: int) -> None:
-        """Learns from tokens that were decoded without a draft."""
+        """Learns from tokens decoded without drafts."""
         self._plain_ms = running_mean(self._plain_ms or None, took_ms / tokens)
         self._left -= tokens
 

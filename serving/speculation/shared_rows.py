@@ -1,4 +1,4 @@
-"""Gives a drafter of the target's own weights the target's keys and values, so that it reads no prompt."""
+"""Shares the target's keys and values with a drafter of the target's weights, which then reads no prompt."""
 
 import dataclasses
 
@@ -17,8 +17,8 @@ def with_rows(cache: KVCache, other: KVCache, tokens: int) -> KVCache:
     """A cache with the keys and values of the first tokens of another one, of the same model.
 
     Args:
-      cache: what it was before does not count.
-      other: with its layers in stacks or each by itself, as those of `cache`, whatever their capacities.
+      cache: cache to overwrite.
+      other: source cache, with its layers in stacks or separate like those of `cache`, of any capacity.
       tokens: number of tokens; both caches have room for them.
     """
 

@@ -1,8 +1,8 @@
 """Learns the time of work by its size: of a verification by its tree, of a drafter's run by its branches.
 
-The work takes a fixed time, mostly that of getting the weights, a time per unit of size, and where sizes are
-few a time of each size's own. All are tracked together (a Kalman filter), not size by size: a busy machine or
-slow storage changes the times of all sizes, also of those that were not tried lately.
+The time has a fixed part, mostly that of loading weights, a part per unit of size, and, if there are few
+sizes, a part specific to each. All are tracked jointly (a Kalman filter), not size by size: a busy machine
+or slow storage changes the times of all sizes, including those not measured lately.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SizeCost:
 
     Args:
       most: the largest size.
-      own: sizes that take a time of their own.
+      own: sizes with a specific time.
     """
 
     def __init__(self, most: int, own: Sequence[int] = ()) -> None:

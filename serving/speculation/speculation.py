@@ -1,7 +1,7 @@
 """Decodes speculatively with token trees (LLMCad): the target's own tokens, in fewer passes over its weights.
 
 The drafter grows a tree, the target verifies it in one pass, and accepted tokens go into both caches. The
-tokens are those of plain decoding, because `jaxllm.speculation.tree.choices` draws each of them in the
+tokens equal those of plain decoding, because `jaxllm.speculation.tree.choices` samples each of them in the
 same way. Any runner can be the target, compiled buckets or exported programs.
 """
 
@@ -29,11 +29,11 @@ class SpeculationCounts:
     """Counts and times of speculation so far.
 
     Attributes:
-      verifications: trees that the target has verified.
-      nodes: drafted tokens that were verified.
-      accepted: drafted tokens that were accepted.
-      tokens: that verifications gave, the target's own among them.
-      plain_tokens: that were decoded without drafts.
+      verifications: number of verified trees.
+      nodes: number of verified draft tokens.
+      accepted: number of accepted draft tokens.
+      tokens: number of tokens from verifications, including the target's own.
+      plain_tokens: number of tokens decoded without drafts.
       draft_s: time spent drafting before verifications.
       verify_s: time spent verifying.
       hidden_steps: steps of the drafter while the target waited for weights.
@@ -57,7 +57,7 @@ class SpeculationCounts:
 
     @property
     def useful_share(self) -> float:
-        """The share of verified drafted tokens that was accepted."""
+        """The share of verified draft tokens that was accepted."""
         return self.accepted / self.nodes if self.nodes else 0.0
 
 
@@ -65,11 +65,11 @@ class Speculation(Drafts):
     """Decodes with drafts (see `jaxllm.serving.engine.decoding.Decoding`).
 
     Attributes:
-      runner: of the target; the drafter runs under its lock, too.
-      drafter: that grows trees.
-      options: of speculation.
+      runner: runner of the target; the drafter runs under its lock, too.
+      drafter: grows the trees.
+      options: options of speculation.
       counts: see `SpeculationCounts`.
-      drafting: whether it drafts, where that pays; see `draft`.
+      drafting: whether drafting is allowed; see `draft`.
     """
 
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
@@ -81,7 +81,7 @@ class Speculation(Drafts):
         self._fallback, self._payoff = Fallback(options.alpha), Payoff()
         sizes = options.trees.nodes
         self._verify_cost = SizeCost(sizes[-1], sizes)
-        # Sizes of the trees that were verified so far.
+        # Sizes of trees verified so far.
         self._verified = set[int]()
         # Sum of the confidences of a branch's new nodes, as a share of its own.
         self._yields: float | None = None
@@ -91,7 +91,8 @@ class Speculation(Drafts):
         return SourcedSpeculation(self, source)
 
     def draft(self, on: bool) -> None:
-        """Has it draft or not, from the next dispatch on; without drafts the drafter gives up its memory."""
+        """Allows drafting or not, from the next dispatch on; without drafts the drafter releases its
+        memory."""
         if self.drafting and not on and self.drafter.memory is not None:
             self.drafter.memory.let_go()
         self.drafting = on
@@ -101,13 +102,13 @@ class Speculation(Drafts):
         return max(tokens, min(tokens + self.options.trees.nodes[-1], self.runner.options.context_tokens))
 
     def limit(self, pace: int, remaining: int) -> int:
-        """The number of tokens to ask `decode` for, where `remaining` are wanted: as many as a verification
-        may give, whatever the pace."""
+        """The `limit` of the next `decode`, of `remaining` wanted tokens: as many as a verification can give,
+        regardless of the pace."""
         del pace
         return min(remaining, self.options.trees.nodes[-1])
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
-        """Runs a draft and its verification, or plain decoding where drafting does not pay."""
+        """Runs a draft and its verification, or plain decoding if that is faster."""
         limit, root = row.limit, int(np.asarray(row.token)[0])
         cache = dataclasses.replace(row.cache, length=np.int32(len(cached)))
         row = dataclasses.replace(row, cache=cache)
@@ -141,7 +142,7 @@ class Speculation(Drafts):
 
     @property
     def payoff(self) -> Payoff:
-        """What tokens take with drafts and without."""
+        """The measured times per token with drafts and without."""
         return self._payoff
 
     # -- parts of it ------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Speculation(Drafts):
         began = time.perf_counter()
         in_order = self.options.trees.pacer == "order"
         order = np.arange(int(tree.count)) if in_order else by_confidence(tree)
-        # A tree that grew meanwhile may be deeper than the rest of the answer is long.
+        # A tree that grew meanwhile may be deeper than the rest of the answer.
         order = order[np.asarray(tree.depths)[order] < row.limit]
         count = min(count, len(order))
         nodes = self._size(np.asarray(tree.confidences)[order[:count]])
@@ -186,7 +187,7 @@ class Speculation(Drafts):
         return PassTimes(run_s=drafter.run_s, branch_s=drafter.branch_s, verify_s=verify_s, free_s=free_s)
 
     def _size(self, confidences: np.ndarray) -> int:
-        """The size of the tree to verify, of those that there are buckets for."""
+        """The size of the tree to verify, among those with buckets."""
         if not self.options.trees.trimmed:
             return min(nodes for nodes in self.options.trees.nodes if nodes >= len(confidences))
         return verified_nodes(confidences, self._times(), self._payoff.rate)
@@ -216,7 +217,7 @@ class Speculation(Drafts):
         counts.tokens += tokens
         counts.draft_s += draft_s
         counts.verify_s += verify_s
-        # A bucket's first run sets its kernels up, which says nothing of the next ones.
+        # A bucket's first run sets its kernels up, so it is not representative.
         if tree.room in self._verified:
             self._verify_cost.measured(tree.room, verify_s)
             self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)

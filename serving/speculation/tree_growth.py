@@ -1,4 +1,4 @@
-"""Grows token trees with a model whose weights are resident, and follows what verification accepts."""
+"""Grows token trees with a resident model, and follows the accepted paths."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ class TreeGrowth:
         return buckets
 
     def growing_buckets(self, caches: Sequence[int]) -> list[Bucket]:
-        """The buckets that grow token trees in caches of these lengths, which others fill."""
+        """The buckets that grow token trees in caches of these lengths, which are filled by others."""
         return [self._draft_bucket(cache) for cache in caches]
 
     def draft(
@@ -45,10 +45,10 @@ class TreeGrowth:
         """Grows a token tree after the sequence in the cache (see `steps.drafting.draft`).
 
         Args:
-          tree: donated.
+          tree: token tree; donated.
           fed: `[M]` bool, nodes whose keys and values the cache has; donated.
-          cache: donated.
-          end: when drafting ends.
+          cache: cache; donated.
+          end: when drafting stops.
 
         Returns:
           The tree, `fed`, the cache, and the number of runs, int32 scalar.
@@ -63,12 +63,12 @@ class TreeGrowth:
 
         Args:
           tree, fed: see `draft`; not donated.
-          cache: donated.
-          path: the accepted nodes.
+          cache: cache; donated.
+          path: accepted nodes.
           token: the target's token after them.
 
         Returns:
-          The tree, `fed`, the cache, and the number of the path's last nodes that are missing in it.
+          The tree, `fed`, the cache, and the number of the path's last nodes that it lacks.
         """
         nodes = np.full(self.shape.room, path[-1], np.int32)
         nodes[: len(path)] = path

@@ -1,4 +1,4 @@
-"""Reads low-rank adapters of a bundle's model, and keeps them ready to be put on all of its levels."""
+"""Reads low-rank adapters of a bundle's model, ready to be applied to all of its levels."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -15,12 +15,12 @@ from jaxllm.serving.weights.model_level import LevelWeights
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedAdapter:
-    """The parameters of all levels with an adapter, ready to be put there; or without one.
+    """The parameters of all levels with an adapter, or without one, ready to be applied.
 
     Attributes:
-      digest: of the adapter and its scaling, in hex; empty for none.
+      digest: hex digest of the adapter and its scaling; empty for none.
       levels: level in percent -> its parameters.
-      size_bytes: of the adapter's factors at all levels; weights are shared.
+      size_bytes: size of the adapter's factors at all levels; weights are shared.
     """
 
     digest: str
@@ -34,12 +34,12 @@ class LoadedAdapter:
 
 
 def read_adapter_of(bundle: Bundle, folder: str | Path) -> tuple[LoraConfig, Adapter]:
-    """Reads an adapter of the model that the bundle was made from, and orders its units as the bundle's.
+    """Reads an adapter of the bundle's original model, and orders its units like the bundle's.
 
     Raises:
       CheckpointError, ConfigError: the folder is missing, corrupt or of another model.
     """
-    # Imported here, because it takes time and most models have no adapter.
+    # Imported here: the import is slow, and most models have no adapter.
     from jaxllm.checkpoints.peft import read_adapter
 
     lora, adapter = read_adapter(Path(folder), bundle.cfg)

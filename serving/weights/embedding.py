@@ -1,5 +1,5 @@
-"""Takes rows of the embedding as tokens need them, from storage, or from memory where a part of the model is
-resident that has the whole embedding."""
+"""Gathers rows of the embedding for tokens, from storage, or from memory if a resident part of the model has
+the whole embedding."""
 
 import concurrent.futures
 from collections.abc import Callable, Sequence
@@ -20,10 +20,11 @@ _THREADS = 4
 class EmbeddingRows:
     """The rows of a bundle's embedding.
 
-    Prompts mostly repeat a few tokens, so the rows that were used last are kept, where they are read.
+    Prompts mostly repeat a few tokens, so the most recently used rows are cached if they are read from
+    storage.
 
     Attributes:
-      segment: of the file, with the embedding.
+      segment: segment of the file with the embedding.
     """
 
     def __init__(
@@ -35,14 +36,14 @@ class EmbeddingRows:
         kept_bytes: int,
         resident: Callable[[Extent], np.ndarray] | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """See the class; reads nothing yet.
 
         Args:
-          bundle: an open one.
-          reader: of its file.
-          checksums: of the pages of `segment` (see `FirstRead.watch_pages`).
-          kept_bytes: most bytes of kept rows.
-          resident: a view of an extent of the embedding; None where it is not in memory.
+          bundle: an open bundle.
+          reader: reader of its file.
+          checksums: checksums of the pages of `segment` (see `FirstRead.watch_pages`).
+          kept_bytes: size limit of cached rows.
+          resident: returns a view of an extent of the embedding; None if it is not in memory.
         """
         self._bundle, self._reader, self._checksums = bundle, reader, checksums
         self._resident = resident
@@ -56,13 +57,14 @@ class EmbeddingRows:
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
 
     def rows_of(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
-        """A weight of the rows that some tokens need, and the index of each token's row in it.
+        """A weight with the rows of some tokens, and the index of each token's row in it.
 
         Args:
-          tokens: ids, in range.
+          tokens: valid ids.
 
         Returns:
-          Rows `[T·step, D]` for T tokens, as rows are stored in groups of `step`; and indices `[1, T]` int32.
+          Rows `[T·step, D]` for T tokens, since rows are stored in groups of `step`; and indices `[1, T]`
+          int32.
 
         Raises:
           CheckpointError: the file cannot be read.
@@ -82,7 +84,7 @@ class EmbeddingRows:
         return rows, indices.astype(np.int32)[None]
 
     def close(self) -> None:
-        """Stops the threads that read."""
+        """Stops the reader threads."""
         self._pool.shutdown()
 
     def _panels(self, firsts: set[int]) -> dict[int, list[np.ndarray]]:
@@ -105,7 +107,7 @@ class EmbeddingRows:
         return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
 
     def _checked(self, extent: Extent) -> np.ndarray:
-        """Reads an array of the embedding with the whole pages that it touches, and checks these."""
+        """Reads an array of the embedding with all of the pages that it touches, and checks these."""
         start = self._whole.offset
         begin = (extent.offset - start) // PAGE * PAGE
         end = -(-(extent.offset + extent.size_bytes - start) // PAGE) * PAGE

@@ -1,9 +1,9 @@
 """Reads the weights of a bundle once, from end to end, before any of them is used.
 
-One pass checks each segment against the bundle's manifest, copies the resident parts to memory, and takes
-checksums of the parts that will be read again. Later reads are compared with these, so that bytes of a file
-that was changed in place are never used as weights. What is wrong is read once more before it is refused:
-storage that errs rarely does so twice.
+One pass checks each segment against the bundle's manifest, copies the resident parts to memory, and
+computes checksums of the parts that will be read again. Later reads are compared with these, so that bytes
+of a file that was changed in place are never used as weights. Mismatching bytes are read once more before
+they are refused: transient storage errors rarely repeat.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxllm.serving.host.direct_io import PieceReader
 from jaxllm.serving.weights.pieces import Range, read_blocks
 
 _READ_BYTES = 4 << 20
-# How often bytes are read until they are what they must be.
+# Number of attempts to read matching bytes.
 READS = 2
 
 
@@ -38,7 +38,7 @@ class Checksums:
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
         self._blocks: dict[tuple[int, int], int] = {}
-        # Of the one segment that is read by pages, one uint64 per page: an embedding has hundreds of
+        # For the one segment that is read by pages, one uint64 per page: an embedding has hundreds of
         # thousands.
         self._start, self._pages = 0, np.empty(0, np.uint64)
 
@@ -57,11 +57,11 @@ class Checksums:
             self._pages[(offset + at - self._start) // PAGE] = digest
 
     def same(self, offset: int, data: np.ndarray) -> bool:
-        """Whether `data`, uint8, read at `offset`, is what the first read gave there."""
+        """Whether `data`, uint8, read at `offset`, equals the first read."""
         return xxhash.xxh3_64_intdigest(data.data) == self._blocks[offset, len(data)]
 
     def same_pages(self, offset: int, data: np.ndarray) -> bool:
-        """Whether pages are what the first read gave."""
+        """Whether pages equal the first read."""
         return all(
             xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
             == self._pages[(offset + at - self._start) // PAGE]
@@ -69,7 +69,7 @@ class Checksums:
         )
 
     def changed(self, offset: int, size: int) -> BundleError:
-        """The error of bytes that differ from the first read, also when they are read again."""
+        """The error of bytes that differ from the first read, even after another read."""
         segments = self._bundle.layout.segments.items()
         name = next(name for name, each in segments if 0 <= offset - each.offset < each.size_bytes)
         return BundleError(
@@ -80,10 +80,10 @@ class Checksums:
 
 
 class FirstRead:
-    """Plans the first pass over a file, and runs it.
+    """Plans and runs the first pass over a file.
 
     Attributes:
-      checksums: of the parts that will be read again; filled by `run`.
+      checksums: checksums of the parts that will be read again; filled by `run`.
     """
 
     def __init__(self, bundle: Bundle, reader: PieceReader) -> None:
@@ -100,11 +100,11 @@ class FirstRead:
             self._kept.append(_Kept(each.offset, each.size_bytes, part))
 
     def watch(self, ranges: Sequence[Range]) -> None:
-        """Plans to take checksums of ranges, one per block of later reads."""
+        """Plans checksums of ranges, one per block of later reads."""
         self._again |= {(offset, size) for offset, _, size in read_blocks(ranges)}
 
     def watch_pages(self, segment: str) -> None:
-        """Plans to take checksums of one segment, one per page."""
+        """Plans checksums of one segment, one per page."""
         whole = self._bundle.layout.segments[segment]
         self._paged = segment
         self.checksums.has_pages(whole.offset, whole.size_bytes)
@@ -133,7 +133,7 @@ class FirstRead:
     def _read(
         self, name: str, again: Sequence[tuple[int, int]], on_bytes: Callable[[int], None]
     ) -> xxhash.xxh3_128:
-        """Reads a segment, copies its parts that are kept, and takes the checksums of the blocks `again`, by
+        """Reads a segment, copies its resident parts, and computes the checksums of the blocks `again`, by
         offset and size, ascending. Returns the digest of all of it."""
         segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
         end, waiting = segment.offset + segment.size_bytes, list(reversed(again))

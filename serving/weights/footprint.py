@@ -15,16 +15,16 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 
 _FLOAT_BYTES = 4
-# Scores of the encoder's pairs of tokens, of a block of queries: what is added to them, before and after the
-# softmax, and packed for the products beside it.
+# Copies of the scores of the encoder's pairs of tokens, for a block of queries: the additive terms, before
+# and after the softmax, and packed for products.
 _SCORE_COPIES = 5
-# Buckets of an encoder's layers around its experts, beside the decoder's, which are in the runtime's share:
-# measured with Switch-base-64, 36 buckets of 1.4 MB in all.
+# Buckets of an encoder's layers around its experts, besides the decoder's, which are in the runtime's share:
+# measured with Switch-base-64, 36 buckets of 1.4 MB.
 _ENCODER_BUCKETS_BYTES, _ENCODER_BUCKETS_SHARE = 24 << 20, 8
 
 
 def nested_experts(bundle: Bundle) -> bool:
-    """Whether there are nested experts that are stored apart."""
+    """Whether there are separately stored nested experts."""
     tensors = bundle.layout.tensors.items() if bundle.layout.experts_apart else ()
     return any(".experts." in name and each.low is not None for name, each in tensors)
 
@@ -33,9 +33,9 @@ def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: 
     """Memory of a drafter; weights of a level of the target are not counted.
 
     Args:
-      speculation: names the drafter.
-      context_tokens: of each context; 0 for the longest.
-      target: the model whose answers are drafted.
+      speculation: options that name the drafter.
+      context_tokens: tokens of each context; 0 for the longest.
+      target: the target model.
 
     Raises:
       CheckpointError: the drafter's model cannot be opened.
@@ -61,7 +61,7 @@ def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tok
 
 
 def fixed_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
-    """Most bytes of caches and activations of one request; `drafts` for a model that drafts for another."""
+    """Maximum bytes of caches and activations of one request; `drafts` for a drafter."""
     # A source is read before the answer's tokens.
     activations = max(activation_bytes(cfg, options, drafts=drafts), source_bytes(cfg, options))
     return cache_bytes(cfg, options) + activations
@@ -89,7 +89,7 @@ def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 
 
 def around_experts_bytes(bundle: Bundle, options: EngineOptions) -> int:
-    """Bytes that experts stored apart take beside themselves."""
+    """Bytes of separately stored experts' buffers besides the experts."""
     buckets = 0
     if bundle.cfg.encoder is not None:
         buckets = min(_ENCODER_BUCKETS_BYTES, bundle.weight_bytes // _ENCODER_BUCKETS_SHARE)
@@ -97,7 +97,7 @@ def around_experts_bytes(bundle: Bundle, options: EngineOptions) -> int:
 
 
 def _begun_bytes(bundle: Bundle) -> int:
-    """Bytes of what is kept of a token's nested experts that are begun."""
+    """Bytes of a token's partial results of nested experts."""
     cfg = bundle.cfg
     if not nested_experts(bundle):
         return 0
@@ -113,7 +113,7 @@ def _visits_bytes(cfg: ModelConfig, tokens: int) -> int:
 
 def source_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     """Bytes of activations of the longest source in the encoder: inputs and outputs of layers, one layer's
-    intermediates, and scores of a block of queries with what is added to them; 0 without an encoder."""
+    intermediates, and scores of a block of queries with their additive terms; 0 without an encoder."""
     if cfg.encoder is None:
         return 0
     tokens = source_lengths(cfg, options)[-1]
@@ -123,7 +123,7 @@ def source_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 
 
 def _layer_rows(cfg: ModelConfig) -> int:
-    """Numbers that a layer computes of each token, in all."""
+    """Total numbers that a layer computes per token."""
     neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
     sizes = [layer_config(cfg, layer) for layer in range(cfg.layers)]
     heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in sizes)

@@ -22,9 +22,9 @@ class HighPlanes:
     Attributes:
       pieces: the low planes of layers.
       size_bytes: memory of the high planes, the embedding and the head.
-      weights: after `load`, all parameters by name; of layers the high planes alone.
-      resizable: low planes that are resident can be given up.
-      slots: twice as many as for whole layers, which take as much memory: storage reads on while drafts grow.
+      weights: all parameters by name, after `load`; for layers only the high planes.
+      resizable: whether resident low planes can be released.
+      slots: twice as many as for whole layers, in the same memory: storage reads on while drafts grow.
     """
 
     resizable, slots = True, 2 * SLOTS
@@ -50,11 +50,11 @@ class HighPlanes:
         """Plans to read the high planes, the embedding and the head.
 
         Args:
-          first_read: of the file.
-          staying: layer -> memory, of low planes that are resident.
+          first_read: first read of the file.
+          staying: layer -> memory of resident low planes.
 
         Returns:
-          Nothing that is copied into pieces: planes lie apart.
+          Nothing to copy into pieces: planes are separate.
         """
         del staying
         for piece in self._high:
@@ -77,7 +77,7 @@ class HighPlanes:
 
 
 def require_nested(bundle: Bundle) -> None:
-    """Raises ConfigError unless the high planes of a bundle's weights can be read alone, to draft."""
+    """Raises ConfigError unless a bundle has high planes that can be read separately for drafts."""
     weights = bundle.layout.weights
     if weights != "int8-nested" or not bundle.read_in_place:
         reason = f"it has {weights} weights" if weights != "int8-nested" else "there are no native kernels"

@@ -24,9 +24,9 @@ class ResidentPart(Protocol):
     Attributes:
       pieces: the rest of each layer, in order.
       size_bytes: memory of the part.
-      weights: after `load`, all parameters by name; of layers the part alone is valid.
-      resizable: whether resident pieces can be given up.
-      slots: for pieces that are not resident.
+      weights: all parameters by name, after `load`; for layers only the part is valid.
+      resizable: whether resident pieces can be released.
+      slots: number of slots for pieces that are not resident.
     """
 
     slots: int
@@ -41,8 +41,8 @@ class ResidentPart(Protocol):
         ...
 
     def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Plans to read the part. Returns the memory with the `LayerPiece.kept` ranges of layers that are not
-        among `staying`, layers that are resident as a whole."""
+        """Plans to read the part. Returns the memory of the `LayerPiece.kept` ranges of layers that are not
+        in `staying`, the layers that are resident as a whole."""
         ...
 
     def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
@@ -93,15 +93,15 @@ class OuterMemory:
 class LevelMemory:
     """The units of a level, the embedding and the head in memory (see `ResidentPart`).
 
-    Each layer has address space for all of its units, and memory for the pages that the level uses.
+    Each layer has address space for all of its units, and memory for the pages of the level.
 
     Attributes:
-      pieces: the whole model's layers; their ranges leave out the level's units.
+      pieces: the whole model's layers, whose ranges exclude the level's units.
       size_bytes: memory of the level, the embedding and the head.
-      weights: after `load`, all parameters by name; of layers that are not resident only the level's units
+      weights: all parameters by name, after `load`; for layers that are not resident only the level's units
         are valid.
-      resizable: layers that are resident as a whole have a part of the level, and stay.
-      slots: as for whole layers.
+      resizable: False: layers that are resident as a whole include a part of the level.
+      slots: number of slots, as for whole layers.
     """
 
     resizable, slots = False, SLOTS
@@ -110,8 +110,8 @@ class LevelMemory:
         """Plans the memory; reads nothing.
 
         Args:
-          bundle: an open one, whose weights are read in place.
-          cfg: the level.
+          bundle: an open bundle, whose weights are read in place.
+          cfg: config of the level.
         """
         self._bundle = bundle
         self.pieces: list[LayerPiece] = beside_level(
@@ -127,11 +127,11 @@ class LevelMemory:
         """Plans to read the level, except for layers that are resident as a whole.
 
         Args:
-          first_read: of the file.
-          staying: layer -> memory, of layers that are resident as a whole.
+          first_read: first read of the file.
+          staying: layer -> memory of layers that are resident as a whole.
 
         Returns:
-          Layer -> memory, of the other layers.
+          Layer -> memory of the other layers.
         """
         kept = {}
         for piece in self.pieces:
@@ -149,7 +149,7 @@ class LevelMemory:
 
 
 def piece_weights(bundle: Bundle, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-    """The weights of a layer that lies in a piece's memory as it does in the file."""
+    """The weights of a layer in a piece's memory, which has the file's layout."""
     low = bundle.layout.low_offset(piece.segment)
     own = memory[piece.start :]
     return bundle.segment_weights(piece.segment, own, None if low is None else own[low:])

@@ -18,14 +18,14 @@ from jaxllm.serving.ground.options import EngineOptions
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LevelWeights:
-    """Parameters of a level, ready to be put there.
+    """Parameters of a level, ready to be applied.
 
     Attributes:
-      weights: by name (see `ModelLevel`).
-      params: as buckets take them.
-      encoder: those of the encoder, as buckets take them; None if there is none.
-      version: (level, number), unique among the parameters of the level: identifies the weights that computed
-        a cache.
+      weights: parameters by name (see `ModelLevel`).
+      params: parameters as inputs of buckets.
+      encoder: parameters of the encoder as inputs of buckets; None if there is none.
+      version: (level, number), unique among the parameters of the level: identifies the weights that
+        computed a cache.
     """
 
     weights: Params
@@ -38,16 +38,17 @@ class ModelLevel:
     """A model, or one of its levels.
 
     Attributes:
-      level: in percent; 100 is the whole model.
-      cfg: the model, or the level's sub-model.
+      level: level in percent; 100 is the whole model.
+      cfg: config of the model or the level's sub-model.
       weights: its parameters by name; those of the whole model if its buckets slice them without a copy.
-      params: `weights` as buckets take them: by address where native kernels read them so, stacked where
+      params: `weights` as inputs of buckets: by address where native kernels read them so, stacked where
         their arrays are entries of stacks.
-      encoder: those of its encoder, likewise; None if it has none.
+      encoder: parameters of its encoder, likewise; None if it has none.
       options: resolved options of the engine.
-      weights_version: of the parameters that are there (see `LevelWeights.version`).
+      weights_version: version of the current parameters (see `LevelWeights.version`).
       bucket_level: the level of its buckets: its own, or 100 if all levels share them.
-      bucket_cfg: the model that the buckets were lowered for, which gives the shapes of caches.
+      bucket_cfg: config of the model that the buckets were lowered for, which determines the shapes of
+        caches.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ModelLevel:
 
     @property
     def current(self) -> LevelWeights:
-        """The parameters that are there, to be put there again after others."""
+        """The current parameters, to be restored after others."""
         return LevelWeights(self.weights, self.params, self.encoder, self.weights_version)
 
     def prepared(self, weights: Params) -> LevelWeights:
@@ -98,7 +99,7 @@ class ModelLevel:
         self.weights_version = prepared.version
 
     def swap(self, weights: Params) -> None:
-        """`put` of what is `prepared` here."""
+        """Applies prepared parameters: `put` of `prepared`."""
         self.put(self.prepared(weights))
 
     @property
@@ -138,7 +139,7 @@ class ModelLevel:
 
     def _for_buckets(self, weights: Params) -> Params:
         if self.cfg.encoder is not None:
-            # What decodes takes no arguments that it does not read.
+            # Decode buckets have no unused inputs.
             weights = {name: each for name, each in weights.items() if not name.startswith(ENCODER)}
         if can_be_addressed(weights, self.bucket_cfg):
             return by_address(weights, self.bucket_cfg)

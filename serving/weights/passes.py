@@ -14,16 +14,16 @@ _OF_SOURCE = ("cross.k", "cross.v", "cross.k_bias", "cross.v_bias")
 class Passes:
     """The pieces of a model in the order of a pass: the encoder's layers, the layers, the head.
 
-    Each kind of pass has all of them; those that it does not read have no ranges.
+    Each kind of pass has all pieces; those that it does not read have no ranges.
 
     Attributes:
-      whole: each piece as a whole, as it is where it is resident.
-      of_tokens: what tokens need.
+      whole: each piece as a whole, as it is when resident.
+      of_tokens: the parts for tokens.
       of_level: the same, by a level's config.
-      of_source: what a source needs; without an encoder nothing.
+      of_source: the parts for a source; empty ranges without an encoder.
       first_layer, first_head: numbers of the first layer, and of the first piece of the head.
-      kept_first: the numbers in the order in which pieces are kept resident: what each token needs before
-        what each prompt needs once.
+      kept_first: numbers in the order of making pieces resident: parts for each token before parts for each
+        prompt.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Passes:
         self.kept_first = [*later, *(spread_evenly(len(encoder)) if encoder else ())]
 
     def add_level(self, cfg: ModelConfig, layers: Sequence[LayerPiece]) -> None:
-        """Adds the pass of a level whose layers read these pieces; sources are read as at the whole model."""
+        """Adds the pass of a level with these pieces of layers; sources are read as for the whole model."""
         if self._encoder:
             layers = parts_of_pieces(self._layout, layers, lambda name: name not in _OF_SOURCE)
         self.of_level[cfg] = [*map(without_reads, self._encoder), *layers, *self._head]

@@ -1,4 +1,4 @@
-"""Cuts a bundle into the pieces that are read as a whole: a layer, or some rows of the head."""
+"""Splits a bundle into the pieces that are read as a whole: a layer, or some rows of the head."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,12 +13,11 @@ from jaxllm.quant import blocked_shapes
 
 # The rows of a head piece are a multiple of this, for panels and alignment.
 _ROW_STEP = 64
-# Gaps between the parts of a layer that a level uses are read, too, if that is faster than a seek.
+# Gaps between the parts of a layer that a level uses are also read, if that is faster than a seek.
 _SHORT_GAP_BYTES = 64 << 10
 
-# Threads that read a piece together. A block is so large that neither the latency of storage counts much nor
-# what a thread does in Python for it, 0.1 ms beside threads that compute; and so small that threads share the
-# piece.
+# Threads that read a piece together. A block is large enough to hide the latency of storage and the Python
+# overhead of a thread (0.1 ms while others compute), and small enough for threads to share the piece.
 READERS = 4
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 2 << 20, 4 << 20
 
@@ -38,12 +37,12 @@ class LayerPiece:
     """A layer, or the part of it that a level uses. In memory it has the layout of the whole layer.
 
     Attributes:
-      layer: its index.
-      segment: of the file.
+      layer: index of the layer.
+      segment: segment of the file.
       start: index of the segment's first byte in memory.
-      ranges: that are read.
-      memory_bytes: of the whole layer.
-      kept: ranges that are not read, since a resident level has them.
+      ranges: ranges to read.
+      memory_bytes: memory of the whole layer.
+      kept: ranges that are not read, because a resident level has them.
     """
 
     layer: int
@@ -65,10 +64,10 @@ class HeadPiece:
 
     Attributes:
       first: token id of the first row.
-      count: of rows.
-      extents: of the rows' data, and of their scales if they are quantized, in the file.
-      ranges: that are read, one per extent.
-      memory_bytes: of the piece.
+      count: number of rows.
+      extents: extents of the rows' data, and of their scales if they are quantized, in the file.
+      ranges: ranges to read, one per extent.
+      memory_bytes: memory of the piece.
     """
 
     first: int
@@ -91,7 +90,7 @@ def without_reads(piece: Piece) -> Piece:
 
 
 def read_bytes(piece: Piece) -> int:
-    """Bytes that are read for a piece."""
+    """Bytes to read for a piece."""
     return sum(each.size_bytes for each in piece.ranges)
 
 
@@ -119,10 +118,10 @@ def layer_pieces(
     """The layers of a model.
 
     Args:
-      layout: the bundle's.
-      cfg: a sub-model, whose units alone are read; None for the whole model.
-      gap_bytes: shorter gaps between used parts are read, too; None for gaps that are read faster than
-        skipped.
+      layout: layout of the bundle.
+      cfg: config of a sub-model, to read only its units; None for the whole model.
+      gap_bytes: maximum gap between used parts to read, too; None for gaps that are faster to read than to
+        skip.
     """
     sub = None if cfg is None or cfg == layout.cfg else param_specs(cfg)
     whole = param_specs(layout.cfg)
@@ -149,8 +148,8 @@ def layer_pieces(
 
 
 def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = False) -> list[LayerPiece]:
-    """One piece for each of the segments, which are those of the layers in order, or of their low planes. A
-    segment whose low planes lie behind it is read with them, unless they are kept apart."""
+    """One piece for each of the segments of the layers in order, or of their low planes. A segment followed
+    by its low planes is read with them, unless `apart`."""
     pieces = []
     for layer, name in enumerate(segments):
         segment = layout.segments[name]
@@ -217,14 +216,14 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
                 if begin > at:
                     rest.append((at, begin))
                 at = max(at, min(kept.offset + kept.size_bytes, end))
-            # Kept ranges are read again if that is faster than skipping them.
+            # Resident ranges are read again if that is faster than skipping them.
             ranges += _parts(whole, rest, _SHORT_GAP_BYTES)
         found.append(dataclasses.replace(piece, ranges=tuple(ranges), kept=part.ranges))
     return found
 
 
 def encoder_pieces(layout: Layout) -> list[LayerPiece]:
-    """The layers of the encoder; none of decoders alone."""
+    """The layers of the encoder; none for decoder-only models."""
     encoder = layout.cfg.encoder
     layers = range(0 if encoder is None else encoder.layers)
     return segment_pieces(layout, [f"{ENCODER}layers.{layer}" for layer in layers])

@@ -1,9 +1,9 @@
 """Prefetches weights piece by piece: threads read the next pieces while one is computed.
 
-A pass over the model takes all pieces in the same order, so the next piece is always known, also across the
-end of a pass. Resident pieces are read once. The others share a few slots: when a piece is released, the next
-piece is read into its slot. Two pieces are read at a time, so that storage has the next one's reads before
-the last of a piece has ended.
+Each pass over the model uses all pieces in the same order, so the next piece is always known, also across
+the end of a pass. Resident pieces are read once. The others share a few slots: when a piece is released,
+the next piece is read into its slot. Two pieces are read at a time, so that storage has the next one's
+reads before the last of a piece has ended.
 """
 
 import collections
@@ -21,11 +21,11 @@ from jaxllm.serving.host.direct_io import PieceReader, aligned
 from jaxllm.serving.weights.first_read import READS, Checksums
 from jaxllm.serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
-# Pieces that are read at a time, in the order of a pass.
+# Number of pieces read concurrently, in the order of a pass.
 _AT_A_TIME = 2
 
-# Does a little other work while weights are loaded: takes the seconds for which storage is probably busy, and
-# returns whether it did any work.
+# Does a little other work while weights are loaded: receives the seconds for which storage is probably busy,
+# and returns whether it did any work.
 Meanwhile = Callable[[float], bool]
 
 
@@ -49,10 +49,10 @@ class Slot:
     """Memory for one piece.
 
     Attributes:
-      memory: uint8, begins at a page.
+      memory: uint8, page-aligned.
       piece: number of the piece that is in it or is read into it; -1 for none.
-      ready: whether the read has ended, also by an error.
-      error: of the read.
+      ready: whether the read has ended or failed.
+      error: error of the read.
     """
 
     memory: np.ndarray
@@ -82,13 +82,13 @@ class WeightStream:
         """Allocates all memory; reads nothing yet.
 
         Args:
-          reader: of the bundle's file.
-          pieces: in the order of a pass.
+          reader: reader of the bundle's file.
+          pieces: pieces in the order of a pass.
           resident: numbers of resident pieces.
-          slots: for all others, at least 2 if there are any.
-          slot_bytes: of a slot.
+          slots: number of slots for all others, at least 2 if there are any.
+          slot_bytes: bytes of a slot.
           read_ahead: whether the next piece is read while one is computed, or only on demand.
-          checksums: of all blocks that will be read; None for no checks.
+          checksums: checksums of all blocks that will be read; None for no checks.
         """
         self.counts = StreamCounts()
         self._reader, self._pieces, self._kept = reader, list(pieces), {}
@@ -96,18 +96,19 @@ class WeightStream:
         self._checksums = checksums
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._plan_reads()
-        # What is read after this pass, if not the same again.
+        # The pieces of the pass after this one, if different.
         self._then: list[Piece] | None = None
-        # First in, first out: a piece mostly comes into the slot where its arrays are known.
+        # First in, first out: a piece usually gets the slot in which its arrays are cached.
         self._slots = slots
         self._free = collections.deque(Slot(aligned(slot_bytes)) for _ in range(slots))
         # Slots whose pieces are read or being read, in the order of passes.
         self._ahead: collections.deque[Slot] = collections.deque()
         self._next, self._read_ahead, self._wanted = 0, read_ahead, False
-        # The piece that was taken last, and how long this pass and the last one waited for pieces.
+        # The last piece used, and the waiting times of this pass and the last one.
         self._taken, self._idle_s, self._idle_before_s = -1, 0.0, 0.0
         self._lock = threading.Lock()
-        # Threads that read wait for free slots, who computes for ends of reads: few are woken in vain.
+        # Readers wait for free slots, the computing thread for ends of reads: separate conditions avoid
+        # spurious wake-ups.
         self._freed, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -117,13 +118,13 @@ class WeightStream:
 
     @property
     def idle_read_s(self) -> float:
-        """For how long a pass may begin later without ending later: until all slots are full, or for as long
-        as the last whole pass waited for pieces."""
+        """Time by which a pass can start later without ending later: until all slots are full, or the waiting
+        time of the last whole pass."""
         return min(self._slots * self._piece_s, self._idle_before_s) if self._read_ahead else 0.0
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that are read in each pass."""
+        """Bytes read in each pass."""
         return round(self._piece_bytes * len(self._coming))
 
     def staying(self) -> dict[int, np.ndarray]:
@@ -131,18 +132,18 @@ class WeightStream:
         return {number: slot.memory for number, slot in self._staying.items()}
 
     def let_go(self, number: int) -> Slot:
-        """Gives up the memory of a resident piece, which is read in each pass from now on; returns its slot.
-        Slots for it must be there, and `checksums` have its blocks."""
+        """Releases the memory of a resident piece, which is read in each pass from now on; returns its slot.
+        Requires slots for it, and its blocks in `checksums`."""
         with self._lock:
             slot = self._staying.pop(number)
             self._renumber()
         return slot
 
     def hold(self, number: int) -> None:
-        """Reads a whole piece and keeps it resident. At least one piece must be left that is not.
+        """Reads a whole piece and makes it resident. At least one other piece must not be.
 
         Raises:
-          CheckpointError: it cannot be read; all is as before.
+          CheckpointError: it cannot be read; nothing has changed.
           ConfigError: the stream is closed.
         """
         self._require_open()
@@ -153,13 +154,13 @@ class WeightStream:
             self._renumber()
 
     def _renumber(self) -> None:
-        """Forgets what was read ahead, after resident pieces have changed; under the lock."""
+        """Drops what was read ahead, after resident pieces have changed; under the lock."""
         self._drop_all()
         self._plan_reads()
         self._next, self._wanted = 0, False
 
     def _plan_reads(self) -> None:
-        """Sets the numbers of the pieces that are read in each pass, and their mean size."""
+        """Sets the numbers of the pieces to read in each pass, and their mean size."""
         self._coming = [
             number
             for number, piece in enumerate(self._pieces)
@@ -169,7 +170,7 @@ class WeightStream:
         self._piece_bytes = sum(sizes) / max(1, len(sizes))
 
     def keep(self, kept: Mapping[int, np.ndarray]) -> None:
-        """Sets the memory with the `LayerPiece.kept` ranges of pieces that are read, by their numbers."""
+        """Sets the memory of the `LayerPiece.kept` ranges of pieces that are read, by their numbers."""
         self._kept = dict(kept)
 
     def use(self, pieces: Sequence[Piece], then: Sequence[Piece] | None = None) -> None:
@@ -189,7 +190,7 @@ class WeightStream:
             self._then = None if then is None else list(then)
             if [each.ranges for each in pieces] == [each.ranges for each in self._pieces]:
                 return
-            # Under one lock: else a slot filled by the old ranges could be taken for a new piece.
+            # Under one lock: else a slot filled by the old ranges could be used for a new piece.
             self._drop_all()
             self._pieces = list(pieces)
             self._renumber()
@@ -202,13 +203,14 @@ class WeightStream:
 
     @contextlib.contextmanager
     def pieces(self, number: int, most: int, meanwhile: Meanwhile | None = None) -> Iterator[list[Slot]]:
-        """The slots of a piece and of those after it that are in memory when it is, valid until the context
-        ends. Reads go on: at most half of the slots that are read into are among them, and no resident piece
-        behind those, for which a slot would be free later.
+        """The slots of a piece and of those after it that are in memory by then, valid until the context
+        ends.
+        Reads continue: at most half of the slots that are read into are among them, and no resident piece
+        after those, for which a slot would be free later.
 
         Args:
-          number: of the first piece; ascending in a pass.
-          most: pieces in all.
+          number: number of the first piece; ascending in a pass.
+          most: maximum number of pieces.
           meanwhile: called repeatedly while the first piece is read, until it returns False.
 
         Raises:
@@ -266,9 +268,9 @@ class WeightStream:
         return slot
 
     def _ready_at(self, index: int, number: int) -> Slot | None:
-        """The slot of a piece that is the next but `index` and has been read without an error; else None.
+        """The slot `index` places ahead if it has piece `number`, read without an error; else None.
 
-        Without the lock: threads that read only add slots, and say last of all that a read has ended.
+        Without the lock: readers only add slots, and set `ready` last.
         """
         if index >= len(self._ahead):
             return None
@@ -300,8 +302,7 @@ class WeightStream:
 
     @property
     def _busy_s(self) -> float:
-        """Expected seconds until storage has nothing to read: the pieces that are read, then one for each
-        free slot."""
+        """Expected seconds until storage is idle: the pieces being read, plus one for each free slot."""
         further = len(self._free) * self._piece_s if self._read_ahead else 0.0
         return max(0.0, self._ends_at - time.perf_counter()) + further
 
@@ -319,7 +320,7 @@ class WeightStream:
             self._ended.wait_for(lambda slot=slot: slot.ready)
             slot.piece, slot.ready, slot.error = -1, False, None
             dropped.append(slot)
-        # All at once: no read begins before.
+        # All at once, so that no read begins before.
         self._free += dropped
         self._freed.notify_all()
 
@@ -387,12 +388,12 @@ class WeightStream:
             raise self._checksums.changed(offset, size)
 
         blocks = read_blocks(ranges)
-        # To hand over one of two blocks takes longer than the latency of its read.
+        # Handing over one of two blocks takes longer than the latency of its read.
         list(map(read, blocks) if len(blocks) <= _AT_A_TIME else self._pool.map(read, blocks))
 
     def _copy_kept(self, number: int, memory: np.ndarray) -> None:
-        """Copies the kept ranges of a piece beside those that were read, since a bucket takes the piece as a
-        whole; a copy in memory takes far less time than a read."""
+        """Copies the resident ranges of a piece next to those that were read, because buckets need the whole
+        piece; a copy in memory takes far less time than a read."""
         piece = self._pieces[number]
         if isinstance(piece, LayerPiece) and number in self._kept:
             for each in piece.kept:

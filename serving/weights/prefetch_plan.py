@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from jaxllm.errors import BudgetExceeded
 
 # Slots for pieces that are not resident: one is computed while the next one is read. With more of them more
-# layers would run together, but each takes the memory of a resident piece, which is then read in each pass.
+# layers would run together, but each uses the memory of a resident piece, which is then read in each pass.
 SLOTS = 2
 
-# Buckets of a model of a billion parameters take some 50 MB when they are read from disk; more when compiled.
+# Buckets of a model of a billion parameters need some 50 MB when loaded from disk; more when compiled.
 _RUNTIME_BYTES, _RUNTIME_SHARE = 64 << 20, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
-    """The memory that a model and everything around it may take.
+    """The memory limit of a model and everything around it.
 
     Attributes:
-      total_bytes: for everything.
-      fixed_bytes: for everything but weights: caches, activations, a drafter, the runtime's share.
-      fixed_parts: names what is fixed, for people.
+      total_bytes: limit for everything.
+      fixed_bytes: bytes of everything but weights: caches, activations, a drafter, the runtime's share.
+      fixed_parts: names of the fixed parts, for messages.
     """
 
     total_bytes: int
@@ -33,12 +33,12 @@ class MemoryPlan:
     """The division of a memory budget.
 
     Attributes:
-      budget_bytes: all of it.
-      fixed_bytes: of everything but pieces: caches, activations, a drafter.
-      slots: shared by the pieces that are read in each pass; 0 if all are resident.
-      slot_bytes: of one slot.
+      budget_bytes: the whole budget.
+      fixed_bytes: bytes of everything but pieces: caches, activations, a drafter.
+      slots: number of slots, shared by the pieces that are read in each pass; 0 if all are resident.
+      slot_bytes: bytes of one slot.
       resident: numbers of the resident pieces, ascending.
-      resident_bytes: of the resident pieces.
+      resident_bytes: bytes of the resident pieces.
     """
 
     budget_bytes: int
@@ -50,7 +50,7 @@ class MemoryPlan:
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes of the budget that are used."""
+        """Bytes of the budget in use."""
         return self.fixed_bytes + self.slots * self.slot_bytes + self.resident_bytes
 
 
@@ -62,14 +62,14 @@ def plan_memory(
     slots: int = SLOTS,
     order: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """Keeps as many pieces resident as fit, spread evenly among the others, so that reads never pause.
+    """Makes as many pieces resident as fit, spread evenly among the others, so that reads never pause.
 
     Args:
-      sizes: of all pieces, in bytes, in the order of a pass.
-      budget: of which the fixed part is taken first.
-      slot_bytes: of a piece while it is computed, if that is more than its resident size.
-      slots: for pieces that are not resident, as many as fit and at least two.
-      order: in which pieces are kept as long as they fit; None for all spread evenly.
+      sizes: sizes of all pieces, in bytes, in the order of a pass.
+      budget: budget, including the fixed part.
+      slot_bytes: bytes of a piece while it is computed, if more than its resident size.
+      slots: maximum number of slots for pieces that are not resident; at least two.
+      order: order of making pieces resident while they fit; None for all spread evenly.
 
     Raises:
       BudgetExceeded: two pieces do not fit.
@@ -123,7 +123,7 @@ def runtime_bytes(budget_bytes: int) -> int:
 
 
 def whole_budget(needed_bytes: int) -> int:
-    """The smallest budget that leaves `needed_bytes` besides the runtime's share."""
+    """The minimum budget that leaves `needed_bytes` besides the runtime's share."""
     budget = needed_bytes
     while budget - runtime_bytes(budget) < needed_bytes:
         budget += needed_bytes - (budget - runtime_bytes(budget))

@@ -1,4 +1,4 @@
-"""Streams the weights of a model from storage, piece by piece, in the forms that buckets take."""
+"""Streams the weights of a model from storage, piece by piece, as inputs of buckets."""
 
 import contextlib
 import dataclasses
@@ -30,12 +30,12 @@ from jaxllm.serving.weights.pieces import LayerPiece, encoder_pieces, head_piece
 from jaxllm.serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
 from jaxllm.serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
 
-# Most bytes of kept rows of the embedding, and their largest share of the model.
+# Size limit of cached rows of the embedding, and their maximum share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
 
 
 def kept_rows_bytes(weight_bytes: int) -> int:
-    """Bytes of rows of the embedding that stay in memory, of a model that is streamed."""
+    """Size limit of the cached embedding rows of a streamed model."""
     return min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * weight_bytes))
 
 
@@ -62,13 +62,13 @@ class StreamedWeights:
         """Allocates the memory and reads the file once: checks it, and loads the resident pieces.
 
         Args:
-          bundle: an open one.
-          budget: of which the fixed part is taken first.
+          bundle: an open bundle.
+          budget: memory budget, including the fixed part.
           storage: options of reads.
           read_ahead: see `WeightStream`.
-          part: of each layer, that stays resident, with embedding and head (see `part_weights`).
+          part: part of each layer that stays resident, with embedding and head (see `part_weights`).
           levels: sub-models that `begin` accepts.
-          progress: called with ("load", bytes done, bytes in all).
+          progress: callback for ("load", bytes done, bytes in all).
 
         Raises:
           BudgetExceeded: the budget is too small.
@@ -145,19 +145,19 @@ class StreamedWeights:
 
     @property
     def staying_bytes(self) -> int:
-        """Of weights that are always in memory, and of the slots that others are read into."""
+        """Size of weights that always stay in memory, and of the slots of others."""
         pieces = 0 if self.resizable else self.resident_bytes
         return self._kept_bytes + self.plan.slots * self.plan.slot_bytes + pieces
 
     @property
     def resizable(self) -> bool:
-        """Whether resident pieces can be given up: not where a level that drafts has a part of them, and
-        where there are no slots to read them into."""
+        """Whether resident pieces can be released: not if a drafting level includes a part of them, or if
+        there are no slots to read them into."""
         return (self._part is None or self._part.resizable) and self.plan.slots > 0
 
     def resize(self, resident_bytes: int) -> None:
-        """Keeps as many pieces resident as fit, spread evenly as at the start, and no others than then; lets
-        the rest go. Between two dispatches, under the model's lock; only where `resizable`.
+        """Makes as many of the initially resident pieces resident as fit, spread evenly, and releases the
+        rest. Between two dispatches, under the model's lock; only if `resizable`.
 
         Raises:
           CheckpointError: a piece cannot be read.
@@ -231,7 +231,7 @@ class StreamedWeights:
         self._stream.use(passes.of_level.get(cfg, passes.of_tokens))
 
     def begin_source(self) -> None:
-        """Begins a pass over the encoder's layers, then over what the decoder's read of a source: by
+        """Begins a pass over the encoder's layers, then over the decoder's parts for a source: by
         `encoder_layer`, then `layer`."""
         self._stream.use(self._passes.of_source, then=self._passes.of_tokens)
 
@@ -245,7 +245,7 @@ class StreamedWeights:
     ) -> Iterator[dict[str, Any]]:
         """A layer's parameters under the names of the layer whose buckets it shares.
 
-        They are valid until the context ends; dispatches that take them must have ended by then.
+        They are valid until the context ends; dispatches that use them must have ended by then.
         """
         with self._stream.piece(self._passes.first_layer + layer, meanwhile) as slot:
             yield self._layer_in(slot, self._passes.first_layer + layer, model, layer)
@@ -254,7 +254,7 @@ class StreamedWeights:
     def layers(
         self, model: ModelLevel, layer: int, most: int, meanwhile: Meanwhile | None = None
     ) -> Iterator[list[dict[str, Any]]]:
-        """`layer`, for it and the layers after it that are in memory by then, at most `most` in all."""
+        """`layer`, for it and the layers after it that are in memory by then, at most `most` in total."""
         first = self._passes.first_layer + layer
         with self._stream.pieces(first, most, meanwhile) as slots:
             yield [
@@ -263,12 +263,12 @@ class StreamedWeights:
 
     @contextlib.contextmanager
     def encoder_layer(self, model: ModelLevel, layer: int) -> Iterator[dict[str, Any]]:
-        """`layer` of the encoder, a model by itself."""
+        """`layer` of the encoder as a model."""
         with self._stream.piece(layer) as slot:
             yield self._layer_in(slot, layer, model, layer)
 
     def _layer_in(self, slot: Slot, number: int, model: ModelLevel, layer: int) -> dict[str, Any]:
-        """The parameters of a layer, that of piece `number`, in a slot."""
+        """The parameters of a layer, piece `number`, in a slot."""
         key = id(slot), number, model.weights_version
         made = self._made.get(key)
         if made is None:
@@ -312,7 +312,7 @@ class StreamedWeights:
         return sum(each.size_bytes for each in self._vectors().values())
 
     def _vectors(self) -> dict[str, Tensor]:
-        """The parameters outside of layers that are no matrices of tokens: norms, positions and biases."""
+        """The parameters outside of layers that are not token matrices: norms, positions and biases."""
         layout = self._bundle.layout
         matrices = {"embed.tokens", head_name(layout.cfg)}
         return {
@@ -344,14 +344,14 @@ class StreamedWeights:
 
 
 def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) -> dict[str, Any]:
-    """A layer's parameters as buckets take them, adapters included, with its weights in a slot."""
+    """A layer's parameters as inputs of buckets, including adapters, with its weights in a slot."""
     own = f"layers.{layer}."
     if STACK in model.params:
         planned = layers_of(model.weights, model.bucket_cfg)[layer]
         placed = with_weights(planned, {name.removeprefix(own): each for name, each in weights.items()})
         return {STACK: stack_by_address([placed], [0]).at(0), **shared_by_layers(model.params)}
     other = f"layers.{model.alike[layer]}."
-    # A level with buckets of its own takes views of the whole model's weights.
+    # A level with its own buckets uses views of the whole model's weights.
     views: Params = shared_part(weights, model.cfg)
     return {
         name: _rebased(each, views[own + name.removeprefix(other)]) if name.startswith(other) else each

@@ -21,9 +21,9 @@ from jaxllm.training.loop.s3_checkpoints import S3Checkpoints
 
 Params = dict[str, jax.Array]
 _LATEST = 2
-# Checkpoints that are being deleted: renamed first, so that none is ever half there under its own name.
+# Checkpoints are renamed before they are deleted, so that none is partly deleted under its own name.
 _DELETED = "deleted"
-# What orbax makes under a step's name, whole or not.
+# Items that orbax writes atomically under a step's name.
 _OF_STEP = re.compile(r"\d+(\.orbax-checkpoint-tmp.*)?")
 _log = logging.getLogger("jaxllm")
 
@@ -34,8 +34,8 @@ class TrainState:
     """The state that a checkpoint stores.
 
     Attributes:
-      step: int32 scalar, steps done.
-      params: the trained parameters, float32 leaves.
+      step: number of steps done, int32 scalar.
+      params: trained parameters, float32 leaves.
       optimizer: optax's state.
     """
 
@@ -52,16 +52,17 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path | str, *, resumes: bool = False) -> None:
-        """Opens them.
+        """Opens the checkpoints in a folder.
 
         Args:
-          folder: a path, or a URL.
-          resumes: whether this process alone writes them from now on: what a killed one left half written or
-            half deleted is removed. Else nothing is changed, because another process may be writing.
+          folder: path or URL.
+          resumes: whether this process is the only writer from now on: partly written or deleted
+            checkpoints of a killed process are removed. Otherwise nothing is changed, because another
+            process may be writing.
 
         Raises:
-          ConfigError: the URL is of another kind, or what writes it is not installed.
-          CheckpointError: they cannot be listed.
+          ConfigError: the URL scheme is not supported, or the package that writes it is not installed.
+          CheckpointError: the checkpoints cannot be listed.
         """
         self._folder = _location(folder)
         if isinstance(self._folder, str):
@@ -80,7 +81,7 @@ class Checkpoints:
         return max(self._store.steps(), default=None)
 
     def best(self) -> tuple[int, float]:
-        """The checkpoint with the lowest held-out loss: its step and that loss.
+        """Returns the step of the checkpoint with the lowest held-out loss, and that loss.
 
         Raises:
           CheckpointError: there is none yet.
@@ -92,25 +93,26 @@ class Checkpoints:
         return step, losses[step]
 
     def save(self, state: TrainState, held_out_loss: float | None) -> None:
-        """Begins to write `state` under its step, and deletes checkpoints that are no longer needed; without
-        a held-out loss it is there to resume from, and never the best."""
+        """Begins to write `state` under its step, and deletes checkpoints that are no longer needed.
+        Without a held-out loss the checkpoint serves to resume, and is never the best."""
         loss = math.inf if held_out_loss is None else held_out_loss
-        # A copy: the next step reuses the donated buffers, and on a CPU it would be written from those.
+        # A copy: the next step reuses the donated buffers, and on a CPU the checkpoint would be written
+        # from them.
         kept = jax.tree.map(jnp.copy, state)
         self._store.save(int(state.step), kept, loss)
 
     def newest(self, abstract: Any) -> tuple[int, Any] | None:
-        """The newest checkpoint that can be read, its step and state; None where there is none.
+        """Returns step and state of the newest readable checkpoint; None if there is none.
 
-        Where an older one has to be taken, those after it are removed, and a line of the log says so. Several
-        processes cannot agree on that: they need the newest.
+        If only an older checkpoint can be read, those after it are removed and logged. Several processes
+        cannot agree on that and need the newest.
 
         Args:
           abstract: see `restore`.
 
         Raises:
-          CheckpointError: none can be read, the reason may pass (too little memory, an error of a device), or
-            there are several processes.
+          CheckpointError: none can be read, the failure may be transient (too little memory, a device
+            error), or there are several processes.
         """
         damaged: list[tuple[int, CheckpointError]] = []
         for step in sorted(self._store.steps(), reverse=True):
@@ -136,14 +138,14 @@ class Checkpoints:
         return None
 
     def restore(self, step: int, abstract: Any) -> Any:
-        """The state after `step` steps.
+        """Reads the state after `step` steps.
 
         Args:
-          step: of a checkpoint.
-          abstract: a tree of `jax.ShapeDtypeStruct`, with the shardings that its leaves shall have.
+          step: step of a checkpoint.
+          abstract: tree of `jax.ShapeDtypeStruct` with the shardings that the leaves get.
 
         Raises:
-          CheckpointError: the checkpoint is damaged, or of another tree.
+          CheckpointError: the checkpoint is damaged, or holds another tree.
         """
         try:
             return self._store.restore(step, abstract)
@@ -165,7 +167,7 @@ class _OrbaxCheckpoints:
         ]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
-            # orbax stores metrics only where `best_fn` ranks them.
+            # orbax stores metrics only if `best_fn` is given.
             best_fn=_held_out_loss,
             best_mode="min",
             enable_async_checkpointing=True,
@@ -213,17 +215,17 @@ class _OrbaxCheckpoints:
             self._deleted.rmtree()
 
     def _empty_deleted(self) -> None:
-        """Deletes what has been renamed; the folder stays, because the manager may be renaming into it."""
+        """Deletes renamed checkpoints; the folder stays, because the manager may be renaming into it."""
         if jax.process_index() == 0 and self._deleted.exists():
             for each in self._deleted.iterdir():
                 each.rmtree()
 
 
 def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int, float]:
-    """The best checkpoint in `folder`: its state, its step and its held-out loss in nats per token.
+    """Reads the best checkpoint in `folder`: state, step and held-out loss in nats per token.
 
     Args:
-      folder: of the checkpoints, a path or a URL; it is not made.
+      folder: folder of the checkpoints, a path or a URL; never created.
       abstract: see `Checkpoints.restore`.
 
     Raises:
@@ -252,15 +254,15 @@ def _held_out_loss(metrics: Any) -> float:
 
 
 def _is_damage(error: BaseException | None) -> bool:
-    """Whether a checkpoint that could not be read for this reason never can be."""
+    """Whether the reason that a checkpoint could not be read is permanent."""
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError)
-    # JAX's errors are of devices.
+    # JAX's errors are device errors.
     return not isinstance(error, MemoryError | RuntimeError)
 
 
 def _remove_parts(folder: epath.Path) -> None:
-    """Removes what a killed process left of checkpoints that it wrote or deleted."""
+    """Removes parts of checkpoints that a killed process was writing or deleting."""
     if not folder.exists():
         return
     if (folder / _DELETED).exists():
@@ -272,7 +274,7 @@ def _remove_parts(folder: epath.Path) -> None:
 
 
 def _has_arrays(checkpoint: epath.Path) -> bool:
-    """Whether the names of its arrays are there. Read, because `exists` is false where it cannot tell."""
+    """Whether the names of its arrays are there. Reads them, because `exists` is also false on errors."""
     try:
         (checkpoint / "default" / "_METADATA").read_bytes()
     except FileNotFoundError:
@@ -285,8 +287,8 @@ def _unlisted(folder: epath.Path, error: Exception) -> CheckpointError:
 
 
 def _is_whole(checkpoint: epath.Path) -> bool:
-    """Whether a checkpoint has its name, its arrays' names and its held-out loss. Raises OSError where that
-    cannot be told."""
+    """Whether a checkpoint has its name, its arrays' names and its held-out loss. Raises OSError on a
+    failed read."""
     if not checkpoint.name.isdecimal() or not _has_arrays(checkpoint):
         return False
     try:

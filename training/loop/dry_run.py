@@ -1,8 +1,8 @@
-"""Says what a run would take on a mesh before anything is read or run: memory per device, time per step.
+"""Estimates memory per device and time per step of a run on a mesh, before any data is read.
 
-The step is compiled for this process's devices, which may be CPU devices that stand for others
-(`--cpu-devices 8 --mesh fsdp=8`). XLA lays out temporaries for each platform differently, so that figures
-compiled on a CPU are estimates for a GPU or TPU; parameters and optimizer are exact.
+The step is compiled for this process's devices, which may be CPU devices in place of others (`--cpu-devices
+8 --mesh fsdp=8`). XLA lays out temporaries for each platform differently, so figures compiled on a CPU are
+estimates for a GPU or TPU; those of parameters and optimizer are exact.
 """
 
 import dataclasses
@@ -23,23 +23,23 @@ from jaxllm.training.loop.parallel import ROWS, shardings_of
 from jaxllm.training.loop.trainer import Job, Trainer
 from jaxllm.training.settings import TrainSettings
 
-# Of a device's peak that large steps are assumed to reach.
+# Assumed utilization of a device's peak by large steps.
 ASSUMED_UTILIZATION = 0.4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run would take.
+    """Estimated cost of a run.
 
     Attributes:
-      device: for which time and memory are estimated.
-      devices: how many.
-      state_bytes: of parameters, optimizer and frozen weights, per device.
-      temporary_bytes: of activations, gradients and gathered weights at their peak, per device.
-      memory_bytes: both, and what the step returns in new memory.
-      device_memory_bytes: of one device.
-      step_s: seconds of a step.
-      device_hours: of the whole run.
+      device: name of the device that time and memory are estimated for.
+      devices: number of devices.
+      state_bytes: bytes of parameters, optimizer and frozen weights, per device.
+      temporary_bytes: peak bytes of activations, gradients and gathered weights, per device.
+      memory_bytes: sum of both and of the step's newly allocated results.
+      device_memory_bytes: memory of one device.
+      step_s: seconds per step.
+      device_hours: device hours of the whole run.
     """
 
     device: str
@@ -52,7 +52,7 @@ class Estimate:
     device_hours: float
 
     def advice(self, settings: TrainSettings | None = None) -> str:
-        """What to change, of the settings too, where the memory is too small; empty if it is enough."""
+        """Suggests changes, also of the settings, if the memory is too small; otherwise empty."""
         if self.memory_bytes <= self.device_memory_bytes:
             return ""
         needed, there = (each / 2**30 for each in (self.memory_bytes, self.device_memory_bytes))
@@ -61,19 +61,19 @@ class Estimate:
 
 
 def estimate(job: Job, settings: TrainSettings, mesh: Mesh, *, frozen: Any, device: str) -> Estimate:
-    """Compiles a job's step by shapes alone, and reads its analysis.
+    """Compiles a job's step from shapes only, and reads XLA's analysis.
 
     Args:
-      job: with its initial parameters from a key, and `cfg`; its frozen arrays are not looked at.
-      settings: of the run.
+      job: job with initial parameters from a key, and `cfg`; its frozen arrays are not read.
+      settings: settings of the run.
       mesh: the devices.
       frozen: shapes of the frozen arrays, or None.
-      device: a part of a device's name in `DEVICES`, or "" for this process's own.
+      device: part of a device's name in `DEVICES`, or "" for this process's own.
 
     Raises:
-      ConfigError: the device is not known.
+      ConfigError: the device is unknown.
     """
-    # So that an unknown device is refused before anything is compiled.
+    # Unknown devices are rejected before anything is compiled.
     known_figures(device)
     trainer = Trainer(
         dataclasses.replace(job, frozen=None, frozen_cfg=None), settings, mesh, stack=job.cfg is not None
@@ -82,7 +82,7 @@ def estimate(job: Job, settings: TrainSettings, mesh: Mesh, *, frozen: Any, devi
     batch = batch_shapes(parts, settings.batch // parts, settings.row_tokens, mesh)
     compiled = trainer.lower(placed_shapes(frozen, mesh), batch).compile()
     flops = (job.flops_per_token or 0.0) * settings.batch * settings.row_tokens
-    # A forward pass of the three that a step costs, of two over frozen weights.
+    # The forward pass is a third of a step's cost, half over frozen weights.
     forward = 1 / 3 if frozen is None else 1 / 2
     flops *= 1 + recomputed_share(settings.remat, forward)
     return estimate_of(compiled, mesh, device=device, step_flops=flops, steps=settings.steps)
@@ -95,13 +95,13 @@ def estimate_of(
 
     Args:
       compiled: the step.
-      mesh: its devices.
+      mesh: mesh of the step.
       device: see `estimate`.
-      step_flops: operations of a step on all devices, with what is computed again.
-      steps: of the run.
+      step_flops: operations of a step on all devices, with recomputation.
+      steps: number of steps of the run.
 
     Raises:
-      ConfigError: the device is not known.
+      ConfigError: the device is unknown.
     """
     name, figures = known_figures(device)
     memory: Any = compiled.memory_analysis()
@@ -121,7 +121,7 @@ def estimate_of(
 
 
 def recomputed_share(remat: Remat, forward: float) -> float:
-    """What is computed again in the backward pass, as a share of a step of which the forward pass is a share
+    """Returns the share of a step that the backward pass recomputes, if the forward pass is the share
     `forward`."""
     return {"none": 0.0, "dots": 0.3 * forward, "full": forward}[remat]
 
@@ -135,7 +135,7 @@ def batch_shapes(parts: int, rows: int, row_tokens: int, mesh: Mesh) -> Batch:
 
 
 def rows_shapes(rows: int, row_tokens: int, mesh: Mesh) -> Batch:
-    """Shapes `[B, T]` of a batch on a mesh, of steps that take it as a whole."""
+    """Returns the shapes `[B, T]` of a batch on a mesh, for steps that accept it undivided."""
     sharding = NamedSharding(mesh, ROWS)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding),

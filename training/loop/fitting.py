@@ -51,12 +51,12 @@ def fit(
     """Trains to the last step, or resumes from the checkpoints in `folder`.
 
     Args:
-      trainer: what is trained, how and on which devices.
+      trainer: job, settings and devices.
       batch_at, held_out: see `jaxllm.training.loop.trainer.train`.
-      folder: of `metrics.jsonl`, which the first process alone writes, and of `checkpoints/`, unless the
-        run keeps them elsewhere (see `keep_checkpoints_at`); made if missing.
+      folder: folder of `metrics.jsonl`, which only the first process writes, and of `checkpoints/`, unless
+        the run stores them elsewhere (see `keep_checkpoints_at`); created if missing.
       sources: names of the batches' sources, by number.
-      monitoring: where progress goes.
+      monitoring: destinations of the progress.
 
     Raises:
       ConfigError: no step is left to trace.
@@ -72,7 +72,7 @@ def fit(
 
 
 def fitted_to_window(recipe: Settings, cfg: ModelConfig, console: Console) -> Settings:
-    """Fits a recipe's rows to a model's window (see `TrainSettings.within`), and prints what that changes."""
+    """Fits a recipe's rows to a model's window (see `TrainSettings.within`), and prints the changes."""
     fitted = recipe.within(cfg.window_tokens)
     if fitted is not recipe:
         console.print(
@@ -90,7 +90,7 @@ Write = Callable[[Path, Mapping[str, np.ndarray]], None]
 
 
 def read_tokenizer_file(path: Path) -> Tokenizer:
-    """A `tokenizer.json`, a run's own or one that is to be shared.
+    """Reads a `tokenizer.json`, a run's own or one that is to be shared.
 
     Raises:
       CheckpointError: it cannot be read.
@@ -104,15 +104,15 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
 def export_best_of(
     run_dir: Path, job: Job, settings: TrainSettings, write: Write, out: Path | None = None
 ) -> Path:
-    """Writes the checkpoint with the lowest held-out loss so far as a folder; also while the run goes on in
-    another process.
+    """Writes the checkpoint with the lowest held-out loss so far as a folder; also while another process
+    continues the run.
 
     Args:
       run_dir: the run's folder.
-      job: of the run, for its parameters' shapes.
-      settings: of the run.
-      write: writes (a folder, the parameters).
-      out: the folder; `run_dir/hf` by default.
+      job: job of the run, for its parameters' shapes.
+      settings: settings of the run.
+      write: function of (a folder, the parameters) that writes them.
+      out: folder to write; `run_dir/hf` by default.
 
     Returns:
       The folder that was written.
@@ -144,16 +144,16 @@ TeacherT = TypeVar("TeacherT", bound=_Teacher)
 def read_teacher(
     folder: Path | None, read: Callable[[Path], TeacherT], *, share: float, vocab_size: int
 ) -> TeacherT | None:
-    """The teacher in a folder; None for a recipe without one.
+    """Reads the teacher in a folder; None for a recipe without one.
 
     Args:
       folder: a Hugging Face folder, if one was given.
-      read: reads it.
+      read: function that reads the teacher.
       share: the recipe's `teacher_share`.
-      vocab_size: of the recipe's model.
+      vocab_size: vocabulary size of the recipe's model.
 
     Raises:
-      ConfigError: a folder and no share, a share and no folder, or another number of tokens.
+      ConfigError: a folder without a share, a share without a folder, or different vocabulary sizes.
     """
     if (folder is not None) != (share > 0):
         raise ConfigError(

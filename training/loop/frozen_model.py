@@ -1,4 +1,4 @@
-"""Reads models that stay as they are: for adapters over them, and for measurements."""
+"""Reads models that are not trained: for adapters over them, and for measurements."""
 
 import dataclasses
 import tempfile
@@ -25,9 +25,9 @@ _DENSE: dict[WeightFormat, str] = {"f32": "float32", "bf16": "bfloat16"}
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModel:
-    """A model that is not trained: config, weights in any format, tokenizer and name.
+    """Untrained model: config, weights in any format, tokenizer and name.
 
-    `digest` names its weights where they were read tensor by tensor; else they are read for it again.
+    `digest` identifies weights that were read tensor by tensor; others are read again for it.
     """
 
     cfg: ModelConfig
@@ -42,8 +42,8 @@ class FrozenModel:
     ) -> "FrozenModel":
         """Reads a model onto the devices of a mesh, as `read` does.
 
-        Of a folder at `f32` or `bf16` the host holds one tensor at a time, and each device its shards alone;
-        off CPUs equal layers of a decoder alone are stacked if `stack`.
+        From a folder at `f32` or `bf16` the host holds one tensor at a time, and each device only its
+        shards; off CPUs equal layers of decoder-only models are stacked if `stack`.
 
         Raises:
           CheckpointError, ConfigError: see `read`.
@@ -66,7 +66,7 @@ class FrozenModel:
 
         Raises:
           CheckpointError: there is no such model.
-          ConfigError: a bundle is asked for another width than its own.
+          ConfigError: a bundle is requested at another width than its own.
         """
         model = Path(model)
         if model.is_dir():

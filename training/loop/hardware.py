@@ -1,4 +1,4 @@
-"""Knows what devices can do, and what a step asks of them: operations, utilization, memory."""
+"""Computes what devices offer and a step needs: operations, utilization, memory."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ class Device:
     memory_bytes: float
 
 
-# By the beginning of JAX's `device_kind`; the first that fits counts.
+# By the beginning of JAX's `device_kind`; the first match counts.
 DEVICES = {
     "NVIDIA H200": Device(989e12, 4.8e12, 141e9),
     "NVIDIA H100": Device(989e12, 3.35e12, 80e9),
@@ -50,15 +50,15 @@ def known_device(kind: str) -> Device | None:
 
 
 def step_flops_per_token(cfg: ModelConfig, row_tokens: int, *, adapter: bool = False) -> float:
-    """Model operations that a training step needs per token (PaLM, arXiv 2204.02311, appendix B).
+    """Returns the model operations of a training step per token (PaLM, arXiv 2204.02311, appendix B).
 
-    What is computed again in the backward pass does not count. Attention counts as if rows were one document
-    each, of which a token sees half on average.
+    Recomputation in the backward pass does not count. Attention counts as if each row were one document: a
+    token attends to half of it on average.
 
     Args:
       cfg: the model.
       row_tokens: T.
-      adapter: whether weights are frozen, so that the backward pass has no products for them.
+      adapter: whether weights are frozen, so that the backward pass computes no products for them.
     """
     looked_up = 0 if cfg.tied_head else cfg.vocab_size * cfg.hidden_size
     products = 2.0 * (active_parameter_count(cfg) - looked_up)
@@ -67,7 +67,7 @@ def step_flops_per_token(cfg: ModelConfig, row_tokens: int, *, adapter: bool = F
 
 
 def utilization(tokens_per_s: float, flops_per_token: float | None, devices: int) -> float | None:
-    """The share of all devices' peak that model operations use (MFU); None if either is not known."""
+    """Returns the share of all devices' peak that model operations use (MFU); None if either is unknown."""
     device = known_device(jax.devices()[0].device_kind)
     if device is None or flops_per_token is None:
         return None
@@ -75,8 +75,8 @@ def utilization(tokens_per_s: float, flops_per_token: float | None, devices: int
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that a device of this process has had in use; where devices do not tell, as CPUs, the
-    most of this process."""
+    """Returns the peak memory of a device of this process; on devices without such statistics, as CPUs, the
+    peak of the process."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(each and "peak_bytes_in_use" in each for each in stats):
         return max(int(each["peak_bytes_in_use"]) for each in stats if each)
@@ -84,13 +84,13 @@ def peak_memory_bytes() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-# Of a kernel, not of a program: what a GPU's block of threads shares, and the fast memories of a TPU's core.
+# Memory of a kernel, not of a program: shared memory of a GPU's block, and fast memories of a TPU core.
 _OF_A_KERNEL = re.compile(r"shared memory|memory space (vmem|smem)|scoped", re.IGNORECASE)
 _OF_A_DEVICE = re.compile(r"out of memory|allocat|memory space hbm|exceeds", re.IGNORECASE)
 
 
 def what_to_change(state_bytes: int, temporary_bytes: int, settings: TrainSettings | None) -> str:
-    """What makes a step smaller, by what of it is large and what its recipe, if it has one, says already."""
+    """Suggests how to make a step smaller, by its largest part and its recipe's settings, if it has one."""
     if temporary_bytes <= state_bytes:
         fewer = "frozen weights of fewer bits (`jaxllm lora --weights`)"
         return f"more devices along fsdp or tensor (--mesh), or {fewer}"
@@ -106,15 +106,15 @@ def what_to_change(state_bytes: int, temporary_bytes: int, settings: TrainSettin
 
 @contextlib.contextmanager
 def memory_told(step: Callable[[], jax.stages.Compiled | None], settings: TrainSettings) -> Iterator[None]:
-    """Raises a lack of memory as an error for people, and every other error as it is.
+    """Reraises a lack of memory as a readable error, and other errors unchanged.
 
     Args:
-      step: gives the compiled step, or None where compiling itself took too much.
-      settings: of the step.
+      step: function that returns the compiled step, or None if compilation itself ran out of memory.
+      settings: settings of the step.
 
     Raises:
-      ConfigError: a device has too little memory, or a block of a kernel; the message has the compiler's
-        figure and what to change.
+      ConfigError: a device or a block of a kernel has too little memory; the message has the compiler's
+        figure and a suggestion.
     """
     try:
         yield

@@ -17,14 +17,14 @@ from jaxllm.training.loop.trainer import Progress
 
 
 class Log:
-    """Takes the loop's records; a context, in which the progress bar shows.
+    """Writes the loop's records; a context that shows the progress bar.
 
     Args:
-      folder: the run's, for `metrics.jsonl` and `tensorboard/`; None writes no files.
-      steps: of the whole run.
-      console: where the bar and lines go.
+      folder: folder of the run, for `metrics.jsonl` and `tensorboard/`; None writes no files.
+      steps: number of steps of the whole run.
+      console: console of the bar and lines.
       sources: names, by number.
-      tensorboard: also write TensorBoard's events.
+      tensorboard: whether to write TensorBoard's events, too.
     """
 
     def __init__(

@@ -45,14 +45,14 @@ class Targets(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What a model gives for the targets of a batch.
+    """Outputs of a model for the targets of a batch.
 
     Attributes:
-      params: of the model.
-      hidden: `[B, T, D]`, after the final norm.
-      logits: `[B, T, V]` float32; None where they are computed block by block.
-      routing: of a decoder with experts.
-      cfg: the model.
+      params: parameters of the model.
+      hidden: hidden states `[B, T, D]` after the final norm.
+      logits: logits `[B, T, V]` float32; None if they are computed block by block.
+      routing: routing of a decoder with experts.
+      cfg: config of the model.
     """
 
     params: Params
@@ -82,7 +82,7 @@ def outputs_of(
 def outputs_of_hidden(
     params: Params, hidden: jax.Array, routing: Routing | None = None, *, cfg: ModelConfig
 ) -> Outputs:
-    """Outputs from hidden states, with logits where they are not too large."""
+    """Returns outputs from hidden states, with logits if they are not too large."""
     size = math.prod(hidden.shape[:-1]) * cfg.vocab_size * 4
     logits = decoder.logits(params, hidden, cfg=cfg) if size <= WHOLE_LOGITS_BYTES else None
     return Outputs(params, hidden, logits, routing, cfg)
@@ -112,9 +112,9 @@ def next_token_losses(outputs: Outputs, batch: Targets) -> jax.Array:
 def distillation_losses(
     outputs: Outputs, teacher: Outputs, batch: Targets, *, teacher_share: float
 ) -> jax.Array:
-    """Losses `[B, T]` float32 of a student: `teacher_share` of the cross entropy with the teacher's
-    distribution over the next token, the rest with the target itself (arXiv 1503.02531, section 2). No
-    gradient reaches the teacher."""
+    """Returns losses `[B, T]` float32 of a student: `teacher_share` times the cross entropy with the
+    teacher's distribution over the next token, plus the rest with the target (arXiv 1503.02531, section 2).
+    No gradient reaches the teacher."""
     share, teacher = np.float32(teacher_share), jax.lax.stop_gradient(teacher)
     rest = np.float32(1) - share
     if outputs.logits is not None and teacher.logits is not None:
@@ -136,7 +136,7 @@ def divergences(outputs: Outputs, teacher: Outputs, batch: Targets) -> jax.Array
 
 
 def router_penalty(routing: Routing, *, balance_weight: float, z_weight: float) -> jax.Array:
-    """The routers' losses, a scalar: load balance of every layer by itself, and the z-loss of logits.
+    """Returns the routers' losses, a scalar: load balance of each layer, and the z-loss of logits.
 
     A perfectly balanced layer still costs `balance_weight` times the experts per token.
     """
@@ -145,16 +145,16 @@ def router_penalty(routing: Routing, *, balance_weight: float, z_weight: float) 
 
 
 def vocabulary_blocks(vocab_size: int) -> int:
-    """The number of equal blocks of a vocabulary: the least that makes them small enough. Of a vocabulary
-    that no such number divides into large enough blocks the last block is padded."""
+    """Returns the minimum number of equal blocks of a vocabulary that are small enough. If no such number
+    divides the vocabulary into large enough blocks, the last block is padded."""
     least = -(-vocab_size // _BLOCK_TOKENS)
     most = max(vocab_size // _LEAST_BLOCK_TOKENS, least)
     return next((count for count in range(least, most + 1) if vocab_size % count == 0), least)
 
 
 def _over_blocks(outputs: Outputs, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per block of the vocabulary the logarithm of the summed exponentials of logits, and the logits of the
-    targets that are in it, else zero: each `[blocks, B, T]` float32."""
+    """Returns, per block of the vocabulary, the logarithm of the summed exponentials of logits, and the
+    logits of the targets in it, else zero: each `[blocks, B, T]` float32."""
     logits_of, blocks = _blocks(outputs)
 
     @jax.checkpoint
@@ -168,8 +168,8 @@ def _over_blocks(outputs: Outputs, targets: jax.Array) -> tuple[jax.Array, jax.A
 def _beside_teacher(
     outputs: Outputs, teacher: Outputs, targets: jax.Array, teacher_sum: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`_over_blocks` of a student, and the expectation of its logits under the teacher's distribution, whose
-    logarithms of summed exponentials are `teacher_sum` `[B, T]`."""
+    """Returns `_over_blocks` of a student, and the expectation of its logits under the teacher's
+    distribution, whose logarithms of summed exponentials are `teacher_sum` `[B, T]`."""
     logits_of, blocks = _blocks(outputs)
     teacher_logits_of, teacher_blocks = _blocks(teacher)
 

@@ -1,4 +1,4 @@
-"""Says where a run's progress goes, and traces a few steps with JAX's profiler."""
+"""Configures where a run reports progress, and traces a few steps with JAX's profiler."""
 
 import contextlib
 import dataclasses
@@ -38,10 +38,10 @@ class Monitoring:
 
 
 class StepTrace:
-    """Traces steps 3 to 5 of those that a process runs, which xprof and TensorBoard show.
+    """Traces steps 3 to 5 of a process for xprof and TensorBoard.
 
     Args:
-      folder: for the trace; None traces nothing.
+      folder: folder of the trace; None traces nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -50,10 +50,10 @@ class StepTrace:
         self._done, self._tracing = 0, False
 
     def expect(self, steps: int) -> None:
-        """Says how many steps are left to run.
+        """Sets the number of steps that are left to run.
 
         Raises:
-          ConfigError: so few that none would be traced.
+          ConfigError: there are too few to trace any.
         """
         if self._folder is not None and steps <= SKIPPED_STEPS:
             raise ConfigError(
@@ -71,7 +71,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Surrounds a step, whose results are to be given to `finish`."""
+        """Surrounds a step; its results are passed to `finish`."""
         if self._folder is not None and self._done == SKIPPED_STEPS:
             jax.profiler.start_trace(str(self._folder))
             self._tracing = True
@@ -82,7 +82,7 @@ class StepTrace:
             yield
 
     def finish(self, results: Any) -> None:
-        """Counts a step; ends the trace when the last one's results are there."""
+        """Counts a step; ends the trace when the last step's results are ready."""
         self._done += 1
         if self._tracing and self._done == self._last:
             jax.block_until_ready(results)

@@ -1,4 +1,4 @@
-"""Makes the optimizers of all jobs: AdamW or Muon behind clipping, on a warm-up and a cosine."""
+"""Makes the optimizers of all jobs: AdamW or Muon after clipping, with warm-up and cosine decay."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from jaxllm.training.settings import TrainSettings
 # Newton-Schulz iterations and the coefficients of their quintic, which maximize its slope at zero.
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# An update's root mean square, near that of AdamW's.
+# Root mean square of an update, near AdamW's.
 UPDATE_RMS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """How an array is seen as matrices: the axes that are stacked, those of rows and those of columns."""
+    """View of an array as matrices: the stacked axes, those of rows and those of columns."""
 
     stacked: tuple[int, ...]
     rows: tuple[int, ...]
@@ -37,7 +37,7 @@ class Matrix:
         return ordered.reshape(*(int(np.prod([array.shape[axis] for axis in each])) for each in sizes))
 
     def back(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Matrices `[N, R, C]` as the array of a shape that they are a view of."""
+        """Reshapes matrices `[N, R, C]` back to the array of that shape."""
         ordered = matrices.reshape(*(shape[axis] for axis in self._order))
         return ordered.transpose(tuple(int(axis) for axis in np.argsort(self._order)))
 
@@ -52,14 +52,15 @@ def scale_by_muon(
     """Nesterov momentum, made orthogonal and scaled to `UPDATE_RMS`.
 
     Args:
-      matrix_of: how a parameter of a name and a rank is seen; all that come here have one.
-      momentum: the share of a step's momentum that the next keeps.
-      dtype: of the products' sides; they are summed in float32.
+      matrix_of: function from a parameter's name and rank to its view; never None for parameters that
+        arrive here.
+      momentum: decay of the momentum per step.
+      dtype: dtype of the products' operands; they are summed in float32.
     """
 
     def scaled(updates: Any, state: Any, params: Any = None) -> tuple[dict[str, Any], Any]:
         del params
-        # Placeholders stand where another optimizer takes a parameter.
+        # optax leaves placeholders for parameters of another optimizer.
         arrays = {name: value for name, value in updates.items() if isinstance(value, jax.Array)}
         seen: dict[str, Matrix] = {}
         for name, value in arrays.items():
@@ -78,9 +79,9 @@ def scale_by_muon(
 
 
 def orthogonal(matrices: Mapping[str, jax.Array], dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-    """Stacks `[N, R, C]` by name, each matrix near the closest orthogonal one, in float32.
+    """Maps stacks `[N, R, C]` by name to nearly the closest orthogonal matrices, in float32.
 
-    The devices of the mesh that is set divide all matrices of a shape, transposed or not.
+    The devices of the current mesh share the matrices of each shape, transposed or not.
     """
     alike: dict[tuple[int, int], list[str]] = {}
     for name, stack in matrices.items():
@@ -141,7 +142,7 @@ def _iterated(matrices: jax.Array) -> jax.Array:
 def learning_rate(settings: TrainSettings) -> optax.Schedule:
     """Linear warm-up to the peak, then a cosine to the final share at the last step."""
     peak = settings.peak_learning_rate
-    # From one step's worth, not from zero, so that the first step learns too.
+    # Starts at one step's worth, not at zero, so that the first step learns, too.
     warmup = optax.schedules.linear_schedule(peak / (settings.warmup_steps + 1), peak, settings.warmup_steps)
     cosine = optax.schedules.cosine_decay_schedule(
         peak, max(settings.steps - settings.warmup_steps, 1), settings.final_learning_rate_share
@@ -150,8 +151,8 @@ def learning_rate(settings: TrainSettings) -> optax.Schedule:
 
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101), or Muon (arXiv 2502.16982) for the matrices of layers and AdamW for the rest;
-    behind clipping by the global norm."""
+    """Returns AdamW (arXiv 1711.05101), or Muon (arXiv 2502.16982) for the matrices of layers and AdamW for
+    the rest, after clipping by the global norm."""
     schedule = learning_rate(settings)
     if settings.optimizer == "muon":
         factor = settings.muon_learning_rate_factor
@@ -170,7 +171,7 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
 def _muon(settings: TrainSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
     return optax.chain(
         scale_by_muon(_as_matrix, dtype=jnp.dtype(settings.computed_in)),
-        # Decay is as fast as AdamW's, whatever the factor.
+        # Decay is as fast as AdamW's, independent of the factor.
         optax.add_decayed_weights(settings.weight_decay / settings.muon_learning_rate_factor, decays),
         optax.scale_by_learning_rate(schedule),
     )
@@ -190,8 +191,8 @@ def _adamw(
 
 
 def matrices(params: Any) -> dict[str, Matrix | None]:
-    """How Muon sees each parameter as a matrix; None for those that it leaves to AdamW."""
-    # optax also asks with placeholders where it has masked a parameter.
+    """Returns Muon's view of each parameter as a matrix; None for those that AdamW updates."""
+    # optax also calls this with placeholders for masked parameters.
     return {name: _as_matrix(name, getattr(value, "ndim", 0)) for name, value in params.items()}
 
 
@@ -205,11 +206,11 @@ def _as_matrix(name: str, rank: int) -> Matrix | None:
     first = stack + int(".experts." in name)
     units, width = tuple(range(first, rank - 1)), (rank - 1,)
     stacked = tuple(range(first))
-    # Rows are what a product sums over.
+    # Rows are the axis that a product sums over.
     reads_units = name.endswith((".o", ".down"))
     return Matrix(stacked, units, width) if reads_units else Matrix(stacked, width, units)
 
 
 def decays(params: Mapping[str, Any]) -> dict[str, bool]:
-    """True for the parameters that weight decay pulls to zero: the matrices, not norms or biases."""
+    """Marks the parameters with weight decay: matrices, not norms or biases."""
     return {name: not name.endswith((".scale", "bias")) for name in params}

@@ -24,8 +24,8 @@ from jaxllm.models.scanned_layers import STACKS, stack_name
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))
-# How parameters are divided, by the end of their names: the mesh axes of the first axis, that of units, and
-# of the last, the model's width. The first rule that fits counts. Vectors are whole on every device.
+# Sharding of parameters, by the end of their names: mesh axes of the first axis, that of units, and of the
+# last, the model's width. The first matching rule counts. Vectors are replicated.
 RULES: tuple[tuple[str, tuple[str | None, str | None]], ...] = (
     (".scale", (None, None)),
     ("bias", (None, None)),
@@ -37,7 +37,7 @@ RULES: tuple[tuple[str, tuple[str | None, str | None]], ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """Devices along each axis; 0 along `data` takes all remaining ones that divide the batch."""
+    """Number of devices along each axis; 0 along `data` uses all remaining ones that divide the batch."""
 
     data: int = 0
     fsdp: int = 1
@@ -51,10 +51,10 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Reads `data=2,fsdp=4`; an axis that is not named has its default.
+        """Parses `data=2,fsdp=4`; axes that are not named have their defaults.
 
         Raises:
-          ConfigError: the text has another form, or names another axis.
+          ConfigError: the text has another form, or names an unknown axis.
         """
         sizes: dict[str, int] = {}
         for part in filter(None, text.split(",")):
@@ -66,7 +66,7 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape, rows: int) -> Mesh:
-    """A mesh over this run's devices, for batches that are fed `rows` rows at a time.
+    """Makes a mesh over this run's devices, for batches that are computed `rows` rows at a time.
 
     Raises:
       ConfigError: there are too few devices, or the rows cannot be divided evenly.
@@ -94,19 +94,19 @@ def make_mesh(shape: MeshShape, rows: int) -> Mesh:
 
 
 def start_process_group(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Joins the processes of a run, before anything touches a device.
+    """Joins the processes of a run, before any device is used.
 
-    Started by SLURM or Open MPI as one of several tasks, or on a host with TPUs, a process finds the others
-    by itself.
+    Processes that SLURM or Open MPI starts as one of several tasks, or that run on a TPU host, find the
+    others automatically.
 
     Args:
-      coordinator: address and port of the first process; "none" for a run of this process alone, wherever it
+      coordinator: address and port of the first process; "none" for a run of a single process, however it
         was started; None to find the others, if there are any.
-      processes: how many there are.
-      process: this one's number, from 0. Where a cluster's own environment tells, both may be None.
+      processes: number of processes.
+      process: number of this process, from 0. Both may be None if the cluster's environment has them.
 
     Raises:
-      ConfigError: the group does not come together.
+      ConfigError: the group cannot be joined.
     """
     alone = coordinator == "none"
     if (alone or coordinator is None) and not (processes is None and process is None):
@@ -134,12 +134,12 @@ def starts_group(environment: Mapping[str, str]) -> bool:
         return False
     if hosts := environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES")):
         return "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in environment
-    # Google's own machines are told by their metadata, which JAX asks; a group of one does no harm.
+    # Google's own machines are detected by their metadata, which JAX requests; a group of one does no harm.
     return "TPU_SKIP_MDS_QUERY" not in environment
 
 
 def stacks_layers(mesh: Mesh) -> bool:
-    """Whether equal layers are stacked on a mesh's devices: off CPUs, where a step of many layers takes long
+    """Whether equal layers are stacked on a mesh's devices: off CPUs, where a step of many layers is slow
     to compile. A CPU computes layers one by one faster."""
     return mesh.devices.flat[0].platform != "cpu"
 
@@ -162,8 +162,8 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
 
 
 def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The sharding of a parameter by `RULES`; an axis that its size is no multiple of stays whole, and so
-    does the leading axis of a stack of layers."""
+    """Returns the sharding of a parameter by `RULES`; axes that the mesh does not divide evenly are
+    replicated, and so is the leading axis of a stack of layers."""
     stack = int(name.startswith(STACKS))
     if len(shape) - stack < 2:
         return PartitionSpec()
@@ -176,8 +176,8 @@ def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Par
 
 
 def shardings_of(tree: Any, mesh: Mesh) -> Any:
-    """The sharding of every leaf of `tree` (arrays or their shapes): what has a parameter's name, such as an
-    optimizer's moments, lies where the parameter does."""
+    """Returns the sharding of every leaf of `tree` (arrays or shapes); leaves with a parameter's name, such
+    as an optimizer's moments, are sharded like the parameter."""
 
     def sharding(path: Sequence[Any], leaf: Any) -> NamedSharding:
         keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -187,12 +187,12 @@ def shardings_of(tree: Any, mesh: Mesh) -> Any:
 
 
 def own_rows(mesh: Mesh, rows: int, parts: int) -> tuple[int, ...] | None:
-    """The rows of a batch that this process's devices compute, ascending; None for all.
+    """Returns the rows of a batch that this process's devices compute, ascending; None for all.
 
     Args:
       mesh: the devices.
-      rows: B, of the whole batch.
-      parts: as which it is placed (see `place_rows`).
+      rows: B, number of rows of the whole batch.
+      parts: number of parts that it is placed in (see `place_rows`).
     """
     if jax.process_count() == 1:
         return None
@@ -203,9 +203,9 @@ def own_rows(mesh: Mesh, rows: int, parts: int) -> tuple[int, ...] | None:
 
 
 def place_rows(batch: Any, mesh: Mesh, parts: int) -> Any:
-    """Puts the arrays `[B, ...]` of a batch on the devices as `[parts, B/parts, ...]`, rows divided.
+    """Puts the arrays `[B, ...]` of a batch on the devices as `[parts, B/parts, ...]`, sharded by rows.
 
-    Every process has arrays of the whole batch, and hands over its devices' rows (`own_rows`) alone.
+    Every process has arrays of the whole batch, and transfers only its devices' rows (`own_rows`).
     """
     sharding = NamedSharding(mesh, PartitionSpec(None, *ROWS))
 
@@ -231,14 +231,14 @@ def gathered(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
 def placed(
     tensors: Iterable[tuple[str, Any]], mesh: Mesh, dtype: DTypeLike | None = None
 ) -> dict[str, jax.Array]:
-    """Puts tensors on the devices one after the other, each divided as `spec_of` says.
+    """Puts tensors on the devices one after the other, each sharded by `spec_of`.
 
-    The host holds one tensor at a time, and a device its shards alone.
+    The host holds one tensor at a time, and a device only its shards.
 
     Args:
-      tensors: by name, as they are read.
+      tensors: (name, tensor) pairs in the order of reading.
       mesh: the devices.
-      dtype: of all arrays; None keeps their own.
+      dtype: dtype of all arrays; None for their own.
     """
     found = {}
     for name, value in tensors:
@@ -250,15 +250,15 @@ def placed(
 def laid_out(
     tensors: Iterable[tuple[str, Any]], cfg: ModelConfig, mesh: Mesh, dtype: DTypeLike | None = None
 ) -> dict[str, jax.Array]:
-    """`placed`; off CPUs equal layers of a decoder alone are then stacked."""
+    """`placed`; off CPUs equal layers of decoder-only models are then stacked."""
     found = placed(tensors, mesh, dtype)
     return stacked_on(found, cfg, mesh) if stacks_layers(mesh) and cfg.encoder is None else found
 
 
 def one_by_one(params: Mapping[str, jax.Array], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """A model's parameters, each layer's by itself, whole on the host one after the other.
+    """Yields a model's parameters with unstacked layers, gathered on the host one after the other.
 
-    Every process of a group goes through all of them together.
+    Every process of a group has to iterate over all of them together.
     """
     for name in param_specs(cfg):
         own, row = stack_name(cfg, name)
@@ -267,24 +267,24 @@ def one_by_one(params: Mapping[str, jax.Array], cfg: ModelConfig) -> Iterator[tu
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
-    """An array on the devices of a sharding; from the host each gets its own shard alone."""
+    """Puts an array on the devices of a sharding; from the host each gets only its own shard."""
     if not isinstance(value, np.ndarray):
         return jax.device_put(value, sharding)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def stacked_on(params: Mapping[str, Any], cfg: ModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Parameters with equal layers in stacks, which lie on the mesh as `spec_of` says.
+    """Returns parameters with equal layers in stacks, sharded on the mesh by `spec_of`.
 
-    Stacks are made one after the other, and the layers' own arrays released as soon as their caller does not
-    hold them. What is stacked already stays as it is.
+    Stacks are made one after the other, and the layers' own arrays are released as soon as the caller has
+    no reference. Stacked layers stay unchanged.
     """
     columns: dict[str, list[Any]] = {}
     rest = dict(params)
     for name in params:
         own, row = stack_name(cfg, name)
         if row >= 0:
-            # Layers ascend, so that rows do.
+            # Layers ascend, and so do rows.
             columns.setdefault(own, []).append(name)
     for own, names in columns.items():
         layers = [rest.pop(name) for name in names]

@@ -1,4 +1,4 @@
-"""Notices that a run is to stop soon, so that it saves a checkpoint first."""
+"""Detects that a run is to stop soon, so that it saves a checkpoint first."""
 
 import os
 import signal
@@ -13,19 +13,19 @@ _NOTE = b"\nstopping after this step, which is saved; Ctrl-C again ends at once\
 
 
 class Preemption:
-    """A context in which SIGTERM or Ctrl-C asks for a stop after the current step, rather than end the
+    """Context in which SIGTERM or Ctrl-C requests a stop after the current step instead of ending the
     process; a second Ctrl-C ends it.
 
-    Several processes agree on the step through JAX's own service, which notices SIGTERM in each of them.
+    Several processes agree on the step through JAX's own service, which detects SIGTERM in each of them.
 
     Attributes:
-      reason: what asked for the stop, for messages.
+      reason: signal that requested the stop, for messages.
     """
 
     def __init__(self) -> None:
         self.reason = ""
         self._before: dict[int, Any] = {}
-        # Handlers can be set in the main thread alone; a run in another thread ends at a signal as ever.
+        # Only the main thread can set handlers; a run in another thread ends at a signal as usual.
         self._handles = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "Preemption":
@@ -52,6 +52,6 @@ class Preemption:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-            # A step may take long. Not through a stream, which may be in use.
+            # A step may be long. Not through a stream, which may be in use.
             os.write(2, _NOTE)
         self.reason = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"

@@ -1,4 +1,4 @@
-"""Writes small files of a run's folder, each whole or not at all; `recipe.json` says whose the folder is."""
+"""Writes small files of a run's folder atomically; `recipe.json` identifies the run."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ CHECKPOINTS = "checkpoints"
 # Where a run's checkpoints are, if not in its folder.
 URL_FILE = "checkpoints.url"
 
-# What a resumed run may change: how long it trains, how it computes, and what it reports.
+# Settings that a resumed run may change: duration, ways to compute, and reports.
 _MAY_CHANGE = ("steps", "accumulate", "remat", "checkpoint_steps", "log_steps")
 
 
@@ -28,26 +28,26 @@ class RunRecipe(Protocol):
     """A recipe as JSON."""
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """The recipe as a plain dict for `from_json`."""
         ...
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
+        """Reads the dict of `to_json`."""
         ...
 
 
 def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
-    """Says, in a run's folder, that its checkpoints are at a URL; None leaves it as it is, and checks that
-    checkpoints can be written where it says.
+    """Records the URL of a run's checkpoints in its folder; None leaves the record unchanged, and checks
+    that checkpoints can be written there.
 
     Args:
-      run_dir: the run's folder, made if missing.
+      run_dir: folder of the run, created if missing.
       url: `gs://bucket/path` or `s3://bucket/path`; stages of a run have folders of their own under it.
 
     Raises:
-      ConfigError: no checkpoints are written to such a URL, what writes it is not installed, or the run has
-        its checkpoints elsewhere.
+      ConfigError: the URL scheme is not supported, the package that writes it is not installed, or the run
+        has its checkpoints elsewhere.
     """
     earlier = _url_of(require_local(run_dir, "a run's folder"))
     if url is None:
@@ -104,22 +104,23 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bool]:
-    """Prepares a run's folder, made if it is missing, to start a run or to resume one.
+    """Prepares a run's folder, created if missing, to start or resume a run.
 
-    A new run claims the folder, by its `recipe.json`, when the block ends without an error. Of a group the
-    first process does; the others may enter with it where all wait for each other within the block.
+    A new run claims the folder, by its `recipe.json`, when the block ends without an error. In a group the
+    first process does so; the others may enter with it if all wait for each other within the block.
 
     Args:
       run_dir: the folder.
-      recipe: the run's. Where it resumes, only how long it trains, in which parts it computes and what it
-        logs may differ; a precision that it does not say is that of this process's devices.
+      recipe: recipe of the run. On resumption only duration, parts of a batch, rematerialization and
+        logging may differ; an unset precision is that of this process's devices.
       learns_from: names or digests of the run's inputs.
 
     Yields:
       Whether the run resumes.
 
     Raises:
-      ConfigError: the folder cannot be made, is a URL, or is another run's; the message names what differs.
+      ConfigError: the folder cannot be created, is a URL, or is another run's; the message names the
+        differences.
       CheckpointError: its `recipe.json` cannot be read.
     """
     require_local(run_dir, "a run's folder")
@@ -158,7 +159,7 @@ def _as_computed(recipe: RunRecipe) -> dict[str, Any]:
 
 def _check_identity(run_dir: Path, recipe: RunRecipe, learns_from: Mapping[str, str]) -> None:
     earlier = read_identity(run_dir)
-    # Read by the recipe's class, so that settings younger than the run have their defaults.
+    # Read by the recipe's class, so that settings newer than the run have their defaults.
     before, now = (_as_computed(each) for each in (type(recipe).from_json(earlier.pop("recipe")), recipe))
     differing = [name for name in now if name not in _MAY_CHANGE and before[name] != now[name]]
     differing += [f"the {name}" for name in learns_from if earlier.get(name) != learns_from[name]]

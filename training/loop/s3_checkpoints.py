@@ -1,10 +1,10 @@
-"""Keeps checkpoints at an `s3://` URL by tensorstore, because orbax writes to none.
+"""Stores checkpoints at an `s3://` URL by tensorstore, because orbax does not support S3.
 
-orbax 0.12 takes every path but `gs://` for one of a file system (`build_kvstore_tspec`), and names a
-checkpoint by a rename, which S3 lacks. Here, under the URL:
+orbax 0.12 treats every path but `gs://` as one of a file system (`build_kvstore_tspec`), and names a
+checkpoint by a rename, which S3 lacks. The layout under the URL:
 
     {step}/{array}/...    the arrays, zarr 3 with checksums; each process writes the shards of its devices
-    done/{step}.json      written last, by the first process; a checkpoint without it is none
+    done/{step}.json      written last, by the first process; checkpoints without it do not count
 """
 
 import itertools
@@ -21,11 +21,11 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 
 from jaxllm.errors import CheckpointError
 
-# S3 takes at most 5 GB in one request.
+# S3 accepts at most 5 GB per request.
 _MOST_CHUNK_BYTES = 1 << 29
-# tensorstore's own would try for half an hour where nothing answers.
+# tensorstore's defaults would retry for half an hour without an answer.
 _RETRIES = {"max_retries": 6, "initial_delay": "500ms", "max_delay": "10s"}
-# That processes wait for each other, the slowest of which may still be writing.
+# Timeout of processes that wait for each other: the slowest may still be writing.
 _LIMIT_S = 1800
 _FAILURES = (OSError, ValueError, RuntimeError, KeyError, NotImplementedError)
 
@@ -54,7 +54,7 @@ class S3Checkpoints:
         return sorted(self._done)
 
     def losses(self) -> dict[int, float]:
-        """The held-out loss of each whole checkpoint by its step, infinite where none was measured."""
+        """Held-out loss of each complete checkpoint by its step, infinite if none was measured."""
         told = {step: each["held_out_loss"] for step, each in self._done.items()}
         return {step: math.inf if loss is None else loss for step, loss in told.items()}
 
@@ -98,7 +98,7 @@ class S3Checkpoints:
         differing |= whole["arrays"].keys() - wanted.keys()
         if differing:
             raise ValueError(f"it has no {min(differing)} of the shape and type that this run trains")
-        # A chunk that is gone would be read as zeros.
+        # A missing chunk would be read as zeros.
         there = len(self._store.list(_under(f"{step}/")).result())
         if there != whole["objects"]:
             raise ValueError(f"{there} of its {whole['objects']} objects are there")
@@ -109,10 +109,10 @@ class S3Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
     def close(self) -> None:
-        """Waits until what was begun is written.
+        """Waits until all writes are complete.
 
         Raises:
-          CheckpointError: it cannot be written.
+          CheckpointError: a write failed.
         """
         try:
             self._manager.wait_until_finished()
@@ -125,7 +125,7 @@ class S3Checkpoints:
         return {step: json.loads(self._store.read(found[step]).result().value) for step in sorted(found)}
 
     def _remove_parts(self) -> None:
-        """Deletes objects of checkpoints that have no name."""
+        """Deletes objects of checkpoints without a name."""
         firsts = {key.decode().split("/")[0] for key in self._store.list().result()}
         for step in firsts - {"done", *map(str, self._done)}:
             if step.isdecimal():
@@ -144,7 +144,7 @@ class S3Checkpoints:
         del self._done[step]
 
     def _spec(self, step: int, name: str, array: jax.Array | None = None) -> dict[str, Any]:
-        """Of an array that is there, or that `array` becomes."""
+        """tensorstore's spec of a stored array, or of one that is written from `array`."""
         spec = {"driver": "zarr3", "kvstore": self._place(f"{step}/{name}/")}
         if array is None:
             return spec
@@ -156,12 +156,12 @@ class S3Checkpoints:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "codecs": codecs,
         }
-        # By default zeros are not written, so that they could not be told from what is lost.
+        # By default zeros are not written, and would be indistinguishable from lost chunks.
         return {**spec, "metadata": metadata, "store_data_equal_to_fill_value": True}
 
     def _place(self, path: str) -> dict[str, Any]:
-        """tensorstore's name for a path under the URL. As other programs do, it takes credentials, region and
-        the address of another service than Amazon's from the environment."""
+        """Returns tensorstore's name for a path under the URL. As in other programs, credentials, region
+        and the address of a service other than Amazon's come from the environment."""
         bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
         place = {"driver": "s3", "bucket": bucket, "path": f"{prefix}/{path}", "s3_request_retries": _RETRIES}
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
@@ -171,7 +171,7 @@ class S3Checkpoints:
         elif region:
             place |= {"aws_region": region}
         if os.environ.get("AWS_ACCESS_KEY_ID"):
-            # Looked for nowhere else, where tensorstore would complain of each file that is not there.
+            # No other lookup: tensorstore would complain of each missing file.
             place |= {"aws_credentials": {"type": "environment"}}
         return place
 
@@ -187,12 +187,12 @@ def _told(array: Any) -> list[Any]:
 
 
 def _under(prefix: str) -> ts.KvStore.KeyRange:
-    """The keys that begin with a prefix."""
+    """Returns the range of keys that begin with a prefix."""
     return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
 def _chunk_shape(shape: tuple[int, ...], item_bytes: int) -> list[int]:
-    """A shape that divides a shard's, of few bytes enough for one request."""
+    """Returns a shape that divides a shard's and fits one request."""
     chunk = list(shape)
     for axis in range(len(chunk)):
         while math.prod(chunk) * item_bytes > _MOST_CHUNK_BYTES and chunk[axis] > 1:

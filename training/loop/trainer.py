@@ -1,11 +1,12 @@
 """Trains any job: one compiled step, held-out loss, and checkpoints that resume bit for bit.
 
-A job says what is trained and by which loss; settings say how. The state of a run is (step, parameters,
-optimizer state) and batches follow from the step alone, so a run that was killed resumes from its last
+A job defines parameters and loss; settings define the optimization. The state of a run is (step,
+parameters, optimizer state) and batches follow from the step only, so a killed run resumes from its last
 checkpoint and ends with the same bits as one that never stopped, on the same machine and mesh.
 
-On a CPU, two devices on two cores train faster than one device with two threads, because XLA:CPU leaves part
-of the backward pass on one thread. The loop prints nothing: it gives `Progress` records to its caller.
+On a CPU, two devices on two cores train faster than one device with two threads, because XLA:CPU leaves
+part of the backward pass on one thread. The loop prints nothing: it passes `Progress` records to its
+caller.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ from jaxllm.training.settings import TrainSettings
 
 
 class Batch(Protocol):
-    """The fields of a job's batch that the loop reads; a batch is a structure of arrays `[B, ...]`."""
+    """Fields of a job's batch that the loop reads; a batch is a structure of arrays `[B, ...]`."""
 
     @property
     def weights(self) -> Any:
@@ -55,25 +56,25 @@ class Batch(Protocol):
 
     @property
     def sources(self) -> Any:
-        """`[B, T]` int32, the number of the source that each loss is counted for."""
+        """Number of the source that each loss is counted for, `[B, T]` int32."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """What is trained, and by which loss.
+    """Parameters to train, and their loss.
 
     Attributes:
-      init: initial parameters, a dict of float32 arrays by name: from a PRNG key, or as they are.
-      losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
-        penalty, float32 scalar, that is added to their mean and reported apart.
+      init: initial parameters, a dict of float32 arrays by name: from a PRNG key, or as given.
+      losses: function of (parameters, frozen, batch) that returns the losses `[B, T]` float32 of all
+        targets in nats, and a penalty, float32 scalar, that is added to their mean and reported separately.
       frozen: arrays that the losses need and that are not trained.
-      cfg: the model that is trained or adapted, if it is one; equal layers of a decoder alone are stacked on
-        accelerators (see `jaxllm.models.scanned_layers`), and `losses` gets them so.
-      flops_per_token: model operations of a training step, per token; None if they are not known.
-      frozen_cfg: the model whose parameters are frozen, likewise.
-      drawn_losses: the training losses, where they are drawn anew at every step: as `losses`, with a PRNG key
-        as last argument. `losses` is then the held-out loss alone.
+      cfg: config of the trained or adapted model, if there is one; equal layers of decoder-only models are
+        stacked on accelerators (see `jaxllm.models.scanned_layers`), and passed to `losses` so.
+      flops_per_token: model operations of a training step, per token; None if unknown.
+      frozen_cfg: config of the model whose parameters are frozen, likewise.
+      drawn_losses: training losses that are sampled anew at every step: as `losses`, with a PRNG key as
+        last argument. `losses` is then only the held-out loss.
     """
 
     init: Callable[[jax.Array], Params] | Params
@@ -89,12 +90,11 @@ class Job:
 class Progress:
     """Metrics after `step` steps; losses in nats per token, weighted as in training.
 
-    `loss` is the mean over the steps since the last record that had a weight, 0 where none had; `penalty`
-    likewise; `gradient_norm` is the last
-    step's before clipping. `tokens_per_s` is over the same steps, without compiling; `utilization` the share
-    of the devices' peak that model operations used, where both are known; `peak_memory_bytes` the most so far
-    of a device. `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
-    (by the source's number; its weights alone).
+    `loss` is the mean over the steps with a weight since the last record, 0 if there are none; `penalty`
+    likewise; `gradient_norm` is the last step's before clipping. `tokens_per_s` is over the same steps,
+    without compilation; `utilization` the share of the devices' peak that model operations used, if both
+    are known; `peak_memory_bytes` the maximum so far of a device. `held_out_loss` is set if a checkpoint
+    was written, with `held_out_by_source` (by the source's number; with weights of that source only).
     """
 
     step: int
@@ -111,16 +111,16 @@ class Progress:
 
 
 class Preempted(JaxllmError):
-    """A run was asked to stop, and has saved a checkpoint."""
+    """A run was requested to stop, and has saved a checkpoint."""
 
 
 class Trainer:
     """A job's compiled functions on a mesh.
 
     Args:
-      job: what is trained.
-      settings: how.
-      mesh: on which devices.
+      job: parameters and loss.
+      settings: settings of the loop.
+      mesh: the devices.
       stack: whether equal layers are stacked and run in a loop; None: see `stacks_layers`.
 
     Raises:
@@ -167,11 +167,11 @@ class Trainer:
             return self._start(given)
 
     def beside(self, init: Mapping[str, Any], frozen: Mapping[str, Any]) -> "Trainer":
-        """A trainer that shares what this one has compiled.
+        """Makes a trainer that shares this one's compiled functions.
 
         Args:
           init: other initial parameters, of the same shapes; for a job with given ones.
-          frozen: some of the frozen arrays, of the same shapes, each layer's by itself.
+          frozen: some of the frozen arrays, of the same shapes, with unstacked layers.
         """
         other, own = copy.copy(self), {}
         for name, value in frozen.items():
@@ -212,10 +212,10 @@ class Trainer:
             return self._compiled[shapes](state, self._frozen, rows)
 
     def lower(self, frozen: Any, batch: Any, platform: str | None = None) -> jax.stages.Lowered:
-        """The step, lowered by shapes alone, for this process's platform or another.
+        """Lowers the step from shapes only, for this process's platform or another.
 
         Args:
-          frozen: shapes of the job's frozen arrays, stacked where the trainer stacks.
+          frozen: shapes of the job's frozen arrays, stacked if the trainer stacks.
           batch: shapes `[accumulate, B / accumulate, ...]` of a batch's arrays, with their shardings.
           platform: "cuda", "tpu" or "cpu".
         """
@@ -227,7 +227,7 @@ class Trainer:
             return self._step.trace(self._abstract, frozen, batch).lower(lowering_platforms=platforms)
 
     def utilization(self, tokens_per_s: float) -> float | None:
-        """The share of the devices' peak that model operations use at a speed; None if it is not known."""
+        """Returns the share of the devices' peak that model operations use at a speed; None if unknown."""
         return utilization(tokens_per_s, self._job.flops_per_token, self.mesh.size)
 
     def evaluate(self, params: Params, batches: Iterable[Batch]) -> tuple[float, dict[int, float]]:
@@ -237,9 +237,9 @@ class Trainer:
         for batch in batches:
             with jax.set_mesh(self.mesh):
                 placed = place_rows(batch, self.mesh, self.settings.accumulate)
-                # Of this process's own rows alone it may be less than of others'.
+                # This process's own rows may have fewer sources than others'.
                 count = int(self._most(placed.sources)) + 1
-                # A multiple of 8: few compilations, whatever number of sources a batch has.
+                # A multiple of 8: few compilations for any number of sources.
                 sums, weights = self._sums(params, self._frozen, placed, -(-count // 8) * 8)
             for source, (each, own) in enumerate(zip(np.asarray(sums), np.asarray(weights), strict=True)):
                 if own:
@@ -283,7 +283,7 @@ class Trainer:
         else:
             sums, _ = jax.lax.scan(add_part, nothing, parts)
         gradients, (loss, penalty) = sums
-        # optax counts steps in int32 and raises floats to that power, which strict promotion refuses.
+        # optax counts steps in int32 and raises floats to that power, which strict promotion rejects.
         with jax.numpy_dtype_promotion("standard"):
             optimizer = make_optimizer(self.settings)
             updates, inner = optimizer.update(gradients, state.optimizer, state.params)
@@ -319,21 +319,21 @@ def train(
     """Trains to the last step, from the newest checkpoint in `folder` if there is one.
 
     Args:
-      trainer: what is trained, how and on which devices.
-      batch_at: the batch of a step (from 0), a pure function of the step.
-      held_out: the batches whose loss picks the best checkpoint; at most `evaluation_batches` of them count.
-      folder: of the checkpoints; a path or a URL.
-      report: called every `log_steps` steps and at each checkpoint; what it raises ends the run.
-      profile: a folder for a trace of a few steps, see `StepTrace`.
+      trainer: job, settings and devices.
+      batch_at: batch of a step (from 0), a pure function of the step.
+      held_out: batches whose loss selects the best checkpoint; at most `evaluation_batches` of them count.
+      folder: folder of the checkpoints; a path or a URL.
+      report: callback every `log_steps` steps and at each checkpoint; its errors end the run.
+      profile: folder of a trace of a few steps, see `StepTrace`.
 
     Returns:
-      The state after the last step; that of the newest checkpoint if it is at that step or beyond.
+      The state after the last step; that of the newest checkpoint if it is at or beyond that step.
 
     Raises:
       JaxllmError: the loss is no longer finite.
       ConfigError: no step is left to trace.
-      Preempted: the process got SIGTERM or Ctrl-C; a checkpoint is saved.
-      CheckpointError: no checkpoint of those that are there can be read.
+      Preempted: the process received SIGTERM or Ctrl-C; a checkpoint is saved.
+      CheckpointError: none of the checkpoints can be read.
     """
     settings = trainer.settings
     schedule = learning_rate(settings)

@@ -6,10 +6,10 @@ from jaxllm.cli.entry import run_process
 
 
 def main(folder: Path | None = None) -> None:
-    """Entry point of the process; `folder` is that of the programs, None where an argument names it."""
+    """Entry point of the process; `folder` is that of the programs, None if an argument names it."""
 
     def command() -> None:
-        # Imported where Ctrl-C is handled already.
+        # Imported after the handler of Ctrl-C is installed.
         from jaxllm.cli.device import command
 
         command.main(folder=folder)

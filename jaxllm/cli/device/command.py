@@ -45,19 +45,19 @@ from jaxllm.serving.host.process_memory import process_memory
 from jaxllm.text.prompts import Prompt
 
 _BUDGET = "256MB"
-# What `serve` takes besides.
+# Additional packages of `serve`.
 SERVING_PACKAGES = "httptools msgspec prometheus_client starlette uvicorn uvloop"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """What the options before the command say.
+    """Values of the options before the command.
 
     Attributes:
-      folder: of programs.
+      folder: folder of programs.
       threads, memory_bytes, drafts, processors: see `open_device`.
       adapter: name of the adapter that answers; None for none.
-      imported_ms: age of the process when everything was imported; None where the system does not tell.
+      imported_ms: age of the process after all imports; None if the system does not report it.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class _Choice:
     imported_ms: float | None
 
     def open(self, level: int = WHOLE) -> Engine[ProgramModel]:
-        """The engine at a level."""
+        """Opens the engine at a level."""
         engine = open_device(
             self.folder,
             level=level,
@@ -82,7 +82,7 @@ class _Choice:
         return engine
 
     def serve(self, contexts: Path | None, budget_bytes: int, context_bits: int) -> ProgramService:
-        """The service, with contexts where there is a folder for them."""
+        """Opens the service, with contexts if there is a folder for them."""
         with progress_bars() as progress:
             return ProgramService.over(
                 self.open(),
@@ -101,22 +101,22 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--context-bits",
         type=click.Choice([RAW, *WIDTHS]),
         default=RAW,
-        help="Bits of stored values, by programs of the folder (jaxllm export --codec); 0 for the cache as "
-        "it is.  [default: 0]",
+        help="Bits of stored values, by programs of the folder (jaxllm export --codec); 0 stores the cache "
+        "unchanged.  [default: 0]",
     )
     budget = click.option(
         "--budget",
         "budget_bytes",
         type=Size(),
         default=_BUDGET,
-        help=f"Most bytes of contexts' chunks in memory.  [default: {_BUDGET}]",
+        help=f"Memory limit of contexts' chunks.  [default: {_BUDGET}]",
     )
     place = click.option(
         "--contexts",
         "folder",
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="Keep contexts there.",
+        help="Store contexts there.",
     )
     return place(budget(bits(command)))
 
@@ -127,14 +127,14 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--threads",
     type=click.IntRange(min=0),
     default=0,
-    help="Threads that compute.  [default: all cores of this process]",
+    help="Number of compute threads.  [default: all cores of this process]",
 )
 @click.option(
     "--memory",
     "memory_bytes",
     type=Size(),
     default=0,
-    help="Most bytes of weights, caches and logits.  [default: no limit]",
+    help="Memory limit of weights, caches and logits.  [default: no limit]",
 )
 @click.option(
     "--draft",
@@ -152,8 +152,8 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--adapter",
     metavar="NAME",
-    help="Answer with this adapter, which was exported with the model (--adapter-input); `serve` takes it by "
-    "call instead.  [default: none]",
+    help="Answer with this adapter, which was exported with the model (--adapter-input); for `serve` calls "
+    "name it instead.  [default: none]",
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.pass_context
@@ -190,12 +190,12 @@ def device(
 
 
 @device.command("chat")
-@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option("--system", metavar="TEXT", help="The system message.")
 @click.option("--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]")
 @sampling_options
 @click.pass_obj
 def chat_command(choice: _Choice, system: str | None = None, level: int = WHOLE, **options: Any) -> None:
-    """Talk with the model in the terminal, a turn a line."""
+    """Talk with the model in the terminal, one turn per line."""
     asked, engine = answer_options(options), choice.open(level)
     converse(engine, asked.of(engine.tokenizer.files), system)
 
@@ -224,11 +224,11 @@ def generate_command(
 
 @device.command("call")
 @click.option("-p", "--prompt", metavar="TEXT", help="The user's text.  [default: standard input]")
-@click.option("--instruction", default="", metavar="TEXT", help="Stands before the prompt.")
+@click.option("--instruction", default="", metavar="TEXT", help="Text before the prompt.")
 @click.option("--slo", metavar="<TTFT,TPOT>", help="Shares of the whole model's times, in percent.")
-@click.option("--strict", is_flag=True, help="Refuse what no level answers in time.")
+@click.option("--strict", is_flag=True, help="Reject the call if no level meets the objective.")
 @click.option("--app", default="device", help="The app that owns the context.  [default: device]")
-@click.option("--context", "name", metavar="NAME", help="Go on in this context; `new` makes one.")
+@click.option("--context", "name", metavar="NAME", help="Continue this context; `new` makes one.")
 @_context_options
 @task_option
 @sampling_options
@@ -282,7 +282,7 @@ def call_command(
 @json_option
 @click.pass_obj
 def profile_command(choice: _Choice, as_json: bool) -> None:
-    """Measure every level on this device at every prompt length, for plans to come."""
+    """Measure every level on this device at every prompt length, for later plans."""
     engine = choice.open()
     with progress_bars() as progress:
         found = device_profile(engine, threads=choice.threads, whole=True, progress=progress)
@@ -311,14 +311,14 @@ def serve_command(
 ) -> None:
     """Serve the model to the apps of this device over HTTP."""
     try:
-        # Here, because no other command needs these packages.
+        # Imported here: no other command needs these packages.
         from jaxllm.export.device.serving import OpenedPrograms
         from jaxllm.serving.server.daemon import run
         from jaxllm.serving.server.service_options import ServerOptions
     except ImportError as error:
         raise ConfigError(f"{error.name} is not installed; pip install {SERVING_PACKAGES}") from error
     name = f"[{host}]" if ":" in host else host
-    # Programs have one sequence: no answers are decoded together.
+    # Programs have a batch of one.
     options = ServerOptions(
         http=f"{name}:{port}", model=str(choice.folder), batch_rows=(), model_sampling=model_sampling
     )
@@ -334,7 +334,7 @@ def serve_command(
 @json_option
 @click.pass_obj
 def facts_command(choice: _Choice, as_json: bool) -> None:
-    """Open the folder, and tell what that took: times of the imports and of all, and memory."""
+    """Open the folder and report the times of the imports and in total, and memory."""
     engine = choice.open()
     engine.generate("a", GenerationConfig(max_tokens=2, ignore_eos=True))
     facts = _costs(choice, engine)
@@ -346,7 +346,7 @@ def facts_command(choice: _Choice, as_json: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> None:
-    """Entry point; `folder` is that of the programs, None where an argument names it."""
+    """Entry point; `folder` is that of the programs, None if an argument names it."""
     if folder is None:
         run_command(device, "python -m jaxllm.cli.device", argv)
         return
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> No
 
 
 def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:
-    """Runs an answer, and writes its text unless it goes out as JSON; its facts, with its tokens."""
+    """Runs an answer, and prints its text unless `as_json`; returns its facts and tokens."""
     if as_json:
         answer.result()
     else:
@@ -369,20 +369,20 @@ def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:
 
 
 def _moved(answer: Answer) -> dict[str, Any]:
-    """What of an answer's context was of other programs, if anything was."""
+    """The parts of an answer's context that were of other programs, if any."""
     moved = answer.restoration.moved if isinstance(answer, ProgramContextAnswer) else ()
     return {"moved": list(moved)} if moved else {}
 
 
 def _plan(answer: Answer) -> dict[str, Any]:
-    """The plan of an answer that has one."""
+    """The plan of an answer, if any."""
     if answer.plan is None:
         return {}
     return {"level": answer.plan.level, "source": answer.plan.source, "met": answer.met}
 
 
 def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:
-    """What the process took so far."""
+    """Time and memory used by the process so far."""
     manifest, age_ms = engine.model.executor.manifest, process_age_ms()
     facts: dict[str, Any] = {
         "import_ms": None if choice.imported_ms is None else round(choice.imported_ms),
@@ -393,6 +393,6 @@ def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:
     try:
         memory = process_memory()
     except ConfigError:
-        # Known on Linux alone.
+        # Available on Linux only.
         return facts
     return facts | {"peak_memory_bytes": memory.peak, "anonymous_bytes": memory.anonymous}

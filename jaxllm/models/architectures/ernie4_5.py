@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (dense): Llama whose rotary embedding turns neighbouring dimensions (2i, 2i+1) of each head."""
+"""ERNIE 4.5 (dense): Llama with a rotary embedding of neighbouring dimensions (2i, 2i+1) of each head."""
 
 import dataclasses
 from typing import Any

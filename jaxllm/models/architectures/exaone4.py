@@ -1,5 +1,5 @@
-"""EXAONE 4: norms of each block's output in place of its input, norms of every head's query and key; where
-some layers have a sliding window, the full ones have no rotary embedding."""
+"""EXAONE 4: norms of each block's output instead of its input, norms of every head's query and key; if some
+layers have a sliding window, the full ones have no rotary embedding."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ _DEFAULTS = {
 
 
 def _read_slides(reader: ConfigReader, layers: int, window: int | None) -> list[bool]:
-    """Whether each layer slides by `sliding_window_pattern`: a number n (all but each n-th), or letters, L
-    for sliding and G for full, that repeat; the last layer is then full."""
+    """Whether each layer slides by `sliding_window_pattern`: a number n (all but each n-th), or a repeated
+    string of letters, L for sliding and G for full; the last layer is then full."""
     pattern = reader.integer_or_text("sliding_window_pattern", 4)
     if window is None or not pattern:
         return [False] * layers
@@ -60,7 +60,7 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
     windows = cfg.attention_windows
     return {
         **write_llama_fields(cfg),
-        # Any length says that full layers have no rotary embedding.
+        # Any length means that full layers have no rotary embedding.
         "sliding_window": max(windows) or (cfg.window_tokens if cfg.rope_layers else None),
         "layer_types": write_layer_types(windows),
     }

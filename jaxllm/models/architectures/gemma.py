@@ -32,7 +32,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
     reader.only("use_bidirectional_attention", (None, False), "the decoder attends to past tokens alone")
     fields = read_llama_fields(reader, _DEFAULTS)
     if fields["activation"] == "gelu":
-        # The first release says gelu where its weights were trained with the approximation by tanh;
+        # The first release names gelu although its weights were trained with the tanh approximation;
         # transformers reads it so.
         fields["activation"] = "gelu_tanh"
     attention_bias = reader.flag("attention_bias", False)
@@ -61,6 +61,6 @@ GEMMA = Architecture(
         Tensor("post_attention_layernorm.weight", ("ffn_norm.scale",), plus_one=True),
         *LLAMA_FFN_TENSORS,
     ),
-    # Older configs have it beside `hidden_act`, which transformers reads.
+    # Older configs have it besides `hidden_act`, which transformers reads.
     inert_keys=frozenset({"hidden_activation"}),
 )

@@ -51,7 +51,7 @@ GEMMA_LAYER_TENSORS = (
     *LLAMA_FFN_TENSORS,
     Tensor("post_feedforward_layernorm.weight", ("ffn_post_norm.scale",), plus_one=True),
 )
-# Older configs have `hidden_act` as well; transformers reads `hidden_activation` alone.
+# Older configs have `hidden_act` as well; transformers only reads `hidden_activation`.
 GEMMA_INERT_KEYS = frozenset({"hidden_act"})
 
 

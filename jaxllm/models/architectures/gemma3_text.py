@@ -54,7 +54,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
     fields = read_gemma_fields(reader, _DEFAULTS)
     rope, local_rope = _read_ropes(reader, fields)
     layers = fields["layers"]
-    # The key has an underscore where transformers 5 wrote it.
+    # The key has an underscore if transformers 5 wrote it.
     pattern = reader.integer("_sliding_window_pattern", 6)
     pattern = reader.integer("sliding_window_pattern", pattern)
     if pattern < 1:

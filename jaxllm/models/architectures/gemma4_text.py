@@ -1,5 +1,5 @@
-"""Gemma 4, text only: heads of two sizes, layers that share keys and values, normalized values, and
-inputs of each token for each layer, or experts beside feed-forward blocks."""
+"""Gemma 4, text only: heads of two sizes, layers that share keys and values, normalized values, and per-layer
+inputs of each token, or experts in addition to feed-forward blocks."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def _read_sizes(reader: ConfigReader, windows: tuple[int, ...], kv_heads: int) -
     """Head size and kv heads of layers without a window: under keys of their own, or by layer."""
     keys_as_values = reader.flag("attention_k_eq_v", False)
     head_dim = reader.integer("global_head_dim", 512)
-    # Transformers reads them only there.
+    # Transformers only reads them there.
     other = reader.optional_integer("num_global_key_value_heads")
     sizes = {(head_dim, (other if keys_as_values else None) or kv_heads)}
     section = reader.section("per_layer_config")
@@ -63,7 +63,7 @@ def _read_sizes(reader: ConfigReader, windows: tuple[int, ...], kv_heads: int) -
 
 
 def _read_experts(reader: ConfigReader) -> dict[str, Any]:
-    """Fields of experts; none where layers have none."""
+    """Expert fields; none if layers have none."""
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     sizes = [reader.optional_integer(key) for key in keys]
     if not reader.flag("enable_moe_block", False):
@@ -183,7 +183,7 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _unread(cfg: ModelConfig) -> set[str]:
-    """Keys and values that checkpoints have of layers that share those of others."""
+    """Keys and values in checkpoints of layers that share those of others."""
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     shared = [layer for layer in range(cfg.layers) if shares_kv(cfg, layer)]
     return {f"layers.{layer}.self_attn.{part}.weight" for layer in shared for part in parts}

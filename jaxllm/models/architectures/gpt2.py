@@ -83,9 +83,8 @@ GPT2 = Architecture(
     ),
     layer_prefix="h.{}.",
     prefixes=("transformer.", ""),
-    # Upcasting and reordering change rounding alone; n_ctx repeats n_positions; the summary head belongs to
-    # another
-    # class.
+    # Upcasting and reordering only change rounding; n_ctx repeats n_positions; the summary head belongs to
+    # another class.
     inert_keys=frozenset(
         [
             "n_ctx",

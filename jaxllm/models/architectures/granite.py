@@ -1,8 +1,8 @@
 """Granite 3 and 4 (dense): Llama whose embeddings, residual branches, scores and logits are multiplied by
 numbers of the config.
 
-A residual branch times r is a residual stream divided by r: norms do not see the factor once their epsilon is
-divided by r², so that embeddings times e / r take it up, exactly.
+A residual branch times r equals a residual stream divided by r: norms cancel the factor if their epsilon is
+divided by r², so that embeddings times e / r account for it exactly.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def read_multipliers(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, 
     """`fields` with Granite's multipliers.
 
     Raises:
-      ConfigError: a multiplier that has to be positive is not.
+      ConfigError: a multiplier is not positive.
     """
     multipliers = {
         key: reader.number(key, 1.0)

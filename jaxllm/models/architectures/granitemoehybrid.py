@@ -48,7 +48,7 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
         **write_multipliers(cfg),
         "shared_intermediate_size": cfg.ffn_size,
         "num_local_experts": 0,
-        # transformers checks the sizes of Mamba layers even where there are none.
+        # transformers checks the sizes of Mamba layers even if there are none.
         "mamba_n_heads": 1,
         "layer_types": ["full_attention"] * cfg.layers,
         "position_embedding_type": "nope" if cfg.rope is None else "rope",

@@ -1,4 +1,4 @@
-"""LFM2: short gated convolutions beside layers with attention over normalized queries and keys."""
+"""LFM2: layers of short gated convolutions, and layers with attention over normalized queries and keys."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _CONV = "conv"
 
 
 def _read_ffn_size(reader: ConfigReader) -> int:
-    """The neurons of a layer, of which configs give one and a half times as many, before rounding up."""
+    """The neurons of a layer; configs have one and a half times as many, before rounding up."""
     size = reader.integer("intermediate_size", 12288)
     size = reader.integer("block_ff_dim", size)
     multiplier = reader.optional_number("block_ffn_dim_multiplier", 1.0)
@@ -116,7 +116,7 @@ LFM2 = Architecture(
         Tensor("feed_forward.w3.weight", ("ffn.up",)),
         Tensor("feed_forward.w2.weight", ("ffn.down",), transposed=True),
     ),
-    # Of the authors' own code; they repeat other keys, or say how weights began.
+    # Keys of the authors' own code; they repeat other keys, or describe the initialization.
     inert_keys=frozenset(
         {
             "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",

@@ -8,7 +8,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader, read_rope, refuse_partial, write_rope
 from jaxllm.models.translate import Architecture, Tensor, read_activation, write_activation
 
-# The Hugging Face class's values for keys that a config leaves out.
+# The Hugging Face class's defaults for absent keys.
 _DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -150,6 +150,6 @@ LLAMA = Architecture(
     class_name="LlamaForCausalLM",
     top_tensors=LLAMA_TOP_TENSORS,
     layer_tensors=LLAMA_NORM_TENSORS + LLAMA_ATTENTION_TENSORS + LLAMA_FFN_TENSORS,
-    # Of Falcon3's configs, beside `hidden_act`; it is not read.
+    # In Falcon3's configs besides `hidden_act`; it is not read.
     inert_keys=frozenset({"activation"}),
 )

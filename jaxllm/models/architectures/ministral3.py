@@ -20,7 +20,7 @@ _DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-# What transformers takes for a config without scaling.
+# The defaults of transformers for a config without scaling.
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,

@@ -31,10 +31,10 @@ _DEFAULTS = {
 
 
 def read_experts(reader: ConfigReader, default: int) -> int:
-    """Number of experts of a layer: `num_local_experts`, or `num_experts` as some configs name it.
+    """Number of experts of a layer: `num_local_experts`, or `num_experts` in some configs.
 
     Raises:
-      ConfigError: the number is 0, or both keys are there and differ.
+      ConfigError: the number is 0, or both keys exist and differ.
     """
     local, named = (reader.optional_integer(key) for key in ("num_local_experts", "num_experts"))
     if None not in (local, named) and local != named:

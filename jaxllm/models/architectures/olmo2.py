@@ -35,7 +35,7 @@ OLMO2_LAYER_TENSORS = (
     *LLAMA_FFN_TENSORS,
     Tensor("post_feedforward_layernorm.weight", ("ffn_post_norm.scale",)),
 )
-# Of every model whose blocks read their input as it is.
+# Fields of all models whose blocks have unnormalized inputs.
 POST_NORMS_ONLY: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True}
 
 

@@ -11,7 +11,7 @@ from jaxllm.models.translate import Architecture, Tensor, read_activation, write
 
 def _read(reader: ConfigReader) -> ModelConfig:
     reader.only("qk_layernorm", (None, False), "layer norms of queries and keys are not implemented")
-    # The head has a bias of its own, so that transformers cannot share it either.
+    # The head has a bias, so that transformers cannot share it either.
     reader.only("tie_word_embeddings", (None, False), "the head is a parameter of its own")
     hidden = reader.integer("hidden_size", 2048)
     heads = reader.integer("num_attention_heads", 32)

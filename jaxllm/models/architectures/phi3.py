@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with q, k, v in one tensor, gate and up in another, and heads that may be
-rotated in part. The long-context variants (longrope) are refused.
+"""Phi-3, Phi-3.5 and Phi-4: Llama with q, k, v in one tensor, gate and up in another, and optionally a
+partial rotary embedding. The long-context variants (longrope) are refused.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts in all or some layers, and beside them one expert that all
-tokens visit, multiplied by a score of its own."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts in all or some layers, and a shared expert for all tokens,
+multiplied by a separate score."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE (texts): Qwen3.5 with experts in all layers, beside one expert that all tokens visit."""
+"""Qwen3.5-MoE (texts): Qwen3.5 with experts in all layers, and a shared expert for all tokens."""
 
 from typing import Any
 

@@ -65,7 +65,7 @@ INERT_KEYS = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_ded
 
 
 def read_qwen3_5_fields(reader: ConfigReader, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig that the dense models and the mixtures share; for `defaults` see
+    """Shared fields of ModelConfig of the dense models and the mixtures; for `defaults` see
     `read_llama_shape`."""
     reader.only("attn_output_gate", (True,), "attention has an output gate")
     reader.only("hidden_act", ("silu", "swish"), "the delta rule reads its inputs through it, too")

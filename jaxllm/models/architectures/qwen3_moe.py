@@ -41,7 +41,7 @@ def read_sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
-    # Qwen3-Coder's folders say these as well.
+    # Qwen3-Coder's folders have these as well.
     reader.only("use_qk_norm", (True,), "queries and keys are normalized")
     reader.only("qkv_bias", (False,), "biases of attention are said by attention_bias")
     reader.only("shared_expert_intermediate_size", (0, None), "no expert is shared")

@@ -25,7 +25,7 @@ _DEFAULTS = {
 
 
 def _read_rope_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """`rope_layers` from `no_rope_layers`, which has 1 where there is a rotary embedding."""
+    """`rope_layers` from `no_rope_layers`, which has 1 for layers with a rotary embedding."""
     every = reader.integer("no_rope_layer_interval", 4)
     if every < 1:
         raise ConfigError(f"config key 'no_rope_layer_interval' must be at least 1, got {every}; fix it")

@@ -1,7 +1,7 @@
-"""Switch Transformers: T5 with experts of a capacity in place of the feed-forward block of every few layers.
+"""Switch Transformers: T5 with experts of limited capacity in the feed-forward block of every few layers.
 
-A token visits the likeliest expert alone, weighted by its probability; tokens that come when the expert's
-capacity is used up pass by.
+A token only visits the most likely expert, weighted by its probability; tokens beyond the expert's capacity
+skip it.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """T5: an encoder-decoder with relative position biases, RMS norms and unscaled attention.
 
 Version 1.0 has a plain feed-forward block and multiplies the states before its tied head by D^-0.5; version
-1.1 has a gated one and a head of its own. Every layer uses the position biases that the first one's file has.
+1.1 has a gated one and a separate head. All layers use the position biases of the first one.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.translate import Architecture, Tensor
 
 _DEFAULTS = {"vocab_size": 32128, "d_model": 512, "d_ff": 2048, "num_heads": 8, "num_layers": 6}
-# T5 has no longest sequence; configs name what it was trained on, or nothing.
+# T5 has no maximum sequence length; configs have the training length, or nothing.
 _TRAINED_TOKENS = 512
 # `feed_forward_proj` -> whether there is a gate, and the activation. The first "gelu" is an old name.
 _FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
@@ -24,7 +24,7 @@ _FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
     "gated-relu": (True, "relu"),
     "gated-silu": (True, "silu"),
 }
-# Keys that repeat `feed_forward_proj`, and what cannot change the logits.
+# Keys that repeat `feed_forward_proj`, and keys without effect on the logits.
 T5_INERT_KEYS = frozenset(
     ["dense_act_fn", "is_gated_act", "dropout_rate", "initializer_factor", "output_past", "n_positions"]
 )
@@ -38,14 +38,14 @@ T5_BUFFERS = ("EncDecAttention.relative_attention_bias.weight",)
 def read_t5(
     reader: ConfigReader, model_type: str, *, feed_forward: str, scaled_head: bool, **defaults: int
 ) -> ModelConfig:
-    """A config of the family, by the defaults of its class.
+    """A config of the family, with the defaults of its class.
 
     Args:
-      reader: of the config.
-      model_type: of the family.
-      feed_forward: the default of `feed_forward_proj`.
+      reader: reader of the config.
+      model_type: type of the family.
+      feed_forward: default of `feed_forward_proj`.
       scaled_head: whether the head's inputs are scaled and the head is tied.
-      defaults: of other keys, where they are not T5's.
+      defaults: defaults of other keys that differ from T5's.
     """
     reader.only("is_encoder_decoder", (True,), "an encoder without a decoder gives no text")
     kind = reader.text("feed_forward_proj", feed_forward)
@@ -109,7 +109,7 @@ def write_t5(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _feed_forward(cfg: ModelConfig) -> str | None:
-    """The name of the feed-forward block; None where the family has no such block."""
+    """The name of the feed-forward block; None if the family has no such block."""
     names = {kind: name for name, kind in reversed(_FEED_FORWARDS.items())}
     return names.get((cfg.gated_ffn, cfg.activation))
 
@@ -150,7 +150,7 @@ T5_TOP_TENSORS = (
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
-    # Newer configs say it by itself, because they tie all heads that files lack.
+    # Newer configs have a separate key, because they tie all heads that files lack.
     tied = reader.flag("tie_word_embeddings", True)
     scaled = reader.flag("scale_decoder_outputs", tied)
     return read_t5(reader, "t5", feed_forward="relu", scaled_head=scaled)

@@ -39,14 +39,14 @@ class EncoderConfig:
     Attributes:
       bottleneck_size: the width within a layer, between a matrix that narrows its input and one that widens
         its output; 0: no bottleneck, W = D.
-      share_bottleneck: queries and keys are computed from a second narrowed input, values from the wide
-        input.
-      bottleneck_attention: queries, keys and values are all computed from the narrowed input. A layer with a
-        bottleneck has either this or `share_bottleneck`.
+      share_bottleneck: whether queries and keys are computed from a second narrowed input, values from the
+        wide input.
+      bottleneck_attention: whether queries, keys and values are all computed from the narrowed input. A
+        layer with a bottleneck has either this or `share_bottleneck`.
       ffn_blocks: number of feed-forward blocks of a layer.
-      trigram_input: a token's input is computed from its own and its two neighbours' embeddings.
-      norm: `no_norm` only scales and shifts.
-      norm_eps: of layer norms.
+      trigram_input: whether a token's input is computed from its own and its two neighbours' embeddings.
+      norm: type of norms; `no_norm` only scales and shifts.
+      norm_eps: epsilon of layer norms.
       type_vocab_size: number of token types (first and second sentence).
       window_tokens: number of positions.
     """
@@ -130,15 +130,15 @@ class EncoderConfig:
         return self.trigram_input or self.embedding_size != self.hidden_size
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """The config as a plain dict for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "EncoderConfig":
-        """The config that `to_json` gave as a dict.
+        """Reads a dict made by `to_json`.
 
         Raises:
-          ConfigError: a key is unknown or missing, or a value is out of its domain.
+          ConfigError: a key is unknown or missing, or a value is out of range.
         """
         try:
             return cls(**data)

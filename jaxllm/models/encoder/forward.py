@@ -37,12 +37,12 @@ def encode(
     Args:
       params: see `parameters.py`; matrices may be quantized or adapted.
       tokens: `[B, T]` int32, ids in [0, V), T at most the window. Positions count from 0.
-      mask: `[B, T]` bool, True = a real token. Padding is left out of attention and of the trigram input.
+      mask: `[B, T]` bool, True for valid tokens. Padding is left out of attention and of the trigram input.
         (transformers has it in the trigram input, where its embedding is zero in a fresh MobileBERT.) None:
-        all are real.
-      cfg: the encoder.
+        all are valid.
+      cfg: config of the encoder.
       types: `[B, T]` int32 in [0, Y), None for zeros.
-      dtype: of the activations.
+      dtype: dtype of the activations.
 
     Returns:
       `[B, T, D]`; values at padding are undefined.
@@ -151,11 +151,11 @@ def _with_neighbours(x: jax.Array) -> jax.Array:
 def _layer(
     weights: _Weights, x: jax.Array, mask: jax.Array, cfg: EncoderConfig, first: int | None
 ) -> jax.Array:
-    """One layer of `x` `[B, T, D]`, or its output for the `first` tokens alone."""
+    """One layer of `x` `[B, T, D]`, or its output for only the `first` tokens."""
     inner = x
     if cfg.bottleneck_size:
-        # With a shared bottleneck, queries and keys have an input of their own, so that this one is needed
-        # only for the first tokens.
+        # With a shared bottleneck, queries and keys have a separate input, so that this one is only needed
+        # for the first tokens.
         read = x[:, :first] if cfg.share_bottleneck else x
         inner = weights.norm(weights.dense(read, "narrow"), "narrow_norm")
     asking, values = inner, inner

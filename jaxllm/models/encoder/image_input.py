@@ -1,5 +1,5 @@
-"""Says how an image becomes the tiles that an encoder reads, and which tokens of a prompt stand for them, as
-SmolVLM's processor has both."""
+"""Defines how an image is split into an encoder's tiles, and its tokens in a prompt, like SmolVLM's
+processor."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.layer_configs import require, require_int
 
-# A side is never longer, whatever a folder asks for.
+# Maximum side, for any folder.
 MAX_SIDE = 4096
 IMAGE, AROUND, WHOLE_IMAGE = "<image>", "<fake_token_around_image>", "<global-img>"
 # Filters of Pillow, by number.
@@ -17,16 +17,16 @@ FILTERS = range(6)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageInput:
-    """How images are cut into tiles.
+    """Options of splitting images into tiles.
 
     Attributes:
       tile: height and width of a tile in pixels: the encoder's images.
-      longest: the longer side that an image is resized to before it is cut.
-      splits: whether it is cut; else one tile is the whole image.
-      mean, std: of a pixel's channels, from 0 to 1.
-      scale: of a pixel's bytes.
+      longest: longer side after resizing, before splitting.
+      splits: whether to split; else one tile is the whole image.
+      mean, std: statistics of a pixel's channels, from 0 to 1.
+      scale: factor of a pixel's bytes.
       resample: Pillow's filter, by number.
-      image_id: the token that stands for a row.
+      image_id: the token for a row.
     """
 
     tile: int
@@ -57,20 +57,20 @@ class ImageInput:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "ImageInput":
-        """From what `to_json` made.
+        """Reads a dict made by `to_json`.
 
         Raises:
-          ConfigError: a field is out of its domain.
+          ConfigError: a field is out of range.
           KeyError, TypeError: it has other fields.
         """
         return cls(**{**facts, "mean": tuple(facts["mean"]), "std": tuple(facts["std"])})
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that an image is resized to first: the longer side is `longest`."""
+        """Height and width after the first resizing: the longer side is `longest`."""
         return _longer_side(height, width, self.longest)
 
     def filled(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that it is then resized to, of whole tiles."""
+        """Height and width after the second resizing, to whole tiles."""
         tile, ratio = self.tile, width / height
         if width >= height:
             width = math.ceil(width / tile) * tile
@@ -79,7 +79,7 @@ class ImageInput:
         return height, math.ceil(int(height * ratio) / tile) * tile
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles that an image is cut into; (0, 0) where it is one tile."""
+        """Rows and columns of an image's tiles; (0, 0) for a single tile."""
         if not self.splits:
             return 0, 0
         height, width = self.filled(*self.resized(height, width))
@@ -88,8 +88,8 @@ class ImageInput:
 
 
 def image_text(grid: tuple[int, int], tile_rows: int) -> str:
-    """The text of a prompt that stands for an image of a grid of tiles, with `tile_rows` rows a tile: of each
-    tile its place and its rows, then those of the whole image."""
+    """The prompt text of an image with a grid of tiles and `tile_rows` rows per tile: for each tile its
+    place and its rows, then those of the whole image."""
     rows, columns = grid
     told = ""
     for row in range(rows):
@@ -101,7 +101,7 @@ def image_text(grid: tuple[int, int], tile_rows: int) -> str:
 
 
 def tiles_of(grid: tuple[int, int]) -> int:
-    """Number of tiles of an image, that of the whole image included."""
+    """Number of tiles of an image, including that of the whole image."""
     return grid[0] * grid[1] + 1
 
 
@@ -113,7 +113,7 @@ def _longer_side(height: int, width: int, longest: int) -> tuple[int, int]:
     else:
         height, width = longest, int(longest * ratio)
         width += width % 2
-    # At most `MAX_SIDE` by `longest`'s own bound.
+    # At most `MAX_SIDE` by the bound of `longest`.
     return max(height, 1), max(width, 1)
 
 

@@ -1,5 +1,5 @@
-"""SmolVLM's encoder of images: SigLIP (arXiv 2303.15343) over square images, and the connector that makes
-rows of the text model of it."""
+"""SmolVLM's image encoder: SigLIP (arXiv 2303.15343) over square images, and the connector that turns its
+outputs into rows of the text model."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ from jaxllm.serving.server.calls import Conversation
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `tool_choice`; `name` is that of a tool."""
+    """Anthropic's `tool_choice`; `name` is the name of a tool."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -32,7 +32,7 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CountBody(SamplingFields, kw_only=True):
-    """What both paths take."""
+    """Fields of both paths."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -53,7 +53,7 @@ _TIERS = {None: None, "auto": None, "standard_only": None}
 
 
 async def create(state: ApiState, request: ApiRequest) -> Response:
-    """Answers messages, whole or as events."""
+    """Answers messages, as a whole or as events."""
     body = state.body(request, MessagesBody, NEUTRAL)
     facts, adapter = state.model(body.model)
     conversation, use = await _conversation(state, request, body)
@@ -77,7 +77,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def count_tokens(state: ApiState, request: ApiRequest) -> Response:
-    """The number of tokens of messages."""
+    """Counts the tokens of messages."""
     body = state.body(request, CountBody, NEUTRAL)
     state.model(body.model)
     conversation, _ = await _conversation(state, request, body)
@@ -116,7 +116,7 @@ def _tool(value: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
-    """A message as OpenAI has it, which is several where it has results of tools."""
+    """A message in OpenAI's format; several if it has results of tools."""
     role, content = value.get("role"), value.get("content")
     if {*value} - {"role", "content"} or role not in ("user", "assistant"):
         raise ApiError(f"{at} has a role, user or assistant, and a content", param=at)
@@ -150,7 +150,7 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
 
 
 def _image(source: Any, at: str) -> dict[str, Any]:
-    """An image's block as OpenAI has it."""
+    """An image's block in OpenAI's format."""
     kind = source.get("type") if isinstance(source, dict) else None
     if kind != "base64":
         raise ApiError(

@@ -1,4 +1,4 @@
-"""Makes the ASGI app of the HTTP state: routes, request ids, and errors in the form of each format."""
+"""Makes the ASGI app of the HTTP front: routes, request ids, and errors in each format."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ Identify = Callable[[Scope], str]
 Operates = Callable[[Scope], bool]
 
 _LEFT = 499
-# Path -> handlers by method. Health and readiness are told to whoever asks.
+# Path -> handlers by method. Health and readiness need no identification.
 _OPEN: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/health", resources.health),
     ("GET", "/ready", resources.ready),
@@ -80,15 +80,15 @@ def make_app(
     options: ApiOptions | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """The ASGI app.
+    """Makes the ASGI app.
 
     Args:
-      backend: that answers.
-      identify: the app of a connection, by its scope; raises a JaxllmError where it is not known, whose
-        attribute `code`, if there is one, is told.
-      operates: whether a connection, whose app is known, may change what all apps have.
+      backend: backend of the answers.
+      identify: returns the app of a connection by its scope; raises a JaxllmError if it is unknown, whose
+        attribute `code`, if any, is sent.
+      operates: whether an identified connection may change what all apps share.
       options: limits and defaults.
-      extra_routes: beside the front's own, which they precede.
+      extra_routes: additional routes, with precedence.
     """
     options = options or ApiOptions()
     state = ApiState(backend, options)
@@ -106,8 +106,8 @@ def make_app(
 
 
 class RequestIds:
-    """Gives every request an identifier, the client's or a new one, and sends it back; answers failures that
-    nothing else has answered."""
+    """Assigns every request an id, the client's or a new one, and returns it in a header; answers unhandled
+    errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -118,7 +118,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        # Who logs requests has named it, and sends the name back.
+        # The access log may have assigned the id, and sends it back.
         named, begun = "request_id" in state, False
         request_id = state["request_id"] if named else request_id_of(scope)
         state["request_id"] = request_id

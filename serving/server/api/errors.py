@@ -40,13 +40,13 @@ _STORAGE_FAILED = (
 
 
 class ApiError(JaxllmError):
-    """A request that the front refuses itself.
+    """A request refused by the front.
 
     Attributes:
-      status: of HTTP.
-      code: for programs; empty for the status's own.
-      param: the field that is wrong; empty for none.
-      retry_after_s: when to try again; None where that is not known.
+      status: HTTP status.
+      code: error code; empty for the status's default.
+      param: the invalid field; empty for none.
+      retry_after_s: time until a retry is useful; None if unknown.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ApiError(JaxllmError):
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
 
 
-# Status -> OpenAI's type, our code where an error has none, Anthropic's type.
+# Status -> OpenAI's type, default code, Anthropic's type.
 _KINDS = {
     400: ("invalid_request_error", "invalid_request", "invalid_request_error"),
     401: ("authentication_error", "invalid_api_key", "authentication_error"),
@@ -82,14 +82,14 @@ _REFUSALS = {"full": 429, "loading": 503, "draining": 503, "budget": 507}
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The error as the front tells it. What nobody foresaw is logged, and told without its text."""
+    """The error for the client. Unexpected errors are logged, and reported without their text."""
     if isinstance(error, ApiError):
         return error
     text = str(error)[:_MOST_CHARACTERS]
     if isinstance(error, Refused):
         status, wait = _REFUSALS.get(error.reason, 503), error.retry_after_s
         code = {"loading": "loading", "draining": "draining"}.get(error.reason, "")
-        # Clients retry these after the time that they are told.
+        # Clients retry these after the given time.
         wait = 1.0 if wait is None and status in (429, 503) else wait
         return ApiError(text, status=status, code=code, retry_after_s=wait)
     if isinstance(error, GrammarLate):
@@ -107,7 +107,7 @@ def api_error(error: BaseException) -> ApiError:
     ):
         if isinstance(error, kind):
             return ApiError(text, status=status, code=code)
-    # Their own texts name files, which are nothing for a client.
+    # Their own texts name files, which must not reach clients.
     for kind, status, code, told in (
         (BundleError, 503, "model_failed", _MODEL_FAILED),
         (Unreadable, 503, "storage_failed", _UNREADABLE),
@@ -124,14 +124,14 @@ Shape = Callable[[ApiError], dict[str, Any]]
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """An error in OpenAI's format."""
     kind, code, _ = _KINDS.get(error.status, _KINDS[400])
     told = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code or code}
     return {"error": told}
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """An error as Anthropic's clients read it."""
+    """An error in Anthropic's format."""
     return {
         "type": "error",
         "error": {"type": _KINDS.get(error.status, _KINDS[400])[2], "message": str(error)},
@@ -139,26 +139,26 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def ollama_body(error: ApiError) -> dict[str, Any]:
-    """An error as Ollama's clients read it."""
+    """An error in Ollama's format."""
     return {"error": str(error)}
 
 
 def shape_of(path: str) -> Shape:
-    """The form of errors of a path."""
+    """The error format of a path."""
     if path.startswith("/v1/messages"):
         return anthropic_body
     return ollama_body if path.startswith("/api/") else openai_body
 
 
 def error_response(error: ApiError, shape: Shape) -> Response:
-    """The whole answer to a request that is refused or failed."""
+    """The complete response to a refused or failed request."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(min(error.retry_after_s, 3600))))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):
-        # The rest of the body was not read, and must not be taken for the next request.
+        # The rest of the body was not read, and must not be parsed as the next request.
         headers["connection"] = "close"
     content = msgspec.json.encode(shape(error))
     return Response(content, status_code=error.status, headers=headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Reads OpenAI's messages and tools into a conversation; nothing that a URL names is ever fetched."""
+"""Parses OpenAI's messages and tools into a conversation; never fetches URLs."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from jaxllm.serving.server.calls import Grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
-# So many are read in a moment; more than these have no place in a prompt.
+# Enough for any prompt, and fast to parse.
 MAX_MESSAGES = 8192
 
 
@@ -61,7 +61,7 @@ class ToolFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool as OpenAI's chats have it."""
+    """A tool in OpenAI's chat format."""
 
     type: str
     function: ToolFunction
@@ -69,12 +69,12 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """What a request's tools mean for its calls.
+    """The effect of a request's tools on its calls.
 
     Attributes:
-      tools: for the conversation.
-      grammar: forces calls, or bounds those that may come; None where answers are free.
-      scanner: makes what finds calls; None where there are none to find.
+      tools: tools for the conversation.
+      grammar: grammar that forces or restricts tool calls; None for free answers.
+      scanner: makes a scanner for tool calls; None without tools.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -83,12 +83,12 @@ class ToolUse:
 
 
 def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[str, Any], ...]:
-    """Messages as templates take them: texts as one string, arguments of calls as objects. Templates of open
-    models know no role `developer`: it is `system`.
+    """Messages in the templates' format: texts as one string, arguments of calls as objects. The role
+    `developer` becomes `system`, since templates of open models do not know it.
 
     Args:
       values: JSON values.
-      param: the field of the request that has them.
+      param: the field of the request with the messages.
 
     Raises:
       ApiError: there are none or too many, a message is malformed, or it has a part that is neither a text
@@ -99,17 +99,17 @@ def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[st
 
 
 def require_some(values: Sequence[Any], param: str) -> None:
-    """Raises ApiError where there are no messages, or too many."""
+    """Raises ApiError if there are no messages or too many."""
     if not 1 <= len(values) <= MAX_MESSAGES:
         raise ApiError(f"{param} has {len(values)} messages; 1 to {MAX_MESSAGES} are taken", param=param)
 
 
 def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, chat_template: str) -> ToolUse:
-    """What tools and `tool_choice` ask for. Calls of strict tools match their schemas, and without `parallel`
-    there is one at most, whatever the choice.
+    """The effect of tools and `tool_choice`. Calls of strict tools match their schemas, and without
+    `parallel` there is at most one call, for any choice.
 
     Raises:
-      ApiError: a tool is malformed, or the choice names none of them.
+      ApiError: a tool is malformed, or the choice is none of them.
     """
     if choice is not None and choice != "none" and not values:
         raise ApiError("tool_choice needs tools", param="tool_choice")
@@ -149,16 +149,16 @@ def text_of(
     *,
     first: int = 0,
 ) -> str:
-    """The text of a message's content, its parts joined.
+    """Joins the texts of a message's content.
 
     Args:
       content: a text or parts.
       at: the path of the content in the body.
       kinds: types of parts that are texts.
-      first: place of the first part, where there are others before it.
+      first: index of the first part, if there are others before it.
 
     Raises:
-      ApiError: a part is of another kind.
+      ApiError: a part has another type.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -178,15 +178,15 @@ def text_of(
 def content_of(
     content: str | Sequence[Mapping[str, Any]] | None, at: str, *, images: bool
 ) -> str | list[dict[str, Any]]:
-    """A message's content: its text, or where it has images its parts (see `jaxllm.serving.images.messages`).
+    """A message's content: its text, or its parts if it has images (see `jaxllm.serving.images.messages`).
 
     Args:
-      content: a text, or parts as OpenAI has them.
+      content: a text, or parts in OpenAI's format.
       at: the path of the content in the body.
       images: whether the message may have images.
 
     Raises:
-      ApiError: a part is of another kind, or an image's URL does not hold it.
+      ApiError: a part has another type, or an image's URL does not contain it.
     """
     if isinstance(content, str | None) or not any(each.get("type") == "image_url" for each in content):
         return text_of(content, at)
@@ -203,7 +203,7 @@ def content_of(
 
 
 def image_of(url: Any, at: str) -> dict[str, Any]:
-    """The part of a message that stands for the image in a data: URL; raises ApiError."""
+    """The message part of the image in a data: URL; raises ApiError."""
     try:
         return image_part(image_bytes(url))
     except ConfigError as error:
@@ -252,7 +252,7 @@ def _message(value: Any, at: str) -> dict[str, Any]:
 
 
 def _tool(value: Any, at: str) -> tuple[dict[str, Any], str | None]:
-    """A tool as templates take it, and its name where it is strict."""
+    """A tool in the templates' format, and its name if it is strict."""
     tool = convert(value, Tool, at)
     if tool.type != "function":
         raise ApiError(f"{at} is of the type {tool.type!r:.40}; tools are functions", param=at)

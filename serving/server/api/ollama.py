@@ -31,12 +31,12 @@ from jaxllm.serving.server.api.streaming import Answer, Choice, Delta, first_del
 from jaxllm.serving.server.calls import Grammar
 from jaxllm.version import __version__
 
-# Ollama's own default.
+# Ollama's default.
 _TEMPERATURE = 0.8
 
 
 class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Ollama's `options` that are supported."""
+    """The supported fields of Ollama's `options`."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -52,7 +52,7 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaBody(Extensions, kw_only=True):
-    """What both paths take. The model stays loaded, so that `keep_alive` asks for nothing."""
+    """Fields of both paths. `keep_alive` has no effect: the model stays loaded."""
 
     model: str
     stream: bool = True
@@ -102,7 +102,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def generate(state: ApiState, request: ApiRequest) -> Response:
-    """Answers a prompt by the chat template, or continues it as it is (`raw`)."""
+    """Answers a prompt by the chat template, or continues it unchanged (`raw`)."""
     body = state.body(request, GenerateBody, _GENERATE_NEUTRAL)
     facts, _ = state.model(body.model, tagged=True)
     if body.raw or not facts.has_chat_template:
@@ -119,7 +119,7 @@ async def generate(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def tags(state: ApiState, request: ApiRequest) -> Response:
-    """The models."""
+    """Lists the models."""
     facts = state.backend.facts()
     names = [f"{facts.name}:latest", *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
     opened = _time(facts.opened_s)
@@ -134,7 +134,7 @@ async def tags(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def show(state: ApiState, request: ApiRequest) -> Response:
-    """A model's facts."""
+    """Facts of a model."""
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
     told = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
     return json_response(
@@ -145,7 +145,7 @@ async def show(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def version(state: ApiState, request: ApiRequest) -> Response:
-    """Of this service."""
+    """The version of this service."""
     return json_response({"version": __version__})
 
 
@@ -231,7 +231,7 @@ def _time(at_s: float | None) -> str:
 
 
 def _with_images(text: Any, images: Any, at: str) -> list[dict[str, Any]]:
-    """A message's text after its images, which Ollama has in base64, as parts of OpenAI's chats."""
+    """A message's text after its images, which Ollama sends in base64, as parts of OpenAI's chats."""
     if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
         raise ApiError(f"{at}: images is a list of images in base64", param=at)
     urls = [f"data:image/any;base64,{each}" for each in images]

@@ -35,7 +35,7 @@ from jaxllm.serving.server.api.streaming import Answer, Choice, Delta, first_del
 from jaxllm.serving.server.api.tools import ToolCall
 from jaxllm.serving.server.calls import TokenLogprob
 
-# JSON has no infinity; OpenAI writes this for tokens that cannot come.
+# JSON has no infinity; OpenAI's value for impossible tokens.
 _LEAST = -9999.0
 
 
@@ -44,10 +44,10 @@ class LoggedToken:
     """A token of an answer's text.
 
     Attributes:
-      token: its id and log-probability, and those of the likeliest tokens.
+      token: its id and log-probability, and those of the most likely tokens.
       data: bytes of its text.
-      top: bytes of the texts of the likeliest tokens.
-      offset: characters of the answer's text before it; of a part of a character before that character.
+      top: bytes of the texts of the most likely tokens.
+      offset: number of characters of the answer's text before it, or before the character that it is part of.
     """
 
     token: TokenLogprob
@@ -57,8 +57,8 @@ class LoggedToken:
 
 
 class LoggedText:
-    """The tokens of one answer, as far as their text is shown: what a stop string may begin with is withheld,
-    and the tokens from a stop string on are no part of the text."""
+    """The tokens of one answer whose text is shown: possible beginnings of stop strings are withheld, and
+    tokens from a stop string on are not part of the text."""
 
     def __init__(self, state: ApiState) -> None:
         self._state = state
@@ -67,7 +67,7 @@ class LoggedText:
         self._begins, self._characters = True, 0
 
     async def take(self, news: Delta | Choice) -> list[LoggedToken]:
-        """Takes what is new of an answer, or all of it, and returns the tokens whose text is shown now."""
+        """Adds new events of an answer, or all of it, and returns the tokens whose text is shown now."""
         for each in news.logprobs or ():
             ids = [each.token, *(token for token, _ in each.top)]
             data, *top = await self._state.token_bytes(ids, begins=self._begins)
@@ -84,8 +84,8 @@ class LoggedText:
 
 
 def chat_logprobs(tokens: Sequence[LoggedToken]) -> list[dict[str, Any]]:
-    """The entries of tokens in chats and responses. The sampled token is among the likeliest, if these were
-    asked for, as one more where it is none of them."""
+    """The entries of tokens in chats and responses. If most likely tokens are requested, the sampled token is
+    appended to them unless it is one."""
     return [
         _entry(each.data, each.token.logprob)
         | {"top_logprobs": [_entry(data, value) for _, data, value in _top(each, always=False)]}
@@ -94,8 +94,8 @@ def chat_logprobs(tokens: Sequence[LoggedToken]) -> list[dict[str, Any]]:
 
 
 def completion_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
-    """`logprobs` of a completion's choice. The sampled token is always among the likeliest; a token with the
-    text of a likelier one is named by its id there, because texts are the keys."""
+    """`logprobs` of a completion's choice. The sampled token is always included; a token with the text of a
+    likelier one is named by its id, because texts are the keys."""
     told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in tokens:
         top: dict[str, float] = {}
@@ -110,7 +110,7 @@ def completion_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
 
 
 def _top(each: LoggedToken, *, always: bool) -> list[tuple[int, bytes, float]]:
-    """Ids, bytes and log-probabilities of the likeliest tokens and the sampled one."""
+    """Ids, bytes and log-probabilities of the most likely tokens and the sampled one."""
     token = each.token
     top = [(id_, data, value) for (id_, value), data in zip(token.top, each.top, strict=True)]
     if (top or always) and all(id_ != token.token for id_, _, _ in top):
@@ -123,7 +123,7 @@ def _entry(data: bytes, value: float) -> dict[str, Any]:
 
 
 def _name(data: bytes) -> str:
-    """The text of a token; of a part of a character its bytes, as OpenAI writes them."""
+    """The text of a token; for a part of a character its bytes, in OpenAI's format."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -138,7 +138,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class ChatBody(SamplingFields, kw_only=True):
-    """The fields of a chat that are supported."""
+    """The supported fields of a chat."""
 
     messages: list[Any]
     n: int = 1
@@ -176,7 +176,7 @@ CHAT_NEUTRAL: Neutral = {
 
 
 async def chat(state: ApiState, request: ApiRequest) -> Response:
-    """Answers a chat, whole or as server-sent events."""
+    """Answers a chat, as a whole or as server-sent events."""
     body = state.body(request, ChatBody, CHAT_NEUTRAL)
     facts, adapter = state.model(body.model)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -312,7 +312,7 @@ class _Chat:
 
 
 def _continues(body: ChatBody) -> bool | None:
-    """Whether the answer continues the last message, as vLLM's two fields say; None where neither does."""
+    """Whether the answer continues the last message, by vLLM's two fields; None if neither is given."""
     continues, adds = body.continue_final_message, body.add_generation_prompt
     if continues is None:
         return None if adds is None else not adds
@@ -342,13 +342,13 @@ def _response_grammar(value: dict[str, Any] | None) -> Any:
     return format_grammar(value.get("type"), wrapped.get("schema"), "response_format", strict=strict)
 
 
-# OpenAI's.
+# OpenAI's defaults.
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20
 
 
 class CompletionBody(SamplingFields, kw_only=True):
-    """The fields of a completion that are supported."""
+    """The supported fields of a completion."""
 
     prompt: str | list[Any]
     n: int = 1
@@ -363,7 +363,7 @@ _COMPLETION_NEUTRAL: Neutral = {"best_of": (1,), "echo": (False,), "suffix": (""
 
 
 async def completions(state: ApiState, request: ApiRequest) -> Response:
-    """Continues texts, whole or as server-sent events."""
+    """Continues texts, as a whole or as server-sent events."""
     body = state.body(request, CompletionBody, _COMPLETION_NEUTRAL)
     facts, adapter = state.model(body.model)
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
@@ -408,10 +408,10 @@ async def completions(state: ApiState, request: ApiRequest) -> Response:
 
 
 def prompts_of(value: str | list[Any], param: str) -> tuple[Prompt, ...]:
-    """OpenAI's four forms of prompts: a text, texts, token ids, lists of token ids.
+    """Parses OpenAI's four forms of prompts: a text, texts, token ids, lists of token ids.
 
     Raises:
-      ApiError: it is none of them, or empty.
+      ApiError: it has another form, or is empty.
     """
     if isinstance(value, str):
         return (value,)

@@ -1,4 +1,5 @@
-"""Turns what all wire formats ask for into calls: length, sampling, grammar, objective, context, adapter."""
+"""Turns the parameters of all wire formats into calls: length, sampling, grammar, objective, context,
+adapter."""
 
 import dataclasses
 import json
@@ -32,7 +33,7 @@ Prompt = Conversation | str | tuple[int, ...]
 
 
 class Extensions(msgspec.Struct, kw_only=True):
-    """Fields of ours that every format takes."""
+    """Our extensions, accepted in every format."""
 
     slo: str | dict[str, Any] | None = None
     strict: bool | None = None
@@ -45,7 +46,7 @@ class Extensions(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(Extensions, kw_only=True):
-    """Fields of OpenAI's formats that say how tokens are chosen, and ours beside them."""
+    """Sampling fields of OpenAI's formats, and our extensions."""
 
     model: str | None = None
     stream: bool = False
@@ -85,7 +86,7 @@ def call_of(
     """The call of a request, without its prompt; `grammar` is that of a response format or of tools.
 
     Raises:
-      ApiError, ConfigError: a field is out of its domain.
+      ApiError, ConfigError: a field is out of range.
     """
     if tier not in (None, "auto", "default", "flex", "priority"):
         raise ApiError(
@@ -119,11 +120,11 @@ def call_of(
 def calls_of(
     state: ApiState, request: ApiRequest, call: Call, prompts: Sequence[Prompt], n: int = 1
 ) -> list[Call]:
-    """A request's call for each prompt, `n` times each, a prompt's side by side. An answer's seed is the
-    config's plus its place among the n.
+    """A request's calls, `n` consecutive ones for each prompt. An answer's seed is the config's plus its
+    index among the n.
 
     Raises:
-      ApiError: there are too many or too few, or a field does not go with the prompts.
+      ApiError: there are too many or none, or a field is incompatible with the prompts.
     """
     if n < 1:
         raise ApiError(f"n must be at least 1, got {n}", param="n")
@@ -163,12 +164,12 @@ def config_of(
     """Length, stops and sampling of a request; `temperature`: see `sampling_of`.
 
     Raises:
-      ConfigError: a value is out of its domain.
+      ConfigError: a value is out of range.
     """
     sampling = sampling_of(state, body, temperature)
     wanted = state.options.max_tokens if max_tokens is None else max_tokens
     return GenerationConfig(
-        # No answer is longer than the window, so that this changes none.
+        # No answer is longer than the window: this only bounds the value.
         max_tokens=min(wanted, state.backend.facts().window_tokens),
         stop=stops_of(stop),
         sampling=Sampling(logit_bias=_biases(logit_bias or {}), **sampling),
@@ -176,12 +177,12 @@ def config_of(
 
 
 def sampling_of(state: ApiState, body: SamplingFields, temperature: float | None = None) -> dict[str, Any]:
-    """Options of sampling by their names: each as the request says, else as the model's authors do.
+    """Sampling options by name: the request's, else those recommended by the model's authors.
 
     Args:
-      state: with the model's facts.
-      body: of the request.
-      temperature: where neither says one; None for the front's.
+      state: state with the model's facts.
+      body: body of the request.
+      temperature: default if neither gives one; None for the front's.
     """
     asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     default = state.options.temperature if temperature is None else temperature
@@ -201,11 +202,11 @@ def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def objective_of(
     slo: str | Mapping[str, Any] | None, strict: bool | None, header: str
 ) -> tuple[Objective | None, bool | None]:
-    """The objective of a request by its body, else by its header X-SLO (`<40,70>` or JSON, perhaps with
-    `; strict` behind), and whether it insists.
+    """The objective of a request by its body, else by its header X-SLO (`<40,70>` or JSON, optionally
+    followed by `; strict`), and whether it is strict.
 
     Raises:
-      ApiError: it is written in another way.
+      ApiError: it is malformed.
     """
     if slo is None and header:
         if found := _STRICT.fullmatch(header):
@@ -243,8 +244,8 @@ def grammar_of(grammar: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def format_grammar(kind: Any, schema: Any, param: str, *, strict: bool = False) -> Grammar | None:
-    """The grammar of a response format: text, json_object or json_schema, narrowed where it is
-    strict; raises ApiError."""
+    """The grammar of a response format: text, json_object or json_schema, narrowed if strict; raises
+    ApiError."""
     if kind == "text":
         return None
     if kind == "json_object":

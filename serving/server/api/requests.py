@@ -1,8 +1,8 @@
-"""Defines what handlers of all wire formats share: options, requests and their bodies, state, responses.
+"""Defines the shared parts of all wire formats' handlers: options, requests and bodies, state, responses.
 
-Bodies are bounded in bytes, time and depth, and each of their fields is known, or refused by name. A field
-that is null counts as absent, as OpenAI's clients send it. Responses go out in parts, and the work of clients
-that leave is ended, whether they wait or read.
+Bodies are limited in bytes, time and depth, and each of their fields is known, or refused by name. A field
+that is null counts as absent, as OpenAI's clients send it. Responses are sent in parts, and the work of
+clients that disconnect is cancelled, whether they wait or read.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from jaxllm.serving.server.calls import Backend, Conversation, ModelFacts, Refus
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredResponse:
-    """A response that has ended.
+    """A finished response.
 
     Attributes:
-      id: of it.
+      id: its id.
       response: the response object, in JSON.
-      items: what was said before it, as a list of items in JSON.
-      context: the name of the context that has the conversation; empty where the items are all there is.
-      context_tokens: number of the context's tokens when the response had ended.
+      items: the conversation before it, as a list of items in JSON.
+      context: name of the context with the conversation; empty if there are only the items.
+      context_tokens: number of the context's tokens after the response.
     """
 
     id: str
@@ -47,22 +47,22 @@ class StoredResponse:
 
     @property
     def size_bytes(self) -> int:
-        """Of what counts against the app's bytes."""
+        """Bytes that count against the app's limit."""
         return len(self.response) + len(self.items)
 
     def said(self) -> list[dict[str, Any]]:
-        """The items before it and its own: what the next response continues."""
+        """The items before it and its own, which the next response continues."""
         return [*msgspec.json.decode(self.items), *map(_plain, msgspec.json.decode(self.response)["output"])]
 
 
 class ResponseStore:
     """The responses of all apps; for one thread.
 
-    Every response has its whole conversation, so that dropping or deleting one breaks no other.
+    Every response has its whole conversation, so that dropping or deleting one never affects another.
 
     Attributes:
-      most: responses of an app.
-      most_bytes: of all responses of an app.
+      most: maximum number of responses of an app.
+      most_bytes: size limit of all responses of an app.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -71,10 +71,10 @@ class ResponseStore:
         self._sizes: dict[str, int] = {}
 
     def keep(self, app: str, stored: StoredResponse) -> bool:
-        """Keeps a response of an app, in the place of the app's oldest ones where there is no more room.
+        """Stores a response of an app, evicting the app's oldest ones if necessary.
 
         Returns:
-          False where it is too large by itself; then nothing has changed.
+          False if it is too large for the limit; then nothing has changed.
         """
         if stored.size_bytes > self.most_bytes:
             return False
@@ -89,12 +89,12 @@ class ResponseStore:
         """A response of an app.
 
         Args:
-          app: that asks.
+          app: app of the request.
           name: the response's id.
-          param: the field that has it.
+          param: the request's field with the id.
 
         Raises:
-          ApiError: the app has none of this id, whether or not another app has.
+          ApiError: the app has no response with this id, even if another app has.
         """
         stored = self._apps.get(app, {}).get(name)
         if stored is None:
@@ -108,7 +108,7 @@ class ResponseStore:
         return stored
 
     def delete(self, app: str, name: str) -> None:
-        """Forgets a response of an app; raises ApiError where there is none."""
+        """Deletes a response of an app; raises ApiError if there is none."""
         self.get(app, name)
         self._drop(app, name)
 
@@ -127,19 +127,19 @@ def _plain(item: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiOptions:
-    """Options of the HTTP state.
+    """Options of the HTTP front.
 
     Attributes:
-      body_bytes: most bytes of a request's body.
-      image_body_bytes: the same where the model reads images, which bodies hold in base64.
-      body_depth: most levels of nested lists and objects in a body.
-      body_s: most seconds until a body has arrived.
-      write_s: most seconds that a client may leave a part of an answer unread.
-      answers_per_request: most answers that one request may ask for, as prompts times `n`.
-      embeddings_per_request: most inputs of a request for embeddings.
-      stored_responses, stored_response_bytes: most responses that are kept of an app, and most bytes of them.
-      max_tokens: of answers whose request names no length; completions have 16, as OpenAI has it.
-      temperature: of requests that name none.
+      body_bytes: size limit of a request's body.
+      image_body_bytes: the same if the model supports images, which bodies contain in base64.
+      body_depth: maximum nesting of lists and objects in a body.
+      body_s: maximum time in seconds until a body has arrived.
+      write_s: maximum time in seconds that a client may leave a part of an answer unread.
+      answers_per_request: maximum number of answers per request, as prompts times `n`.
+      embeddings_per_request: maximum number of inputs of a request for embeddings.
+      stored_responses, stored_response_bytes: maximum number and bytes of an app's stored responses.
+      max_tokens: default length of answers; completions have OpenAI's default of 16.
+      temperature: default temperature.
     """
 
     body_bytes: int = option(4 << 20, low=1)
@@ -159,16 +159,16 @@ class ApiOptions:
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-# Known fields that are not supported -> their neutral values, which change nothing and are accepted.
+# Known but unsupported fields -> their neutral values, which have no effect and are accepted.
 Neutral = Mapping[str, tuple[Any, ...]]
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 
 async def read_raw(request: Request, options: ApiOptions, most: int = 0) -> bytes:
-    """The bytes of a request's body, at most `most`, or what the options say.
+    """Reads a request's body of at most `most` bytes; 0 for the options' limit.
 
     Raises:
-      ApiError: there are too many (413), or they take too long (408).
+      ApiError: the body is too large (413) or too slow (408).
     """
     most = most or options.body_bytes
     too_long = ApiError(f"the body has more than {most} bytes; send less", status=413)
@@ -189,13 +189,13 @@ async def read_raw(request: Request, options: ApiOptions, most: int = 0) -> byte
 
 
 def read_body(raw: bytes, kind: type[Body], options: ApiOptions, neutral: Neutral | None = None) -> Body:
-    """A body as a struct.
+    """Parses a body as a struct.
 
     Args:
       raw: JSON.
-      kind: the struct, whose fields are those that are supported.
+      kind: the struct, with the supported fields.
       options: limits.
-      neutral: fields that are known and not supported.
+      neutral: known but unsupported fields.
 
     Raises:
       ApiError: the body is not JSON, or a field is unknown, unsupported or of a wrong type.
@@ -221,7 +221,7 @@ def read_body(raw: bytes, kind: type[Body], options: ApiOptions, neutral: Neutra
 
 
 def convert(value: Any, kind: type[Body], at: str = "") -> Body:
-    """Plain JSON values as a struct; `at` is the path of the values in the body.
+    """Converts plain JSON values to a struct; `at` is the path of the values in the body.
 
     Raises:
       ApiError: a field is unknown, missing or of a wrong type.
@@ -281,16 +281,16 @@ _MOST_TEXTS = 1 << 18
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """A request whose app is known and whose body has arrived.
+    """An identified request with its complete body.
 
     Attributes:
-      app: that asks.
-      request_id: of the client, or made here.
+      app: app of the request.
+      request_id: the client's id, or a new one.
       raw: the body.
       path: values in the path.
       slo: the header X-SLO; empty for none.
-      query: names and values behind the path.
-      operator: whether who asks may change what all apps have.
+      query: names and values of the query.
+      operator: whether the caller may change what all apps share.
     """
 
     app: str
@@ -302,17 +302,17 @@ class ApiRequest:
     operator: bool = False
 
     def call_id(self) -> str:
-        """A new identifier of a call, which names the request and is unique whatever the client sent."""
+        """A new call id, which contains the request's id and is unique whatever the client sent."""
         return f"{self.request_id}.{uuid.uuid4().hex[:12]}"
 
 
 class ApiState:
-    """What handlers work with.
+    """State of the handlers.
 
     Attributes:
-      backend: that answers.
+      backend: backend of the answers.
       options: limits and defaults.
-      responses: that are stored.
+      responses: stored responses.
     """
 
     def __init__(self, backend: Backend, options: ApiOptions) -> None:
@@ -321,7 +321,7 @@ class ApiState:
         self._bytes: dict[tuple[int, bool], bytes] = {}
 
     def body(self, visit: ApiRequest, kind: type[Body], neutral: Neutral | None = None) -> Body:
-        """The body of a request; raises ApiError."""
+        """Parses the body of a request; raises ApiError."""
         return read_body(visit.raw, kind, self.options, neutral)
 
     async def conversation(
@@ -332,7 +332,7 @@ class ApiState:
         *,
         continue_final: bool | None = None,
     ) -> Conversation:
-        """Messages as `messages_of` makes them, with their images encoded.
+        """Messages from `messages_of`, with their images encoded.
 
         Raises:
           ApiError: there are too many images.
@@ -350,21 +350,21 @@ class ApiState:
         )
 
     def body_bytes(self) -> int:
-        """Most bytes of a request's body now: more where the model reads images."""
+        """Current size limit of a request's body: larger if the model supports images."""
         with contextlib.suppress(Refused):
             if self.backend.facts().images:
                 return max(self.options.body_bytes, self.options.image_body_bytes)
         return self.options.body_bytes
 
     def model(self, name: str | None, *, tagged: bool = False) -> tuple[ModelFacts, str]:
-        """The model of a request's field `model`, NAME or NAME:ADAPTER, and its adapter.
+        """Resolves a request's field `model`, NAME or NAME:ADAPTER, to the model and its adapter.
 
         Args:
-          name: None for the model that is served.
-          tagged: whether NAME:latest is the model, too.
+          name: value of the field; None for the served model.
+          tagged: whether to accept NAME:latest.
 
         Raises:
-          ApiError: another model is served, or it has no such adapter.
+          ApiError: another model is served, or the adapter is unknown.
           Refused: the model is loading.
         """
         facts = self.backend.facts()
@@ -380,7 +380,7 @@ class ApiState:
         )
 
     def adapter(self, facts: ModelFacts, name: str) -> str:
-        """The name of an adapter that is there; raises ApiError."""
+        """Checks and returns the name of an adapter; raises ApiError."""
         if name and name not in facts.adapters:
             known = ", ".join(map(repr, facts.adapters[:20])) or "none"
             raise ApiError(
@@ -403,7 +403,7 @@ class ApiState:
 
 
 def new_id(prefix: str) -> str:
-    """An identifier for an object of an answer."""
+    """A new id for an object of an answer."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
@@ -417,7 +417,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientLeft(Exception):
-    """The client closed its connection; nobody reads an answer."""
+    """The client has disconnected."""
 
 
 def event_frame(data: Any, event: str = "") -> bytes:
@@ -432,15 +432,15 @@ def line_frame(data: Any) -> bytes:
 
 
 def json_response(data: Any, status: int = 200) -> Response:
-    """A whole answer."""
+    """A complete response."""
     return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled where the client leaves first; the body must have been read.
+    """The result of `work`, which is cancelled if the client disconnects first; the body must have been read.
 
     Raises:
-      ClientLeft: it did.
+      ClientLeft: the client disconnected.
     """
     task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
     try:
@@ -453,12 +453,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
 
 
 class Streamed(Response):
-    """An answer in parts, which is closed however the connection ends."""
+    """A response in parts, which is closed however the connection ends."""
 
     def __init__(
         self, frames: AsyncGenerator[bytes, None], close: Callable[[], None], media_type: str, write_s: float
     ) -> None:
-        # Closing a generator that has not begun runs nothing of it, so that `close` ends the calls.
+        # Closing a generator that has not begun runs none of it: `close` ends the calls.
         self._frames, self._close, self._write_s = frames, close, write_s
         self.status_code, self.background = 200, None
         self.media_type = media_type
@@ -482,7 +482,7 @@ class Streamed(Response):
         await asyncio.wait_for(send(start), self._write_s)
         async for frame in self._frames:
             part = {"type": "http.response.body", "body": frame, "more_body": True}
-            # A client that reads nothing for so long is let go; a part at a time is all that waits for it.
+            # A client that reads nothing for so long is disconnected; only one part waits for it.
             await asyncio.wait_for(send(part), self._write_s)
         await asyncio.wait_for(send({"type": "http.response.body", "body": b""}), self._write_s)
 

@@ -1,4 +1,4 @@
-"""Serves the routes of what a service has: its models, adapters, contexts and apps' objectives."""
+"""Serves the routes of a service's resources: models, adapters, contexts and apps' objectives."""
 
 import base64
 import dataclasses
@@ -35,7 +35,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """The fields of a request for embeddings that are supported."""
+    """The supported fields of a request for embeddings."""
 
     input: str | list[Any]
     model: str | None = None
@@ -44,7 +44,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 async def models(state: ApiState, request: ApiRequest) -> Response:
-    """The model, and the model with each adapter."""
+    """Lists the model, and the model with each adapter."""
     facts = state.backend.facts()
     if (name := request.path.get("name")) is not None:
         state.model(name)
@@ -75,7 +75,7 @@ async def props(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def health(state: ApiState, request: ApiRequest) -> Response:
-    """200 while the engine lives; which profile of the device is planned by."""
+    """Liveness: 200 while the engine is alive; with the kind of device profile in use."""
     told = state.backend.health()
     alive = bool(told.get("alive"))
     profile = {"profile": told["profile"]} if "profile" in told else {}
@@ -83,7 +83,7 @@ async def health(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def ready(state: ApiState, request: ApiRequest) -> Response:
-    """200 while calls are taken, and answered."""
+    """Readiness: 200 while calls are accepted and answered."""
     told = await state.backend.readiness()
     is_ready = bool(told.get("ready"))
     return json_response({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
@@ -119,7 +119,7 @@ async def apply_template(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def embeddings(state: ApiState, request: ApiRequest) -> Response:
-    """The mean of the last layer's hidden states over each input's tokens, of length 1."""
+    """The mean of the last layer's hidden states over each input's tokens, normalized."""
     body = state.body(request, EmbeddingBody, {"dimensions": ()})
     facts, adapter = state.model(body.model)
     if adapter:
@@ -180,8 +180,8 @@ class LoadBody(msgspec.Struct, kw_only=True):
     """An adapter to load.
 
     Attributes:
-      name: for calls.
-      folder: in PEFT's layout, within the service's folder of adapters; None for that of the name.
+      name: name in calls.
+      folder: folder in PEFT's layout, within the service's folder of adapters; None for that of the name.
     """
 
     name: str
@@ -189,7 +189,7 @@ class LoadBody(msgspec.Struct, kw_only=True):
 
 
 async def list_adapters(state: ApiState, request: ApiRequest) -> Response:
-    """The adapters that requests may name."""
+    """Lists the adapters that requests may name."""
     return json_response(
         {"object": "list", "data": [_adapter_json(each) for each in state.backend.adapters()]}
     )
@@ -207,7 +207,7 @@ async def load_adapter(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def unload_adapter(state: ApiState, request: ApiRequest) -> Response:
-    """Forgets an adapter that no call uses."""
+    """Unloads an adapter that no call uses."""
     _require_operator(request)
     await state.backend.unload_adapter(request.app, request.path["name"])
     return json_response({"id": request.path["name"], "object": "adapter", "deleted": True})
@@ -258,7 +258,7 @@ async def create_context(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def list_contexts(state: ApiState, request: ApiRequest) -> Response:
-    """All contexts of the app."""
+    """Lists all contexts of the app."""
     return json_response(
         {
             "object": "list",
@@ -273,7 +273,7 @@ async def get_context(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def pin_context(state: ApiState, request: ApiRequest) -> Response:
-    """Pins a context, or lets it be evicted."""
+    """Pins a context, or unpins it."""
     body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), PinBody)
     return json_response(
         _context_json(await state.backend.pin_context(request.app, request.path["name"], body.pinned))
@@ -305,7 +305,7 @@ def _context_json(facts: ContextFacts) -> dict[str, Any]:
 
 
 class BindBody(msgspec.Struct, kw_only=True):
-    """The objective of the app's calls that name none."""
+    """The default objective of the app's calls."""
 
     slo: str | dict[str, Any] | None = None
     strict: bool | None = None
@@ -313,12 +313,12 @@ class BindBody(msgspec.Struct, kw_only=True):
 
 
 async def get_objective(state: ApiState, request: ApiRequest) -> Response:
-    """The objective of the app that asks."""
+    """The objective of the calling app."""
     return json_response(_objective_json(state, request.app))
 
 
 async def bind_objective(state: ApiState, request: ApiRequest) -> Response:
-    """Binds the app that asks, and tells the prompt lengths at which no choice is in time on this device."""
+    """Binds the calling app, and returns the prompt lengths at which no choice meets it on this device."""
     body = state.body(request, BindBody)
     objective, strict = objective_of(body.slo, body.strict, request.slo)
     if objective is None:
@@ -328,7 +328,7 @@ async def bind_objective(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def unbind_objective(state: ApiState, request: ApiRequest) -> Response:
-    """Ends what the app has bound itself to."""
+    """Removes the app's own binding."""
     state.backend.unbind(request.app)
     return json_response(_objective_json(state, request.app))
 

@@ -1,4 +1,4 @@
-"""Reads items of OpenAI's responses, and turns them into messages as chat templates take them."""
+"""Parses items of OpenAI's responses, and converts them to messages for chat templates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _STATUSES = (None, "in_progress", "completed", "incomplete")
 
 
 class MessageItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message; `id`, `status` and `phase` come back with a response's own items, and change nothing."""
+    """A message; `id`, `status` and `phase` come back with a response's own items, and have no effect."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -37,7 +37,7 @@ class CallItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a function has returned."""
+    """A function's result."""
 
     type: str
     call_id: str
@@ -47,11 +47,11 @@ class OutputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """A request's input as items with identifiers of their own.
+    """A request's input as items with ids.
 
     Raises:
-      ApiError: there are none or too many items, or one is malformed, of a type that is not supported, or has
-        a part that is neither a text nor an image.
+      ApiError: there are no items or too many, or one is malformed, of an unsupported type, or has a part
+        that is neither a text nor an image.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -60,14 +60,14 @@ def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") -> tuple[dict[str, Any], ...]:
-    """Items as messages: `instructions` first; what the assistant says around calls is in their message.
+    """Converts items to messages: `instructions` first; the assistant's text and calls share a message.
 
     Args:
-      items: as `items_of` makes them, oldest first.
-      instructions: of the system; empty for none.
+      items: items from `items_of`, oldest first.
+      instructions: system message; empty for none.
 
     Raises:
-      ApiError: there are too many.
+      ApiError: there are too many messages.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -93,7 +93,7 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
 
 
 def require_calls(items: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ApiError where an output belongs to no call before it."""
+    """Raises ApiError if an output belongs to no earlier call."""
     called: set[str] = set()
     for item in items:
         if item["type"] == "function_call":
@@ -143,7 +143,7 @@ def _message(message: MessageItem, at: str) -> dict[str, Any]:
 
 
 def output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    """The part of a message that the model has written."""
+    """A text part of the model's message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
@@ -161,7 +161,7 @@ def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[
 
 
 def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of an item as chats have it."""
+    """A part of an item in the chat format."""
     if part["type"] == "input_image":
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     return {"type": "text", "text": part["text"]}

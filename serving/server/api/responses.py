@@ -1,4 +1,4 @@
-"""Serves OpenAI's /v1/responses: bodies, routes, and events of answers that are streamed."""
+"""Serves OpenAI's /v1/responses: bodies, routes, and events of streamed answers."""
 
 import dataclasses
 import itertools
@@ -43,7 +43,7 @@ _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the text must be: `text`, `json_object`, or a `json_schema` with a name and a schema."""
+    """Format of the text: `text`, `json_object`, or a `json_schema` with a name and a schema."""
 
     type: str = "text"
     name: str | None = None
@@ -60,7 +60,7 @@ class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool as OpenAI's responses have it."""
+    """A tool in OpenAI's responses format."""
 
     type: str
     name: str
@@ -70,7 +70,7 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseBody(SamplingFields, kw_only=True):
-    """The fields of a response that are supported."""
+    """The supported fields of a response."""
 
     input: str | list[Any]
     instructions: str | None = None
@@ -88,7 +88,7 @@ class ResponseBody(SamplingFields, kw_only=True):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """Whether log-probabilities are requested."""
         return LOGPROBS in (self.include or ())
 
 
@@ -110,7 +110,7 @@ NEUTRAL: Neutral = {
 
 
 def check(body: ResponseBody) -> None:
-    """Raises ApiError where fields are out of their domain, or exclude each other."""
+    """Raises ApiError if fields are out of range or exclude each other."""
     if body.previous_response_id is not None and body.conversation is not None:
         raise ApiError(
             "previous_response_id and conversation exclude each other; send one",
@@ -137,7 +137,7 @@ def check(body: ResponseBody) -> None:
 
 
 def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | None]:
-    """What tools and the text's format mean for the call: tools, and what the text must match.
+    """The effect of tools and the text's format on the call: tools, and the grammar of the text.
 
     Raises:
       ApiError: one of them is malformed, or they exclude each other.
@@ -152,13 +152,13 @@ def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | N
     if use.tools and (grammar or body.grammar):
         raise ApiError("tools cannot stand beside a text format or grammar", param="tools")
     if use.tools and body.with_logprobs:
-        # Tokens of calls are no tokens of the text, and cannot be told apart.
+        # Tokens of calls are not part of the text, and cannot be told apart.
         raise ApiError(f"tools cannot stand beside {LOGPROBS}", param="include")
     return use, use.grammar or grammar
 
 
 def told_back(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response object tells of its request; `sampling`: see `sampling_of`."""
+    """The request's settings in a response object; `sampling`: see `sampling_of`."""
     form = body.text.format or TextFormat()
     schema = {
         "name": form.name,
@@ -190,7 +190,7 @@ def told_back(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> di
 
 
 def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
-    """A tool as OpenAI's chats have it."""
+    """A tool in OpenAI's chat format."""
     kind = value.get("type") if isinstance(value, dict) else "function"
     if kind != "function":
         raise ApiError(f"{at} is of the type {kind!r:.40}; tools are functions", param=f"{at}.type")
@@ -204,7 +204,7 @@ def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
     return {"type": "function", "function": function}
 
 
-# Type and fields of an event; those who send it number it.
+# Type and fields of an event; the sender numbers it.
 Told = tuple[str, dict[str, Any]]
 
 
@@ -212,7 +212,7 @@ class Output:
     """The items of a response: messages and calls of functions, in the order of the answer.
 
     Attributes:
-      items: those that are whole.
+      items: complete items.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Output:
         self._logprobs: list[dict[str, Any]] = []
 
     def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
-        """Adds text, and what is told of its tokens."""
+        """Adds text and its tokens' log-probabilities."""
         if not self._message_id:
             yield from self._open()
         self._texts.append(text)
@@ -246,7 +246,7 @@ class Output:
         yield from self.close(status)
 
     def close(self, status: str) -> Iterator[Told]:
-        """Ends a message that has begun, if there is one."""
+        """Ends the current message, if there is one."""
         if not self._message_id:
             return
         text = "".join(self._texts)
@@ -283,7 +283,7 @@ _MAX_LISTED, _LISTED = 100, 20
 
 
 async def create(state: ApiState, request: ApiRequest) -> Response:
-    """Makes a response, whole or as server-sent events."""
+    """Makes a response, as a whole or as server-sent events."""
     body = state.body(request, ResponseBody, NEUTRAL)
     facts, adapter = state.model(body.model)
     check(body)
@@ -308,7 +308,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def get(state: ApiState, request: ApiRequest) -> Response:
-    """A response that was stored."""
+    """Returns a stored response."""
     _query(request, {"stream": ("false",), **_INCLUDE})
     return Response(
         state.responses.get(request.app, request.path["name"]).response, media_type="application/json"
@@ -316,19 +316,19 @@ async def get(state: ApiState, request: ApiRequest) -> Response:
 
 
 async def delete(state: ApiState, request: ApiRequest) -> Response:
-    """Forgets a response."""
+    """Deletes a stored response."""
     state.responses.delete(request.app, request.path["name"])
     return json_response({"id": request.path["name"], "object": "response", "deleted": True})
 
 
 async def cancel(state: ApiState, request: ApiRequest) -> Response:
-    """Refuses: no response is made in the background."""
+    """Refuses: no response runs in the background."""
     state.responses.get(request.app, request.path["name"])
     raise ApiError("only responses made in the background can be cancelled; close the connection instead")
 
 
 async def input_items(state: ApiState, request: ApiRequest) -> Response:
-    """What was said before a response, a page at a time, the newest first where nothing else is asked for."""
+    """The conversation before a response, in pages, newest first by default."""
     query = _query(request, {"limit": None, "order": ("asc", "desc"), "after": None, **_INCLUDE})
     stored = state.responses.get(request.app, request.path["name"])
     limit = query.get("limit", str(_LISTED))
@@ -357,7 +357,7 @@ async def input_items(state: ApiState, request: ApiRequest) -> Response:
 
 @dataclasses.dataclass
 class _Written:
-    """A response as it is written, whole or in events, and then stored."""
+    """A response while it is generated, as a whole or as events, and then stored."""
 
     state: ApiState
     call: Call
@@ -393,7 +393,7 @@ class _Written:
         except Exception as error:  # The status is sent already, so that events must tell of it.
             told = openai_body(api_error(error))["error"]
             yield event("error", message=told["message"], code=told["code"], param=told["param"])
-            # Of OpenAI's codes here, none other is true of every failure.
+            # The only code of OpenAI's that fits every failure.
             failed = {"error": {"code": "server_error", "message": told["message"]}}
             yield event("response.failed", response=self.response("failed") | failed)
         finally:
@@ -411,7 +411,7 @@ class _Written:
         return told
 
     def ended(self) -> dict[str, Any]:
-        """The whole response, stored where that was asked for."""
+        """The complete response, stored if requested."""
         choice = self.answer.choices[0]
         end = choice.ended
         assert end is not None
@@ -428,7 +428,7 @@ class _Written:
         return response
 
     def response(self, status: str) -> dict[str, Any]:
-        """The response object as far as it has come."""
+        """The response object so far."""
         choice = self.answer.choices[0]
         context = choice.ended.context if choice.ended else self.call.context
         prompt, cached, written = self.answer.usage()
@@ -460,8 +460,8 @@ class _History:
     """The conversation that a response answers.
 
     Attributes:
-      items: all of it that is known here, oldest first.
-      messages: for the call; where there is a context, those that it lacks.
+      items: all known items, oldest first.
+      messages: messages of the call; with a context, those that it lacks.
       context, context_tokens: see `Call`.
     """
 
@@ -481,7 +481,7 @@ async def _history(state: ApiState, request: ApiRequest, body: ResponseBody) -> 
     if not context:
         require_calls(items)
         return _History(items=items, messages=conversation_of(items, instructions))
-    # The backend looks between two dispatches, so that turns that need not know do not wait.
+    # The backend answers between two dispatches: ask only if necessary.
     if instructions and (previous or (await state.backend.context(request.app, context)).tokens):
         raise ApiError(
             "the conversation has begun, and its first instructions stay; leave instructions out",
@@ -491,7 +491,7 @@ async def _history(state: ApiState, request: ApiRequest, body: ResponseBody) -> 
         items=items,
         messages=conversation_of(new, instructions),
         context=context,
-        # Where nothing came after the previous response its context goes on, else a fork: the engine decides,
+        # If nothing came after the previous response, its context continues, else a fork: the engine decides,
         # because others may continue it at the same time.
         context_tokens=previous.context_tokens if previous else None,
     )
@@ -505,10 +505,10 @@ _INCLUDE = {"include": (LOGPROBS,), "include[]": (LOGPROBS,)}
 
 
 def _query(request: ApiRequest, known: dict[str, Collection[str] | None]) -> dict[str, str]:
-    """The query of a path, whose parameters have these values, or any where there are none.
+    """Parses the query of a path, with the allowed values of each parameter, None for any.
 
     Raises:
-      ApiError: a parameter is not known, or has another value.
+      ApiError: a parameter is unknown, or has another value.
     """
     for name, value in request.query:
         if name not in known:

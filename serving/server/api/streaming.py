@@ -1,4 +1,4 @@
-"""Runs the calls of a request and merges their answers: what all wire formats share."""
+"""Runs the calls of a request and merges their answers, for all wire formats."""
 
 import asyncio
 import dataclasses
@@ -13,14 +13,14 @@ from jaxllm.serving.server.objectives import written
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What is new of one of a request's answers.
+    """The news of one of a request's answers.
 
     Attributes:
-      index: which answer, from 0.
-      text: new text, without calls of tools.
-      tool_calls: those that are whole now.
-      logprobs: of new tokens; None where they were not asked for.
-      characters: of the answer so far, calls of tools included.
+      index: index of the answer.
+      text: new text, without tool calls.
+      tool_calls: tool calls that are complete now.
+      logprobs: log-probabilities of new tokens; None if not requested.
+      characters: number of characters of the answer so far, including tool calls.
       ended: the answer's end, in its last delta.
     """
 
@@ -33,12 +33,12 @@ class Delta:
 
 
 class Choice:
-    """One answer as far as it has come.
+    """One answer so far.
 
     Attributes:
-      started, ended: None until then.
-      tool_calls: those found so far.
-      logprobs: of all tokens, where they were asked for.
+      started, ended: events; None until then.
+      tool_calls: tool calls found so far.
+      logprobs: log-probabilities of all tokens, if requested.
       characters: see `Delta`.
     """
 
@@ -52,19 +52,19 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Without calls of tools."""
+        """The text without tool calls."""
         return "".join(self._texts)
 
     @property
     def finish_reason(self) -> str:
-        """Why the answer ended, for all formats, as OpenAI has it: "stop", "length" or "tool_calls". The last
-        one says that all calls are there: an answer that was cut never has it."""
+        """Why the answer ended, as in OpenAI's format: "stop", "length" or "tool_calls". The last one means
+        that all calls are complete: an answer that was cut never has it."""
         assert self.ended is not None
         whole = self.ended.finish_reason == "stop" and not self._cut_call
         return "tool_calls" if self.tool_calls and whole else self.ended.finish_reason
 
     def take(self, event: Event) -> Delta:
-        """Adds an event, and returns what is new."""
+        """Adds an event and returns the news."""
         text, calls, logprobs, ended = "", (), None, None
         if isinstance(event, Started):
             self.started = event
@@ -91,7 +91,7 @@ class Choice:
         )
 
     def facts(self) -> dict[str, Any]:
-        """The `jaxllm` object: what was planned and what it took."""
+        """The `jaxllm` object: plan and cost."""
         start, end = self.started, self.ended
         told: dict[str, Any] = {}
         if start is not None:
@@ -117,10 +117,10 @@ class Choice:
 
 
 class Answer:
-    """The answers to a request's calls. Close it, or consume `deltas`, however it ends.
+    """The answers to a request's calls. Must be closed, or its `deltas` consumed.
 
     Attributes:
-      choices: one for each call.
+      choices: one per call.
     """
 
     def __init__(self, tickets: Sequence[Ticket], choices: Sequence[Choice], prompts: int) -> None:
@@ -137,9 +137,9 @@ class Answer:
         """Submits all calls, or none.
 
         Args:
-          backend: that answers.
-          calls: prompts times answers of each, a prompt's side by side.
-          scanner: makes what finds calls of tools; None where there are no tools.
+          backend: backend of the answers.
+          calls: calls, several consecutive ones for each prompt.
+          scanner: makes a scanner for tool calls; None without tools.
           prompts: number of different prompts.
 
         Raises:
@@ -156,13 +156,13 @@ class Answer:
         return cls(tickets, [Choice(i, scanner and scanner()) for i in range(len(calls))], prompts)
 
     def close(self) -> None:
-        """Cancels what has not ended."""
+        """Cancels the calls that have not ended."""
         for ticket, choice in zip(self._tickets, self.choices, strict=True):
             if choice.ended is None:
                 ticket.cancel()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What is new, in the order of arrival; closes the answer at the end."""
+        """Yields news in the order of arrival; closes the answer at the end."""
         streams = [ticket.events() for ticket in self._tickets]
         merged = _merged(streams)
         try:
@@ -175,12 +175,12 @@ class Answer:
             await merged.aclose()
 
     async def whole(self) -> None:
-        """Waits for all of it."""
+        """Waits for the end of all answers."""
         async for _ in self.deltas():
             pass
 
     def usage(self) -> tuple[int, int, int]:
-        """Tokens of the prompts, those of them that a cache had, and of the answers."""
+        """Number of tokens of the prompts, cached tokens of these, and tokens of the answers."""
         first = self.choices[:: max(1, len(self.choices) // self._prompts)]
         started = [choice.started for choice in first if choice.started is not None]
         return (
@@ -196,10 +196,10 @@ class Answer:
 
 
 async def first_delta(answer: Answer) -> AsyncGenerator[Delta, None]:
-    """The deltas of an answer that has begun, so that an error before can still choose the status.
+    """The deltas of an answer that has begun, so that an earlier error can still choose the status.
 
     Raises:
-      JaxllmError: what ended the answer before it began.
+      JaxllmError: the error that ended the answer before it began.
     """
     deltas = answer.deltas()
     try:

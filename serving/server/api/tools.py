@@ -1,7 +1,7 @@
-"""Finds calls of tools in a stream of text, and makes the grammars of answers that must or may call tools.
+"""Finds tool calls in a stream of text, and makes the grammars of answers that must or may call tools.
 
-A call is withheld until it is complete; text that only looks like one stays text. With `tool_choice: auto` an
-answer needs no grammar, unless a tool is `strict` or only one call may come.
+A call is withheld until it is complete; text that only resembles one stays text. With `tool_choice: auto` an
+answer needs no grammar, unless a tool is `strict` or only one call is allowed.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ from typing import Any
 from jaxllm.serving.guided.narrowing import narrowed, without_notes
 from jaxllm.serving.server.calls import Grammar
 
-# Mistral's templates take no other form of identifiers.
+# Mistral's templates require ids of this form.
 _LETTERS, _LENGTH = string.ascii_letters + string.digits, 9
 _SPACE, _SPACES = " \t\r\n", r" \t\r\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """How models of a family write calls: JSON objects with a name and arguments, or a list of them.
+    """A model family's format of calls: JSON objects with a name and arguments, or a list of them.
 
     Attributes:
-      name: of the family.
-      opening: stands before each call; empty where calls are all that an answer has.
-      closing: stands behind each call.
-      skipped: may stand before calls where `opening` is empty, and between them.
+      name: name of the family.
+      opening: mark before each call; empty if calls are the whole answer.
+      closing: mark after each call.
+      skipped: optional marks between calls, and before them if `opening` is empty.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Family:
 
 
 HERMES = Family(name="hermes", opening="<tool_call>", closing="</tool_call>")
-# Where the markers are special tokens, the text of an answer lacks them.
+# If the marks are special tokens, the answer's text lacks them.
 LLAMA3 = Family(name="llama3", skipped=("<|python_tag|>", ";"))
 MISTRAL = Family(name="mistral", skipped=("[TOOL_CALLS]",))
 JSON = Family(name="json")
 
 
 def family_of(chat_template: str) -> Family:
-    """The family of a model by what its chat template contains."""
+    """The family of a model, by marks in its chat template."""
     for mark, family in (("<tool_call>", HERMES), ("[TOOL_CALLS]", MISTRAL), ("<|python_tag|>", LLAMA3)):
         if mark in chat_template:
             return family
@@ -56,9 +56,9 @@ class ToolCall:
     """A call of a tool.
 
     Attributes:
-      name: of the tool.
+      name: name of the tool.
       arguments: a JSON object, as text.
-      id: unique in its conversation.
+      id: id, unique in its conversation.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ToolCall:
 
 
 class ToolScanner:
-    """Splits an answer's text into text and calls of the tools named."""
+    """Splits an answer's text into text and calls of the named tools."""
 
     def __init__(self, family: Family, names: Set[str]) -> None:
         self._family, self._names = family, names
@@ -80,7 +80,7 @@ class ToolScanner:
         self._after_call = False
 
     def feed(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """Takes new text; returns what is surely text, and the calls that are whole."""
+        """Adds new text; returns the part that is certainly text, and complete calls."""
         self._buffer += text
         shown, calls = [], []
         while not self._plain:
@@ -103,12 +103,12 @@ class ToolScanner:
         return "".join(shown), tuple(calls)
 
     def finish(self, *, cut: bool) -> tuple[str, bool]:
-        """The text that was withheld, at the end of the answer, and whether the beginning of a call was
-        dropped from it.
+        """The withheld text at the end of the answer, and whether the beginning of a call was dropped from
+        it.
 
         Args:
-          cut: whether the length or a stop string ended the answer. What the model may have been about to
-            write as a call is then no text of the answer.
+          cut: whether the length or a stop string ended the answer. A possible beginning of a call is then
+            not part of the text.
         """
         rest, self._buffer = self._buffer, ""
         marks = (self._family.closing, *self._family.skipped)
@@ -123,7 +123,7 @@ class ToolScanner:
         return ("", True) if begins else (rest, False)
 
     def _enter(self, shown: list[str]) -> bool:
-        """Looks for the beginning of a call in the buffer; False where more text is needed."""
+        """Looks for the beginning of a call in the buffer; returns False if more text is needed."""
         family, marks = self._family, self._family.skipped
         if self._after_call:
             rest, complete = _without(self._buffer, (family.closing, *marks))
@@ -155,14 +155,14 @@ class ToolScanner:
         return True
 
     def _refuse(self, shown: list[str]) -> None:
-        """What was taken for a call is text; so is all that follows where calls have no mark."""
+        """Treats a supposed call as text, and all text after it if calls have no mark."""
         length = len(self._family.opening)
         self._plain = not length
         shown.append(self._buffer[:length])
         self._buffer, self._end, self._after_call = self._buffer[length:], None, False
 
     def _begins_call(self, text: str) -> bool:
-        """Whether a text without marks of its own agrees with the beginning of a call."""
+        """Whether a text without marks may be the beginning of a call."""
         if any(mark.startswith(text) for mark in self._family.skipped):
             return True
         squeezed = "".join(text.split())
@@ -216,7 +216,7 @@ class _JsonEnd:
 
 
 def _without(text: str, marks: tuple[str, ...]) -> tuple[str, bool]:
-    """A text without leading space and marks, and whether it surely begins with neither."""
+    """A text without leading space and marks, and whether it certainly begins with neither."""
     while True:
         text = text.lstrip(_SPACE)
         found = next((mark for mark in marks if mark and text.startswith(mark)), None)
@@ -226,36 +226,36 @@ def _without(text: str, marks: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _beginning_of(mark: str, text: str) -> int:
-    """How many of a text's last characters may begin a mark."""
+    """The number of a text's last characters that may begin a mark."""
     return next(
         (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0
     )
 
 
-# As templates write calls, and models have learnt them; no other white space stands between values.
+# The style of chat templates and training data; no other white space is between values.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool) -> Grammar:
     """The grammar of one call, or of several.
 
-    Each tool's parameters are a schema of their own, with definitions of their own, narrowed so that calls
-    end (see `jaxllm.serving.guided.narrowing`).
+    Each tool's parameters are a separate schema with its own definitions, narrowed so that calls end (see
+    `jaxllm.serving.guided.narrowing`).
 
     Args:
-      family: of the model.
-      tools: as OpenAI has them, those that may be called.
-      several: whether more than one call may follow.
+      family: family of the model.
+      tools: tools that may be called, in OpenAI's format.
+      several: whether more than one call is allowed.
 
     Raises:
-      ConfigError: a tool's parameters are too long, or what no grammar may have.
+      ConfigError: a tool's parameters are too long, or unsupported in a grammar.
     """
     rules = []
     arguments = "parameters" if family.name == "llama3" else "arguments"
     for index, tool in enumerate(tools):
         function = tool["function"]
         schema = narrowed(without_notes(function.get("parameters") or {})) | {"x-guidance": _JSON_STYLE}
-        # Arguments are an object, even where the schema forgets to say so.
+        # Arguments are an object, even if the schema does not say so.
         schema = {"type": "object"} | schema
         head = f"{{{json.dumps('name')}: {json.dumps(function['name'])}, {json.dumps(arguments)}: "
         rules.append(f'tool{index}: {json.dumps(head)} schema{index} "}}"')
@@ -274,24 +274,24 @@ def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool)
 def optional(
     family: Family, tools: Sequence[Mapping[str, Any]], *, strict: Sequence[str], several: bool
 ) -> Grammar:
-    """The grammar of a text, or of calls, which in families with an opening mark may follow a text.
+    """The grammar of a text, or of calls, which may follow a text in families with an opening mark.
 
     Args:
-      family: of the model.
-      tools: as OpenAI has them.
-      strict: names of the tools whose arguments match their schemas; those of the others are any objects.
-      several: whether more than one call may come.
+      family: family of the model.
+      tools: tools in OpenAI's format.
+      strict: names of the tools whose arguments must match their schemas; the others accept any object.
+      several: whether more than one call is allowed.
     """
     tools = [each if each["function"]["name"] in strict else _loose(each) for each in tools]
     calls = forced(dataclasses.replace(family, opening="", closing=""), tools, several=several)
     rules = [calls.text.replace("start:", "object:", 1)]
     if family.opening:
-        # Lazy: it ends with the first opening mark, so that no text has one without a call.
+        # Lazy: ends at the first opening mark, so that no text contains one without a call.
         rules += [rf"before[lazy]: /(.|\n)*{family.opening}/", r"TEXT: /(.|\n)*/"]
         call = rf'before "\n" object "\n{family.closing}"'
         rules.append(f"start: ({call})* TEXT" if several else f"start: {call} | TEXT")
     else:
-        # Calls are all of an answer then: what begins as one is one.
+        # Calls are the whole answer then: any text that begins like a call is one.
         first = "".join(rf"\x{ord(each):02x}" for each in sorted({"{", "[", *(m[0] for m in family.skipped)}))
         rules += [r"SPACE: /[ \n]{1,4}/", rf"TEXT: /[{_SPACES}]*[^{_SPACES}{first}](.|\n)*/"]
         rules.append("start: (SPACE? object | TEXT)?")
