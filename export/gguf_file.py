@@ -7,7 +7,7 @@ of heads and neurons for each layer: nothing is padded. Other families get layer
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ ARCHITECTURES = {
 }  # fmt: skip
 # Precision -> GGUF's type of matrices; vectors are F32.
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "int8": "Q8_0"}
-_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 _DECI = "deci"
 _SAMPLES = ("Once upon a time, there was 1 dog.", "  two  spaces\n\nünïcödé 語 don't 1234", "")
 
@@ -67,7 +66,8 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
     )
     with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
         written = Path(folder) / "model.gguf"
-        _write(written, model, plain, TYPES[precision])
+        params = model.params(plain, np.dtype(np.float32)).items()
+        write_gguf(written, plain, params, TYPES[precision], _model_keys(model, plain))
         _require_same(written, model, plain)
         written.replace(path)
     return plain
@@ -85,29 +85,43 @@ def _as_deci(cfg: ModelConfig) -> bool:
     return plain == cfg.whole and cfg.rope.dim == cfg.head_dim
 
 
-def _write(path: Path, model: PlainModel, cfg: ModelConfig, kind: str) -> None:
+def write_gguf(
+    path: Path,
+    cfg: ModelConfig,
+    params: Iterable[tuple[str, Any]],
+    kind: str,
+    keys: Mapping[str, Any],
+    on_tensor: Callable[[int, int], None] | None = None,
+) -> None:
+    """Writes parameters and the metadata of their config, tensor by tensor. Failures leave a partial file.
+
+    Args:
+      path: path of the file.
+      cfg: config of the model; its type is a key of `ARCHITECTURES`.
+      params: (name, float array or what makes one) in the order of `param_specs(cfg)`.
+      kind: GGUF's type of matrices, one that the package `gguf` quantizes to; rows that do not divide into
+        its blocks are F16, vectors F32.
+      keys: further metadata, such as the tokenizer's.
+      on_tensor: called with the numbers of tensors written and in all.
+    """
     gguf = import_gguf()
     name = _DECI if cfg.layer_units else ARCHITECTURES[cfg.model_type]
+    specs, factors, ready = param_specs(cfg), _rope_factors(cfg), dict[str, Any]()
+    order = {param: place for place, param in enumerate(specs)}
+    tensors = sorted(_tensors(cfg).items(), key=lambda each: max(order[param] for param in each[1].params))
     writer = gguf.GGUFWriter(path, name)
     try:
         for key, value in _config_keys(cfg, kind).items():
             _add(writer, key if key.startswith("general.") else f"{name}.{key}", value)
-        writer.add_name(model.name)
-        for option, value in model.tokenizer.sampling.items():
-            _add(writer, SAMPLING_KEYS[option], value if option == "top_k" else float(value))
-        for key, value in vocabulary_keys(model.tokenizer, cfg.vocab_size).items():
-            section = "tokenizer" if key == "chat_template" else "tokenizer.ggml"
-            _add(writer, f"{section}.{key}", value)
-        tensors = dict(_tensors(cfg))
-        specs, params = param_specs(cfg), model.params(cfg, np.dtype(np.float32))
-        factors = _rope_factors(cfg)
+        for key, value in keys.items():
+            _add(writer, key, value)
         if factors is not None:
             writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
         types = {
             stored: _type(gguf, tensor.shape(specs), kind, matrix=specs[tensor.params[0]].role != "vector")
-            for stored, tensor in tensors.items()
+            for stored, tensor in tensors
         }
-        for stored, tensor in tensors.items():
+        for stored, tensor in tensors:
             size = gguf.quant_shape_to_byte_shape(tensor.shape(specs), types[stored])
             count = int(np.prod(size))
             writer.add_tensor_info(stored, size, np.dtype(np.uint8), count, raw_dtype=types[stored])
@@ -116,11 +130,28 @@ def _write(path: Path, model: PlainModel, cfg: ModelConfig, kind: str) -> None:
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors)
-        for stored, tensor in tensors.items():
-            value = tensor.write(params, specs).astype(np.float32)
+        arriving = iter(params)
+        for done, (stored, tensor) in enumerate(tensors, start=1):
+            while not ready.keys() >= set(tensor.params):
+                ready.update([next(arriving)])
+            value = tensor.write(ready, specs).astype(np.float32)
             writer.write_tensor_data(gguf.quants.quantize(value, types[stored]))
+            for param in tensor.params:
+                del ready[param]
+            if on_tensor is not None:
+                on_tensor(done, len(tensors))
     finally:
         writer.close()
+
+
+def _model_keys(model: PlainModel, cfg: ModelConfig) -> dict[str, Any]:
+    """The metadata of a model besides its config: its name, sampling and tokenizer."""
+    keys: dict[str, Any] = {"general.name": model.name}
+    for option, value in model.tokenizer.sampling.items():
+        keys[SAMPLING_KEYS[option]] = value if option == "top_k" else float(value)
+    for key, value in vocabulary_keys(model.tokenizer, cfg.vocab_size).items():
+        keys[f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}"] = value
+    return keys
 
 
 def _tensors(cfg: ModelConfig) -> dict[str, Tensor]:
@@ -149,7 +180,7 @@ def _config_keys(cfg: ModelConfig, kind: str) -> dict[str, Any]:
         return counts if cfg.layer_units else counts[0]
 
     keys = {
-        "general.file_type": int(gguf.LlamaFileType[_FILE_TYPES[kind]]),
+        "general.file_type": int(gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"]),
         "embedding_length": cfg.hidden_size,
         "block_count": cfg.layers,
         "attention.head_count": by_layer([each.kv_heads * cfg.group for each in units]),

@@ -4,15 +4,13 @@ The float weights are written once, in float32 so that llama.cpp's own quantizer
 checkpoint holds; it makes the other formats, or the package `gguf` those that it can. In its vocabulary every
 token is one character unless one is given: benchmarks feed token ids, or texts of as many characters where a
 server takes no ids.
-
-Only rotary pairs differ. Hugging Face's Llama rotates dimension j of a head together with j + H/2;
-llama.cpp's rotates 2j together with 2j + 1. So the rows of q and k are interleaved within each head, as
-llama.cpp's converter does; scores, sums over a head's dimensions, do not depend on a common order.
 """
 
 import ctypes
+import dataclasses
 import os
 import secrets
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 from benchmarks.peers.peer import Progress
 from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError, one_line
+from jaxllm.export import gguf_file as exported
 
 # llama.cpp's file types by the names of its formats.
 FILE_TYPES = {
@@ -38,22 +37,6 @@ PACKAGE_TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
 _FIRST_CHARACTER = 0x20000
 # SPM's kinds of tokens.
 _UNKNOWN, _NORMAL = 2, 1
-_TOP_NAMES = {
-    "embed.tokens": "token_embd.weight",
-    "final_norm.scale": "output_norm.weight",
-    "head": "output.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm.scale": "attn_norm.weight",
-    "attn.q": "attn_q.weight",
-    "attn.k": "attn_k.weight",
-    "attn.v": "attn_v.weight",
-    "attn.o": "attn_output.weight",
-    "ffn_norm.scale": "ffn_norm.weight",
-    "ffn.gate": "ffn_gate.weight",
-    "ffn.up": "ffn_up.weight",
-    "ffn.down": "ffn_down.weight",
-}
 
 
 def refusal(cfg: ModelConfig) -> str | None:
@@ -76,48 +59,30 @@ def write_gguf(
     kind: str = "F32",
     vocabulary: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a GGUF; at no moment is there a partial file at `path`.
+    """Writes a GGUF file atomically (see `jaxllm.export.gguf_file.write_gguf`).
 
     Args:
-      path: of the file.
-      cfg: the model; `refusal(cfg)` is None.
-      params: (name, float array) pairs in the order of `param_specs(cfg)`; taken one by one.
-      progress: called with ("Writing GGUF", parameters written, parameters in all).
-      kind: one of `PACKAGE_TYPES`; rows that do not divide into its blocks are F16, vectors F32.
+      path: path of the file.
+      cfg: config of the model; `refusal(cfg)` is None.
+      params: (name, float array) pairs in the order of `param_specs(cfg)`.
+      progress: called with ("Writing GGUF", tensors written, tensors in all).
+      kind: one of `PACKAGE_TYPES`.
       vocabulary: metadata of the tokenizer without the prefix `tokenizer.ggml.`; None for one character a
         token.
     """
-    import gguf
-
-    from jaxllm.models.parameters import param_specs
-
-    specs = param_specs(cfg)
-    temporary = _temporary(path)
-    writer = gguf.GGUFWriter(temporary, "llama")
-    try:
-        _add_config(writer, cfg)
-        if vocabulary is None:
-            _add_vocabulary(writer, cfg.vocab_size)
-        else:
-            _add_keys(writer, vocabulary)
-        types = {name: _type(gguf, _gguf_shape(name, spec.shape), kind) for name, spec in specs.items()}
-        for name, spec in specs.items():
-            size = gguf.quant_shape_to_byte_shape(_gguf_shape(name, spec.shape), types[name])
-            count = int(np.prod(size))
-            writer.add_tensor_info(gguf_name(name), size, np.dtype(np.uint8), count, raw_dtype=types[name])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for done, (name, value) in enumerate(params, start=1):
-            values = _gguf_values(name, np.asarray(value, np.float32), cfg)
-            writer.write_tensor_data(gguf.quants.quantize(values, types[name]))
-            progress("Writing GGUF", done, len(specs))
-        writer.close()
-        temporary.replace(path)
-    except BaseException:
-        writer.close()
-        temporary.unlink(missing_ok=True)
-        raise
+    keys = vocabulary or _characters(cfg.vocab_size)
+    cfg = dataclasses.replace(cfg, model_type="llama")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        exported.write_gguf(
+            written,
+            cfg,
+            params,
+            kind,
+            {f"tokenizer.ggml.{key}": value for key, value in keys.items()},
+            lambda done, total: progress("Writing GGUF", done, total),
+        )
+        written.replace(path)
 
 
 def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> None:
@@ -164,84 +129,21 @@ def text_of_token(token: int) -> str:
     return chr(_FIRST_CHARACTER + token)
 
 
-def gguf_name(param: str) -> str:
-    """llama.cpp's name of one of our parameters."""
-    if param in _TOP_NAMES:
-        return _TOP_NAMES[param]
-    _, layer, rest = param.split(".", 2)
-    return f"blk.{layer}.{_LAYER_NAMES[rest]}"
-
-
-def interleave_halves(rows: np.ndarray) -> np.ndarray:
-    """Rows `[heads, H, D]` of q or k: within each head, dimension j goes to 2j and j + H/2 to 2j + 1."""
-    heads, size, width = rows.shape
-    return rows.reshape(heads, 2, size // 2, width).swapaxes(1, 2).reshape(heads, size, width)
-
-
-def _add_config(writer: Any, cfg: ModelConfig) -> None:
-    import gguf
-
-    assert cfg.rope is not None  # `refusal` says so
-    writer.add_context_length(cfg.window_tokens)
-    writer.add_embedding_length(cfg.hidden_size)
-    writer.add_block_count(cfg.layers)
-    writer.add_feed_forward_length(cfg.ffn_size)
-    writer.add_head_count(cfg.heads)
-    writer.add_head_count_kv(cfg.kv_heads)
-    writer.add_key_length(cfg.head_dim)
-    writer.add_value_length(cfg.head_dim)
-    writer.add_layer_norm_rms_eps(cfg.norm_eps)
-    writer.add_rope_dimension_count(cfg.rope.dim)
-    writer.add_rope_freq_base(cfg.rope.theta)
-    if cfg.rope.kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(cfg.rope.factor)
-    writer.add_vocab_size(cfg.vocab_size)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-
-
-def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
-    adds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
-    for key, value in keys.items():
-        adds.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
-
-
-def _add_vocabulary(writer: Any, size: int) -> None:
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([text_of_token(each) for each in range(size)])
-    writer.add_token_scores([0.0] * size)
-    writer.add_token_types([_UNKNOWN] + [_NORMAL] * (size - 1))
-    # It needs some; the last token is as seldom chosen as any.
-    writer.add_bos_token_id(size - 1)
-    writer.add_eos_token_id(size - 1)
-    writer.add_unk_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_add_eos_token(False)
-    writer.add_add_space_prefix(False)
-
-
-def _type(gguf: Any, shape: tuple[int, ...], kind: str) -> Any:
-    found = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
-    whole = not shape or shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0
-    return found if whole else gguf.GGMLQuantizationType.F16
-
-
-def _gguf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A parameter's shape in the file: matrices are `[outputs, inputs]`."""
-    if name.endswith("attn.o"):
-        return (shape[-1], shape[0] * shape[1])
-    if name.endswith("ffn.down"):
-        return (shape[1], shape[0])
-    return shape if len(shape) < 3 else (shape[0] * shape[1], shape[2])
-
-
-def _gguf_values(name: str, value: np.ndarray, cfg: ModelConfig) -> np.ndarray:
-    shape = _gguf_shape(name, value.shape)
-    if name.endswith(("attn.q", "attn.k")):
-        value = interleave_halves(value.reshape(-1, cfg.head_dim, cfg.hidden_size))
-    if name.endswith(("attn.o", "ffn.down")):
-        return np.ascontiguousarray(value.reshape(-1, value.shape[-1]).T)
-    return np.ascontiguousarray(value.reshape(shape))
+def _characters(size: int) -> dict[str, Any]:
+    """A vocabulary in which each token is one character."""
+    return {
+        "model": "llama",
+        "tokens": [text_of_token(each) for each in range(size)],
+        "scores": [0.0] * size,
+        "token_type": [_UNKNOWN] + [_NORMAL] * (size - 1),
+        # It needs some; the last token is as seldom chosen as any.
+        "bos_token_id": size - 1,
+        "eos_token_id": size - 1,
+        "unknown_token_id": 0,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_space_prefix": False,
+    }
 
 
 def _temporary(path: Path) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.peers.drafting import DraftedLlamaSession, NestedSession
-from benchmarks.peers.gguf_file import interleave_halves, refusal, tensor_bytes, write_gguf
+from benchmarks.peers.gguf_file import refusal, tensor_bytes, write_gguf
 from benchmarks.peers.llama import LlamaCpp, LlamaCppSession, gguf_of
 from benchmarks.peers.ours import BLOCKS, EngineSession
 from benchmarks.peers.peer import Opening
@@ -113,23 +113,6 @@ def written(path, cfg, params):
     gguf = pytest.importorskip("gguf")
     write_gguf(path, cfg, params.items(), nothing)
     return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
-
-
-def test_halves_of_a_head_are_interleaved():
-    rows = np.arange(6)[None, :, None]  # one head of 6
-    assert interleave_halves(rows)[0, :, 0].tolist() == [0, 3, 1, 4, 2, 5]
-
-
-def test_interleaving_turns_the_right_pairs():
-    """Rotating neighbours after it is rotating halves before it: the law that makes scores agree."""
-    size, angles = 8, np.linspace(0.1, 1.5, 4)
-    vector = np.random.default_rng(0).normal(size=(1, size, 1))
-    cos, sin = np.cos(angles), np.sin(angles)
-    low, high = vector[0, : size // 2, 0], vector[0, size // 2 :, 0]
-    halves = np.concatenate([low * cos - high * sin, low * sin + high * cos])
-    pairs = interleave_halves(vector)[0, :, 0].reshape(-1, 2)
-    neighbours = np.stack([pairs[:, 0] * cos - pairs[:, 1] * sin, pairs[:, 0] * sin + pairs[:, 1] * cos], -1)
-    np.testing.assert_allclose(neighbours.ravel(), interleave_halves(halves[None, :, None])[0, :, 0])
 
 
 def test_every_tensor_is_there_in_llama_cpps_order(tmp_path):
