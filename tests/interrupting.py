@@ -3,12 +3,16 @@
     with Interrupt(files, at=None) as all_of_it: act()       counts the lines
     with Interrupt(files, at=17) as one: act()               raises KeyboardInterrupt at the 17th
 
-Lines are counted as they are run, in this thread and in the files that are named.
+Lines are counted as they are run, in this thread and in the files that are named. The end of a `with` is not
+counted: Python looks for signals after calls, at jumps backward and where functions begin, so that nothing
+can come between the last line inside and the call of `__exit__`. An interrupt there would leave a lock locked.
 """
 
+import dis
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -48,7 +52,7 @@ class Interrupt:
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self._files):
             return None
-        if event == "line":
+        if event == "line" and frame.f_lasti not in _ends_of_with(frame.f_code):
             self.lines += 1
             if self.lines == self._at:
                 name = frame.f_code.co_filename.rpartition("/")[2]
@@ -56,6 +60,23 @@ class Interrupt:
                 self.told = not any(each == "__del__" for each in _callers(frame))
                 raise KeyboardInterrupt
         return self._trace
+
+
+@functools.cache
+def _ends_of_with(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions that begin to leave a `with`: a call of `__exit__` without or with an error."""
+    steps, found = [*dis.get_instructions(code)], set[int]()
+    for number, step in enumerate(steps):
+        following = steps[number : number + 4]
+        names = [each.opname for each in following]
+        if names[:2] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
+            found.add(step.offset)
+        nothing = [each.argval for each in following[:3]] == [None] * 3
+        if nothing and names[:3] == ["LOAD_CONST"] * 3 and names[3:] in (["CALL"], ["PRECALL"]):
+            # Where the statement returns a value, it is put below first.
+            swapped = number and steps[number - 1].opname == "SWAP"
+            found.add(steps[number - 1 if swapped else number].offset)
+    return frozenset(found)
 
 
 def _callers(frame: FrameType | None) -> Iterator[str]:
