@@ -5,7 +5,7 @@
 
 Lines are counted as they are run, in this thread and in the files that are named. The end of a `with` is not
 counted: Python looks for signals after calls, at jumps backward and where functions begin, so that nothing
-can come between the last line inside and the call of `__exit__`. An interrupt there would leave a lock locked.
+can come between the last line inside and the call of `__exit__`. An interrupt there would leave a lock held.
 """
 
 import dis
@@ -64,7 +64,7 @@ class Interrupt:
 
 @functools.cache
 def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions that begin to leave a `with`: a call of `__exit__` without or with an error."""
+    """Offsets of the instructions that begin to leave a `with`: a call of `__exit__`, with an error or without."""
     steps, found = [*dis.get_instructions(code)], set[int]()
     for number, step in enumerate(steps):
         following = steps[number : number + 4]
