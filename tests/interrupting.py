@@ -64,7 +64,7 @@ class Interrupt:
 
 @functools.cache
 def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions that begin to leave a `with`: a call of `__exit__`, with an error or without."""
+    """Offsets of the instructions that begin to leave a `with`: a call of `__exit__`, or an error."""
     steps, found = [*dis.get_instructions(code)], set[int]()
     for number, step in enumerate(steps):
         following = steps[number : number + 4]
