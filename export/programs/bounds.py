@@ -68,13 +68,13 @@ class Bounds:
         if (call := _CUSTOM_CALL.search(text)) is not None:
             callee = text[call.end() : call.end() + 60].strip().split("(")[0]
             raise ProgramError(f"{name}: it calls {callee} outside of itself; export the model again")
-        for shape in set(_TENSOR.findall(text)):
+        for shape in dict.fromkeys(_TENSOR.findall(text)):
             sizes = shape.split("x")[:-1]
             known = all(each.isdigit() for each in sizes)
             if not known or math.prod(map(int, sizes)) > self.largest_elements:
                 raise ProgramError(
-                    f"{name}: it allocates an array of {shape[:80]} numbers, and a model of its size at most "
-                    f"{self.largest_elements}; export the model again"
+                    f"{name}: it allocates an array of {'x'.join(sizes)[:80]} numbers, and a model of its "
+                    f"size at most {self.largest_elements}; export the model again"
                 )
 
 

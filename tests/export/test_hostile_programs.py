@@ -86,7 +86,7 @@ def vast(cache):
     [
         (kernel_of_addresses, "it calls @jaxllm_load_chunks outside of itself"),
         (host_function, "it calls @xla_ffi_python_cpu_callback outside of itself"),
-        (vast, "it allocates an array of 131072x131072"),
+        (vast, "it allocates an array of 17179869184 numbers"),
     ],
 )
 def test_a_program_that_does_more_than_compute(decode, change, message):
@@ -116,7 +116,7 @@ def test_sizes_that_are_known_at_run_time_only(decode):
         version = stablehlo.get_current_version()
         raw = stablehlo.serialize_portable_artifact(module, version)
     evil = dataclasses.replace(program, mlir_module_serialized=raw)
-    with pytest.raises(ProgramError, match=r"some: it allocates an array of \?x"):
+    with pytest.raises(ProgramError, match=r"some: it allocates an array of \? numbers"):
         inspect(bytes(evil.serialize()), allowed)
 
 
