@@ -51,8 +51,8 @@ class ProgramBucket(Bucket):
     contents: str
 
     def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
-        """(weights, caches, tokens, positions, and perhaps a mask or controls, and a source) -> caches
-        and logits; of a program that encodes: (weights, no caches, tokens, number) -> the source's arrays."""
+        """(weights, caches, tokens, positions, and perhaps a mask or controls, and a source) -> caches and
+        logits; for a program that encodes: (weights, no caches, tokens, number) -> the source's arrays."""
         manifest, signature = model.manifest, self.signature
         cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
         sources = max(manifest.encode_tokens(signature.level), default=0)
@@ -60,8 +60,8 @@ class ProgramBucket(Bucket):
         shapes = input_shapes(signature, cfg, manifest.room(signature), dtype, sources, adapter)
         weights = model.tiny_lm if signature.kind == "tiny_lm" else model.weights
         weights = {} if signature.kind in CODED_KINDS else weights
-        # Exported functions do not donate: without donation here every step would copy the caches. Those that
-        # are encoded stay.
+        # Exported functions do not donate: without donation here every step would copy the caches. Encoded
+        # caches stay.
         donated = () if signature.kind == "encode_chunks" else (1,)
         step = jax.jit(model.step(signature), donate_argnums=donated, keep_unused=True)
         return step.lower(weights, *shapes)
