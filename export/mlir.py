@@ -19,7 +19,7 @@ _LEGALIZE = "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts)"
 
 
 class Traced(NamedTuple):
-    """A signature for the converter: StableHLO bytes whose first arguments are `weights`, and the names of
+    """Signature for the converter: StableHLO bytes whose first arguments are `weights`, and the names of
     the other arguments and of the results."""
 
     name: str
@@ -30,7 +30,7 @@ class Traced(NamedTuple):
 
 
 def exported_step(step: Callable[..., Any], *shapes: Any) -> jax.export.Exported:
-    """A step with XLA's kernels, for a CPU. Unused arguments stay, so that all are there by their places."""
+    """Exports a step with XLA's kernels, for a CPU. Unused arguments stay, so positions match."""
     with without_native_kernels():
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
 

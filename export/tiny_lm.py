@@ -19,7 +19,7 @@ from jaxllm.serving.elastic.tiny_lm import served_arrays
 
 
 def tiny_facts(tiny: TinyLm) -> TinyLmFacts:
-    """What the manifest says of a tiny LM."""
+    """Returns the manifest's facts about a tiny LM."""
     return TinyLmFacts(
         levels=tiny.levels,
         prompt_ratios=tiny.prompt_ratios,
