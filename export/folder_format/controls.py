@@ -1,10 +1,13 @@
 """Lists the inputs of a program that decodes several tokens, besides the last token and its position:
 stops, and the sampler's options and state.
 
-    limit        [1] int32       maximum number of tokens, at least 1 stop_ids     [STOP_IDS] int32
-    tokens that end the answer, padded with -1 options      [6] float32     `OPTIONS`, in this order draw
-    [5] int32       top_k, penalized (0 or 1), drawn, and the two words of the seed in memory order bias
-    [V] float32 in_prompt    [1, V] bool counts       [1, V] int32    number of each token in the answer
+    limit        [1] int32       maximum number of tokens, at least 1
+    stop_ids     [STOP_IDS] int32    tokens that end the answer, padded with -1
+    options      [6] float32     `OPTIONS`, in this order
+    draw         [5] int32       top_k, penalized (0 or 1), drawn, and the two words of the seed as stored
+    bias         [V] float32
+    in_prompt    [1, V] bool
+    counts       [1, V] int32    number of each token in the answer
 
 They are few, because passing an array costs as much as a layer of a small model. See
 `jaxllm.sampling_state.SamplerState` for their meaning. A program reads `bias`, `in_prompt` and `counts`
