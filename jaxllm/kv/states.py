@@ -11,10 +11,11 @@ from jax.typing import DTypeLike
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 
-# Recurrent states of state layers, of fixed size for any number of tokens.  Keys and values of a token do
-# not change when tokens follow, so that a cache can be cut, moved and filled in any order. A state is that
-# after the last fed token, and cannot be rolled back. A cache with states therefore continues at its
-# length, or restarts at 0.
+# Recurrent states of state layers, of fixed size for any number of tokens.
+#
+# Keys and values of a token do not change when tokens follow, so that a cache can be cut, moved and filled
+# in any order. A state is that after the last fed token, and cannot be rolled back. A cache with states
+# therefore continues at its length, or restarts at 0.
 
 
 # Index of the stack of states among the stacks of a cache.

@@ -9,9 +9,11 @@ from typing import Any
 from jaxllm.config import MAX_DIMENSION, RopeConfig
 from jaxllm.errors import ConfigError
 
-# Reads a Hugging Face `config.json` and refuses unknown keys.  Every look-up records its key. A remaining
-# key must be inert (without effect on logits at inference), null or false, or named by the caller as one to
-# ignore; any other is an error, because a partly understood config loads and gives nonsense.
+# Reads a Hugging Face `config.json` and refuses unknown keys.
+#
+# Every look-up records its key. A remaining key must be inert (without effect on logits at inference), null
+# or false, or named by the caller as one to ignore; any other is an error, because a partly understood
+# config loads and gives nonsense.
 
 
 # Keys that do not change the logits.

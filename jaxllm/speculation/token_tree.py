@@ -99,11 +99,12 @@ class Growth:
     pacer: Pacer = "confidence"
 
 
-# Decides by measured times how far a tree grows, and how many of its nodes are verified.  A pass drafts and
-# verifies; it costs time, and gives tokens. Over many passes the throughput is maximized by spending time
-# on whatever gives more tokens than passes give on average in that time: at `rate` tokens per second, a
-# second costs `rate` tokens. The rate follows from the passes that are chosen by it, and converges to the
-# maximum.
+# Decides by measured times how far a tree grows, and how many of its nodes are verified.
+#
+# A pass drafts and verifies; it costs time, and gives tokens. Over many passes the throughput is maximized
+# by spending time on whatever gives more tokens than passes give on average in that time: at `rate` tokens
+# per second, a second costs `rate` tokens. The rate follows from the passes that are chosen by it, and
+# converges to the maximum.
 
 
 # Before anything is measured, a run of the drafter has to bring so many tokens.

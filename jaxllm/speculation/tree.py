@@ -149,12 +149,13 @@ def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(nodes, node), jnp.sum(on_path, dtype=jnp.int32)
 
 
-# Calibrates a drafter's probabilities by the target's acceptance, while it answers.  The meaning of a
-# token's probability depends on drafter and sampler: a target at fewer bits is underconfident, a small
-# model overconfident, and under a sampler both differ again. So outcomes are counted by the rank of a token
-# among the drafter's choices and by its probability. Each cell of the counts shifts log-odds by the ratio
-# of accepted to predicted; between the centres of two cells shifts are interpolated, so that the order of
-# branches is preserved. Without counts nothing is shifted.
+# Calibrates a drafter's probabilities by the target's acceptance, while it answers.
+#
+# The meaning of a token's probability depends on drafter and sampler: a target at fewer bits is
+# underconfident, a small model overconfident, and under a sampler both differ again. So outcomes are
+# counted by the rank of a token among the drafter's choices and by its probability. Each cell of the counts
+# shifts log-odds by the ratio of accepted to predicted; between the centres of two cells shifts are
+# interpolated, so that the order of branches is preserved. Without counts nothing is shifted.
 
 
 # Ranks with counts of their own, the last for all further ones; centres of cells, in log-odds.
