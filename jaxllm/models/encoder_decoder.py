@@ -176,6 +176,7 @@ def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
 
 
 # Encoder-decoders: a decoder that also attends to the outputs of an encoder, which reads a source once.
+#
 # `encode` computes the source's hidden states, `with_source` projects them to keys and values of each
 # decoder layer (`jaxllm.kv.states`), and `forward_at` is the one of `decoder.py` for such a decoder. Both
 # sides differ from the shared decoder only in `ModelConfig`: relative position biases and no scale (T5,
