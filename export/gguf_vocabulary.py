@@ -75,7 +75,7 @@ def _kind(at: int, tokens: Mapping[int, str], added: Mapping[int, Any], model: M
 
 
 def _prepends(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether a SentencePiece tokenizer puts a space in front of a text."""
+    """Whether a SentencePiece tokenizer puts a space before a text."""
     each = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
     return any(part["type"] == "Prepend" for part in each)
 

@@ -49,9 +49,9 @@ def export_stablehlo(
       subject: the model, with weights of `DTYPES[precision]`.
       out: the folder to make.
       plan: the programs.
-      precision: of weights, activations and caches.
+      precision: precision of weights, activations and caches.
       platforms: on which they run, of `PLATFORMS`.
-      progress: called with ("export", programs done, programs in all).
+      progress: callback for ("export", programs done, number of programs).
 
     Raises:
       ConfigError: an option is out of its domain, the folder exists, or the extra is missing.

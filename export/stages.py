@@ -63,10 +63,10 @@ def stage_models(
     """The models by processor.
 
     Args:
-      subject: of `static_products.static_level`, of the whole model.
-      facts: which stages.
-      products: of its weights.
-      scales: of its weights.
+      subject: result of `static_products.static_level`, of the whole model.
+      facts: facts of the stages.
+      products: products of its weights.
+      scales: scales of its weights.
       cache_tokens: length of caches (S).
     """
     cfg, found = subject.cfg, {}

@@ -133,7 +133,7 @@ class _Quantized:
 
     Attributes:
       subject: with the arrays of dynamic products.
-      scales: of weights, by name; empty in floats.
+      scales: scales of weights, by name; empty in floats.
       static: by level, the subject with the arrays of static products, and these.
     """
 

@@ -184,7 +184,7 @@ class Answer:
 
 
 class _Calls:
-    """The calls of both clients. `_send` returns what `read` makes of the response, or its awaitable."""
+    """The calls of both clients. `_send` returns the result of `read` on the response, or its awaitable."""
 
     def __init__(
         self,

@@ -201,7 +201,7 @@ class ProgramDrafter:
         return logits
 
     def _likeliest(self, logits: np.ndarray) -> tuple[list[int], list[float]]:
-        """The likeliest tokens, as many as a node may have children, and their probabilities."""
+        """The most likely tokens, at most as many as a node's children, and their probabilities."""
         count = self._shape.branches
         most = logits.argpartition(-count)[-count:]
         most = most[np.argsort(-logits[most], kind="stable")]

@@ -95,12 +95,12 @@ class Executor(Protocol):
         """Runs one step.
 
         Args:
-          signature: of the program.
+          signature: signature of the program.
           caches: donated.
           tokens: `[1, T]` int32.
           input_pos: `[T]` int32.
           mask: `[T, T]` bool, of a tree (see `jaxllm.export.steps.exported.run_tree`).
-          source: of an encoder-decoder (see `encode`).
+          source: source of an encoder-decoder (see `encode`).
 
         Returns:
           Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.
@@ -119,12 +119,12 @@ class Executor(Protocol):
         """Decodes several tokens in one step.
 
         Args:
-          signature: of the program.
+          signature: signature of the program.
           caches: donated; with room for `limit` tokens.
           token: the last one, not yet in the caches.
           at: its position.
           controls: see `jaxllm.export.folder_format.controls`.
-          source: of an encoder-decoder (see `encode`).
+          source: source of an encoder-decoder (see `encode`).
 
         Returns:
           The next tokens `[n]` int32, and the caches.
@@ -137,7 +137,7 @@ class Executor(Protocol):
         """Reads a row of a prompt to plan.
 
         Args:
-          signature: of a program of the tiny LM.
+          signature: signature of a program of the tiny LM.
           tokens: `[1, T]` int32.
           mask: `[1, T]` bool.
 

@@ -24,10 +24,10 @@ class ProgramShapes:
     """Shapes and functions from which the buckets of one level of a program folder are lowered.
 
     Attributes:
-      manifest: of the folder.
-      weights: of the level, or their shapes.
+      manifest: manifest of the folder.
+      weights: weights of the level, or their shapes.
       step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
-      path: of a signature's program, for messages.
+      path: path of a signature's program, for messages.
       tiny_lm: weights of the tiny LM, or their shapes.
     """
 
@@ -43,7 +43,7 @@ class ProgramBucket(Bucket):
     """Runs one exported step.
 
     Attributes:
-      signature: of the step.
+      signature: signature of the step.
       contents: digest of its program.
     """
 

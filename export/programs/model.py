@@ -63,7 +63,7 @@ class ProgramModel:
 
     @property
     def name(self) -> str:
-        """The model's name, for people."""
+        """Display name of the model."""
         return self.executor.manifest.name
 
     @property

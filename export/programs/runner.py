@@ -243,7 +243,7 @@ class ProgramRunner:
         return self.step(cache, tokens[-1], at + len(tokens) - 1)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
-        """The next token `[1]`, and the sampler. Finds the likeliest without a dispatch."""
+        """Returns the next token `[1]`, and the sampler. Finds the most likely without a dispatch."""
         if _likeliest(sampler):
             return _most_likely(np.asarray(logits)), sampler
         token, sampler = self.token_chooser.next_token(logits, sampler)
@@ -424,6 +424,6 @@ def _most_likely(logits: np.ndarray) -> np.ndarray:
 
 
 def _likeliest(sampler: SamplerState) -> bool:
-    """Whether the likeliest token is the next one."""
+    """Whether the most likely token is the next one."""
     # On the host: comparing a device's number would compile a computation.
     return not bool(sampler.penalized) and float(sampler.temperature) <= 0

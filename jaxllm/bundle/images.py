@@ -95,7 +95,7 @@ def read_image_encoder_part(bundle: Bundle) -> StoredImageEncoder | None:
 
 
 def image_encoder_facts(bundle: Bundle) -> dict[str, Any]:
-    """The encoder of images of a bundle, for people; empty if it has none."""
+    """The encoder of images of a bundle, for display; empty if it has none."""
     found = read_image_encoder_part(bundle)
     if found is None:
         return {}

@@ -240,7 +240,7 @@ def chosen_ladder(
 
     Args:
       cfg: the whole model.
-      levels: in percent, ascending, the last one 100.
+      levels: levels in percent, ascending, the last one 100.
       groups: per layer the importances of its kv groups `[K]`, in any order.
       neurons: per layer those of its neurons, `[F]`, or `[E, F]` for experts.
 

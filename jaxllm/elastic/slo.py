@@ -105,7 +105,7 @@ def nominal_cost(levels: Sequence[int], prompt_ratios: Sequence[float]) -> tuple
     """Nominal costs of choices, by counts of parameters and tokens, in shares of the whole model's times.
 
     Args:
-      levels: in percent of the model.
+      levels: levels in percent of the model.
       prompt_ratios: shares of the prompt.
 
     Returns:

@@ -312,8 +312,8 @@ def run_tile(
 
     Args:
       x: tokens `[M, D]`.
-      norm: of the block.
-      tiles: of these tokens.
+      norm: norm of the block.
+      tiles: tiles of these tokens.
       number: int32 scalar, index of the tile.
       out: visits so far.
       expert: weights `[F, D]` of the tile's expert.

@@ -220,8 +220,8 @@ class TableArray:
     Attributes:
       table: `[2]` uint32, the handle, lower half first.
       row: int32 scalar.
-      column: of the table.
-      shape, dtype: of the array. Kernels go by those of the table.
+      column: column of the table.
+      shape, dtype: shape and dtype of the array. Kernels use those of the table.
     """
 
     table: jax.Array

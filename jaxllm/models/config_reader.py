@@ -373,7 +373,7 @@ def read_ropes_by_layer(
     Args:
       reader: at the top level of the config.
       fields: the model's `head_dim` and `window_tokens`.
-      bases: of each kind of layer, if the config has none.
+      bases: base of each kind of layer, if the config has none.
     """
     nested, scaling = reader.section("rope_parameters"), reader.section("rope_scaling")
     if nested and scaling:

@@ -196,7 +196,7 @@ def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> dict
 
 
 def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> dict[str, ParamSpec]:
-    """Of a layer with a state in place of attention."""
+    """Parameters of a layer with a state in place of attention."""
     assert cfg.states is not None
     specs = _norm_specs(cfg, "state_norm")
     specs |= {f"state.{name}": ParamSpec(*each) for name, each in _state_specs(cfg.states, cfg.hidden_size)}

@@ -25,7 +25,7 @@ class StackedLayer:
     """The parameters of one layer in a stack.
 
     Attributes:
-      weights: of the stack, by their names within a layer; each array has a leading axis of layers.
+      weights: weights of the stack, by their names within a layer; each array has a leading axis of layers.
       row: int32 scalar, the layer's index in the stack.
     """
 

@@ -1,4 +1,4 @@
-"""Nested weights: 8 bits in two planes of 4, of which the first is a good 4-bit weight."""
+"""Nested weights: 8 bits in two planes of 4; the first is a good 4-bit weight."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Nested weights: 8 bits in two planes of 4, of which the first is a good 4-bit weight.
+# Nested weights: 8 bits in two planes of 4; the first is a good 4-bit weight.
 #
 # A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
 # inputs has a scale: a float32 of its output channel times a factor of 4 bits, an integer in [-16, -9] or

@@ -35,7 +35,7 @@ class StackedArray:
     Attributes:
       stack: `[n, U, ...]`, of n layers.
       index: int32 scalar, the layer's.
-      units: how many of the U entries of the leading axis it has; None for all.
+      units: number of its entries among the U of the leading axis; None for all.
     """
 
     stack: jax.Array
@@ -308,7 +308,7 @@ def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -
     """Matrices `[R, C]` as one weight, grouped by form (type, shapes and dtypes).
 
     Args:
-      matrices: in order.
+      matrices: matrices in order.
       stack: stacks arrays along a new leading axis.
     """
     forms: dict[Any, list[Weight]] = {}

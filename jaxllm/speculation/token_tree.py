@@ -208,7 +208,7 @@ class Fallback:
     """The fallback threshold: verify once no branch has a confidence above alpha.
 
     Attributes:
-      alpha: in [LEAST, MOST].
+      alpha: value in [LEAST, MOST].
     """
 
     alpha: float = START

@@ -139,7 +139,7 @@ def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The nodes from the root to `node` (int32 scalar), in order.
 
     Returns:
-      `[M]` int32, and how many of them are on the path; the others repeat the last one.
+      `[M]` int32, and the number of them on the path; the others repeat the last one.
     """
     axes = Axes("path_to")
     tree.check(axes)

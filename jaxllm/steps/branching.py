@@ -154,7 +154,7 @@ def cut(questions: Sequence[Branching], lengths: Sequence[int]) -> dict[int, lis
 
     Args:
       questions: no trunk with a branch is longer than the longest row.
-      lengths: of rows, ascending.
+      lengths: lengths of rows, ascending.
     """
     pieces: dict[int, list[Piece]] = {length: [] for length in lengths}
     answers = 0
@@ -196,7 +196,7 @@ def score_pieces(
       pieces: result of `cut`.
       rows: length of a row -> number of rows per dispatch.
       dispatch: computes the log-probabilities of a dispatch's real targets, `[count]`.
-      on_scored: called with (scored tokens, all tokens) after each dispatch.
+      on_scored: callback for (scored tokens, all tokens) after each dispatch.
 
     Returns:
       For each question `[branches]` float64.

@@ -68,11 +68,11 @@ class AtExperts:
 
     Attributes:
       x: `[1, T, D]`.
-      tiles: of the pairs of token and expert.
+      tiles: tiles of the pairs of token and expert.
       weights: `[T, k]` float32, factors of the outputs of pairs.
       ids: `[T, k]` int32, the visited experts; undefined for padding.
       ahead: `[n, E]` float32, probabilities of the experts of the next n sparse layers by their routers, the
-        mean over real tokens.
+        mean over valid tokens.
     """
 
     x: jax.Array
@@ -155,7 +155,7 @@ def attend_encoder(
     """A sparse layer of an encoder up to its experts.
 
     Args:
-      params: of the layer, without experts.
+      params: parameters of the layer, without experts.
       x, bias, valid: see `encoder_decoder.encoder_layer`; x is donated.
       of: the layer, of the encoder.
       ahead: number of layers for which `AtExperts` has probabilities; here zeros.
@@ -204,7 +204,7 @@ def expert_tile(
       expert: "gate", "up" and "down" `[F, D]`.
       norm: "ffn_norm" of the layer, and the biases of all its experts if they have any.
       tokens: before the experts.
-      number: of the tile, int32 scalar.
+      number: index of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
       cfg: the model.
     """
@@ -295,7 +295,7 @@ def restore_layer(
     Exact: a token attends to all tokens before it, which are in the cache by then, loaded or recomputed.
 
     Args:
-      params: of the layer, and the counts of used units, if any.
+      params: parameters of the layer, and the counts of used units, if any.
       x: `[1, T, D]`, the layer's input; donated.
       at: positions of the T tokens.
       past: the layer's keys and values; donated.
@@ -348,7 +348,7 @@ def last_logits(params: Params, x: jax.Array, row: jax.Array, *, cfg: ModelConfi
     """Logits `[1, V]` float32 after one token of the last layer's output.
 
     Args:
-      params: of the final norm and the head.
+      params: parameters of the final norm and the head.
       x: `[1, T, D]`, the last layer's output.
       row: `[1]` int32, the token's index among the T.
       cfg: the model.

@@ -274,7 +274,7 @@ def prune(
 def _subtree(
     tree: TokenTree, fed: jax.Array, nodes: jax.Array, token: jax.Array
 ) -> tuple[TokenTree, jax.Array]:
-    """The subtree of some nodes `[M]` bool, the first of which is its root, or only a root if there are
+    """The subtree of some nodes `[M]` bool, with the first as root, or only a root if there are
     none; and its `fed`."""
     count = jnp.sum(nodes, dtype=jnp.int32)
     order = jnp.nonzero(nodes, size=tree.room, fill_value=0)[0].astype(jnp.int32)

@@ -42,7 +42,7 @@ class Question:
         return cls(example, prompt_tokens(tokenizer, example), per_byte)
 
     def is_right(self, likely: np.ndarray) -> bool:
-        """Whether the likeliest option, the first of equals, is the right one.
+        """Whether the most likely option, the first of equals, is the right one.
 
         Args:
           likely: `[options]`, log-probability of each option.

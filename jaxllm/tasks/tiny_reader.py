@@ -65,9 +65,9 @@ class TinyReader:
         tiny LM tokens.
 
         Args:
-          prompt: of the model's tokens.
+          prompt: prompt in the model's tokens.
           logits: `[R, W]` float, the score head's output for the prompt's rows.
-          mask: of the rows.
+          mask: mask of the rows.
         """
         likely = 1 / (1 + np.exp(-read_scores(logits, mask).astype(np.float64)))
         if self.own is None:

@@ -64,7 +64,7 @@ class PromptTokens:
 
     @classmethod
     def of_ids(cls, ids: Sequence[int]) -> "PromptTokens":
-        """Token ids without their text, of which none may be dropped."""
+        """Token ids without their text; none may be dropped."""
         return cls(
             marked=MarkedText.of_template(""),
             ids=np.asarray(ids, np.int32),

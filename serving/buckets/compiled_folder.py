@@ -86,7 +86,7 @@ class CompiledBucketFolder:
             return serialize_executable.deserialize_and_load(
                 compiled, arguments, results, execution_devices=[device or jax.devices()[0]]
             )
-        except Exception as error:  # Whatever JAX and XLA raise for what they cannot use.
+        except Exception as error:  # Any error of JAX and XLA for an unusable entry.
             _log.debug("%s: cannot be loaded (%s)", self._path(key), error)
             return None
 

@@ -91,7 +91,7 @@ class TinyProposer:
         """The best of the allowed choices, and a score of each token of the prompt.
 
         Args:
-          prompt: of the request.
+          prompt: prompt of the request.
           slo: its objective.
           allowed: `[levels, prompt_ratios]` bool, one of them True.
         """

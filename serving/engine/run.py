@@ -110,8 +110,8 @@ class Run:
       seed: the sampling seed; pass it in `Sampling` to reproduce the answer.
       logprobs: log-probabilities of `tokens`; None if not requested.
       timings: times of the answer.
-      stage: what its next step does.
-      dispatched: what its last step did; None before the first has ended.
+      stage: kind of its next step.
+      dispatched: kind of its last step; None before the first has ended.
       taken_whole: whether `result` ran it from first step to last, without pauses of the caller.
     """
 

@@ -331,7 +331,7 @@ def _slide(run: Run, sliding: Sliding) -> None:
 
 
 def _count_states(run: Run) -> None:
-    """Records how many tokens the states in the session's cache have consumed, before any are dropped."""
+    """Records the tokens that the states of the session's cache have consumed, before any are dropped."""
     run.session.state_tokens = None if run.runner.cfg.states is None else len(run.session.tokens)
 
 

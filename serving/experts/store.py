@@ -25,7 +25,7 @@ class StoredPlane:
     """The unit of loading: a plane of a nested expert, or another expert as a whole.
 
     Attributes:
-      segment: of the file.
+      segment: segment of the file.
       memory_bytes: its size in whole pages.
     """
 

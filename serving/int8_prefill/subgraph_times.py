@@ -65,7 +65,7 @@ class SubgraphTimes:
     """Times of subgraphs, by their buckets or programs.
 
     Attributes:
-      handover_ms: of a subgraph, besides its work.
+      handover_ms: handover time of a subgraph, besides its work.
     """
 
     def __init__(self, path: Path | None, key: Callable[..., StageKey]) -> None:

@@ -26,7 +26,7 @@ class Grower:
 
     Attributes:
       trees: runs the model's steps.
-      confidence: of the model's tokens.
+      confidence: confidence of the model's tokens.
       steps: number of runs so far.
     """
 

@@ -20,8 +20,8 @@ class TreeGrowth:
     """Runs the steps of one drafter's trees.
 
     Attributes:
-      runner: of the drafter's model.
-      shape: of its trees.
+      runner: runner of the drafter's model.
+      shape: shape of its trees.
     """
 
     def __init__(self, runner: ResidentRunner, shape: TreeShape) -> None:

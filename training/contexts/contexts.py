@@ -155,8 +155,8 @@ def context_errors(
       params: its weights, in any format.
       rows: texts of equal length `[T]` int32, a multiple of the candidates' chunks.
       candidates: codecs and lengths of chunks.
-      sensitivity_rows: of the first so many rows sensitivities are measured, with the first candidate.
-      progress: called with layers of rows done, and in all.
+      sensitivity_rows: number of first rows to measure sensitivities on, with the first candidate.
+      progress: callback for layers of rows done, and their number.
     """
     steps = _Steps(cfg, params)
     coded = [_Coded(each, bits, part) for each in candidates for bits in WIDTHS for part in PARTS]
@@ -266,7 +266,7 @@ def _run(
 
 
 def _stored(k: jax.Array, v: jax.Array, coded: _Coded) -> tuple[jax.Array, jax.Array]:
-    """Keys and values `[1, T, K, H]`, of which one part is as it comes back from storage."""
+    """Keys and values `[1, T, K, H]`, with one part as read from storage."""
     size, (_, count, heads, width) = coded.candidate.chunk_tokens, k.shape
     codec = ChunkFormat.named(coded.candidate.codec, size).codec
     shape = ChunkShape(heads=heads, tokens=size, width=width)

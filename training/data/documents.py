@@ -113,7 +113,7 @@ class Document:
 
 
 def text_document(text: str) -> Document:
-    """A plain text, all of which is to be learnt."""
+    """Returns a plain text that is learned completely."""
     return Document((text, Special(END_OF_TEXT)))
 
 

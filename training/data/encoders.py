@@ -37,7 +37,7 @@ class Encoder(Protocol):
         ...
 
     def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
-        """The ids of each document, and how many of them are the prompt's."""
+        """Returns the ids of each document, and the number of the prompt's."""
         ...
 
 

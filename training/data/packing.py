@@ -220,7 +220,7 @@ class Splits:
         return self.train.epochs_at(step)
 
     def size(self) -> str:
-        """How much is trained on, for people."""
+        """Describes the amount of training data, for messages."""
         training, left_out = self.train.documents, self.train.left_out()
         size = f"{len(training):,} documents, {len(training.tokens):,} tokens"
         return f"{size} ({left_out})" if left_out else size
@@ -299,7 +299,7 @@ class EvaluationBatches(Sequence[Batch]):
 
 
 def filled(batch: int, own: Rows, row: Callable[[int], tuple[np.ndarray, ...]]) -> Batch:
-    """A batch of `batch` rows, of which `row` fills those of `own`."""
+    """A batch of `batch` rows, with those of `own` filled by `row`."""
     found = {number: row(number) for number in (range(batch) if own is None else own)}
     nothing = tuple(map(np.zeros_like, next(iter(found.values()))))
     rows = [found.get(number, nothing) for number in range(batch)]

@@ -1,4 +1,4 @@
-"""Measures how much units and layers matter to a model's loss on a calibration text (ELMS, section 3.2).
+"""Measures the importance of units and layers for a model's loss on a calibration text (ELMS, section 3.2).
 
 A unit's importance is the change of the next-token loss by its removal, to first order: the absolute value
 of the sum over its weights of gradient times weight (equation 2), averaged over batches. Its Fisher
@@ -48,11 +48,11 @@ class Importance:
     """Importances of a model's units and layers.
 
     Attributes:
-      groups: for each layer those of its kv-groups, `[K]` float64, in nats per token.
-      neurons: for each layer those of its neurons, `[F]`, or `[E, F]` for experts.
+      groups: importances of the kv-groups of each layer, `[K]` float64, in nats per token.
+      neurons: importances of the neurons of each layer, `[F]`, or `[E, F]` for experts.
       layers: `[L]` float64, the growth of the loss without each layer, in nats per token.
-      loss: of the whole model, in nats per token.
-      cross: of the decoder of an encoder-decoder, for each layer those of its kv-groups over the source.
+      loss: loss of the whole model, in nats per token.
+      cross: importances of the kv-groups over the source of each layer of an encoder-decoder's decoder.
       encoder: those of its encoder.
     """
 

@@ -20,7 +20,7 @@ from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, is_stacked, scan_runs, stacked
 
 Counts = Mapping[str, Any]
-# Of a layer without units these add to the residual all the same.
+# In a layer without units these add to the residual nevertheless.
 _OUTPUTS = ("attn.o_bias", "ffn.down_bias", "shared.down")
 
 

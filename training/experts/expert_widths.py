@@ -230,7 +230,7 @@ def chosen_widths(
 def write_widths(
     model: Path, out: BundleOutput, bits: np.ndarray, facts: dict[str, Any], parts: Mapping[str, Part]
 ) -> dict[str, Any]:
-    """Writes the bundle with experts at their widths; returns the facts with how many have which."""
+    """Writes the bundle with experts at their widths; returns the facts with their counts."""
     prepare(model, out.path, weights=out.weights, name=out.name, expert_bits=bits, parts=parts)
     widths, number = np.unique(bits, return_counts=True)
     return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}

@@ -28,7 +28,7 @@ class PairPerplexity:
     """Nats per token of the pairs' targets (see `Measure`).
 
     Attributes:
-      tokens: of the targets.
+      tokens: number of tokens of the targets.
     """
 
     others = OTHERS

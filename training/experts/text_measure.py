@@ -25,7 +25,7 @@ class Visited:
     """The visits of a text's tokens to the experts of a decoder, or of an encoder.
 
     Attributes:
-      paths: which experts follow which.
+      paths: counts of successive experts.
       tokens: the experts of each token.
     """
 

@@ -149,7 +149,7 @@ class Checkpoints:
         """
         try:
             return self._store.restore(step, abstract)
-        except Exception as error:  # orbax raises what its parts raise, and bare exceptions.
+        except Exception as error:  # orbax raises errors of its parts, and bare exceptions.
             raise CheckpointError(
                 f"cannot read the checkpoint {self._folder}/{step}: {one_line(error)}; remove it to go on "
                 "from an earlier one"

@@ -21,7 +21,7 @@ class Monitoring:
     """Where a run's progress goes.
 
     Attributes:
-      console: for lines of progress; None for the terminal's error stream.
+      console: console of lines of progress; None for the terminal's error stream.
       tensorboard: whether TensorBoard's events are written into the run's folder, too.
       profile: a folder for a trace of a few steps, see `StepTrace`; None for no trace.
     """

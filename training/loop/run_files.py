@@ -98,7 +98,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by a JSON value, for people to read too."""
+    """Replaces a file by a readable JSON value."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 

@@ -41,7 +41,7 @@ class Encoded:
 
     Attributes:
       hidden: `[B, S, D]`.
-      tokens: `[B]` int32, how many of them are real.
+      tokens: `[B]` int32, number of valid tokens of each row.
     """
 
     hidden: jax.Array
@@ -73,8 +73,8 @@ def dropout(key: jax.Array, share: float) -> Drop:
     """Sets a share of all numbers to zero (in steps of 1/256), and scales the others up.
 
     Args:
-      key: of all places.
-      share: in [0, 1).
+      key: PRNG key of all places.
+      share: dropped share in [0, 1).
     """
     lost = round(share * 256)
     factor = np.float32(256 / (256 - lost))
@@ -224,12 +224,12 @@ def decode_next(
     """The decoder over one more token of each row.
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       tokens: `[B]` int32.
-      position: int32 scalar, how many tokens each row has had.
-      past: of each layer, with room for all tokens of an answer.
+      position: int32 scalar, number of preceding tokens of each row.
+      past: keys and values of each layer, with room for all tokens of an answer.
       sources: see `source_keys_values`.
-      read_tokens: `[B]` int32, how many tokens of each source are real.
+      read_tokens: `[B]` int32, number of valid tokens of each source.
       cfg: the model.
 
     Returns:

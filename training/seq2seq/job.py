@@ -193,7 +193,7 @@ def target_logits(
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array | np.ndarray, smoothing: float = 0.0) -> jax.Array:
-    """Cross entropy in nats `[B, T]` float32 of targets, of which `smoothing` is spread over all tokens
+    """Cross entropy in nats `[B, T]` float32 of targets, with the share `smoothing` spread over all tokens
     (arXiv 1512.00567, section 7)."""
     targets = jnp.asarray(targets)
     found = optax.softmax_cross_entropy_with_integer_labels(logits, targets)

@@ -46,7 +46,7 @@ class PairSplits:
         return step / self.train.batches_per_epoch
 
     def size(self) -> str:
-        """How much is trained on, for people."""
+        """Describes the amount of training data, for messages."""
         tokens = sum(len(side) for pair in self.train.pairs for side in pair)
         return f"{len(self.train.pairs):,} pairs, {tokens:,} tokens of both sides"
 

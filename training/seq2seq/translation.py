@@ -37,9 +37,9 @@ class Translator:
     """A trained model.
 
     Attributes:
-      cfg: of the model.
+      cfg: config of the model.
       params: float32.
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
     """
 
     cfg: ModelConfig
@@ -188,7 +188,7 @@ def likeness(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[
 def _source_rows(
     sources: Sequence[Sequence[int]], padding_id: int
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Batches of sources of one length: their places, tokens `[B, S]` and numbers of real tokens `[B]`."""
+    """Yields batches of sources of one length: indices, tokens `[B, S]` and numbers of valid tokens `[B]`."""
     lengths = np.array([len(each) for each in sources])
     if lengths.max() > LENGTHS[-1]:
         raise ConfigError(f"a source has {lengths.max()} tokens; at most {LENGTHS[-1]} are read here")
