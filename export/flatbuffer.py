@@ -24,7 +24,7 @@ _LEAST_SHARED_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """Bytes of all buffers: stored apart, and as they are shared."""
+    """Bytes of all buffers: stored separately, and shared."""
 
     apart_bytes: int
     stored_bytes: int

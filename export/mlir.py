@@ -44,7 +44,7 @@ def convert(signatures: Sequence[Traced]) -> bytes:
     """Converts all signatures to one model, with their weights as constants.
 
     Raises:
-      ConfigError: the converter refuses the model.
+      ConfigError: the converter rejects the model.
     """
     from litert_converter.mlir import ir, passmanager
     from litert_converter.mlir._mlir_libs import converter_api_ext

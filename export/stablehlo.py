@@ -50,7 +50,7 @@ def export_stablehlo(
       out: the folder to make.
       plan: the programs.
       precision: precision of weights, activations and caches.
-      platforms: on which they run, of `PLATFORMS`.
+      platforms: platforms to run on, of `PLATFORMS`.
       progress: callback for ("export", programs done, number of programs).
 
     Raises:

@@ -73,7 +73,7 @@ class Subject:
 
 
 def only_level(subject: Subject, level: int) -> Subject:
-    """A level as a model of its own, its arrays cut to its units; the whole model as it is."""
+    """A level as a standalone model, with arrays cut to its units; the whole model unchanged."""
     if level == WHOLE:
         return dataclasses.replace(subject, levels={WHOLE: subject.levels[WHOLE]})
     entry = subject.levels[level]
@@ -161,7 +161,7 @@ def read_subject(
 
 
 def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
-    """The tiny LM, in arrays of its own, if it chooses between some of the levels."""
+    """The tiny LM, in copied arrays, if it chooses between some of the levels."""
     tiny = read_tiny_lm(bundle)
     if tiny is None or not set(tiny.levels) & set(levels):
         return None
@@ -169,7 +169,7 @@ def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
 
 
 def _calibration(bundle: Bundle) -> PrefillCalibration | None:
-    """The calibration in arrays of its own, which outlive the open bundle."""
+    """The calibration in copied arrays, which outlive the open bundle."""
     found = read_prefill(bundle)
     if found is None:
         return None

@@ -132,7 +132,7 @@ class _Quantized:
     """A subject as its programs multiply.
 
     Attributes:
-      subject: with the arrays of dynamic products.
+      subject: subject with the arrays of dynamic products.
       scales: scales of weights, by name; empty in floats.
       static: by level, the subject with the arrays of static products, and these.
     """

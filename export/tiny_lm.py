@@ -1,4 +1,4 @@
-"""The tiny LM of a bundle as programs: its weights as they are served, its signatures and its step."""
+"""Exports the tiny LM of a bundle as programs: its weights as served, its signatures and its step."""
 
 import functools
 import json

@@ -81,7 +81,7 @@ class AdapterInputs:
 
     def joined(self, factors: Mapping[str, np.ndarray]) -> np.ndarray:
         """The whole model's adapter `[N]`, of its factors of any rank up to `rank`; a parameter without any
-        stays as it is."""
+        stays unchanged."""
         parts = []
         for name, shape in self._factors(WHOLE):
             part = np.zeros(shape, np.float32)

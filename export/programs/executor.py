@@ -219,7 +219,7 @@ def kept_buckets() -> "CompiledBucketFolder | None":
 
 
 def _require_room(folder: Path, manifest: Manifest) -> None:
-    """Raises BudgetExceeded if the memory of this machine does not hold a level's longest caches."""
+    """Raises BudgetExceeded if a level's longest caches exceed the memory of this machine."""
     there = memory_bytes()
     if there is None:
         return

@@ -70,7 +70,7 @@ class ProgramBucket(Bucket):
         """See `Bucket`.
 
         Raises:
-          ProgramError: the program is refused, or cannot be compiled.
+          ProgramError: the program is rejected, or cannot be compiled.
         """
         try:
             return super().compile(model)

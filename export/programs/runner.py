@@ -196,7 +196,7 @@ class ProgramRunner:
         return self._cache(self.executor.restored(self.level, length, rows), length, filled)
 
     def fork(self, cache: ProgramCache, tokens: int) -> ProgramCache:
-        """A cache with the first `tokens` positions of another, which stays as it is. Under `lock`."""
+        """A cache with the first `tokens` positions of another, which stays unchanged. Under `lock`."""
         return self.restored(self.rows(cache, tokens), tokens)
 
     def scorer(self) -> Any:

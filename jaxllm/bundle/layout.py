@@ -161,7 +161,7 @@ class Layout:
 
     @functools.cached_property
     def specs(self) -> dict[str, ParamSpec]:
-        """Every parameter as it is stored."""
+        """Every parameter as stored."""
         return specs_apart(self.cfg) if self.experts_apart else param_specs(self.cfg)
 
     @functools.cached_property

@@ -274,7 +274,7 @@ class Bundle:
         return jax.tree.map(_put, _of_host(tensor, shape, view))
 
     def stored(self, name: str) -> np.ndarray | BlockedArray:
-        """A parameter as it is stored, as views of the file.
+        """A parameter as stored, as views of the file.
 
         Raises:
           BundleError: its segment's checksum is wrong.

@@ -296,7 +296,7 @@ def write_adapter(
     """Writes a folder that PEFT's `PeftModel.from_pretrained` loads onto the same model.
 
     Args:
-      folder: folder, made if missing; each of its two files is replaced atomically.
+      folder: folder, created if missing; each of its two files is replaced atomically.
       cfg: config of the model.
       lora: config of the adapter.
       adapter: see `jaxllm.models.lora`.

@@ -125,7 +125,7 @@ class SafetensorsFolder:
         return True
 
     def close_to(self, name: str, values: np.ndarray) -> bool:
-        """Whether a small tensor has some values in [-1, 1], as closely as any type of weights holds them.
+        """Whether a small tensor has some values in [-1, 1], as closely as any type of weights stores them.
 
         Raises:
           CheckpointError: as `read`.
@@ -258,7 +258,7 @@ def write_checkpoint(
       config_path: path of the config; its folder is created if missing.
       config: a JSON object.
       weights_path: path of the safetensors file, in the same folder.
-      tensors: to write; their values are made one at a time.
+      tensors: tensors to write; their values are made one at a time.
     """
     config_path.parent.mkdir(parents=True, exist_ok=True)
     # The inner file is renamed first; the config, already written, follows at once.

@@ -51,7 +51,7 @@ class ContextCalibration:
     """What was measured of a model, and the choice.
 
     Attributes:
-      chosen: how its chunks are best stored.
+      chosen: the best storage of its chunks.
       errors: by candidate, relative errors of attention outputs `[L, 3, 2]` float32, per layer, width of
         `WIDTHS` and part of `PARTS`.
       sensitivity: `[L, 2]` float32, divergence (nats per token) of predictions per error, per layer and part.

@@ -48,7 +48,7 @@ class TlmConfig:
 
     Attributes:
       encoder: the encoder of each head, shared and own layers together.
-      shared_layers: how many of its bottom layers both heads share; the others exist once per head.
+      shared_layers: number of bottom layers that both heads share; the others exist once per head.
       levels: number of sub-models to choose from.
       prompt_levels: number of shares of the prompt to choose from.
     """

@@ -1,7 +1,7 @@
 """Translates configs and tensors of an architecture from and to Hugging Face's form.
 
 A checkpoint tensor is one or more of our parameters (see `parameters.py`) as consecutive blocks of rows,
-stored as they are (`[rows, D]`) or transposed (`[D, rows]`). Nothing else differs between Hugging Face's
+stored unchanged (`[rows, D]`) or transposed (`[D, rows]`). Nothing else differs between Hugging Face's
 layouts and ours: heads and kv groups are reshapes of rows.
 """
 

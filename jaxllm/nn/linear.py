@@ -191,7 +191,7 @@ def normed_to_units(
     step: jax.Array | None = None,
     live: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """`to_units` of `norm(x)`, or of x as it is, with each weight."""
+    """`to_units` of `norm(x)`, or of x unchanged, with each weight."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: list[Weight], options: _Options) -> list[jax.Array]:
         normed = x if norm is None else normalize(x, norm, apart=rowwise)
@@ -264,7 +264,7 @@ def feed_forward(
     live: jax.Array | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; without a
-    norm x is read as it is. `steps`: of the inputs of the first products and of `down` (see above)."""
+    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above)."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _BlockOptions) -> jax.Array:
         step, hidden_step = options.steps or (None, None)

@@ -23,7 +23,7 @@ from jaxllm.errors import ConfigError
 
 NESTED_GROUP = 64
 LOWEST, HIGHEST = -128, 119
-# Factors by their codes: 8 to 15 as they are, 0 to 7 less 16.
+# Factors by their codes: 8 to 15 unchanged, 0 to 7 less 16.
 FACTORS = np.array([*range(-16, -8), *range(8, 16)], np.int8)
 # Weight of an error of both planes relative to one of the high plane. At 100, rows of 256 and more have no
 # larger error in both than 8 bits with a scale per channel (0.6 to 0.9 of it), and in the high plane 1.4

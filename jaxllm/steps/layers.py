@@ -203,7 +203,7 @@ def expert_tile(
     Args:
       expert: "gate", "up" and "down" `[F, D]`.
       norm: "ffn_norm" of the layer, and the biases of all its experts if they have any.
-      tokens: before the experts.
+      tokens: tokens before the experts.
       number: index of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
       cfg: the model.
@@ -211,7 +211,7 @@ def expert_tile(
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
-    # An expert's number plus E stands for only its high plane.
+    # An expert's number plus E denotes only its high plane.
     chosen = tokens.tiles.expert[number] % np.int32(cfg.experts)
     beside = LayerParams(norm, "")
     biases = {name: None if each is None else each[chosen] for name, each in expert_biases(beside).items()}

@@ -48,7 +48,7 @@ class CompiledBucketFolder:
     """Compiled buckets by key, in one folder of this user. Threads and processes may share it.
 
     Args:
-      folder: folder, made if missing, closed to others.
+      folder: folder, created if missing, closed to others.
       limit_bytes: size limit of all entries; the least recently used are deleted.
     """
 

@@ -81,7 +81,7 @@ class _Request(_Asked):
     """One request: see `Planner.plan`.
 
     Attributes:
-      began: when planning began, by `time.perf_counter`.
+      began: start of planning, by `time.perf_counter`.
       reused: see `Planner.plan`.
     """
 

@@ -56,7 +56,7 @@ class Lifecycle:
     Attributes:
       plan: plan of a call with an objective; None without one.
       objective: objective of the answer's time or energy; None for none.
-      restoration: how the call's context was restored; the default without a context.
+      restoration: restoration of the call's context; the default without a context.
       finish_ms: time to make room for a context's new chunks, compress and store them.
     """
 

@@ -33,7 +33,7 @@ class ImageEncoder:
       store: store of its bucket; None compiles it.
 
     Attributes:
-      input: how images are split.
+      input: splits of images.
       tile_rows: rows per tile (R).
     """
 

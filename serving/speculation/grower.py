@@ -69,7 +69,7 @@ class Grower:
 
         Args:
           tree, fed, cache: see `TreeGrowth.draft`; donated.
-          growing: when to stop.
+          growing: stop rule.
           limit: maximum number of runs.
           hidden: whether weights are read meanwhile.
 

@@ -201,7 +201,7 @@ class Speculation(Drafts):
         return found
 
     def _meanwhile(self, busy_s: float) -> bool:
-        """Runs one step of the drafter, if it ends before the target goes on."""
+        """Runs one step of the drafter, if it ends before the target continues."""
         began = time.perf_counter()
         if not self.options.pipelined or busy_s < self.drafter.step_s or not self.drafter.step():
             return False

@@ -274,7 +274,7 @@ def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple
 
 
 def _parts(whole: Range, spans: Sequence[tuple[int, int]], gap_bytes: int) -> list[Range]:
-    """The ascending spans that lie in a range, merged where gaps are at most `gap_bytes`."""
+    """The ascending spans within a range, merged across gaps that are at most `gap_bytes`."""
     end = whole.offset + whole.size_bytes
     inside = [each for each in spans if whole.offset <= each[0] < end]
     return [

@@ -219,7 +219,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
     kept: list[str] = []
     size = 0
     for line in lines:
-        # A blank line may hold spaces.
+        # A blank line may contain spaces.
         if line.strip():
             kept.append(line)
             size += len(line)

@@ -65,7 +65,7 @@ def require_bucket(url: str) -> None:
 
 
 def source_name(path: Path | str) -> str:
-    """A path as recipes name it: absolute, or a URL as it is."""
+    """A path as recipes name it: absolute, or a URL unchanged."""
     return str(path) if is_remote(path) else str(Path(path).absolute())
 
 

@@ -187,8 +187,8 @@ def level_job(
 
 
 def divergence_job(cfg: ModelConfig, original: Params, settings: TrainSettings) -> Job:
-    """Measures how far a model's distribution over the next token is from the original's, in nats per token;
-    it trains nothing."""
+    """Measures the divergence of a model's distribution over the next token from the original's, in nats per
+    token; it trains nothing."""
     dtype = jnp.dtype(settings.computed_in)
 
     def losses(params: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:

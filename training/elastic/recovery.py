@@ -96,7 +96,7 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     """Trains all levels together.
 
     Returns:
-      The whole model's new weights, and facts: with a bound on how far it may go, how far it went.
+      The whole model's new weights, and facts: with a bound, the actual divergence.
     """
     splits, console, recipe, cfg = run.splits, run.console, run.recipe, run.cfg
     console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)

@@ -241,7 +241,7 @@ def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int
 
 
 def _location(folder: Path | str) -> epath.Path | str:
-    """A folder or `gs://` URL for orbax, or an `s3://` URL as it is."""
+    """A folder or `gs://` URL for orbax, or an `s3://` URL unchanged."""
     if is_remote(folder):
         require_bucket(str(folder))
         return str(folder) if is_s3(str(folder)) else epath.Path(folder)

@@ -140,7 +140,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     """Reads a run's `recipe.json`.
 
     Raises:
-      CheckpointError: `run_dir` holds no run, or its file is damaged.
+      CheckpointError: `run_dir` contains no run, or its file is damaged.
     """
     try:
         identity = json.loads(read_text(Path(run_dir) / RECIPE_FILE))

@@ -2,7 +2,7 @@
 
 The model's weights may have any width; over 8 or 4 bits this is QLoRA (arXiv 2305.14314) without its paging.
 
-A run's folder holds `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
+A run's folder has `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
 `summary.json`. The frozen weights are read from the model's folder or bundle and never written.
 """
 

@@ -178,13 +178,13 @@ def dry_run_pretrain(
 def export_best(run_dir: Path, out: Path | None = None) -> Path:
     """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf` by default.
 
-    It may be called while the run goes on in another process.
+    It may be called while the run continues in another process.
 
     Returns:
       The Hugging Face folder.
 
     Raises:
-      CheckpointError: `run_dir` holds no run, or no checkpoint yet.
+      CheckpointError: `run_dir` contains no run, or no checkpoint yet.
     """
     run_dir = Path(run_dir)
     recipe = run_recipe(run_dir)

@@ -64,7 +64,7 @@ class Side:
 
 
 def no_drop(x: jax.Array, place: int) -> jax.Array:
-    """Leaves everything as it is."""
+    """Changes nothing."""
     del place
     return x
 

@@ -113,10 +113,10 @@ def train_seq2seq(
 
 def export_best_seq2seq(run_dir: Path, out: Path | None = None) -> Path:
     """Writes the checkpoint with the lowest held-out loss so far as a folder, by default
-    `run_dir/hf`; also while the run goes on in another process.
+    `run_dir/hf`; also while the run continues in another process.
 
     Raises:
-      CheckpointError: `run_dir` holds no run, or no checkpoint yet.
+      CheckpointError: `run_dir` contains no run, or no checkpoint yet.
     """
     run_dir = Path(run_dir)
     recipe = Seq2SeqRecipe.from_json(read_identity(run_dir)["recipe"])

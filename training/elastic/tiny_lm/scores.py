@@ -67,7 +67,7 @@ def keep_metrics(
 def decided(
     params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: DTypeLike = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """The decision of questions of R rows each, in one piece as it is in service.
+    """The decision of questions of R rows each, in one piece as in service.
 
     Args:
       params: of the tiny LM.
