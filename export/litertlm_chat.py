@@ -102,7 +102,7 @@ def _bos_text(tokenizer: Tokenizer) -> str:
 
 
 def _service_text(turns: _Turns, tokenizer: Tokenizer, now: datetime.datetime) -> str:
-    """What follows the start token in the service's prompt."""
+    """Returns the text after the start token in the service's prompt."""
     if not tokenizer.has_chat_template:
         return "".join(turn["content"] for turn in turns)
     return tokenizer.render_chat(turns, now=now).removeprefix(_bos_text(tokenizer))

@@ -95,7 +95,7 @@ class ProgramContextAnswer(Answer):
 
     @property
     def restoration(self) -> Restored:
-        """How the context was restored, once the answer has begun."""
+        """Restoration of the context, once the answer has begun."""
         return self._call.restoration
 
 

@@ -35,7 +35,7 @@ _PLAIN: Mapping[Stage, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageFacts:
-    """What a loop needs to know of stage programs, which are of the whole model.
+    """Facts about stage programs for a loop; they are of the whole model.
 
     Attributes:
       chunk_tokens: lengths of chunks, ascending.

@@ -24,7 +24,7 @@ TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyLmFacts:
-    """What a loop needs to know of a tiny LM.
+    """Facts about a tiny LM for a loop.
 
     Attributes:
       levels: per class of the model, its level in percent, ascending.

@@ -25,7 +25,7 @@ class FolderAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all adapters in the folder."""
+        """Names of all adapters in the folder."""
         return () if self._manifest.adapters is None else self._manifest.adapters.names
 
     @property

@@ -35,7 +35,7 @@ PARTS = ("keys", "values")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Candidate:
-    """How chunks may be stored.
+    """Candidate for the storage of chunks.
 
     Attributes:
       codec: its name.
@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ContextCalibration:
-    """What was measured of a model, and the choice.
+    """Measurements of a model, and the choice.
 
     Attributes:
       chosen: the best storage of its chunks.

@@ -55,7 +55,7 @@ def word_count(text: str, boundaries: np.ndarray | None = None) -> int:
 
 
 def forced_tokens(offsets: np.ndarray, droppable: np.ndarray) -> np.ndarray:
-    """Which tokens must be kept: all but those entirely within a droppable span.
+    """Tokens that must be kept: all but those entirely within a droppable span.
 
     Args:
       offsets: see `words_of`.

@@ -133,8 +133,8 @@ def channel_tops(
 def outlier_counts(
     params: Params, tokens: jax.Array, steps: jax.Array, *, cfg: ModelConfig, rule: Rule | None = None
 ) -> list[list[jax.Array]]:
-    """How many tokens exceed 127 steps in each input channel `[D]` of all products, int32; `steps` is `[L,
-    4]`."""
+    """Number of tokens that exceed 127 steps in each input channel `[D]` of all products, int32;
+    `steps` is `[L, 4]`."""
 
     Axes("outlier_counts", L=cfg.layers).check(jnp.float32, "L 4", steps=steps)
 

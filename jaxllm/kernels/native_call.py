@@ -91,7 +91,7 @@ class UsedUnits:
         return len(self.counts.shape) == 2
 
     def of(self, row: int) -> "UsedUnits":
-        """Those of one sequence of a batch."""
+        """Counts of one sequence of a batch."""
         return UsedUnits(value(self.counts)[1 + row], self.column) if self.by_row else self
 
     def only(self, h: jax.Array, axis: int) -> jax.Array:

@@ -441,8 +441,8 @@ def _self_attended(
 
 
 def _attending(params: Params, at: TokenPositions, capacity: int, cfg: ModelConfig) -> _Attending:
-    """What runs the first half of each layer of the decoder over tokens at positions of a cache of `capacity`
-    tokens: attention to them, then to the source."""
+    """Function that runs the first half of each decoder layer over tokens at positions of a cache of
+    `capacity` tokens: attention to them, then to the source."""
     mask, rowwise = at.visible(capacity, 0), at.tree is not None
     options = AttentionOptions(scale=cfg.attention_scale, bias=bias_by_distance(params, cfg))
 
@@ -480,7 +480,7 @@ def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def _live(x: jax.Array, valid: jax.Array) -> jax.Array | None:
-    """How many tokens of `[B, T, ...]` are computed (see `linear.py`)."""
+    """Number of computed tokens of `[B, T, ...]` (see `linear.py`)."""
     return valid if x.shape[0] == 1 else None
 
 

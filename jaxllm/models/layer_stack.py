@@ -39,7 +39,7 @@ class LayerRun:
 
 @dataclasses.dataclass(frozen=True)
 class LayerForm:
-    """What the parameters of equal layers have in common.
+    """Structure that the parameters of equal layers share.
 
     Attributes:
       names: names of the parameters, within the layer.

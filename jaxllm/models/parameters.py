@@ -231,7 +231,7 @@ def _state_specs(states: StateConfig, width: int) -> Iterator[tuple[str, tuple[t
 
 
 def _products_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamSpec]:
-    """Of the norm before attention, or before cross-attention, and of its first products."""
+    """Parameters of the norm before attention, or before cross-attention, and of its first products."""
     specs = _norm_specs(cfg, f"{name}_norm") if cfg.pre_norms else {}
     rows = {"q": cfg.group * cfg.head_dim, "k": cfg.head_dim, "v": cfg.head_dim}
     if cfg.attention_gate:

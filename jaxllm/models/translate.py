@@ -115,7 +115,7 @@ class Tensor:
         return block.astype(np.float32) + np.float32(1) if self.plus_one else block
 
     def rows_of(self, stacked: np.ndarray, param: str, rows: slice) -> np.ndarray:
-        """Those of a parameter in a tensor `[E, rows, ...]` of all experts; they are `rows` unless
+        """Rows of a parameter in a tensor `[E, rows, ...]` of all experts; they are `rows` unless
         parameters alternate."""
         turns = slice(self.params.index(param), None, len(self.params))
         return stacked[:, turns if self.alternating else rows]
@@ -290,7 +290,7 @@ def swap_pairs(rows: np.ndarray, head_dim: int, stride: int) -> np.ndarray:
 
 
 def heads_of(rows: np.ndarray, parts: int, part: int, head_dim: int) -> np.ndarray:
-    """Of rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
+    """From rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
     split = rows.reshape(-1, parts, head_dim, *rows.shape[1:])
     return split[:, part].reshape(-1, *rows.shape[1:])
 

@@ -89,7 +89,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
-    """What a gated feed-forward block makes of its first products."""
+    """Activation of a gated feed-forward block, from its first products."""
     if activation != "clamped_swiglu":
         return activate(gate, activation) * up
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
@@ -254,7 +254,7 @@ class Heads(NamedTuple):
     sink_logits: jax.Array | None = None
 
     def of_sequence(self, number: int) -> "Heads":
-        """Those of one sequence of the batch."""
+        """Inputs of one sequence of the batch."""
         q, k, v = (each[number : number + 1] for each in self[:3])
         return Heads(q, k, v, self.sink_logits)
 
@@ -433,7 +433,7 @@ def source_attention(
 
 
 def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Array:
-    """What is added to scores `[K, T, G, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
+    """Bias of scores `[K, T, G, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
     mask `[T, S]`."""
     last = bias.shape[-1] - 1
     distance = at.positions[:, None] - at.stands(visible.shape[1])

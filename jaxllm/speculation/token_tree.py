@@ -59,7 +59,7 @@ class TokenTree:
 
     @property
     def used(self) -> "jax.Array":
-        """Which nodes are in use, `[M]` bool."""
+        """Nodes in use, `[M]` bool."""
         return self.count > np.arange(self.room, dtype=np.int32)
 
     def check(self, axes: Axes) -> None:

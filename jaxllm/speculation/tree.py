@@ -202,7 +202,7 @@ class Calibration:
         return Calibration(*(count * kept for count in counts))
 
     def shifts(self) -> np.ndarray:
-        """What is added to log-odds, `[RANKS, CELLS]` float32 (see `calibrated`)."""
+        """Shifts of log-odds, `[RANKS, CELLS]` float32 (see `calibrated`)."""
         centres = 1 / (1 + np.exp(-_CENTRES))
         weight = self.seen + _PRIOR
         promised = (self.promised + _PRIOR * centres) / weight
@@ -421,7 +421,7 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
 
 
 def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
-    """How often each token occurs in the answer after each node, `[M, V]` int32."""
+    """Count of each token in the answer after each node, `[M, V]` int32."""
     said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
     of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
     return counts + (said @ of_token).astype(jnp.int32)

@@ -91,7 +91,7 @@ class AtExperts:
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayer:
-    """What is static of a sparse layer.
+    """Static properties of a sparse layer.
 
     Attributes:
       cfg: the model.

@@ -37,7 +37,7 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """What a run's last step did.
+    """Last step of a run.
 
     Attributes:
       kind: "prefill" fed a chunk of the prompt, "decode" decoded a block, "verify" verified drafts, "finish"
@@ -206,7 +206,7 @@ class Run:
 
     @property
     def restoration(self) -> Restoration:
-        """How the answer's context was restored; the default before the first step, and without a context."""
+        """Restoration of the answer's context; the default before the first step, and without a context."""
         return self.lifecycle.restoration
 
     @property

@@ -52,7 +52,7 @@ class StoredExpert:
 
     @property
     def form(self) -> str:
-        """What experts of the same arrays have in common."""
+        """Name of the form that experts of the same arrays share."""
         return NESTED if self.nested else str(self.bits)
 
     @property

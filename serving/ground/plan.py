@@ -64,7 +64,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """How a context was restored.
+    """Restoration of a context.
 
     Attributes:
       resident: number of chunks that were in memory.

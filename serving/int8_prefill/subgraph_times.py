@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class StageKey(Protocol):
-    """Which stage has a time: a frozen dataclass of scalars, such as a bucket."""
+    """Key of a stage's time: a frozen dataclass of scalars, such as a bucket."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 

@@ -114,7 +114,7 @@ class Scorer:
         return scores, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
 
     def embedding(self, tokens: Sequence[int]) -> "Embedding":
-        """What computes the embedding of a text of so many tokens, chunk by chunk.
+        """Function that computes the embedding of a text of so many tokens, chunk by chunk.
 
         Raises:
           ConfigError: the text is empty, or longer than the window.

@@ -55,7 +55,7 @@ class Target(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """When a drafter stops growing a tree.
+    """Rule that ends the growth of a tree.
 
     Attributes:
       alpha: minimum confidence of a branch to grow.

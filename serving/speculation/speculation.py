@@ -172,7 +172,7 @@ class Speculation(Drafts):
         return DecodedRow(verdict.tokens.tolist(), cache, sampler, len(verdict.tokens) - 1)
 
     def _growing(self, most: int, temperature: float) -> Growing:
-        """When the next draft ends."""
+        """End rule of the next draft."""
         if self.options.fallback != "measured":
             return Growing(self._fallback.alpha, most, temperature)
         tips, yields = self.options.trees.tips, self._yields or 1.0

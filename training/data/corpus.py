@@ -123,7 +123,7 @@ class Corpus:
             yield from self._of_split(source, documents, split)
 
     def training_texts(self) -> Iterator[str]:
-        """What a tokenizer may learn from."""
+        """Texts that a tokenizer may learn from."""
         for _, document in self.documents("train"):
             yield from document.texts
 

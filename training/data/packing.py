@@ -135,7 +135,7 @@ class WindowBatches:
 
     @property
     def documents(self) -> TokenizedDocuments:
-        """What windows are of."""
+        """Documents that windows are cut from."""
         return self.rows.documents
 
     @property

@@ -33,7 +33,7 @@ class Measure(Protocol):
     others: int
 
     def value(self, params: Params) -> float:
-        """What is measured of a model with these parameters."""
+        """Measures a model with these parameters."""
         ...
 
     def loss(self, value: float, whole: float) -> float:
@@ -74,11 +74,11 @@ class WidthLosses:
 
     @property
     def whole(self) -> float:
-        """What is measured of the float model."""
+        """Measured value of the float model."""
         return self._measured("whole", lambda: self.params)
 
     def value_of(self, bits: np.ndarray) -> float:
-        """What is measured by widths `[L_sparse, E]`; 32 changes nothing."""
+        """Measured value by widths `[L_sparse, E]`; 32 changes nothing."""
         bits = np.asarray(bits, np.int8)
         if np.all(bits == 32):
             return self.whole

@@ -157,7 +157,7 @@ class Checkpoints:
 
 
 class _OrbaxCheckpoints:
-    """Those in a folder or at a `gs://` URL."""
+    """Checkpoints in a folder or at a `gs://` URL."""
 
     def __init__(self, folder: epath.Path, *, resumes: bool) -> None:
         self._folder, self._deleted, self._saved = folder, folder / _DELETED, False

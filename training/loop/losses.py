@@ -34,7 +34,7 @@ _Block = tuple[jax.Array, jax.Array]
 
 
 class Targets(Protocol):
-    """What losses read of a batch: the targets `[B, T]` int32."""
+    """Fields of a batch that losses read: the targets `[B, T]` int32."""
 
     @property
     def targets(self) -> Any:

@@ -18,7 +18,7 @@ TRACED_STEPS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Monitoring:
-    """Where a run's progress goes.
+    """Destinations of a run's progress.
 
     Attributes:
       console: console of lines of progress; None for the terminal's error stream.

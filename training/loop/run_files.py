@@ -71,7 +71,7 @@ def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
 
 
 def checkpoints_of(folder: Path) -> Path | str:
-    """Where the checkpoints of a run, or of a stage in a folder of the run's, are: a path or a URL."""
+    """Returns the place of the checkpoints of a run, or of a stage in its folder: a path or a URL."""
     for run_dir in (folder, *folder.parents):
         if (url := _url_of(run_dir)) is not None:
             return "/".join((url, *folder.relative_to(run_dir).parts, CHECKPOINTS))

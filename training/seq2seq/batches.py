@@ -85,7 +85,7 @@ class PairRows:
 
     @property
     def padding_share(self) -> float:
-        """Of all tokens of an epoch, on both sides."""
+        """Share of padding among all tokens of an epoch, on both sides."""
         real = sum(min(len(side), self.lengths[-1]) for pair in self.pairs for side in pair)
         return 1 - real / (2 * int(self.length_of.sum()))
 

@@ -37,7 +37,7 @@ _PLACES, _DECODER = 4, 1000
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """What the decoder attends to.
+    """Encoded sources that the decoder attends to.
 
     Attributes:
       hidden: `[B, S, D]`.
@@ -304,7 +304,7 @@ def _decoded(
 
 
 def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """What is added to scores of the decoder's own tokens, `[K, T, S]` float32."""
+    """Bias of the scores of the decoder's own tokens, `[K, T, S]` float32."""
     hidden = jnp.where(keys[None, :] <= queries[:, None], np.float32(0), np.float32(MASKED))
     return _relative(params, queries, keys, cfg, both_ways=False) + hidden
 
@@ -312,7 +312,7 @@ def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfi
 def _relative(
     params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig, *, both_ways: bool
 ) -> jax.Array:
-    """What relative positions add to scores, `[K, T, S]` float32."""
+    """Bias of scores by relative positions, `[K, T, S]` float32."""
     number = relative_buckets(
         keys[None, :] - queries[:, None],
         buckets=cfg.relative_buckets,
@@ -327,7 +327,7 @@ def _relative(
 
 
 def _padding(valid: jax.Array, count: int) -> jax.Array:
-    """What hides padding from scores, `[B, 1, 1, S]` float32."""
+    """Mask of padding for scores, `[B, 1, 1, S]` float32."""
     real = jnp.arange(count, dtype=jnp.int32)[None, :] < valid[:, None]
     return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, :]
 

@@ -112,7 +112,7 @@ def read_splits(
 
 
 def _lead(prefix: str | None, own: str) -> str:
-    """What precedes a source, with the space between them; `own` is the model's."""
+    """Returns the prefix of a source, with the space between them; `own` is the model's."""
     if prefix is None:
         return own
     return f"{prefix.strip()} " if prefix.strip() else ""

@@ -86,7 +86,7 @@ def calibrate_nested(
 def _calibrated(
     bundle: Bundle, floats: Iterator[tuple[str, np.ndarray]] | None, rows: list[np.ndarray], status: Status
 ) -> tuple["_Found", dict[str, BlockedArray]]:
-    """What was found, and the weights by name."""
+    """Returns the results, and the weights by name."""
     cfg, weights, found = bundle.cfg, {}, _Found()
     run = _Layers(cfg, jax.tree.map(jnp.asarray, bundle.load()), rows)
     for layer in range(cfg.layers):

@@ -100,7 +100,7 @@ class Start:
         return cls(cfg, params, ids, own)
 
     def reader(self, row_tokens: int) -> TinyReader:
-        """How it reads prompts in rows of such a length."""
+        """Reader of prompts in rows of that length."""
         own = None if self.own is None else Tokenizer(self.own)
         return TinyReader(own, self.mark_ids, row_tokens)
 
