@@ -10,7 +10,7 @@ from jaxllm.errors import ConfigError
 
 # Names the stages into which a layer is split for two processors (mllm-NPU, arXiv 2407.05858, section 3.2).
 #
-# A layer without a shadow has three stages, of which the integer processor runs two:
+# A layer without a shadow has three stages; the integer processor runs two:
 #
 #     project   norm, quantize, products of queries, keys and values
 #     attend    attention over the cache, in floats

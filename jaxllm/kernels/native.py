@@ -126,7 +126,7 @@ def process_kernels() -> Kernels:
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads share a kernel's work, for the whole process.
+    """Sets the number of threads that share a kernel's work, for the whole process.
 
     Raises:
       ConfigError: not a number of threads.

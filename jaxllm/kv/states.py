@@ -25,7 +25,7 @@ STATES = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateNodes:
-    """State updates by the nodes of a token tree, of which those of the accepted path are applied.
+    """State updates by the nodes of a token tree; those of the accepted path are applied.
 
     Attributes:
       inputs: `[B, M, C]` float32, inputs of the convolution.

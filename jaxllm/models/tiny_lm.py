@@ -202,7 +202,7 @@ def score(
       tokens: `[B, T]` int32.
       mask: `[B, T]` bool, True = a real token.
       cfg: the tiny LM.
-      dtype: of the activations.
+      dtype: dtype of the activations.
 
     Returns:
       `[B, T]` float32, the logit of keeping: the difference of the logits of the paper's two classes. Values

@@ -21,7 +21,7 @@ from jaxllm.quant.formats import QArray, scaled
 from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
 from jaxllm.quant.weights import Adapted, Apart, ByForm, FirstUnits, Narrowed, Weight
 
-# Arrays of equal layers stacked along a leading axis, of which a step uses one layer's.
+# Arrays of equal layers stacked along a leading axis; a step uses one layer's.
 #
 # A loop over layers yields a layer's weights as entries of stacks. Slices of an entry are slices of the
 # stack, so that a loop over rows of a weight, or over experts, copies no other part of the layer's weight.

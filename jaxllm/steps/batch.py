@@ -158,7 +158,7 @@ def _row_logits(
     cfg: ModelConfig,
     dtype: DTypeLike,
 ) -> tuple[list[jax.Array], Caches]:
-    """Logits `[1, V]` of each row, undefined behind the last running one, and the caches with the tokens of
+    """Logits `[1, V]` of each row, undefined after the last running one, and the caches with the tokens of
     running rows."""
     count = len(caches)
     writes = running.astype(jnp.int32)

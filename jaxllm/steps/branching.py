@@ -68,9 +68,9 @@ class Packed:
 
     Attributes:
       tokens, starts, trunk_ends, branch_starts: `[B, T]` int32 (see `jaxllm.nn.documents`).
-      places, targets: `[P]` int32 (see `steps.score_branches`), of which `count` are real.
+      places, targets: `[P]` int32 (see `steps.score_branches`), with `count` valid ones.
       owners: `[P]` int32, index of the answer of each target.
-      used: number of real tokens in each row.
+      used: number of valid tokens in each row.
       count: number of real targets.
     """
 

@@ -235,7 +235,7 @@ def stored_tiles(
     """Runs some tiles of tokens through their experts, in one call of a native kernel.
 
     Args:
-      weights: the experts of the layer, of which those of the tiles are in memory.
+      weights: the experts of the layer; those of the tiles are in memory.
       norm: "ffn_norm" of the layer.
       tokens: tokens before the experts.
       actions: `[m]` int32, action for each tile (see `native_experts.stored_visits`).

@@ -391,7 +391,7 @@ def draft(
         return fed | stopped | (tree.depths >= end.depth)
 
     def tips(tree: TokenTree, fed: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The next tips, how many are valid, and whether running on them is worth it."""
+        """The next tips, the number of valid ones, and whether running on them is worth it."""
 
         def chosen(least: jax.Array) -> tuple[jax.Array, jax.Array]:
             return next_tips(tree, ended(tree, fed), growth.tips, pacer=growth.pacer, least=least)
