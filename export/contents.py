@@ -1,6 +1,6 @@
-"""Says what the programs of each format hold: the one place where what a format lacks is named.
+"""Lists the contents of each format's programs: the only place that names what a format lacks.
 
-Exporters ask `require_contents`; the guide of exports has `as_markdown()`.
+Exporters call `require_contents`; the guide of exports includes `as_markdown()`.
 """
 
 import dataclasses
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a format holds besides prefill chunks and decode of one token.
+    """Contents of a format besides prefill chunks and decode of one token.
 
     Attributes:
-      blocks: whether it holds programs that decode several tokens.
-      block_tokens: of such a program that is made unasked; 0 for none.
-      verified: what its `verify` programs take when our loop runs them; empty for none.
-      levels: the sub-models that it holds: "yes" for any, "one" for one in place of the whole model.
-      short_caches: whether it holds programs over caches shorter than the context.
-      encoders: whether it holds the programs of an encoder-decoder: those that encode besides.
-      tiny_lm: whether it holds the programs of the tiny LM.
-      adapters: whether its programs take adapters as an input.
-      masks: whether its programs may take an attention mask.
-      npu: whether it may hold the three models of an NPU, in floats.
-      codecs: whether it holds programs of the codecs of contexts.
-      stages: whether it may hold the stages of w8a8 prefill, for two processors.
-      precisions: of weights.
+      blocks: whether it has programs that decode several tokens.
+      block_tokens: tokens of such a program by default; 0 for none.
+      verified: drafts that its `verify` programs accept in our loop, "lines" or "trees"; empty for none.
+      levels: its sub-models: "yes" for any, "one" for one in place of the whole model.
+      short_caches: whether it has programs over caches shorter than the context.
+      encoders: whether it has the programs of an encoder-decoder: those that encode besides.
+      tiny_lm: whether it has the programs of the tiny LM.
+      adapters: whether its programs accept adapters as an input.
+      masks: whether its programs may accept an attention mask.
+      npu: whether it may have the three models of an NPU, in floats.
+      codecs: whether it has programs of the codecs of contexts.
+      stages: whether it may have the stages of w8a8 prefill, for two processors.
+      precisions: precisions of weights.
     """
 
     blocks: bool = False
@@ -70,13 +70,13 @@ _NOT_ENCODED = "w8a8"
 
 
 def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bool = False) -> None:
-    """Checks that a format holds what a plan names.
+    """Checks that a format supports a plan.
 
     Args:
-      kind: the format.
-      plan: as it was asked for.
-      levels: how many there are besides the whole model.
-      adapters: whether programs are to take adapters.
+      kind: name of the format.
+      plan: the requested plan.
+      levels: number of levels besides the whole model.
+      adapters: whether programs are to accept adapters.
 
     Raises:
       ConfigError: it does not; the message names the options to leave out.
@@ -106,10 +106,10 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
 
 
 def require_family(kind: str, precision: str, cfg: ModelConfig, *, levels: bool = False) -> None:
-    """Checks that a format holds a model of a family, at a precision, with or without levels.
+    """Checks that a format supports a model of a family, at a precision, with or without levels.
 
     Raises:
-      ConfigError: it does not hold encoder-decoders, or their levels, and the model is one.
+      ConfigError: it does not support encoder-decoders, or their levels, and the model is one.
     """
     if cfg.encoder is None:
         return

@@ -1,10 +1,10 @@
-"""Exports a folder that a device runs by itself: a TFLite model, and beside it the loop that runs it.
+"""Exports a standalone folder for devices: a TFLite model, and the loop that runs it.
 
     program.json, tokenizer.json, model.tflite     see `jaxllm.export.tflite`
     loop.pyz                                       the modules of this package that a device needs
     __main__.py                                    runs them: python FOLDER [COMMAND]
 
-The device needs Python, the packages in `PACKAGES`, and nothing of JAX.
+The device needs Python and the packages in `PACKAGES`, and no JAX.
 """
 
 import json
@@ -17,7 +17,7 @@ from jaxllm.errors import ProgramError, one_line
 from jaxllm.export.folder_format.files import LOOP, MAIN
 
 PACKAGES = ("ai-edge-litert", "click", "jinja2", "numpy", "platformdirs", "tokenizers", "xxhash")
-# A fixed time, so that the same modules make the same file.
+# Constant time, so that the same modules make the same file.
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MAIN_TEXT = f'''"""Runs the programs in this folder: python FOLDER [COMMAND], where FOLDER is this one.
 
@@ -49,8 +49,9 @@ def write_loop(folder: Path) -> None:
 
 
 def loop_modules() -> dict[str, bytes]:
-    """The modules that a device needs: those that `jaxllm.cli.device` imports, at the top or where they
-    are used, except what cannot be imported without JAX. Path in the archive -> source."""
+    """Returns the modules that a device needs, from path in the archive to source: those that
+    `jaxllm.cli.device` imports, at the top or locally, except modules that cannot be imported without
+    JAX."""
     # In another process, because this one has imported JAX.
     done = subprocess.run(
         [sys.executable, "-P", "-m", "jaxllm.export.loop_modules"],

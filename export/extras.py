@@ -1,4 +1,4 @@
-"""Checks that packages which only exports need are installed."""
+"""Checks that packages that only exports need are installed."""
 
 import importlib.util
 

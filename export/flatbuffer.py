@@ -1,9 +1,9 @@
 """Rewrites a `.tflite` file with shared buffers and scales, and weights at half precision.
 
-Buffers are stored after the flatbuffer, each with an offset and a size (`Buffer.offset`, `Buffer.size` of the
-schema), so that two may refer to the same bytes: equal buffers are stored once, and so is a buffer that is a
-prefix of a larger one, as a level's matrices are of the whole model's. Scales and zero points of channels
-come with every use of a matrix: equal vectors of them are written once.
+Buffers are stored after the flatbuffer, each with an offset and a size (`Buffer.offset`, `Buffer.size` of
+the schema), so that two may refer to the same bytes: equal buffers are stored once, and so is a buffer that
+is a prefix of a larger one, as a level's matrices are of the whole model's. Scales and zero points of
+channels are repeated with every use of a matrix: equal vectors of them are written once.
 """
 
 import copy
@@ -24,17 +24,17 @@ _LEAST_SHARED_BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """Bytes of all buffers: stored apart, and as they are shared."""
+    """Bytes of all buffers: stored separately, and shared."""
 
     apart_bytes: int
     stored_bytes: int
 
 
 def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes, Sharing]:
-    """The model with the bytes of equal buffers, and of prefixes of larger ones, stored once.
+    """Returns the model with the bytes of equal buffers, and of prefixes of larger ones, stored once.
 
     Args:
-      data: the model.
+      data: bytes of the model.
       halves: float16 matrices (or stacks, flattened to matrices); constants of the model that equal one of
         them in float32, transposed or not, are stored as float16.
     """
@@ -52,7 +52,7 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
     begins: dict[tuple[int, bytes], int] = {}
     homes: list[int] = [0] * len(large)
     lengths = sorted({len(content) for _, content in large})
-    # From the largest down, so that a buffer is stored before its prefixes.
+    # In descending size, so that a buffer is stored before its prefixes.
     for index in sorted(range(len(large)), key=lambda each: -len(large[each][1])):
         content = large[index][1]
         key = (len(content), xxhash.xxh3_128_digest(content))
@@ -105,14 +105,14 @@ def _share_scales(model: Any) -> None:
 
 
 def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarray]) -> None:
-    """Stores constants that equal one of `halves` at half precision, each followed by a dequantize operator,
-    which XNNPACK runs once, when it packs weights."""
+    """Stores constants that equal one of `halves` at half precision, each followed by a dequantize
+    operator, which XNNPACK runs once, when it packs weights."""
     wide = [each.reshape(len(each), -1).astype(np.float32) for each in halves]
     layouts = [*wide, *(each.T for each in wide)]
     known = {xxhash.xxh3_128_digest(np.ascontiguousarray(each).data) for each in layouts}
     dequantize = schema.OperatorCodeT()
     dequantize.builtinCode = dequantize.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
-    # The operator's version that takes float16.
+    # The operator's version that accepts float16.
     dequantize.version = 3
     model.operatorCodes.append(dequantize)
     replaced = set()
@@ -131,7 +131,7 @@ def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarra
             subgraph.tensors.append(source)
             added.append(operator)
             replaced.add(tensor.buffer)
-            # Buffer 0 stands for tensors that are no constants.
+            # Buffer 0 is that of tensors that are no constants.
             tensor.buffer = 0
         subgraph.operators[:0] = added
     for index in replaced:

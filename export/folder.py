@@ -22,7 +22,8 @@ from jaxllm.version import __version__
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that gets the name `path` if the block ends without an error, and is removed otherwise.
+    """Yields a new folder that is renamed to `path` if the block ends without an error, and removed
+    otherwise.
 
     Raises:
       ConfigError: `path` exists already.
@@ -37,16 +38,16 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramKind:
-    """What all programs of a folder have in common.
+    """Properties that all programs of a folder share.
 
     Attributes:
-      format: of their files.
-      precision: of their weights.
-      cache_dtype: of their caches.
-      platforms: that run them.
+      format: format of their files.
+      precision: precision of their weights.
+      cache_dtype: dtype of their caches.
+      platforms: platforms that run them.
       holds_weights: whether they contain their weights.
       made_with: versions of the packages that made them, besides this one and JAX.
-      stages: programs of single stages beside them; None for none.
+      stages: programs of single stages next to them; None for none.
     """
 
     format: ProgramFormat
@@ -65,11 +66,11 @@ def finish(
     signatures: list[Signature],
     kind: ProgramKind,
 ) -> Manifest:
-    """Writes tokenizer and manifest beside the programs; `holds_weights`: the programs contain their
+    """Writes tokenizer and manifest into the programs' folder; `holds_weights`: the programs contain their
     weights."""
     without = left_out(subject, kind.precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder, subject.tokenizer)
-    # Formats that hold no tiny LM and take no adapters have no signatures of them.
+    # Formats without a tiny LM or adapters have no signatures of them.
     tiny = subject.tiny_lm if any(each.kind == "tiny_lm" for each in signatures) else None
     write_tiny_tokenizer(folder, tiny)
     if subject.adapters is not None:

@@ -1,7 +1,7 @@
-"""Writes a plain model as a GGUF file, which llama.cpp runs, and reads it again before it gets its name.
+"""Writes a plain model as a GGUF file for llama.cpp, and verifies it before it gets its name.
 
-A level of Llama's kind whose layers differ is written as llama.cpp's architecture `deci`, which has numbers
-of heads and neurons for each layer: nothing is padded. Other families get layers of one size (see
+A level of a Llama-like family whose layers differ is written as llama.cpp's architecture `deci`, which has
+numbers of heads and neurons for each layer: nothing is padded. Other families get layers of one size (see
 `plain_model.py`).
 """
 
@@ -27,7 +27,7 @@ from jaxllm.models.translate import Tensor
 from jaxllm.nn.layers import inverse_frequencies
 from jaxllm.text.tokenizer import Tokenizer
 
-# Our model_type -> llama.cpp's architecture, of those whose metadata is written here.
+# model_type -> llama.cpp's architecture, for those whose metadata is written here.
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
     "smollm3": "smollm3", "ernie4_5": "ernie4_5",
@@ -39,16 +39,15 @@ _SAMPLES = ("Once upon a time, there was 1 dog.", "  two  spaces\n\nünïcödé 
 
 
 def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConfig:
-    """Writes a file, whole or not at all. Returns the config that it has.
+    """Writes a file atomically. Returns the config of its model.
 
     Args:
-      path: of the file.
-      model: the level.
-      precision: of its matrices, a key of `TYPES`; rows that do not divide into blocks are F16.
+      path: path of the file.
+      model: plain model of the level.
+      precision: precision of its matrices, a key of `TYPES`; rows that do not divide into blocks are F16.
 
     Raises:
-      ConfigError: llama.cpp has no such architecture or tokenizer, or the file that was written is of
-        another model.
+      ConfigError: llama.cpp has no such architecture or tokenizer, or the written file has another model.
     """
     if path.exists():
         raise ConfigError(f"{path} exists already; remove it or name another output")
@@ -74,7 +73,7 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
 
 
 def _as_deci(cfg: ModelConfig) -> bool:
-    """Whether a level has layers that differ, and blocks as `deci` has them."""
+    """Whether a level has layers that differ, and blocks like those of `deci`."""
     if len({cfg.units(layer) for layer in range(cfg.layers)}) == 1 or cfg.rope is None:
         return False
     kept = (
@@ -155,7 +154,7 @@ def _model_keys(model: PlainModel, cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    """llama.cpp's name of each tensor, and how our parameters lie in it."""
+    """Returns llama.cpp's name of each tensor, and its layout in terms of our parameters."""
     gguf, family = import_gguf(), architecture(cfg.model_type)
     of = ARCHITECTURES[cfg.model_type]
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
@@ -202,8 +201,8 @@ def _config_keys(cfg: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def _rope_factors(cfg: ModelConfig) -> np.ndarray | None:
-    """What frequencies are divided by, `[rotary / 2]` float32, of kinds that llama.cpp stores so (Llama
-    3)."""
+    """Returns the divisors of frequencies, `[rotary / 2]` float32, for kinds that llama.cpp stores so
+    (Llama 3)."""
     rope = cfg.rope
     if rope is None or (rope.kind != "llama3" and not rope.factors):
         return None

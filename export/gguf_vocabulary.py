@@ -1,6 +1,7 @@
-"""Translates a tokenizer into the metadata of a GGUF file: byte pairs, or SentencePiece's with byte fallback.
+"""Translates a tokenizer into the metadata of a GGUF file: byte-level BPE, or SentencePiece's with byte
+fallback.
 
-The inverse of `jaxllm/checkpoints/gguf_tokenizer.py`, with which a written file is read again and compared.
+Inverse of `jaxllm/checkpoints/gguf_tokenizer.py`, which reads each written file again for comparison.
 """
 
 import json
@@ -17,11 +18,11 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
-    """The metadata of a tokenizer, without the prefix `tokenizer.ggml.` but for the chat template.
+    """Returns the metadata of a tokenizer, without the prefix `tokenizer.ggml.` but for the chat template.
 
     Args:
-      files: the tokenizer.
-      vocab_size: rows of the embedding; tokens that are missing are named as unused.
+      files: files of the tokenizer.
+      vocab_size: number of rows of the embedding; missing tokens are named as unused.
 
     Raises:
       ConfigError: llama.cpp has no tokenizer of this kind.
@@ -44,7 +45,7 @@ def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
     types = [_kind(at, tokens, added, model) for at in range(vocab_size)]
     keys: dict[str, Any] = {"tokens": names, "token_type": types}
     if model.get("byte_fallback"):
-        # The order of merges stands for SentencePiece's scores.
+        # The order of merges replaces SentencePiece's scores.
         rank = {merge.replace(" ", ""): -float(at) for at, merge in reversed(list(enumerate(merges)))}
         keys |= {
             "model": "llama",
@@ -74,7 +75,7 @@ def _kind(at: int, tokens: Mapping[int, str], added: Mapping[int, Any], model: M
 
 
 def _prepends(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether a SentencePiece tokenizer puts a space in front of a text."""
+    """Whether a SentencePiece tokenizer puts a space before a text."""
     each = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
     return any(part["type"] == "Prepend" for part in each)
 

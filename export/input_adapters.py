@@ -1,4 +1,4 @@
-"""Reads the low-rank adapters that programs take as an input, and writes them beside the programs."""
+"""Reads the low-rank adapters that programs accept as an input, and writes them into the programs' folder."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """Which adapters programs take.
+    """Adapters that programs accept.
 
     Attributes:
-      given: folders in PEFT's layout, by name; may be empty, for adapters to come.
-      rank: the highest; 0 for that of the given ones.
+      given: folders in PEFT's layout, by name; may be empty, for future adapters.
+      rank: maximum rank; 0 for that of the given ones.
     """
 
     given: Mapping[str, Path] = dataclasses.field(default_factory=dict)
@@ -38,7 +38,7 @@ class AdapterOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class InputAdapters:
-    """What programs take, and the arrays `[N]` of the whole model's adapters by name."""
+    """Description of the programs' input, and the arrays `[N]` of the whole model's adapters by name."""
 
     inputs: AdapterInputs
     arrays: Mapping[str, np.ndarray]
@@ -50,16 +50,16 @@ class InputAdapters:
 
 
 def read_adapters(bundle: Bundle, cfgs: Mapping[int, ModelConfig], options: AdapterOptions) -> InputAdapters:
-    """The adapters of a bundle's model, with its order of units.
+    """Reads the adapters of a bundle's model, with its order of units.
 
     Args:
-      bundle: of the model.
-      cfgs: by level, the sub-models to export.
-      options: which ones.
+      bundle: bundle of the model.
+      cfgs: configs of the sub-models to export, by level.
+      options: the adapters to read.
 
     Raises:
       CheckpointError, ConfigError: an adapter cannot be read, is of another model, or has a higher rank; or
-        the model takes none.
+        the model supports none.
     """
     if bundle.cfg.encoder is not None or bundle.cfg.experts:
         raise ConfigError(
@@ -74,7 +74,7 @@ def read_adapters(bundle: Bundle, cfgs: Mapping[int, ModelConfig], options: Adap
                 f"the adapter {name} has rank {rank_of(adapter)}, and programs take up to {rank}; give a "
                 "higher --adapter-rank"
             )
-    # With a rank alone, those that adapters change by default.
+    # With only a rank, the parameters that adapters change by default.
     names = adapted_parameters(bundle.cfg, tuple(targets) or LoraConfig.targets)
     inputs = AdapterInputs(
         rank=rank,

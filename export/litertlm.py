@@ -3,8 +3,8 @@ tokens.
 
 The runtime supports prefill and decode signatures of one model over caches of one length, so a file has no
 token trees or short caches, and one level: another level is another file. For an NPU it has three models in
-place of that one (see `npu.py`). It knows signatures by their names'
-beginnings, and arguments by their names; where they take a `mask`, `[1, 1, T, S]` bool, it fills that.
+place of that one (see `npu.py`). It finds signatures by prefixes of their names, and arguments by their
+names; arguments named `mask`, `[1, 1, T, S]` bool, are filled by it.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def export_litertlm(
     ranges: Mapping[int, Mapping[str, Ranges]] | None = None,
     progress: Progress | None = None,
 ) -> Sharing:
-    """Writes a file that `litert-lm` runs (see `tflite.export_tflite` for the arguments).
+    """Writes a file for `litert-lm` (see `tflite.export_tflite` for the arguments).
 
     Raises:
       ConfigError: the plan has several levels, token trees, blocks or short caches, or see `export_tflite`.
@@ -82,7 +82,7 @@ def export_litertlm(
         facts_path.write_bytes(metadata(subject, plan).SerializeToString())
         _build(file, [Path(folder) / each for each in models], tokenizer_path, facts_path, without)
         if not plan.npu:
-            # The runtime opens no other name than one that ends so, and an NPU's models on an NPU alone.
+            # The runtime only opens names with this suffix, and an NPU's models only on an NPU.
             file.flush()
             tried = Path(folder) / f"tried{SUFFIX}"
             tried.symlink_to(Path(file.name).absolute())
@@ -109,8 +109,9 @@ def metadata(subject: Subject, plan: ExportPlan) -> Any:
 
 
 def _advise(params: Any, subject: Subject) -> None:
-    """Writes the sampling that the model's authors advise, as far as the runtime has it: it has no min-p and
-    no penalties. Its top-p takes `k` tokens at most, hence all where no top-k is named."""
+    """Writes the sampling that the model's authors recommend, as far as the runtime supports it: it has no
+    min-p and no penalties. Its top-p considers at most `k` tokens, hence `k` is all tokens without a
+    top-k."""
     sampling = subject.tokenizer.sampling
     if not sampling:
         return

@@ -1,8 +1,8 @@
-"""Adapts a chat template to LiteRT-LM's renderer, and compares what the runtime renders with the service.
+"""Adapts a chat template to LiteRT-LM's renderer, and compares its rendered chats with the service's.
 
-The runtime hands over every content as a list of parts, has no text for special tokens, keeps a template's
-last newline, and puts the start token in front of what was rendered. With an adapted template a chat has the
-tokens that the service gives it.
+The runtime passes every content as a list of parts, has no text for special tokens, keeps a template's last
+newline, and puts the start token before the rendered text. With an adapted template a chat has the same
+tokens as in the service.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _TEXTS = """
 {% endfor %}
 {% set runtime.messages = runtime.messages + [dict(message, content=runtime.text)] %}
 """
-# Contents as lists, for a template that reads no others.
+# Contents as lists, for a template that only reads lists.
 _PARTS = """
 {% if message.content is string %}
 {% set part = dict(type='text', text=message.content) %}
@@ -45,7 +45,7 @@ CONTENTS
 {% endfor %}
 {% set messages = runtime.messages %}
 """
-# Between tags of blocks and the model's own template: they would take its first line's white space.
+# Between block tags and the model's own template: tags would strip its first line's white space.
 _EDGE = "{{ '' }}"
 _WITHOUT_BOS = "{{ rendered[bos_token | length:] if rendered.startswith(bos_token) else rendered }}"
 _SYSTEM = {"role": "system", "content": "Be brief."}
@@ -73,7 +73,7 @@ def runtime_template(tokenizer: Tokenizer) -> str:
 
 
 def require_same_chats(bundle: Path, tokenizer: Tokenizer) -> None:
-    """Opens a file by the runtime, and compares chats that it renders with what the service renders.
+    """Opens a file by the runtime, and compares its rendered chats with the service's.
 
     Raises:
       ConfigError: the runtime does not open it, cannot render a chat, or renders another text.
@@ -97,19 +97,19 @@ def require_same_chats(bundle: Path, tokenizer: Tokenizer) -> None:
 
 
 def _bos_text(tokenizer: Tokenizer) -> str:
-    """The text of the start token, where the runtime adds one."""
+    """Returns the text of the start token, if the runtime adds one."""
     return tokenizer.files.special.get("bos_token", "") if tokenizer.adds_bos else ""
 
 
 def _service_text(turns: _Turns, tokenizer: Tokenizer, now: datetime.datetime) -> str:
-    """What follows the start token in the service's prompt."""
+    """Returns the text after the start token in the service's prompt."""
     if not tokenizer.has_chat_template:
         return "".join(turn["content"] for turn in turns)
     return tokenizer.render_chat(turns, now=now).removeprefix(_bos_text(tokenizer))
 
 
 def _runtime_texts(bundle: Path, chats: Sequence[_Turns]) -> list[str]:
-    """What the runtime renders; empty where it fails, of which its log has the reason."""
+    """Returns the texts that the runtime renders; empty if it fails, with the reason in its log."""
     import litert_lm
 
     litert_lm.set_min_log_severity(litert_lm.LogSeverity.ERROR)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
 ROOTS = ("jaxllm",)
-# What is imported first; and a module that runs in a process of its own.
+# Modules to begin with; the last one runs in a separate process.
 ENTRIES = ("jaxllm.cli.device.__main__", "jaxllm.text.child_worker")
 
 
@@ -23,7 +23,7 @@ class NotOnDevice(ImportError):
 
 
 class Absent(importlib.abc.MetaPathFinder):
-    """Refuses the packages that a device does not have."""
+    """Blocks the packages that a device does not have."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Raises NotOnDevice for those packages; else others may find the module."""
@@ -53,13 +53,13 @@ def main() -> None:
 
 
 def path_of(name: str) -> Path | None:
-    """The source of a module; None if there is no such module, or a device cannot import it."""
+    """Returns the source of a module; None if there is no such module, or a device cannot import it."""
     try:
         importlib.import_module(name)
     except NotOnDevice:
         return None
     except ImportError:
-        # It may take a package that is missing here, and that a device may have.
+        # It may import a package that is missing here, and that a device may have.
         pass
     try:
         spec = importlib.util.find_spec(name)
@@ -69,18 +69,18 @@ def path_of(name: str) -> Path | None:
 
 
 def imported(source: str) -> Iterator[str]:
-    """Modules of `ROOTS` that a source imports at run time, wherever the import stands."""
+    """Yields the modules of `ROOTS` that a source imports at run time, at any place in it."""
     for node in _run_time(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name.partition(".")[0] in ROOTS)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ROOTS:
             yield str(node.module)
-            # A name may be a module of the package; one that is none is not found, and left out.
+            # A name may be a module of the package; other names are not found, and left out.
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
 def _run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, without what only type checkers read."""
+    """Yields all nodes, except code for type checkers only."""
     for each in ast.iter_child_nodes(node):
         typing = (
             isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING"

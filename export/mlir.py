@@ -19,7 +19,7 @@ _LEGALIZE = "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts)"
 
 
 class Traced(NamedTuple):
-    """A signature for the converter: StableHLO bytes whose first arguments are `weights`, and the names of
+    """Signature for the converter: StableHLO bytes whose first arguments are `weights`, and the names of
     the other arguments and of the results."""
 
     name: str
@@ -30,7 +30,7 @@ class Traced(NamedTuple):
 
 
 def exported_step(step: Callable[..., Any], *shapes: Any) -> jax.export.Exported:
-    """A step with XLA's kernels, for a CPU. Unused arguments stay, so that all are there by their places."""
+    """Exports a step with XLA's kernels, for a CPU. Unused arguments stay, so positions match."""
     with without_native_kernels():
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
 
@@ -44,7 +44,7 @@ def convert(signatures: Sequence[Traced]) -> bytes:
     """Converts all signatures to one model, with their weights as constants.
 
     Raises:
-      ConfigError: the converter refuses the model.
+      ConfigError: the converter rejects the model.
     """
     from litert_converter.mlir import ir, passmanager
     from litert_converter.mlir._mlir_libs import converter_api_ext

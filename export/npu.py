@@ -1,8 +1,8 @@
-"""Makes the three models that LiteRT-LM's executor for NPUs takes in one file, in floats.
+"""Makes the three models that LiteRT-LM's executor for NPUs requires in one file, in floats.
 
-`EMBEDDER` looks tokens up; `AUX` makes masks and angles, and writes slices into caches; `PREFILL_DECODE` is
-what the NPU computes (see `jaxllm.export.steps.exported_npu`). A vendor's plugin then quantizes the last one
-and compiles it for one SoC, which takes the vendor's SDK. In floats all three run on a CPU, too.
+`EMBEDDER` looks tokens up; `AUX` makes masks and angles, and writes slices into caches; `PREFILL_DECODE`
+runs on the NPU (see `jaxllm.export.steps.exported_npu`). A vendor's plugin then quantizes the last one and
+compiles it for one SoC, which requires the vendor's SDK. In floats all three run on a CPU, too.
 """
 
 import functools
@@ -26,7 +26,7 @@ EMBEDDER, AUX, PREFILL_DECODE = "EMBEDDER", "AUX", "PREFILL_DECODE"
 
 
 class _Part(NamedTuple):
-    """A signature: its model and name, its step, the shapes of what it takes, and whether it has weights."""
+    """Signature: its model and name, its step, the shapes of its inputs, and whether it has weights."""
 
     model: str
     name: str

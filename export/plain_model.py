@@ -1,8 +1,8 @@
-"""Makes a level of a bundle a plain model: float parameters of one config, for engines that know no levels.
+"""Makes a plain model of a bundle's level: float parameters of one config, for engines without levels.
 
-A level's layers differ in their numbers of kv groups and neurons. Formats with one number for all layers get
-the largest, and zeros for what a layer lacks: a kv group of zeros adds nothing to its layer's output, and
-neither does a neuron.
+A level's layers differ in their numbers of kv groups and neurons. Formats with one number for all layers
+get the maximum, and zeros for what a layer lacks: a kv group of zeros adds nothing to its layer's output,
+and neither does a neuron.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainModel:
-    """A level as floats, read one parameter at a time from an open bundle.
+    """Level as floats, read one parameter at a time from an open bundle.
 
     Attributes:
-      name: the model's, for people.
-      cfg: the level.
-      tokenizer: the model's.
-      bundle: where weights are read.
+      name: display name of the model.
+      cfg: config of the level.
+      tokenizer: tokenizer of the model.
+      bundle: bundle that weights are read from.
       changes: adapters and their scalings, of the whole model or of the level, added to the weights.
     """
 
@@ -55,8 +55,8 @@ class PlainModel:
     changes: tuple[tuple[Adapter, float], ...] = ()
 
     def params(self, cfg: ModelConfig, dtype: np.dtype) -> dict[str, "PlainParam"]:
-        """The parameters of the level for a config that has at least its units, in `dtype`; those that are
-        not there are zeros."""
+        """Returns the parameters of the level for a config that has at least its units, in `dtype`; missing
+        units are zeros."""
         return {name: PlainParam(self, name, spec.shape, dtype) for name, spec in param_specs(cfg).items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -79,10 +79,10 @@ class PlainModel:
 
 
 class PlainParam:
-    """A parameter of a plain model, made when it is asked for.
+    """Parameter of a plain model, read on access.
 
     Attributes:
-      shape, dtype: of the array.
+      shape, dtype: shape and dtype of the array.
     """
 
     def __init__(self, model: PlainModel, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -108,15 +108,15 @@ class PlainParam:
 
 
 def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = None) -> PlainModel:
-    """A level of an open bundle as a plain model; nothing is read yet.
+    """Opens a level of an open bundle as a plain model; nothing is read yet.
 
     Args:
-      bundle: it stays open while the result is used.
-      level: in percent.
-      adapter: a low-rank adapter of the model in PEFT's layout, to add to the weights.
+      bundle: bundle, which must stay open while the result is used.
+      level: level in percent.
+      adapter: low-rank adapter of the model in PEFT's layout, to add to the weights.
 
     Raises:
-      ConfigError: the bundle has no such level, or is of a kind that no plain model holds.
+      ConfigError: the bundle has no such level, or its kind has no plain model.
     """
     require_decoder_alone(bundle.cfg, "plain models")
     if bundle.layout.experts_apart:
@@ -126,7 +126,7 @@ def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = Non
         )
     changes: list[tuple[Adapter, float]] = []
     if adapter is not None:
-        # Imported here, because safetensors takes time to import.
+        # Imported here, because safetensors is slow to import.
         from jaxllm.checkpoints.peft import read_adapter
 
         lora, change = read_adapter(adapter, bundle.cfg)
@@ -145,7 +145,7 @@ def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = Non
 
 
 def uniform(cfg: ModelConfig) -> ModelConfig:
-    """The smallest config of equal layers that a level fits in and that its family can express.
+    """Returns the smallest config of equal layers that a level fits in and that its family can express.
 
     Families whose head size is that of the model divided by its heads keep all heads.
     """
@@ -175,16 +175,15 @@ def _candidates(cfg: ModelConfig) -> Iterator[ModelConfig]:
 
 
 def write_plain_folder(path: Path, model: PlainModel, precision: str) -> ModelConfig:
-    """Writes a Hugging Face folder, whole or not at all: config, safetensors and tokenizer. Returns its
-    config.
+    """Writes a Hugging Face folder, atomically: config, safetensors and tokenizer. Returns its config.
 
     Args:
-      path: of the folder.
-      model: the level.
-      precision: of all parameters, a key of `DTYPES`.
+      path: path of the folder.
+      model: plain model of the level.
+      precision: precision of all parameters, a key of `DTYPES`.
 
     Raises:
-      ConfigError: the folder is there already, or numbers are too large for the precision.
+      ConfigError: the folder exists already, or numbers are too large for the precision.
     """
     from jaxllm.checkpoints.huggingface import write_folder
     from jaxllm.checkpoints.tokenizer_folder import write_sampling, write_tokenizer

@@ -1,10 +1,10 @@
-"""Marks products for a compiler to compute in integers, and finds the scales of weights.
+"""Marks products for a compiler to compute in integers, and computes the scales of weights.
 
 `int8` has weights at 8 bits with one scale per output channel, and dynamic activations with one scale per
 token. `w8a8` has the same weights, and in its prefill programs static steps of activations (see
-`static_products.py`). Marks are composites that `mlir.py` translates (`quant.fake_quant`); a runtime without
-support for them computes floats. The embedding matrix has dynamic scales in both, because its products choose
-tokens.
+`static_products.py`). Marks are composites that `mlir.py` translates (`quant.fake_quant`); a runtime
+without support for them computes floats. The embedding matrix has dynamic scales in both, because its
+products choose tokens.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ FAKE_QUANT = "quant.fake_quant"
 # Suffixes of the names of the embedding's int8 levels and their scales among the weights.
 LEVELS, SCALE = ".levels", ".scale"
 _TOP = 127
-# Of activations `[M, N]` with a matrix, whose axis -1 or -2 is contracted (see `OwnProduct`).
+# Product of activations `[M, N]` with a matrix whose axis -1 or -2 is contracted (see `OwnProduct`).
 Product = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
 def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) -> tuple[str, ...]:
-    """Features of a bundle that its programs do not have, for manifests and people.
+    """Lists features of a bundle that its programs do not have, for manifests and messages.
 
     Raises:
       ConfigError: the shadow of a calibrated bundle cannot be exported, and `without_shadow` is false.
@@ -59,13 +59,13 @@ def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) ->
 
 
 def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
-    """The model with matrices that equal their 8-bit levels times scales, and the scales by name.
+    """Returns the model with matrices that equal their 8-bit levels times scales, and the scales by name.
 
     There is one scale per output channel: per unit of `[U, D]` if its last axis is contracted, else per
-    column. The embedding matrix is also stored as levels, which serve both look-ups and products. The adapter
-    factor that is used first has a scale per row; the second has one scale for all, and the scales of its
-    rows are multiplied into the first, because the second has many channels and a scale per channel would
-    take as much memory as its numbers.
+    column. The embedding matrix is also stored as levels, which serve both look-ups and products. An
+    adapter's first factor has a scale per row; the second has one scale for all, and the scales of its rows
+    are multiplied into the first, because the second has many channels and a scale per channel would need
+    as much memory as its numbers.
     """
     arrays, scales = dict(subject.arrays), {}
     for name, spec in param_specs(subject.cfg).items():
@@ -157,13 +157,13 @@ def _product(rows: jax.Array, matrix: jax.Array, axis: int, *, channel_scales: n
 
 
 def quantized_matrix(matrix: jax.Array, axis: int, channel_scales: np.ndarray) -> jax.Array:
-    """A weight `[outputs, inputs]`, marked, of a matrix whose `axis` is contracted."""
+    """Returns a weight `[outputs, inputs]`, marked, of a matrix whose `axis` is contracted."""
     turned = matrix if axis == -1 else matrix.T
     return fake_quant(turned, channel_scales, axis=0 if len(channel_scales) == len(turned) else None)
 
 
 def plain_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """`rows` `[M, N]` times a matrix whose `axis` is contracted."""
+    """Multiplies `rows` `[M, N]` by a matrix whose `axis` is contracted."""
     contracted = 1 if axis == -1 else 0
     return jax.lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())))
 

@@ -1,4 +1,4 @@
-"""Plans the programs of an export as named signatures, and gives the shapes of their arguments.
+"""Plans the programs of an export as named signatures, and computes the shapes of their arguments.
 
 There is one signature per level, number of new tokens and cache length (see `jaxllm.export.steps.exported`
 for names and shapes). All lengths are the engine's, so that a loop over programs divides prompts and grows
@@ -27,9 +27,9 @@ from jaxllm.models.features import require_decoder_alone
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
 _MAX_TREE, _MAX_BLOCK = 256, 64
-# Of the chunks that a program encodes or loads at once.
+# Number of tokens of the chunks that a program encodes or loads at once.
 _CODED_TOKENS = 128
-# Programs that take a mask where a plan says so.
+# Programs with a mask as input if a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
 
 
@@ -41,17 +41,18 @@ class ExportPlan:
       context_tokens: length of the longest caches; 0 chooses the model's window, up to 2048.
       chunk_tokens: prefill chunk lengths, ascending.
       verify_tokens: sizes of token trees to verify; these programs also score text in few dispatches.
-      block_tokens: most tokens of a program that decodes several; 0 for none.
+      block_tokens: maximum number of tokens of a program that decodes several; 0 for none.
       cache_tokens: cache lengths besides the whole context, for shorter sequences; None chooses the engine's.
-      encode_tokens: lengths of sources, ascending; of a resolved plan those of chunks, and the longest source
-        of an encoder-decoder. Its decoder begins with few tokens, so that the shortest chunk is enough there.
-      levels: of an elastic bundle, in percent, besides the whole model.
+      encode_tokens: lengths of sources, ascending; in a resolved plan those of chunks, and the longest
+        source of an encoder-decoder. Its decoder begins with few tokens, so that the shortest chunk is
+        enough there.
+      levels: levels of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
-      masked: whether prefill and decode take an attention mask, for runtimes that make it themselves.
-      npu: whether the model is divided into what an NPU computes and what its CPU does (see `npu.py`).
+      masked: whether prefill and decode accept an attention mask, for runtimes that make it themselves.
+      npu: whether the model is divided between an NPU and its CPU (see `npu.py`).
       stages: whether the stages of prefill are programs of their own, too, for two processors (see
         `jaxllm.export.stages`).
-      codec: whose programs encode and load chunks of contexts, by its name; empty for none.
+      codec: name of the codec whose programs encode and load chunks of contexts; empty for none.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
@@ -86,8 +87,8 @@ class ExportPlan:
             find_codec(self.codec)
 
     def resolved(self, cfg: ModelConfig) -> "ExportPlan":
-        """The plan with a context that fits the model, caches no longer than it, and chunks and blocks no
-        longer than both.
+        """Returns the plan with a context that fits the model, caches no longer than it, and chunks and
+        blocks no longer than both.
 
         Raises:
           ConfigError: the context is longer than the model's window, or something does not fit it.
@@ -128,7 +129,7 @@ class ExportPlan:
 
     @property
     def static_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of programs that have static steps at w8a8."""
+        """Kinds of programs that have static steps at w8a8."""
         return ("prefill", "verify") if self.static_verify else ("prefill",)
 
     def signatures(self, level: int, file: Callable[[str], str]) -> list[Signature]:

@@ -1,7 +1,8 @@
-"""Exports StableHLO programs with the weights beside them, which any JAX runs without model code.
+"""Exports StableHLO programs with separate weights, which any JAX runs without model code.
 
-Weights are arguments, so that all programs share one copy, and a level uses prefixes of its arrays. Artifacts
-are those of `jax.export`, each for all requested platforms. The caller of a program donates its caches.
+Weights are arguments, so that all programs share one copy, and a level uses prefixes of its arrays.
+Artifacts are those of `jax.export`, each for all requested platforms. Callers of a program donate its
+caches.
 """
 
 from collections.abc import Sequence
@@ -48,9 +49,9 @@ def export_stablehlo(
       subject: the model, with weights of `DTYPES[precision]`.
       out: the folder to make.
       plan: the programs.
-      precision: of weights, activations and caches.
-      platforms: on which they run, of `PLATFORMS`.
-      progress: called with ("export", programs done, programs in all).
+      precision: precision of weights, activations and caches.
+      platforms: platforms to run on, of `PLATFORMS`.
+      progress: callback for ("export", programs done, number of programs).
 
     Raises:
       ConfigError: an option is out of its domain, the folder exists, or the extra is missing.
@@ -103,8 +104,8 @@ def traced(
     platforms: Sequence[str],
     branches: bool = True,
 ) -> jax.export.Exported:
-    """A signature's program. Unused weights stay arguments, so that all programs take the same ones. For
-    `branches` see `without_native_kernels`."""
+    """Traces a signature's program. Unused weights stay arguments, so that all programs have the same ones.
+    For `branches` see `without_native_kernels`."""
     dtype = DTYPES[precision]
     step = subject_step(signature, subject, dtype)
     shapes = step_shapes(signature, subject, plan, dtype)

@@ -1,8 +1,8 @@
-"""Makes the two models of stage programs: what an NPU computes in integers, and what a CPU or GPU computes in
-floats meanwhile (mllm-NPU, arXiv 2407.05858, section 3.4).
+"""Makes the two models of stage programs: one that an NPU computes in integers, and one that a CPU or GPU
+computes in floats meanwhile (mllm-NPU, arXiv 2407.05858, section 3.4).
 
-Both are of the whole model at w8a8. Every program is one stage of one layer, because a TFLite model's weights
-are constants; each length of chunks has programs of its own over the same weights.
+Both are of the whole model at w8a8. Every program is one stage of one layer, because a TFLite model's
+weights are constants; each chunk length has programs of its own over the same weights.
 """
 
 import functools
@@ -39,10 +39,10 @@ _EMBEDDING = "embed."
 
 
 def stage_facts(subject: Subject, plan: ExportPlan) -> StageFacts:
-    """What the manifest says of the stages of a resolved plan.
+    """Returns the manifest's facts about the stages of a resolved plan.
 
     Raises:
-      ConfigError: the model cannot be cut so, or takes adapters as an input.
+      ConfigError: the model cannot be divided so, or accepts adapters as an input.
     """
     require_room(subject.cfg, "integer prefill")
     if subject.adapters is not None:
@@ -63,10 +63,10 @@ def stage_models(
     """The models by processor.
 
     Args:
-      subject: of `static_products.static_level`, of the whole model.
-      facts: which stages.
-      products: of its weights.
-      scales: of its weights.
+      subject: result of `static_products.static_level`, of the whole model.
+      facts: facts of the stages.
+      products: products of its weights.
+      scales: scales of its weights.
       cache_tokens: length of caches (S).
     """
     cfg, found = subject.cfg, {}
@@ -104,7 +104,7 @@ def _weights(weights: Mapping[str, np.ndarray], stage: Stage, layer: int) -> dic
 def _multiplied(
     stage: Stage, products: Mapping[str, StaticProduct]
 ) -> dict[str, Callable[[Mapping[str, Weight]], Any]]:
-    """Of each weight, what makes the product that a stage's processor computes."""
+    """Returns, for each weight, a function that makes its product on a stage's processor."""
     if natural_place(0, stage) == "integer":
         return {name: lambda _, each=each: each.clipped for name, each in products.items()}
     return {name: functools.partial(each.shadow, name) for name, each in products.items()}

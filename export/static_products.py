@@ -1,15 +1,15 @@
-"""Products of integer prefill for programs: static steps, and the shadow of outliers in floats (mllm-NPU,
-arXiv 2407.05858, section 3.3).
+"""Computes products of integer prefill for programs: static steps, and the shadow of outliers in floats
+(mllm-NPU, arXiv 2407.05858, section 3.3).
 
 An input beyond 127 steps is clipped, so that a product is one of int8 with int8. Its excess is multiplied
-apart, in floats: channels with outliers are known from the bundle's calibration, and a program gathers their
-excess into a compact tensor of this static size, `[T, R]`, and multiplies it with their rows of weights in
-floats. (The live service also finds channels that had no outlier in the calibration; a program clips them.)
-Layers without a shadow have steps that clip nothing of the calibration text.
+separately, in floats: channels with outliers are known from the bundle's calibration, and a program gathers
+their excess into a compact tensor of this static size, `[T, R]`, and multiplies it with their rows of
+weights in floats. (The live service also finds channels that had no outlier in the calibration; a program
+clips them.) Layers without a shadow have steps that clip nothing of the calibration text.
 
-A runtime's product gives int8, too. One step for all outputs would have to cover the largest, so weights are
-divided by the largest magnitude of their output, found on a text, and results multiplied by it: each output
-has a step of its own. Levels of the weights stay what they are, so that all programs share them.
+A runtime's product gives int8, too. One step for all outputs would have to cover the largest, so weights
+are divided by the largest magnitude of their output, measured on a text, and results multiplied by it: each
+output has a step of its own. Levels of the weights are unchanged, so that all programs share them.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _LEAST, _TOP = -128, 127
 # Tokens of the text per forward pass.
 WINDOW_TOKENS = 256
 _SMALLEST = 1e-6
-# Most arrays that one of XNNPACK's operators joins.
+# Maximum number of arrays that one of XNNPACK's operators concatenates.
 _JOINED = 5
 
 
@@ -53,13 +53,13 @@ class Ranges:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StaticProduct:
-    """How a weight is multiplied.
+    """Product with a weight at static steps.
 
     Attributes:
-      step: of its inputs.
+      step: step of its inputs.
       outputs: largest magnitude of each output, `[outputs]` float32.
       channels: inputs whose excess is multiplied in floats, `[R]` int32; empty for none.
-      scales: of the weight's rows, divided by `outputs`.
+      scales: scales of the weight's rows, divided by `outputs`.
     """
 
     step: float
@@ -75,7 +75,8 @@ class StaticProduct:
         return lambda x, matrix, axis: self.clipped(x, matrix, axis) + shadow(x, matrix, axis)
 
     def shadow(self, name: str, weights: Mapping[str, Weight]) -> Product:
-        """What the product of the weight `name` lacks: that of what was clipped off, in floats."""
+        """Returns the shadow of the product of the weight `name`: the product with the clipped excess, in
+        floats."""
         if not len(self.channels):
             return lambda x, matrix, axis: jnp.zeros((x.shape[0], len(self.outputs)), x.dtype)
         rows: Any = weights[f"{name}{ROWS}"]
@@ -98,7 +99,7 @@ class StaticProduct:
 
 
 def with_shadow(subject: Subject) -> Subject:
-    """A subject whose levels have the float rows of its calibration among their weights."""
+    """Returns a subject whose levels have the float rows of its calibration among their weights."""
     calibration, cfg = subject.calibration, subject.cfg
     if calibration is None:
         return subject
@@ -123,11 +124,11 @@ def with_shadow(subject: Subject) -> Subject:
 
 
 def calibrate(subject: Subject, tokens: Sequence[int]) -> dict[int, dict[str, Ranges]]:
-    """The ranges of all products of the layers on a text, by level.
+    """Measures the ranges of all products of the layers on a text, by level.
 
     Args:
-      subject: the model, as it will be exported; inputs are clipped where it is calibrated, as programs do.
-      tokens: at least two; windows of `WINDOW_TOKENS` are run separately.
+      subject: the model as exported; calibrated inputs are clipped, as in programs.
+      tokens: at least two tokens; windows of `WINDOW_TOKENS` are run separately.
 
     Raises:
       ConfigError: there is too little text.
@@ -142,13 +143,13 @@ def calibrate(subject: Subject, tokens: Sequence[int]) -> dict[int, dict[str, Ra
 def static_level(
     subject: Subject, level: int, scales: Mapping[str, np.ndarray], ranges: Mapping[str, Ranges]
 ) -> tuple[Subject, dict[str, StaticProduct]]:
-    """A level's static products by weight, and the subject with the arrays that they multiply.
+    """Returns a level's static products by weight, and the subject with the arrays that they multiply.
 
     Args:
-      subject: of `quantized_subject`, and of `with_shadow` if it is calibrated.
-      level: in percent.
-      scales: of weights, by name.
-      ranges: of the level's products.
+      subject: result of `quantized_subject`, and of `with_shadow` if it is calibrated.
+      level: level in percent.
+      scales: scales of weights, by name.
+      ranges: ranges of the level's products.
     """
     cfg, calibrated = subject.levels[level].cfg, _calibrated(subject, level)
     arrays, products = dict(subject.arrays), {}
@@ -169,7 +170,7 @@ def static_level(
 
 
 def _calibrated(subject: Subject, level: int) -> dict[str, tuple[float, np.ndarray]]:
-    """Step and channels of each weight that the bundle has a calibration of."""
+    """Returns step and channels of each weight that the bundle has a calibration of."""
     if subject.calibration is None:
         return {}
     found, calibration = {}, subject.calibration
@@ -217,7 +218,7 @@ def _ranges(subject: Subject, level: int, tokens: Sequence[int]) -> dict[str, Ra
         return found
 
     window = min(WINDOW_TOKENS, cfg.window_tokens)
-    # Rows of one length, so that one pass is compiled, and the rest.
+    # Rows of one length, so that one forward pass is compiled, and the rest.
     rows = [np.asarray(tokens[at : at + window], np.int32) for at in range(0, len(tokens), window)]
     with without_native_kernels():
         texts = [jax.device_get(seen(plain, jnp.asarray(row[None]))) for row in rows]

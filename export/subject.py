@@ -1,5 +1,5 @@
-"""Reads a bundle to export: weights as dense arrays, and levels with their adapters; refuses what no program
-supports."""
+"""Reads a bundle to export: weights as dense arrays, and levels with their adapters; rejects features that
+no program supports."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ from jaxllm.models.parameters import param_specs
 from jaxllm.quant import dequantize
 from jaxllm.text.tokenizer import TokenizerFiles
 
-# Weight formats that other runtimes support; fewer bits are stored in the order of the native kernels.
+# Weight formats that other runtimes support; narrower ones are stored in the order of the native kernels.
 PORTABLE_WEIGHTS = ("f32", "bf16", "int8")
 
 
@@ -35,16 +35,17 @@ class Subject:
     """A model to export.
 
     Attributes:
-      name: for people.
+      name: display name.
       model: fingerprint of the bundle, and of a merged adapter.
-      arrays: by name, each stored once: dense weights of the whole model `[*U, D]`, and factors of the
-        levels' adapters.
+      arrays: arrays by name, each stored once: dense weights of the whole model `[*U, D]`, and factors of
+        the levels' adapters.
       levels: the sub-models and the arrays of each; 100 is among them.
-      tokenizer: the model's.
-      calibration: of integer prefill; None if the bundle has none.
+      tokenizer: tokenizer of the model.
+      calibration: calibration of integer prefill; None if the bundle has none.
       merged: whether an adapter was merged into the weights.
-      tiny_lm: that plans requests; None if the bundle has none, or none that chooses between these levels.
-      adapters: that programs take as an input; None for none.
+      tiny_lm: tiny LM that plans requests; None if the bundle has none, or none that chooses between these
+        levels.
+      adapters: adapters that programs accept as an input; None for none.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Subject:
 
 
 def only_level(subject: Subject, level: int) -> Subject:
-    """A level as a model of its own, its arrays cut to its units; the whole model as it is."""
+    """A level as a standalone model, with arrays cut to its units; the whole model unchanged."""
     if level == WHOLE:
         return dataclasses.replace(subject, levels={WHOLE: subject.levels[WHOLE]})
     entry = subject.levels[level]
@@ -98,15 +99,15 @@ def read_subject(
     """Reads a bundle.
 
     Args:
-      path: the bundle.
-      levels: to export besides the whole model, in percent.
-      adapter: a low-rank adapter of the model in PEFT's layout, to merge into the weights.
-      dtype: of the dense weights; None is float32.
-      inputs: low-rank adapters that programs take as an input; None for none.
+      path: path of the bundle.
+      levels: levels to export besides the whole model, in percent.
+      adapter: low-rank adapter of the model in PEFT's layout, to merge into the weights.
+      dtype: dtype of the dense weights; None for float32.
+      inputs: low-rank adapters that programs accept as an input; None for none.
 
     Raises:
       CheckpointError: the bundle or the adapter cannot be read.
-      ConfigError: the bundle has something that portable programs do not support; the message names it.
+      ConfigError: the bundle has a feature that portable programs do not support; the message names it.
     """
     if path.is_dir():
         raise CheckpointError(
@@ -119,7 +120,7 @@ def read_subject(
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint
         if adapter is not None:
-            # Imported here, because safetensors takes time to import.
+            # Imported here, because safetensors is slow to import.
             from jaxllm.checkpoints.peft import read_adapter
 
             lora, change = read_adapter(adapter, bundle.cfg)
@@ -160,7 +161,7 @@ def read_subject(
 
 
 def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
-    """The tiny LM, in arrays of its own, if it chooses between some of the levels."""
+    """The tiny LM, in copied arrays, if it chooses between some of the levels."""
     tiny = read_tiny_lm(bundle)
     if tiny is None or not set(tiny.levels) & set(levels):
         return None
@@ -168,7 +169,7 @@ def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
 
 
 def _calibration(bundle: Bundle) -> PrefillCalibration | None:
-    """The calibration in arrays of its own, which outlive the open bundle."""
+    """The calibration in copied arrays, which outlive the open bundle."""
     found = read_prefill(bundle)
     if found is None:
         return None
@@ -181,7 +182,7 @@ def _calibration(bundle: Bundle) -> PrefillCalibration | None:
 
 
 def require_portable(bundle: Bundle) -> None:
-    """Raises ConfigError if a bundle has something that portable programs do not support."""
+    """Raises ConfigError if a bundle has a feature that portable programs do not support."""
     layout = bundle.layout
     if layout.weights not in PORTABLE_WEIGHTS:
         raise ConfigError(
@@ -195,8 +196,8 @@ def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ..
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """The factors of an adapter for programs: `[r, *U]`, scaled, and `[r, D]`; as float16, as a bundle stores
-    them, if that is exact for the scaled numbers (programs convert them to float32)."""
+    """Returns the factors of an adapter for programs: `[r, *U]`, scaled, and `[r, D]`; as float16, as in a
+    bundle, if that is exact for the scaled numbers (programs convert them to float32)."""
     sides = {}
     for name in parameters_of(recovery.adapter):
         left, right = (recovery.adapter[f"{name}{side}"] for side in (LEFT, RIGHT))

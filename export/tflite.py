@@ -1,7 +1,7 @@
 """Exports one `.tflite` model of all signatures, for LiteRT on phones; its weights are shared constants.
 
-Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `w8a8`, whose prefill programs have
-static steps of activations instead, and the shadow of a calibrated bundle (see `static_products.py`).
+Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `w8a8`, whose prefill programs
+have static steps of activations instead, and the shadow of a calibrated bundle (see `static_products.py`).
 
 A level's matrices are prefixes of the whole model's, and share their bytes. Where a level contracts over
 units (o, down), it multiplies by the whole matrix, with zero activations for missing units: the runtime
@@ -64,19 +64,19 @@ def export_tflite(
 
     Args:
       subject: the model, in float32.
-      out: the folder to make.
-      plan: the signatures.
+      out: path of the new folder.
+      plan: plan of the signatures.
       precision: one of `PRECISIONS`.
-      ranges: for w8a8, of activations (see `static_products.calibrate`).
-      progress: called with ("export", signatures traced, signatures in all).
-      beside: writes further files into the folder, which the manifest lists; None for none.
+      ranges: ranges of activations for w8a8 (see `static_products.calibrate`).
+      progress: callback for ("export", signatures traced, number of signatures).
+      beside: function that writes further files into the folder, which the manifest lists; None for none.
 
     Returns:
       The manifest, and the bytes of the weights.
 
     Raises:
-      ConfigError: the format does not support the model, an option is out of its domain, the folder exists,
-        or the extra is missing.
+      ConfigError: the format does not support the model, an option is out of range, the folder exists, or
+        the extra is missing.
     """
     require_format("tflite")
     plan = plan.resolved(subject.cfg)
@@ -132,8 +132,8 @@ class _Quantized:
     """A subject as its programs multiply.
 
     Attributes:
-      subject: with the arrays of dynamic products.
-      scales: of weights, by name; empty in floats.
+      subject: subject with the arrays of dynamic products.
+      scales: scales of weights, by name; empty in floats.
       static: by level, the subject with the arrays of static products, and these.
     """
 
@@ -190,8 +190,8 @@ def require_holdable(cfg: ModelConfig) -> None:
 
 
 def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:
-    """A level whose matrices that contract units are the whole model's; with the embedding's int8 levels, if
-    any."""
+    """Returns a level whose matrices that contract units are the whole model's; with the embedding's int8
+    levels, if any."""
     entry = subject.levels[level]
     specs = param_specs(subject.cfg)
     weights = {
@@ -278,7 +278,7 @@ def _traced_codec(signature: Signature, subject: Subject, plan: ExportPlan) -> T
 
 
 def _traced_tiny_lm(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
-    """A program of the tiny LM, whose weights are the same at all precisions."""
+    """Traces a program of the tiny LM, whose weights are the same at all precisions."""
     assert subject.tiny_lm is not None
     step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
     exported = exported_step(step, *shapes)

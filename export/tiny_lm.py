@@ -1,4 +1,4 @@
-"""The tiny LM of a bundle as programs: its weights as they are served, its signatures and its step."""
+"""Exports the tiny LM of a bundle as programs: its weights as served, its signatures and its step."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from jaxllm.serving.elastic.tiny_lm import served_arrays
 
 
 def tiny_facts(tiny: TinyLm) -> TinyLmFacts:
-    """What the manifest says of a tiny LM."""
+    """Returns the manifest's facts about a tiny LM."""
     return TinyLmFacts(
         levels=tiny.levels,
         prompt_ratios=tiny.prompt_ratios,

@@ -68,7 +68,7 @@ def trial(
 
 
 def _coded_trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype) -> Trial:
-    """Chunks of random caches, or such arrays of them as another program would give."""
+    """Makes chunks of random caches, or such arrays of them as another program would return."""
     cfg, draw = subject.levels[signature.level].cfg, np.random.default_rng(signature.bits)
     shapes, count = cache_shapes(cfg, plan.room(signature)), signature.tokens // CHUNK_TOKENS
     caches = {name: draw.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
@@ -98,10 +98,10 @@ def _tiny_trial(signature: Signature, subject: Subject, dtype: np.dtype) -> Tria
 
 
 def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) -> tuple[Any, ...]:
-    """Tokens, positions; for a tree a mask, for a block controls: a chunk whose last token is padding, a tree
-    of two branches, a greedy block of full length, or a source whose last token is padding.
+    """Returns tokens, positions; for a tree a mask, for a block controls: a chunk whose last token is
+    padding, a tree of two branches, a greedy block of full length, or a source whose last token is padding.
 
-    Greedy, because a sum that two compilers round differently may decide between drawn tokens.
+    Greedy, because a sum that two compilers round differently may decide between sampled tokens.
     """
     count = signature.tokens
     draw = np.random.default_rng(count)
@@ -128,11 +128,11 @@ def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) ->
 def require_alike(
     got: Mapping[str, Any], wanted: Mapping[str, jax.Array], *, name: str, tolerance: float
 ) -> None:
-    """Checks the results of the program `name`.
+    """Checks the results of the program `name` against expected ones.
 
     Args:
       got, wanted: logits and caches by name.
-      name: for people.
+      name: display name.
       tolerance: allowed difference, relative to the largest magnitude of the array (at least 1).
 
       Raises:

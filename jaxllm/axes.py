@@ -13,7 +13,7 @@ from jaxllm.errors import ConfigError
 
 
 class Axes:
-    """The lengths of a step's axes, each taken from the first array that has it.
+    """The lengths of a step's axes, each of the first array that has it.
 
     Args:
       step: the step's name, for errors.

@@ -184,7 +184,7 @@ class Answer:
 
 
 class _Calls:
-    """The calls of both clients. `_send` returns what `read` makes of the response, or its awaitable."""
+    """The calls of both clients. `_send` returns the result of `read` on the response, or its awaitable."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ def _path(name: str, verb: str = "") -> str:
 
 
 def _wire_slo(slo: Any) -> Any:
-    """An objective of `jaxllm` as the service reads it; all else as it is, for the service to check."""
+    """An objective of `jaxllm` as the service reads it; all else unchanged, for the service to check."""
     if hasattr(slo, "ttft") and hasattr(slo, "tpot"):
         return f"<{100 * slo.ttft:.10g},{100 * slo.tpot:.10g}>"
     return dataclasses.asdict(slo) if dataclasses.is_dataclass(slo) and not isinstance(slo, type) else slo

@@ -50,7 +50,7 @@ class ModelConfig:
     G = N/K, H `head_dim`, F `ffn_size`, V `vocab_size`, E `experts`.
 
     `attention_windows` has one entry per layer: 0 is full causal attention; with w > 0 a token attends to
-    itself and the w - 1 tokens before it. Layers with a window use `local_rope` where it is set.
+    itself and the w - 1 tokens before it. Layers with a window use `local_rope` if it is set.
 
     With `experts` above 0 the model is a mixture of experts. In the layers marked by `sparse_layers` (one
     entry per layer; all by default) the feed-forward block is E gated experts of `expert_ffn_size` neurons

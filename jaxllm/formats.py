@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-# int8-nested is int8 in two planes of 4 bits, of which the first is a 4-bit model for self-drafting. int4
+# int8-nested is int8 in two planes of 4 bits; the first is a 4-bit model for self-drafting. int4
 # keeps embedding and head at 8 bits; int4-all has 4 bits everywhere: smaller, faster, less exact. int4-min
 # is int4 with a minimum per group, like Q4_1, Q4_K, and asymmetric AWQ and GPTQ: 5 bits per weight, more
 # exact.

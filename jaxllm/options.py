@@ -97,7 +97,7 @@ def check_keys(cls: type, data: Mapping[str, Any], what: str) -> None:
     Args:
       cls: the dataclass.
       data: values from a file, by key.
-      what: what the file describes, for messages.
+      what: name of what the file describes, for messages.
 
     Raises:
       ConfigError: a key is unknown or missing.

@@ -15,11 +15,11 @@ from jaxllm.serving.engine.run import Lifecycle, Run
 
 
 class ProgramContext:
-    """A context of an app.
+    """Context of an app.
 
     Attributes:
-      app: that owns it.
-      name: unique in the store; finds the context again after a restart.
+      app: app that owns it.
+      name: name, unique in the store; finds the context again after a restart.
     """
 
     def __init__(self, contexts: ProgramContexts, record: Record) -> None:
@@ -41,7 +41,7 @@ class ProgramContext:
 
     @property
     def adapter(self) -> str:
-        """The name of the low-rank adapter that answers in it; empty for none."""
+        """Name of the low-rank adapter that answers in it; empty for none."""
         return self._contexts.adapter_of(self.record)
 
     def generate(
@@ -54,14 +54,14 @@ class ProgramContext:
         """Answers a prompt that follows the context's tokens.
 
         Args:
-          prompt: the user's text; or token ids, which are taken as they are.
-          instruction: stands before everything; only in the first call.
+          prompt: the user's text; or token ids, unchanged.
+          instruction: system instruction before everything; only in the first call.
           config: length, stops and sampling of the answer.
 
         Raises:
           ContextGone: see `ProgramContexts.record`.
           ConfigError: the prompt is empty or malformed, or an instruction comes after the first call.
-          ContextOverflow: the context and the prompt are longer than the programs' caches.
+          ContextOverflow: the context and the prompt exceed the programs' caches.
         """
         contexts = self._contexts
         engine, record = contexts.engine, contexts.record(self.app, self.name)
@@ -95,7 +95,7 @@ class ProgramContextAnswer(Answer):
 
     @property
     def restoration(self) -> Restored:
-        """How the context was restored, once the answer has begun."""
+        """Restoration of the context, once the answer has begun."""
         return self._call.restoration
 
 
@@ -103,8 +103,8 @@ class ProgramContextCall(Lifecycle):
     """Restores a context before an answer, and stores it afterwards.
 
     Attributes:
-      record: the context, when the answer was asked for.
-      restoration: how it was restored; the default before the first step.
+      record: record of the context at the time of the request.
+      restoration: result of the restoration; the default before the first step.
     """
 
     def __init__(self, contexts: ProgramContexts, record: Record, *, most_tokens: int) -> None:
@@ -137,12 +137,12 @@ class ProgramContextCall(Lifecycle):
             self._contexts.end(self.record)
 
     def failed(self, run: Run) -> None:
-        """See `Lifecycle`: keeps the tokens so far, if storage takes them; the error is raised in any
+        """See `Lifecycle`: stores the tokens so far, if storage accepts them; the error is raised in any
         case."""
         with contextlib.suppress(BudgetExceeded, CheckpointError, Unreadable):
             self.finish(run)
 
     def dropped(self, run: Run) -> None:
-        """See `Lifecycle`. Where the contexts were closed before, nobody is there for the error."""
+        """See `Lifecycle`. If the contexts were already closed, the error has no receiver."""
         with contextlib.suppress(JaxllmError):
             self.finish(run)

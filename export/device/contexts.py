@@ -1,15 +1,15 @@
-"""Keeps contexts of apps over exported programs: in the store of the live service, in raw chunks.
+"""Stores contexts of apps over exported programs: in the store of the live service, in raw chunks.
 
     begin     the chunks of the context, from memory or from storage, become the beginning of a cache
-    finish    the rows of new whole chunks go to storage and to memory, which stays within its budget
+    finish    the rows of new full chunks go to storage and to memory, which stays within its budget
 
-Programs give no attention density, so all chunks have one width. They are the floats of the cache
-(`codecs.RAW`), and a restored context is the cache that was stored, to the bit; or, where a width is asked
-for, what the folder's programs make of it at 8, 4 or 2 bits, which are the bytes of the live service's codec.
-Tokens after the last whole chunk, and those from the first chunk on that storage lost, are computed again
-from the record's tokens; so are all tokens of a context of other programs, as after an update of the model,
-where the tokenizer is the same. A chunk may leave memory at any time, because it is on storage when its call
-has ended.
+Programs compute no attention density, so all chunks have one width. They are the floats of the cache
+(`codecs.RAW`), and a restored context is the cache that was stored, to the bit; or, with a requested width,
+the results of the folder's programs at 8, 4 or 2 bits, which are the bytes of the live service's codec.
+Tokens after the last full chunk, and those from the first chunk on that storage lost, are recomputed from
+the record's tokens; so are all tokens of a context of other programs, as after an update of the model, if
+the tokenizer is the same. A chunk may leave memory at any time, because it is on storage when its call has
+ended.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ _CODEC = "raw"
 
 @dataclasses.dataclass
 class Restored:
-    """How a context was restored for a call: numbers of its tokens.
+    """Numbers of a context's tokens by how they were restored for a call.
 
     Attributes:
-      resident: whose chunks were in memory.
-      read: whose chunks were read from storage.
-      computed: that are computed again, before those of the prompt.
-      moved: what of the context was of other programs, by its names in `Origin`, so that all of its tokens
-        are computed again; empty where its chunks stay.
+      resident: tokens whose chunks were in memory.
+      read: tokens whose chunks were read from storage.
+      computed: tokens that are recomputed, before those of the prompt.
+      moved: properties of the context that were of other programs, by their names in `Origin`, so that all
+        of its tokens are recomputed; empty if its chunks stay.
       shared: 0: contexts over programs share no chunks.
     """
 
@@ -61,13 +61,13 @@ class Restored:
 
 
 class ProgramContexts:
-    """The contexts of all apps (see `jaxllm.serving.server.context_turns.TurnContexts`). Not thread-safe.
+    """Contexts of all apps (see `jaxllm.serving.server.context_turns.TurnContexts`). Not thread-safe.
 
     Attributes:
-      engine: answers in them.
-      store: the contexts on storage.
-      memory: the chunks in memory.
-      running: names of contexts that are answering.
+      engine: engine that answers in them.
+      store: contexts on storage.
+      memory: chunks in memory.
+      running: names of contexts with a running answer.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class ProgramContexts:
         """Opens the store.
 
         Args:
-          engine: that answers.
-          folder: of the store, made if missing; for one process at a time.
-          budget_bytes: most bytes of all chunks in memory; the cache of the running context comes on top.
-          policy: what leaves memory first, by its name in `jaxllm.contexts.eviction.POLICIES`.
-          quota_bytes: most bytes of all files of the store; 0 for no limit.
-          bits: of stored values, which the folder has programs for; `RAW` for the floats of the cache.
+          engine: engine that answers.
+          folder: folder of the store, created if missing; for one process at a time.
+          budget_bytes: maximum bytes of all chunks in memory; the cache of the running context comes on top.
+          policy: eviction policy, by its name in `jaxllm.contexts.eviction.POLICIES`.
+          quota_bytes: maximum bytes of all files of the store; 0 for no limit.
+          bits: bits of stored values that the folder has programs for; `RAW` for the floats of the cache.
 
         Raises:
-          ConfigError: the store is in use or cannot be made, or an argument is out of its domain.
+          ConfigError: the store is in use or cannot be created, or an argument is out of range.
         """
         require_room(engine.cfg, "contexts")
         require_decoder_alone(engine.cfg, "contexts of programs", "run its bundle by jaxllm itself")
@@ -114,11 +114,10 @@ class ProgramContexts:
         """Creates an empty context.
 
         Args:
-          app: that owns it; no other app can open it.
-          level: the sub-model that answers in it, in percent; None for the engine's own.
+          app: app that owns it; no other app can open it.
+          level: sub-model that answers in it, in percent; None for the engine's own.
           pinned: whether its chunks never leave memory for those of another context.
-          adapter: the name of the low-rank adapter that answers in it; empty for none, None for the one in
-            use.
+          adapter: name of the low-rank adapter that answers in it; empty for none, None for the current one.
 
         Raises:
           ConfigError: the level or the adapter was not exported, or the app's name is not valid.
@@ -132,8 +131,9 @@ class ProgramContexts:
         return self.store.create(app, origin, pinned=pinned, tokenizer=self._tokenizer)
 
     def record(self, app: str, name: str) -> Record:
-        """The record of an app's context; where the context is of other programs, a level that was not
-        exported or another codec, as it moves to those of this folder with its next call: its tokens alone.
+        """Returns the record of an app's context. If the context is of other programs, a level that was not
+        exported or another codec, only its tokens remain, as it moves to those of this folder with its next
+        call.
 
         Raises:
           ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or it is
@@ -156,11 +156,11 @@ class ProgramContexts:
         return record if record.origin == here else record.moved(here)
 
     def pin(self, name: str, pinned: bool) -> Record:
-        """Keeps a context's chunks in memory once they are there, or lets them be evicted.
+        """Keeps a context's chunks in memory once they are loaded, or lets them be evicted.
 
         Raises:
           ContextGone: see `record`.
-          BudgetExceeded: its chunks do not fit beside those of other pinned contexts.
+          BudgetExceeded: its chunks do not fit in addition to those of other pinned contexts.
         """
         record = dataclasses.replace(self.record(self.store.record(name).app, name), pinned=pinned)
         if pinned:
@@ -170,7 +170,7 @@ class ProgramContexts:
         return record
 
     def adapter_of(self, record: Record) -> str:
-        """The name of the adapter that answers in a context; empty for none."""
+        """Returns the name of the adapter that answers in a context; empty for none."""
         return self.engine.model.executor.adapters.name_of(record.origin.adapter) or ""
 
     def delete(self, name: str) -> None:
@@ -191,8 +191,8 @@ class ProgramContexts:
 
         Raises:
           ConfigError: another call runs in the context.
-          BudgetExceeded: the context's chunks could not fit into memory, whatever is evicted.
-          CheckpointError: the context moves to these programs, and that cannot be stored.
+          BudgetExceeded: the context's chunks do not fit into memory after any eviction.
+          CheckpointError: the context moves to these programs, and storing that failed.
         """
         name = record.name
         if name in self.running:
@@ -207,7 +207,7 @@ class ProgramContexts:
             read = self._read(record, faults)
             resident = {number: (each.bits, each.blobs) for number, each in self.memory.chunks(name).items()}
             there = {**resident, **read}
-            # A cache has no gaps: what follows the first lost chunk is computed again, too.
+            # A cache has no gaps: chunks after the first lost one are recomputed, too.
             count = next((each for each in range(len(record.bits)) if each not in there), len(record.bits))
             self._fill(record, session, [there[each] for each in range(count)])
         except BaseException:
@@ -222,19 +222,19 @@ class ProgramContexts:
         )
 
     def finish(self, record: Record, session: Session, sequence: Sequence[int]) -> None:
-        """Stores a context when its call has ended, and unlocks it. Where an error took the cache, the tokens
-        are stored with the chunks of before.
+        """Stores a context when its call has ended, and unlocks it. If an error lost the cache, the tokens
+        are stored with the earlier chunks.
 
         Raises:
           BudgetExceeded, CheckpointError: see `ContextStore.commit`.
         """
         try:
-            # Damage that was found while it was restored is in the store's record.
+            # Damage that its restoration found is in the store's record.
             record = self.store.record(record.name)
             known, cached = len(record.bits), 0
             fresh: dict[int, tuple[np.ndarray, ...]] = {}
             if session.cache is not None:
-                # The session's tokens are a beginning of the sequence.
+                # The session's tokens are a prefix of the sequence.
                 cached = min(len(session.tokens), len(sequence)) // CHUNK_TOKENS
                 lost = [number for number in range(min(known, cached)) if record.bits[number] == LOST]
                 if new := [*lost, *range(known, cached)]:
@@ -253,7 +253,7 @@ class ProgramContexts:
                 {number: (self.bits, blobs) for number, blobs in fresh.items()},
             )
             for number, blobs in fresh.items():
-                # Chunks that do not fit beside pinned ones stay on storage only.
+                # Chunks that do not fit in addition to pinned ones stay on storage only.
                 with contextlib.suppress(BudgetExceeded):
                     self.memory.load(record.name, number, self.bits, blobs)
         finally:
@@ -276,7 +276,7 @@ class ProgramContexts:
         return count * max(sum(sizes[bits]) for bits in {self.bits, *record.bits} - {LOST})
 
     def at_level(self, record: Record, level: int) -> Record:
-        """A context as it moves to another level with its next call: its tokens alone."""
+        """Returns a context as it moves to another level with its next call: with only its tokens."""
         origin = dataclasses.replace(self._origins[level], adapter=record.origin.adapter)
         return record if record.origin == origin else record.moved(origin)
 
@@ -285,15 +285,16 @@ class ProgramContexts:
         del name
 
     def rows_before(self, record: Record, tokens: int) -> None:
-        """None: programs take no prompt embeddings."""
+        """None: programs accept no prompt embeddings."""
         del record, tokens
 
     def _read(self, record: Record, faults: Sequence[int]) -> dict[int, Stored]:
-        """The missing chunks that storage has whole; those that fit are in memory from here on."""
+        """Returns the missing chunks that are undamaged on storage; those that fit are in memory from now
+        on."""
         try:
             found = self._blobs_of(record, faults)
         except (CheckpointError, Unreadable):
-            # Damaged chunks are marked as lost, and their tokens are computed again.
+            # Damaged chunks are marked as lost, and their tokens are recomputed.
             record = self.store.repair(record.name)
             found = self._blobs_of(record, faults)
         coded: dict[int, Stored] = {number: (record.bits[number], blobs) for number, blobs in found.items()}
@@ -324,7 +325,7 @@ class ProgramContexts:
         session.tokens, session.weights_version = tokens, runner.weights_version
 
     def _rows(self, record: Record, chunks: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-        """The rows of a cache by the raw chunks that it begins with."""
+        """Returns the rows of a cache from the raw chunks that it begins with."""
         rows: dict[str, np.ndarray] = {}
         for layer, heads in enumerate(record.origin.heads):
             shape = (2, heads, CHUNK_TOKENS, record.origin.head_width)

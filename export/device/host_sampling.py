@@ -1,7 +1,7 @@
 """Samples tokens in NumPy as `jaxllm.sampling` does in compiled steps: the same penalties, filters and noise.
 
-Random bits are those of `jax.random` with the same key, so that a seed gives the answer of the live service,
-except where sums or logarithms, which two libraries round differently, decide between tokens.
+Random bits are those of `jax.random` with the same key, so that a seed gives the answer of the live
+service, except where sums or logarithms, which two libraries round differently, decide between tokens.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ def sample(logits: np.ndarray, state: SamplerState) -> tuple[int, SamplerState]:
     """Chooses a token from `logits` `[V]` float32.
 
     Returns:
-      The token, `NO_TOKEN` where the logits are not finite or all tokens are forbidden; and the next state.
+      The token, `NO_TOKEN` if the logits are not finite or all tokens are forbidden; and the next state.
     """
     token = choose(logits, state)
     counts = np.array(state.counts)
@@ -43,7 +43,7 @@ def choose(logits: np.ndarray, state: SamplerState) -> int:
             return _if_finite(logits, int(logits.argmax()))
         # Relative to the largest, so that division by a small temperature gives no positive infinity.
         kept = filtered((logits - logits.max()) / np.float32(state.temperature), state)
-        # Noise is most of the work, and each token's is its own: for tokens that are left alone.
+        # Noise is most of the work, and independent per token: only for the remaining tokens.
         left = np.flatnonzero(kept != -np.inf)
         if not len(left):
             return NO_TOKEN
@@ -63,8 +63,8 @@ def penalized(logits: np.ndarray, state: SamplerState) -> np.ndarray:
 
 
 def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
-    """`[V]` logits, -inf for tokens that top-k, top-p and min-p drop; tokens that tie with the last one kept
-    are kept."""
+    """Returns `[V]` logits, -inf for tokens that top-k, top-p and min-p drop; ties with the last retained
+    token are retained."""
     top_k, top_p = int(state.top_k), np.float32(state.top_p)
     if 0 < top_k < len(logits):
         least = np.partition(logits, -top_k)[-top_k]

@@ -1,9 +1,9 @@
-"""Opens a folder of programs as an engine that samples by NumPy, after checking that this device can run it;
-finds the profile of this device for it.
+"""Opens a folder of programs as an engine that samples by NumPy, after checking that this device can run
+it; finds the profile of this device for it.
 
-A profile is kept in the user's cache directory under a key of the programs and of the device (processor,
-cores, runtime), so that a folder that was copied from another device is measured anew, and one whose loop was
-updated is not.
+A profile is stored in the user's cache directory under a key of the programs and of the device (processor,
+cores, runtime), so that a folder copied from another device is measured again, and one with an updated loop
+is not.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import device_file
 
-# The package that runs each format; StableHLO takes JAX, which a device may have.
+# Package of each format's runtime; StableHLO requires JAX, which a device may have.
 RUNTIMES = {"tflite": "ai-edge-litert", "stablehlo": "jax"}
 # With LiteRT a step reads one set of caches and writes another.
 _CACHE_SETS = {"tflite": 2, "stablehlo": 1}
@@ -43,20 +43,20 @@ def open_device(
     drafts: SpeculationOptions | None = None,
     processors: int = 1,
 ) -> Engine[ProgramModel]:
-    """Opens a folder, and gets its programs and the chat template ready: no request compiles anything.
+    """Opens a folder, and prepares its programs and the chat template: no request compiles anything.
 
     Args:
-      folder: that `jaxllm export` wrote, as `device`, `tflite` or `stablehlo`.
-      level: that answers where a request names none, in percent.
-      threads: that compute; 0 for all cores of this process.
-      memory_bytes: most that weights, caches and logits may take; 0 for no limit.
-      drafts: how answers of the level are drafted; None for no drafts.
+      folder: folder of `jaxllm export`, as `device`, `tflite` or `stablehlo`.
+      level: default level of requests, in percent.
+      threads: number of threads that compute; 0 for all cores of this process.
+      memory_bytes: memory limit of weights, caches and logits; 0 for no limit.
+      drafts: options of the drafts of the level's answers; None for no drafts.
       processors: see `open_program_model`.
 
     Raises:
-      ProgramError: the folder is corrupt, of several exports, or its runtime here is older than it takes.
+      ProgramError: the folder is corrupt, of several exports, or its runtime here is older than required.
       ConfigError: the runtime is missing, or the folder lacks the level or programs that verify drafts.
-      BudgetExceeded: it takes more memory than allowed.
+      BudgetExceeded: it needs more memory than allowed.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export --format device`")
@@ -73,8 +73,8 @@ def open_device(
 
 
 def require_runtime(folder: Path, manifest: Manifest) -> None:
-    """Checks that the runtime of a folder is here, and no older than the one that its programs were tried
-    with.
+    """Checks that the runtime of a folder is installed, and not older than the one that its programs were
+    tested with.
 
     Raises:
       ConfigError: it is missing.
@@ -88,7 +88,8 @@ def require_runtime(folder: Path, manifest: Manifest) -> None:
             f"{folder} needs {package}, which is not installed; pip install {package}"
         ) from error
     wanted = manifest.made_with.get(package, "")
-    # JAX promises to read its older programs, and those of the next months; it tells what it cannot read.
+    # JAX guarantees to load its older programs, and those of the next months; it reports programs that it
+    # cannot.
     if manifest.format != "stablehlo" and _numbers(there) < _numbers(wanted):
         raise ProgramError(
             f"{folder} was tried with {package} {wanted}, and {there} here is older; "
@@ -97,11 +98,11 @@ def require_runtime(folder: Path, manifest: Manifest) -> None:
 
 
 def require_memory(folder: Path, manifest: Manifest, memory_bytes: int, *, staged: bool = False) -> None:
-    """Checks what a folder takes: its weights, with those of its stages if `staged`, the longest caches of
-    the whole model, and its logits.
+    """Checks the memory of a folder: its weights, with those of its stages if `staged`, the longest caches
+    of the whole model, and its logits.
 
     Raises:
-      BudgetExceeded: more than `memory_bytes`, unless that is 0.
+      BudgetExceeded: it is more than `memory_bytes`, unless that is 0.
     """
     taken = needed_bytes(manifest, staged=staged)
     if memory_bytes and taken > memory_bytes:
@@ -113,8 +114,8 @@ def require_memory(folder: Path, manifest: Manifest, memory_bytes: int, *, stage
 
 
 def weights_bytes(manifest: Manifest, *, staged: bool = False) -> int:
-    """Bytes of a folder's weights, programs included where they hold them, with those of its stages if
-    `staged`."""
+    """Returns bytes of a folder's weights, with the programs that contain them, and with those of its
+    stages if `staged`."""
     stages = () if staged else STAGE_FILES.values()
     holding = [name for name in manifest.files if _holds_weights(name) and name not in stages]
     return sum(manifest.files[name].size_bytes for name in holding)
@@ -128,7 +129,7 @@ def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
     caches += itemsize * sum(math.prod(each) for each in manifest.source_shapes(WHOLE).values())
     without_logits = ("encode", "tiny_lm")
     kinds = [(each.kind, each.tokens) for each in manifest.signatures if each.kind not in without_logits]
-    # A block takes a bias, the prompt's tokens and their counts in place of giving logits.
+    # A block has a bias, the prompt's tokens and their counts in place of logits.
     rows = sum(3 if kind == "block" else tokens for kind, tokens in kinds if kind != "prefill")
     if (inputs := manifest.adapters) is not None:
         # None, and each of the folder, at every level.
@@ -141,7 +142,7 @@ def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
 
 
 def longest_cache_bytes(manifest: Manifest) -> int:
-    """Bytes of the longest caches of one answer of the whole model, in all sets that the runtime has."""
+    """Returns bytes of the longest caches of one answer of the whole model, in all of the runtime's sets."""
     return _CACHE_SETS.get(manifest.format, 1) * cache_bytes(manifest, WHOLE, manifest.context_tokens)
 
 
@@ -150,7 +151,7 @@ def _holds_weights(name: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with."""
+    """Returns the numbers that a version begins with."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -161,13 +162,14 @@ _VERSION = 1
 def device_profile(
     engine: Engine[ProgramModel], *, threads: int = 0, whole: bool = False, progress: Progress | None = None
 ) -> DeviceProfile:
-    """The profile of an engine over programs; measured and kept where there is none yet.
+    """Returns the profile of an engine over programs; measured and stored if there is none yet.
 
     Args:
-      engine: warmed up.
-      threads: that it computes with; 0 for all cores of this process.
-      whole: every level at every length, which takes minutes; else a coarse one will do.
-      progress: called with ("profile", done, total).
+      engine: engine, warmed up.
+      threads: number of threads that it computes with; 0 for all cores of this process.
+      whole: whether to measure every level at every length, which is a matter of minutes; else a coarse
+        profile will do.
+      progress: callback for ("profile", done, total).
 
     Raises:
       ConfigError: the profile cannot be read or written.

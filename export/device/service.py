@@ -31,7 +31,7 @@ class ProgramService(PlannedService):
     """Answers the calls of all apps over exported programs. Not thread-safe: one call at a time.
 
     Attributes:
-      contexts: of all apps; None where the service keeps none.
+      contexts: contexts of all apps; None if the service stores none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ProgramService(PlannedService):
         budget_bytes: int = 256 << 20,
         progress: Progress | None = None,
     ) -> Self:
-        """Opens a folder of programs; measures a coarse profile of this device where there is none.
+        """Opens a folder of programs; measures a coarse profile of this device if there is none.
 
         Args:
           folder, threads, memory_bytes, drafts: see `open_device`.
@@ -91,15 +91,15 @@ class ProgramService(PlannedService):
         context_bits: int = RAW,
         progress: Progress | None = None,
     ) -> Self:
-        """Serves an engine of `open_device`; measures a coarse profile of this device where there is none.
+        """Serves an engine of `open_device`; measures a coarse profile of this device if there is none.
 
         Args:
-          engine: that answers, closed with the service.
-          threads: that it computes with; 0 for all cores of this process.
+          engine: engine that answers, closed with the service.
+          threads: number of threads that it computes with; 0 for all cores of this process.
           contexts: folder of contexts that outlive calls; None for no contexts.
-          budget_bytes: most bytes of contexts' chunks in memory.
-          context_bits: of their values (see `ProgramContexts`).
-          progress: called with (stage, done, total).
+          budget_bytes: maximum bytes of contexts' chunks in memory.
+          context_bits: bits of their values (see `ProgramContexts`).
+          progress: callback for (stage, done, total).
 
         Raises:
           JaxllmError: see `ProgramContexts`.
@@ -138,7 +138,7 @@ class ProgramService(PlannedService):
         return ProgramContext(contexts, contexts.create(app, level=level, pinned=pinned, adapter=adapter))
 
     def context(self, app: str, name: str) -> ProgramContext:
-        """Opens a context that an app created before, perhaps in another process (see
+        """Opens a context that an app created earlier, perhaps in another process (see
         `ProgramContexts.record`)."""
         contexts = self._kept()
         return ProgramContext(contexts, contexts.record(app, name))
@@ -150,7 +150,7 @@ class ProgramService(PlannedService):
 
 
 def _proposer(engine: Engine[ProgramModel]) -> TinyProposer | None:
-    """Proposes levels and prompt ratios by the folder's tiny LM; None where it has none."""
+    """Makes a proposer of levels and prompt ratios by the folder's tiny LM; None if it has none."""
     tiny, executor = engine.model.tiny_lm, engine.model.executor
     if tiny is None:
         return None

@@ -31,7 +31,7 @@ _RUNNING = 4
 
 
 class ProgramAdapters:
-    """The adapters that were exported with a model (see `jaxllm.serving.server.calls.ServedAdapters`)."""
+    """Adapters that were exported with a model (see `jaxllm.serving.server.calls.ServedAdapters`)."""
 
     def __init__(self, model: ProgramModel) -> None:
         self._adapters, inputs = model.executor.adapters, model.executor.manifest.adapters
@@ -83,16 +83,16 @@ class ProgramAdapters:
         self._adapters.use(name)
 
     def name_of(self, digest: str) -> str:
-        """The name of the adapter of a digest; the digest itself where the folder has none of it."""
+        """Name of the adapter of a digest; the digest itself if the folder has none with it."""
         found = self._adapters.name_of(digest)
         return digest if found is None else found
 
     def of_context(self, digest: str, context: str, asked: str) -> str:
-        """The adapter of a context's turn (see `jaxllm.serving.server.adapters.Adapters.of_context`).
+        """Returns the adapter of a context's turn (see `jaxllm.serving.server.adapters.Adapters.of_context`).
 
         Raises:
           ContextGone: it was not exported.
-          ConfigError: the call asks for another one.
+          ConfigError: the call requests another one.
         """
         self.require(asked)
         name = self._adapters.name_of(digest)
@@ -112,13 +112,13 @@ class ProgramAdapters:
 
 @dataclasses.dataclass
 class OpenedPrograms:
-    """Programs that are open, ready to be served (see `jaxllm.serving.server.daemon.Opened`).
+    """Open programs that are ready to be served (see `jaxllm.serving.server.daemon.Opened`).
 
     Attributes:
       service: plans and answers.
-      memory_bytes: maximum bytes of weights, caches and logits; 0 for no limit. It bounds how many answers
-        run at a time.
-      model_sampling: whether calls that name no sampling have what the model's authors advise.
+      memory_bytes: maximum bytes of weights, caches and logits; 0 for no limit. It bounds the number of
+        concurrent answers.
+      model_sampling: whether calls without sampling options use those that the model's authors recommend.
       queued: maximum number of calls that wait.
     """
 
@@ -133,7 +133,7 @@ class OpenedPrograms:
         adapters, contexts = ProgramAdapters(engine.model), None
         if service.contexts is not None:
             contexts = program_turns(service.contexts, service, adapters, backend.limits_of)
-        # With a limit all of it is for answers that run.
+        # With a limit all memory is for running answers.
         memory = ServiceMemory(
             MemoryOptions(prefix_bytes=0 if self.memory_bytes else _PREFIX_BYTES),
             weights_bytes=lambda: weights_bytes(engine.model.executor.manifest),

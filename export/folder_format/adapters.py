@@ -1,10 +1,10 @@
-"""Low-rank adapters as an input of programs: one array `adapter` `[N]` float32, zeros for no adapter.
+"""Defines low-rank adapters as an input of programs: one array `adapter` `[N]` float32, zeros for no adapter.
 
-It has the factors of all adapted parameters, in the order of their names: `left` `[r, *U]`, the scaling
-included, then `right` `[r, D]`. Each lower rank is padded with zeros, so that every adapter, and none, is an
-array of the same size, and another one takes no other program. One array, because to hand over an array costs
-as much as a layer of a small model. A folder keeps an adapter of the whole model as the bytes of that array;
-a level's is cut of it.
+It has the factors of all adapted parameters, in the order of their names: `left` `[r, *U]`, multiplied by
+the scaling, then `right` `[r, D]`. Lower ranks are padded with zeros, so that every adapter, and none, is
+an array of the same size, and all run on the same program. One array, because passing an array costs as
+much as a layer of a small model. A folder stores an adapter of the whole model as the bytes of that array;
+a level's is cut from it.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterInputs:
-    """The adapters that programs take.
+    """Adapters that programs accept.
 
     Attributes:
-      rank: r, the highest.
-      shapes: by level, of each adapted parameter: `[*U, D]`.
-      names: of the adapters in the folder.
+      rank: r, the maximum rank.
+      shapes: shape of each adapted parameter, by level: `[*U, D]`.
+      names: names of the adapters in the folder.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class AdapterInputs:
 
     def joined(self, factors: Mapping[str, np.ndarray]) -> np.ndarray:
         """The whole model's adapter `[N]`, of its factors of any rank up to `rank`; a parameter without any
-        stays as it is."""
+        stays unchanged."""
         parts = []
         for name, shape in self._factors(WHOLE):
             part = np.zeros(shape, np.float32)

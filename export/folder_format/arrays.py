@@ -1,4 +1,4 @@
-"""Names and shapes of the arrays that a program leaves for the next one: caches, and the source of an
+"""Names the arrays that a program returns for the next one, and their shapes: caches, and the source of an
 encoder-decoder."""
 
 import numpy as np
@@ -6,7 +6,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 
 KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
-# What the decoder of an encoder-decoder attends to besides, and how many tokens that is.
+# Encoder-decoders: keys and values of the source that the decoder attends to, and its number of tokens.
 SOURCE_KEYS, SOURCE_VALUES, SOURCE_TOKENS = "source_k_{}", "source_v_{}", "source_tokens"
 
 
@@ -32,7 +32,7 @@ def source_shapes(cfg: ModelConfig, source_tokens: int) -> dict[str, tuple[int, 
 
 
 def lengthened(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows `[1, K, T, H]` with zeros behind them, of `shape` `[1, K, S, H]`."""
+    """Pads rows `[1, K, T, H]` with zeros at the end to `shape` `[1, K, S, H]`."""
     whole = np.zeros(shape, rows.dtype)
     whole[:, :, : rows.shape[2]] = rows
     return whole

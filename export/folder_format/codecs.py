@@ -1,7 +1,7 @@
-"""Programs of context codecs in a folder, and the blobs of chunks that are made of their arrays.
+"""Describes programs of context codecs in a folder, and makes chunks' blobs of their arrays.
 
-`encode_chunks_8` takes the caches, and gives chunks at 8 bits; `load_chunks_8` puts such chunks into caches.
-Blobs are those of the live service's codec, byte for byte (see `jaxllm.contexts.codecs`).
+`encode_chunks_8` accepts the caches, and returns chunks at 8 bits; `load_chunks_8` puts such chunks into
+caches. Blobs are those of the live service's codec, byte for byte (see `jaxllm.contexts.codecs`).
 """
 
 import math
@@ -35,7 +35,7 @@ def chunk_format(codec: str) -> ChunkFormat:
 def coded_shapes(
     cfg: ModelConfig, codec_name: str, bits: int, count: int
 ) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shapes and dtypes of the arrays of `count` chunks (n) that programs give and take, by name."""
+    """Returns shapes and dtypes of the programs' input and output arrays for `count` chunks (n), by name."""
     found: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
     codec, width = find_codec(codec_name), cfg.head_dim
     for layer in range(cfg.layers):

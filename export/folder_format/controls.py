@@ -1,17 +1,17 @@
-"""Lists what a program that decodes several tokens takes besides the last token and its position: where to
-stop, and the sampler's options and state.
+"""Lists the inputs of a program that decodes several tokens, besides the last token and its position:
+stops, and the sampler's options and state.
 
-    limit        [1] int32       most tokens, at least 1
+    limit        [1] int32       maximum number of tokens, at least 1
     stop_ids     [STOP_IDS] int32    tokens that end the answer, padded with -1
     options      [6] float32     `OPTIONS`, in this order
-    draw         [5] int32       top_k, penalized (0 or 1), drawn, and the two words of the seed as they lie
+    draw         [5] int32       top_k, penalized (0 or 1), drawn, and the two words of the seed as stored
     bias         [V] float32
     in_prompt    [1, V] bool
-    counts       [1, V] int32    how often the answer has each token
+    counts       [1, V] int32    number of each token in the answer
 
-They are few, because to hand over an array costs as much as a layer of a small model. See
-`jaxllm.sampling_state.SamplerState` for their meaning. A program reads `bias`, `in_prompt` and `counts` only
-if `penalized`.
+They are few, because passing an array costs as much as a layer of a small model. See
+`jaxllm.sampling_state.SamplerState` for their meaning. A program reads `bias`, `in_prompt` and `counts`
+only if `penalized`.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ OPTIONS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 TOP_K, PENALIZED, DRAWN, SEED = 0, 1, 2, slice(3, 5)
 # Read only if a sampler penalizes.
 PENALTIES = ("bias", "in_prompt", "counts")
-# Results besides the caches: the tokens `[1, T]` int32, -1 behind the last one, and their number `[1]` int32.
+# Results besides the caches: the tokens `[1, T]` int32, -1 after the last one, and their number `[1]` int32.
 NEXT_TOKENS, COUNT = "next_tokens", "count"
 
 

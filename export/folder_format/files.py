@@ -9,7 +9,7 @@ import xxhash
 
 from jaxllm.files.input_files import open_regular
 
-# Of a folder that a device runs by itself: the modules of the loop, and what starts it.
+# Files of a standalone device folder: the modules of the loop, and its entry point.
 LOOP, MAIN = "loop.pyz", "__main__.py"
 _READ_BYTES = 1 << 24
 _MAX_FILE_BYTES = 1 << 50

@@ -1,4 +1,4 @@
-"""The levels of a folder of programs: sub-models, and the stored arrays that their programs take."""
+"""Defines the levels of a folder of programs: sub-models, and the stored arrays that their programs use."""
 
 import dataclasses
 from collections.abc import Mapping

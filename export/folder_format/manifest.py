@@ -1,13 +1,13 @@
-"""The manifest of a folder of exported programs: their signatures, shapes and weights.
+"""Defines the manifest of a folder of exported programs: their signatures, shapes and weights.
 
     program.json       this manifest
     tokenizer.json     see `jaxllm.text.tokenizer.TokenizerFiles`
     weights.safetensors, *.jaxexport     or     *.tflite
 
 A signature names one program, an exported bucket: `prefill_16`, `decode`, `block_8`, `verify_8`; of a level
-`level_30_decode`; over caches shorter than the context `cache_512_decode`. `encode_64` reads a source of an
-encoder-decoder, and `tiny_lm_64` a row of a prompt to plan a request. The manifest has all facts that a loop
-over programs needs, so that running them takes neither model code nor the bundle.
+`level_30_decode`; over caches shorter than the context `cache_512_decode`. `encode_64` encodes a source of
+an encoder-decoder, and `tiny_lm_64` a row of a prompt to plan a request. The manifest has all facts that a
+loop over programs needs, so that running them requires neither model code nor the bundle.
 """
 
 import collections
@@ -32,7 +32,7 @@ from jaxllm.export.folder_format.stages import STAGE_FILES, StageFacts
 from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER, TinyLmFacts
 from jaxllm.files.input_files import read_bytes
 
-# "live" programs are in no folder: a process traces them for itself.
+# "live" programs are in no folder: a process traces them itself.
 ProgramFormat = Literal["stablehlo", "tflite", "live"]
 FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite")
 Kind = Literal["prefill", "decode", "block", "verify", "encode", "tiny_lm", "encode_chunks", "load_chunks"]
@@ -53,13 +53,14 @@ class Signature:
     """One program.
 
     Attributes:
-      kind: prefill, decode, block (decodes several tokens), verify, encode (reads a source), tiny_lm (reads a
-        row of a prompt, to plan), encode_chunks or load_chunks (of contexts).
-      tokens: T, number of new tokens; of a block, the most; of an encode program the longest source.
-      level: the sub-model, in percent; 100 of a tiny LM's, which all levels share.
+      kind: prefill, decode, block (decodes several tokens), verify, encode (encodes a source), tiny_lm
+        (encodes a row of a prompt, to plan), encode_chunks or load_chunks (of contexts).
+      tokens: T, number of new tokens; maximum for a block; length of the longest source for an encode
+        program.
+      level: sub-model, in percent; 100 for a tiny LM's, which all levels share.
       cache_tokens: S, length of its caches; 0 for the whole context.
       file: name of its file.
-      codec, bits: of chunks of contexts, by its name and its width; empty and 0 of other programs.
+      codec, bits: codec name and width of chunks of contexts; empty and 0 for other programs.
     """
 
     kind: Kind
@@ -83,8 +84,8 @@ class Signature:
 
     @property
     def name(self) -> str:
-        """Its name in runtimes. Levels and short caches come first, so that LiteRT-LM, which goes by
-        prefixes, does not take their signatures for the model's."""
+        """Its name in runtimes. Levels and short caches come first, so that LiteRT-LM, which matches
+        prefixes, does not mistake their signatures for the model's."""
         parts = [] if self.level == WHOLE else [f"level_{self.level}"]
         parts += [f"cache_{self.cache_tokens}"] if self.cache_tokens else []
         size = self.bits or self.tokens
@@ -103,16 +104,16 @@ def level_signatures(
     codec: tuple[str, int] = ("", 0),
     file: Callable[[str], str] = lambda _: "",
 ) -> list[Signature]:
-    """The signatures of a level.
+    """Lists the signatures of a level.
 
     Args:
-      level: in percent.
+      level: level in percent.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
-      block_tokens: most tokens that a program decodes; 0 for no program but that of one token.
+      block_tokens: maximum number of tokens that a program decodes; 0 for only single tokens.
       cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.
       encode_tokens: lengths of sources; these programs have no caches.
-      codec: of chunks of contexts, and tokens of as many chunks as a program takes; 0 for no such programs.
-      file: name of a program -> its file.
+      codec: codec of chunks, and number of tokens of a program's chunks; 0 for no such programs.
+      file: function from a program's name to its file.
     """
     found = []
     for cache in (*cache_tokens, 0):
@@ -141,20 +142,20 @@ class Manifest:
     """A folder of programs.
 
     Attributes:
-      format: of the programs.
-      name: the model's name, for people.
-      model: fingerprint of the exported bundle, which the weights carry too.
+      format: format of the programs.
+      name: display name of the model.
+      model: fingerprint of the exported bundle, also stored with the weights.
       context_tokens: length of the longest caches.
-      precision: of the weight matrices, and for w8a8 also of activations.
-      cache_dtype: of keys and values.
-      platforms: on which the programs run.
-      levels: by percent; 100 is the whole model.
+      precision: precision of the weight matrices, and for w8a8 also of activations.
+      cache_dtype: dtype of keys and values.
+      platforms: platforms that the programs run on.
+      levels: levels by percent; 100 is the whole model.
       signatures: the programs.
       files: all files but the manifest, by name.
-      made_with: versions of the packages that wrote it, for people.
-      left_out: features of the bundle that the programs do not have, for people.
-      tiny_lm: that plans requests; None for none.
-      adapters: that programs take as an input; None where they take none.
+      made_with: versions of the packages that wrote it, for display.
+      left_out: features of the bundle that the programs do not have, for display.
+      tiny_lm: tiny LM that plans requests; None for none.
+      adapters: adapters that programs accept as an input; None for none.
       stages: programs of single stages, for two processors; None for none.
     """
 
@@ -247,17 +248,18 @@ class Manifest:
         return source_shapes(self.levels[level].cfg, max(self.encode_tokens(level), default=0))
 
     def block_tokens(self, level: int, cache_tokens: int) -> int:
-        """Most tokens that a level decodes in one dispatch over caches of a length."""
+        """Maximum number of tokens that a level decodes in one dispatch over caches of a length."""
         return max(self._sizes("block", level, cache_tokens), default=1)
 
     def coding(self, kind: Kind, bits: int, level: int, cache_tokens: int) -> Signature | None:
-        """The program that encodes or loads chunks of `bits` bits over caches of a length; None for none."""
+        """Returns the program that encodes or loads chunks of `bits` bits over caches of a length; None for
+        none."""
         own = self._of(level, cache_tokens)
         return next((each for each in own if (each.kind, each.bits) == (kind, bits)), None)
 
     @property
     def codec(self) -> str:
-        """The codec of contexts that there are programs for, by its name; empty for none."""
+        """Name of the codec of contexts that there are programs for; empty for none."""
         return next((each.codec for each in self.signatures if each.codec), "")
 
     def signature(self, kind: Kind, tokens: int, level: int, cache_tokens: int) -> Signature:

@@ -20,19 +20,20 @@ def input_shapes(
     source_tokens: int = 0,
     adapter_size: int = 0,
 ) -> tuple[Any, ...]:
-    """Caches by name, `tokens`, `input_pos`; for a tree, its mask (see `jaxllm.export.steps.exported`), for a
-    block its controls by name (see `controls`); for an encoder-decoder its source by name. A program that
-    encodes takes no caches, and the number of tokens in place of positions; one of the tiny LM a row, and its
-    mask. A program of chunks takes caches, their numbers and, to load them, their arrays (see `codecs`). With
-    adapters, the last argument is `adapter` `[N]` (see `adapters`).
+    """Returns caches by name, `tokens`, `input_pos`; for a tree, its mask (see
+    `jaxllm.export.steps.exported`), for a block its controls by name (see `controls`); for an
+    encoder-decoder its source by name. A program that encodes has no caches, and the number of tokens in
+    place of positions; one of the tiny LM a row, and its mask. A program of chunks has caches, their
+    numbers and, to load them, their arrays (see `codecs`). With adapters, the last argument is `adapter`
+    `[N]` (see `adapters`).
 
     Args:
-      signature: of the program.
-      cfg: its level's sub-model.
+      signature: signature of the program.
+      cfg: config of its level's sub-model.
       cache_tokens: length of its caches (S).
-      cache_dtype: of keys and values.
-      source_tokens: of an encoder-decoder, rows of the source's keys and values (R).
-      adapter_size: numbers of an adapter (N); 0 where programs take none.
+      cache_dtype: dtype of keys and values.
+      source_tokens: number of rows of an encoder-decoder's source's keys and values (R).
+      adapter_size: size of an adapter (N); 0 if programs accept none.
     """
     if signature.kind == "tiny_lm":
         row = (1, signature.tokens)

@@ -1,11 +1,11 @@
-"""The stage programs of a folder: layers cut where two processors take turns, in a model for each processor.
+"""Defines the stage programs of a folder: layers cut where processors alternate, in a model for each
+processor.
 
     stages_integer.tflite     products of int8 with int8, with static steps
     stages_float.tflite       embedding, attention, and the shadow of outliers
 
-A program is a stage of one layer and of one length of chunks, `layer_0_attend_128`; `embed_128` makes the
-first layer's input. Caches are of the whole context. `jaxllm.export.steps.exported_stages` has names and
-shapes.
+A program is a stage of one layer and of one chunk length, `layer_0_attend_128`; `embed_128` makes the first
+layer's input. Caches are of the whole context. `jaxllm.export.steps.exported_stages` has names and shapes.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _PLAIN: Mapping[Stage, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageFacts:
-    """What a loop needs to know of stage programs, which are of the whole model.
+    """Facts about stage programs for a loop; they are of the whole model.
 
     Attributes:
       chunk_tokens: lengths of chunks, ascending.
@@ -64,7 +64,7 @@ def stage_name(stage: Stage, layer: int, tokens: int) -> str:
 
 
 def stage_inputs(stage: Stage, *, shadowed: bool, gated: bool) -> tuple[str, ...]:
-    """The names of what a stage takes."""
+    """Returns the names of a stage's inputs."""
     names = _PLAIN[stage]
     if stage == "attend" and shadowed:
         names = (*names, "q_shadow", "k_shadow", "v_shadow")

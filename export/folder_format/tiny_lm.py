@@ -1,8 +1,8 @@
-"""The tiny LM among exported programs: what its classes and marks mean, and the arrays that it gives.
+"""Describes the tiny LM among exported programs: meanings of its classes and marks, and its output arrays.
 
-A `tiny_lm_T` program takes `tokens` `[1, T]` int32 and `mask` `[1, T]` bool, True = a mark or a real token.
-It gives the logits `keep` `[1, T]` of keeping each token, and those of the decision, `model` `[1, levels]`
-and `prompt` `[1, prompt ratios]`, all float32 (see `jaxllm.models.tiny_lm`).
+A `tiny_lm_T` program accepts `tokens` `[1, T]` int32 and `mask` `[1, T]` bool, True = a mark or a valid
+token. It returns the logits `keep` `[1, T]` of keeping each token, and those of the decision, `model` `[1,
+levels]` and `prompt` `[1, prompt ratios]`, all float32 (see `jaxllm.models.tiny_lm`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyLmFacts:
-    """What a loop needs to know of a tiny LM.
+    """Facts about a tiny LM for a loop.
 
     Attributes:
       levels: per class of the model, its level in percent, ascending.
@@ -62,7 +62,7 @@ class TinyLmFacts:
         return cls(**{**data, **lists})
 
     def require_programs(self, tokens: Sequence[int]) -> None:
-        """Raises ValueError unless there is a program for whole rows; `tokens`: of all, ascending."""
+        """Raises ValueError unless there is a program for full rows; `tokens`: lengths of all, ascending."""
         if not tokens or tokens[-1] != self.row_tokens:
             raise ValueError(f"no program of the tiny LM reads its rows of {self.row_tokens} tokens")
 

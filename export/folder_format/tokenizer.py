@@ -1,4 +1,4 @@
-"""Reads and writes the tokenizer beside exported programs."""
+"""Reads and writes the tokenizer of exported programs."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ _MAX_TOKENIZER_BYTES = 64 << 20
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Writes the tokenizer beside the programs."""
+    """Writes the tokenizer into the programs' folder."""
     (folder / TOKENIZER).write_text(json.dumps(files.to_json()), encoding="utf-8")
 
 
 def read_tokenizer(manifest: Manifest, folder: Path) -> TokenizerFiles:
-    """The tokenizer beside the programs.
+    """Reads the tokenizer in the programs' folder.
 
     Raises:
       ProgramError: it is malformed.

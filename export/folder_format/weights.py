@@ -1,6 +1,6 @@
-"""Reads and writes the weights beside exported programs: one mapped safetensors file, each array once.
+"""Reads and writes the weights of exported programs: one mapped safetensors file, each array once.
 
-Arrays are aligned to 64 bytes where their sizes allow, so that a CPU uses them in place. The file's metadata
+Arrays are aligned to 64 bytes if their sizes allow, so that a CPU uses them in place. The file's metadata
 has the fingerprint of their bundle.
 """
 

@@ -1,4 +1,4 @@
-"""The low-rank adapters in a folder of programs, by name, as the arrays that its programs take."""
+"""Reads the low-rank adapters in a folder of programs, by name, as the arrays that its programs accept."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ NO_ADAPTER = ""
 
 
 class FolderAdapters:
-    """Reads adapters of a folder when they are first used, and says which one programs get now.
+    """Reads adapters of a folder on first use, and selects the current one.
 
     Attributes:
-      used: its name; empty for none.
+      used: name of the current adapter; empty for none.
     """
 
     def __init__(self, manifest: Manifest, folder: Path | None = None) -> None:
@@ -25,7 +25,7 @@ class FolderAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all adapters in the folder."""
+        """Names of all adapters in the folder."""
         return () if self._manifest.adapters is None else self._manifest.adapters.names
 
     @property
@@ -34,10 +34,10 @@ class FolderAdapters:
         return 1 + self.names.index(self.used) if self.used else 0
 
     def require(self, name: str) -> None:
-        """Checks that an adapter is there; so is "", which is none.
+        """Checks that an adapter exists; "", which is none, does.
 
         Raises:
-          ConfigError: it is not.
+          ConfigError: it does not.
         """
         if name and name not in self.names:
             known = ", ".join(self.names) or "none"
@@ -54,7 +54,7 @@ class FolderAdapters:
           ProgramError: its file is corrupt.
         """
         self.require(name)
-        # A corrupt file is told of now, and changes nothing.
+        # A corrupt file is reported now, and changes nothing.
         self.array(WHOLE, name)
         self.used = name
 
@@ -63,11 +63,11 @@ class FolderAdapters:
         return self._manifest.files[adapter_file(name)].xxh3_128 if name else ""
 
     def name_of(self, digest: str) -> str | None:
-        """The name of the adapter of a digest, empty for none; None where the folder has none of it."""
+        """Name of the adapter of a digest, empty for none; None if the folder has none with it."""
         return next((each for each in (NO_ADAPTER, *self.names) if self.digest(each) == digest), None)
 
     def array(self, level: int, name: str) -> np.ndarray | None:
-        """An adapter as a level's programs take it, `[N]` float32; None where they take none."""
+        """An adapter as an input of a level's programs, `[N]` float32; None if they accept none."""
         inputs = self._manifest.adapters
         if inputs is None:
             return None

@@ -1,6 +1,7 @@
-"""Bounds of a StableHLO program: the arrays that its manifest names, and none that is far larger.
+"""Checks bounds of a StableHLO program: it uses the manifest's arrays, and none that is far larger.
 
-What a program computes is not judged: trust a folder of programs as you would a library (see SECURITY.md).
+The computation of a program is not checked: trust a folder of programs as you would a library (see
+SECURITY.md).
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jaxllm.export.folder_format.tiny_lm import KEEP, MODEL, PROMPT
 if TYPE_CHECKING:
     import jax.export
 
-# Factor over the largest argument or result of a program, and elements that are always allowed.
+# Factor over the largest argument or result of a program, and number of elements that is always allowed.
 _LARGEST, _SMALL = 256, 1 << 20
 _TENSOR = re.compile(r"\btensor<((?:[?*\d]+x)*)")
 _CUSTOM_CALL = re.compile(r"\b\w+\.custom_call\b")
@@ -34,7 +35,7 @@ class Bounds:
     """Bounds of a program.
 
     Attributes:
-      inputs, outputs: trees of the shapes that it takes and returns.
+      inputs, outputs: trees of the shapes of arguments and results.
     """
 
     inputs: Any
@@ -49,8 +50,8 @@ class Bounds:
         """Checks a program, called `name`, before it is compiled.
 
         Raises:
-          ProgramError: its arguments or results are not those of the manifest, it calls functions outside of
-            itself, or it allocates an array of an unknown size or of one that no model of this size has.
+          ProgramError: its arguments or results are not those of the manifest, it calls external functions,
+            or it allocates an array of an unknown size or of one that no model of this size has.
         """
         for verb, avals, tree, expected in (
             ("takes", exported.in_avals, exported.in_tree, (self.inputs, {})),

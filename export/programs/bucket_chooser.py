@@ -1,4 +1,4 @@
-"""Draws tokens by buckets that are compiled ahead and kept on disk (see `TokenChooser`)."""
+"""Samples tokens by buckets that are compiled ahead of time and cached on disk (see `TokenChooser`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,11 +15,11 @@ from jaxllm.speculation.token_tree import TokenTree
 
 
 class BucketChooser:
-    """Draws tokens of a vocabulary.
+    """Samples tokens of a vocabulary.
 
     Args:
       vocab_size: V.
-      folder: keeps compiled buckets; None keeps none.
+      folder: cache of compiled buckets; None caches none.
     """
 
     def __init__(self, vocab_size: int, folder: CompiledBucketFolder | None = None) -> None:

@@ -13,10 +13,10 @@ Blobs = tuple[np.ndarray, ...]
 
 
 def require_codec_programs(runner: ProgramRunner, bits: int) -> str:
-    """The codec of a folder's programs.
+    """Returns the codec of a folder's programs.
 
     Raises:
-      ConfigError: there are none of `bits` bits.
+      ConfigError: there are none at `bits` bits.
     """
     manifest = runner.executor.manifest
     for room in manifest.cache_tokens(runner.level):
@@ -66,6 +66,6 @@ def _parts(chunks: Sequence[int], signature: Signature) -> list[list[int]]:
 
 
 def _numbers(part: Sequence[int], signature: Signature) -> np.ndarray:
-    """The numbers of chunks, the last repeated up to as many as the program takes."""
+    """Numbers of chunks, the last repeated up to as many as the program requires."""
     missing = signature.tokens // CHUNK_TOKENS - len(part)
     return np.array([*part, *[part[-1]] * missing], np.int32)

@@ -1,7 +1,7 @@
-"""Drafts for exported programs, with another folder of programs or with another level of the same.
+"""Drafts for exported programs, by another folder of programs or by another level of the same.
 
-Trees have the sizes of the `verify` programs. A drafter that is a program decodes one token at a time, so it
-grows one line of the likeliest tokens; other likely tokens on the way become leaves.
+Trees have the sizes of the `verify` programs. A drafter that is a program decodes one token at a time, so
+it grows one line of the most likely tokens; other likely tokens on the way become leaves.
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer import Tokenizer
 
-# At most so many tokens are fed one by one: a chunk takes as long as a few.
+# Maximum number of tokens that are decoded one by one: a chunk costs as much as a few.
 _FEW_TOKENS = 3
 
 
 def make_drafts(
     target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, *, threads: int = 0
 ) -> Speculation:
-    """Drafts for a target, by the drafter that options name.
+    """Makes drafts for a target, by the drafter in the options.
 
     Args:
-      target: whose tokens are decoded.
-      tokenizer: of the target.
-      options: `model` is a folder of programs; the sizes of `trees` are replaced by those that the target
-        verifies.
-      threads: of LiteRT for the drafter; 0 for all cores of this process.
+      target: runner of the answers.
+      tokenizer: tokenizer of the target.
+      options: options with a folder of programs as `model`; the sizes of `trees` are replaced by those that
+        the target verifies.
+      threads: number of threads of LiteRT for the drafter; 0 for all cores of this process.
 
     Raises:
       ConfigError: the target cannot verify trees, or the drafter does not fit it.
@@ -82,7 +82,7 @@ def _drafter(
             f"{folder} has another tokenizer than the programs that it is to draft for; export a model that "
             "was trained on theirs"
         )
-    # It draws nothing, so that any chooser will do.
+    # It samples nothing, so any chooser will do.
     runner = ProgramRunner(executor, token_chooser=target.token_chooser)
     require_same_kind(folder, runner.cfg, "the target", target.cfg)
     return ProgramDrafter(runner, options.trees)
@@ -92,7 +92,7 @@ class ProgramDrafter:
     """Grows lines of tokens, with leaves, by a program that decodes (see `Drafter`).
 
     Attributes:
-      run_s: a running mean.
+      run_s: running mean of seconds per run.
       steps: number of the program's runs.
     """
 
@@ -133,7 +133,7 @@ class ProgramDrafter:
         text, tree = [*sequence, root], root_alone(root, self._shape.room)
         options = self._runner.options
         most = min(growing.most, options.context_tokens - len(text), self._shape.room)
-        # Or a source that is longer than its encoder reads.
+        # Or the source is longer than its encoder supports.
         if most < 2 or len(self._source) > options.source_tokens(self._runner.cfg):
             return tree
         logits = self._behind(text, len(text) + most)
@@ -155,7 +155,7 @@ class ProgramDrafter:
             logits = self._step(tokens[0])
         parents = [*range(len(line)), *(parent for parent, _, _ in leaves)]
         drafted = [*line, *(token for _, token, _ in leaves)]
-        # Leaves come after the line, so that its accepted nodes are at their positions already.
+        # Leaves come after the line, so that its accepted nodes are already at their positions.
         return grown(tree, drafted, parents, [*confidences[1:], *(share for _, _, share in leaves)])
 
     def step(self) -> bool:
@@ -167,7 +167,8 @@ class ProgramDrafter:
         del path, token
 
     def _behind(self, text: Sequence[int], room: int) -> np.ndarray:
-        """Logits `[V]` after a text, whose last token is always fed, in a cache of `room` positions."""
+        """Returns logits `[V]` after a text, whose last token is always run, in a cache of `room`
+        positions."""
         if self._version != self._runner.weights_version:
             # Rows of another adapter.
             self._cached, self._version = [], self._runner.weights_version
@@ -200,7 +201,7 @@ class ProgramDrafter:
         return logits
 
     def _likeliest(self, logits: np.ndarray) -> tuple[list[int], list[float]]:
-        """The likeliest tokens, as many as a node may have children, and their probabilities."""
+        """The most likely tokens, at most as many as a node's children, and their probabilities."""
         count = self._shape.branches
         most = logits.argpartition(-count)[-count:]
         most = most[np.argsort(-logits[most], kind="stable")]

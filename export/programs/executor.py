@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `restored`, `grow`, `run`
-    or `keep` is passed to `grow`, `run` or `keep`, once.
+    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `restored`, `grow`,
+    `run` or `keep` is passed to `grow`, `run` or `keep`, once.
 
     Attributes:
-      lock: taken by the caller: one call at a time.
-      moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are at their
-        positions already.
-      adapters: the low-rank adapters that its programs may be given, and the one that they are given now.
-      stops_early: whether a block of tokens ends behind a stop token or its limit; else it takes as long as a
-        whole one.
+      lock: lock that the caller acquires: one call at a time.
+      moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are already
+        at their positions.
+      adapters: low-rank adapters that its programs accept, and the current one.
+      stops_early: whether a block of tokens ends after a stop token or its limit; else it costs as much as
+        a full one.
     """
 
     lock: threading.RLock
@@ -46,7 +46,7 @@ class Executor(Protocol):
         ...
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
-        """Gets programs ready, and the buckets that grow their caches, so that a request compiles nothing."""
+        """Prepares programs, and the buckets that grow their caches, so that a request compiles nothing."""
         ...
 
     def is_ready(self, signature: Signature) -> bool:
@@ -54,7 +54,7 @@ class Executor(Protocol):
         ...
 
     def start(self, level: int, cache_tokens: int) -> Any:
-        """Empty caches of a level, of a length that it has programs for."""
+        """Returns empty caches of a level, of a length that it has programs for."""
         ...
 
     def grow(self, level: int, caches: Any, cache_tokens: int) -> Any:
@@ -66,19 +66,20 @@ class Executor(Protocol):
         ...
 
     def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Any:
-        """Caches of a level, of a length that it has programs for, that begin with `rows` (see `rows`)."""
+        """Returns caches of a level, of a length that it has programs for, that begin with `rows` (see
+        `rows`)."""
         ...
 
     def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> Any:
-        """Reads a source.
+        """Encodes a source.
 
         Args:
-          signature: of a program that encodes.
+          signature: signature of a program that encodes.
           tokens: `[1, T]` int32.
-          count: how many of them are real.
+          count: number of valid tokens.
 
         Returns:
-          The source as `run` and `run_block` take it, any number of times.
+          The source for `run` and `run_block`, any number of times.
         """
         ...
 
@@ -94,12 +95,12 @@ class Executor(Protocol):
         """Runs one step.
 
         Args:
-          signature: of the program.
+          signature: signature of the program.
           caches: donated.
           tokens: `[1, T]` int32.
           input_pos: `[T]` int32.
           mask: `[T, T]` bool, of a tree (see `jaxllm.export.steps.exported.run_tree`).
-          source: of an encoder-decoder (see `encode`).
+          source: source of an encoder-decoder (see `encode`).
 
         Returns:
           Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.
@@ -118,12 +119,12 @@ class Executor(Protocol):
         """Decodes several tokens in one step.
 
         Args:
-          signature: of the program.
+          signature: signature of the program.
           caches: donated; with room for `limit` tokens.
           token: the last one, not yet in the caches.
           at: its position.
           controls: see `jaxllm.export.folder_format.controls`.
-          source: of an encoder-decoder (see `encode`).
+          source: source of an encoder-decoder (see `encode`).
 
         Returns:
           The next tokens `[n]` int32, and the caches.
@@ -136,7 +137,7 @@ class Executor(Protocol):
         """Reads a row of a prompt to plan.
 
         Args:
-          signature: of a program of the tiny LM.
+          signature: signature of a program of the tiny LM.
           tokens: `[1, T]` int32.
           mask: `[1, T]` bool.
 
@@ -146,12 +147,12 @@ class Executor(Protocol):
         ...
 
     def encode_chunks(self, signature: Signature, caches: Any, chunks: np.ndarray) -> dict[str, np.ndarray]:
-        """Encodes chunks of the caches, which stay.
+        """Encodes chunks of the caches, which are not donated.
 
         Args:
-          signature: of a program that encodes chunks.
+          signature: signature of a program that encodes chunks.
           caches: see `run`.
-          chunks: `[n]` int32, their numbers, as many as the program takes; the last may come again.
+          chunks: `[n]` int32, their numbers, as many as the program requires; the last may be repeated.
 
         Returns:
           Their arrays by name (see `jaxllm.export.folder_format.codecs`).
@@ -173,8 +174,8 @@ class Executor(Protocol):
         """Moves an accepted path of a tree to the beginning of the tree in the caches.
 
         Args:
-          signature: of the program that verified the tree.
-          caches: donated.
+          signature: signature of the program that verified the tree.
+          caches: caches, donated.
           at: position of the tree's root.
           path: `[n]` int32, accepted nodes, ascending.
 
@@ -185,15 +186,15 @@ class Executor(Protocol):
 
 
 def open_executor(folder: Path, *, threads: int = 0) -> Executor:
-    """The executor of a folder that `jaxllm export` wrote.
+    """Opens the executor of a folder of `jaxllm export`.
 
     Args:
-      folder: the folder.
-      threads: of LiteRT; 0 for all cores of this process.
+      folder: folder of programs.
+      threads: number of threads of LiteRT; 0 for all cores of this process.
 
     Raises:
       ProgramError: the folder is not one of programs, corrupt, or of other weights.
-      ConfigError: its runtime is not installed, or not for this device.
+      ConfigError: its runtime is not installed, or it does not support this device.
       BudgetExceeded: its caches are larger than this machine's memory.
     """
     if not folder.is_dir():
@@ -210,7 +211,7 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
 
 
 def kept_buckets() -> "CompiledBucketFolder | None":
-    """This user's folder of compiled buckets; None to keep none."""
+    """This user's folder of compiled buckets; None if its limit is 0."""
     # Here, because LiteRT's programs run without JAX.
     from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
 
@@ -218,7 +219,7 @@ def kept_buckets() -> "CompiledBucketFolder | None":
 
 
 def _require_room(folder: Path, manifest: Manifest) -> None:
-    """Raises BudgetExceeded if the memory of this machine does not hold a level's longest caches."""
+    """Raises BudgetExceeded if a level's longest caches exceed the memory of this machine."""
     there = memory_bytes()
     if there is None:
         return

@@ -24,10 +24,10 @@ class ProgramShapes:
     """Shapes and functions from which the buckets of one level of a program folder are lowered.
 
     Attributes:
-      manifest: of the folder.
-      weights: of the level, or their shapes.
+      manifest: manifest of the folder.
+      weights: weights of the level, or their shapes.
       step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
-      path: of a signature's program, for messages.
+      path: path of a signature's program, for messages.
       tiny_lm: weights of the tiny LM, or their shapes.
     """
 
@@ -43,7 +43,7 @@ class ProgramBucket(Bucket):
     """Runs one exported step.
 
     Attributes:
-      signature: of the step.
+      signature: signature of the step.
       contents: digest of its program.
     """
 
@@ -51,8 +51,8 @@ class ProgramBucket(Bucket):
     contents: str
 
     def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
-        """(weights, caches, tokens, positions, and perhaps a mask or controls, and a source) -> caches
-        and logits; of a program that encodes: (weights, no caches, tokens, number) -> the source's arrays."""
+        """(weights, caches, tokens, positions, and perhaps a mask or controls, and a source) -> caches and
+        logits; for a program that encodes: (weights, no caches, tokens, number) -> the source's arrays."""
         manifest, signature = model.manifest, self.signature
         cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
         sources = max(manifest.encode_tokens(signature.level), default=0)
@@ -60,8 +60,8 @@ class ProgramBucket(Bucket):
         shapes = input_shapes(signature, cfg, manifest.room(signature), dtype, sources, adapter)
         weights = model.tiny_lm if signature.kind == "tiny_lm" else model.weights
         weights = {} if signature.kind in CODED_KINDS else weights
-        # Exported functions do not donate: without donation here every step would copy the caches. Those that
-        # are encoded stay.
+        # Exported functions do not donate: without donation here every step would copy the caches. Encoded
+        # caches stay.
         donated = () if signature.kind == "encode_chunks" else (1,)
         step = jax.jit(model.step(signature), donate_argnums=donated, keep_unused=True)
         return step.lower(weights, *shapes)
@@ -70,7 +70,7 @@ class ProgramBucket(Bucket):
         """See `Bucket`.
 
         Raises:
-          ProgramError: the program is refused, or cannot be compiled.
+          ProgramError: the program is rejected, or cannot be compiled.
         """
         try:
             return super().compile(model)

@@ -1,4 +1,4 @@
-"""Runs programs by JAX: compiled once, kept for later processes, caches donated."""
+"""Runs programs by JAX: compiled once, cached for later processes, with donated caches."""
 
 import itertools
 import threading
@@ -28,16 +28,16 @@ from jaxllm.serving.host.progress import Progress
 
 
 class JaxPrograms:
-    """The common part of executors on JAX.
+    """Common part of executors on JAX.
 
     Args:
-      manifest: of the programs.
-      weights: of each level's programs.
-      step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
-      contents: a key of the contents of a signature's program.
-      folder: keeps compiled buckets; None keeps none.
+      manifest: manifest of the programs.
+      weights: function from a level to the weights of its programs.
+      step: function `(weights, caches, tokens, input_pos[, mask])` of a signature.
+      contents: key of the contents of a signature's program.
+      folder: cache of compiled buckets; None caches none.
       tiny_lm: weights of the tiny LM; empty for none.
-      adapters: that programs may be given; None for none.
+      adapters: adapters that programs accept; None for none.
     """
 
     moves_rows = stops_early = True
@@ -64,7 +64,7 @@ class JaxPrograms:
             self._buckets.add_level(level, shapes, store)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
-        """See `Executor`; several at a time, from disk where an earlier process left them."""
+        """See `Executor`; several at a time, from disk if an earlier process stored them."""
         for each in signatures:
             if not self.is_ready(each):
                 # Its file may have been replaced since it failed.
@@ -118,7 +118,7 @@ class JaxPrograms:
         number = np.array([count], np.int32)
         out = program(self._weights[signature.level], {}, tokens, number)
         shapes = self.manifest.source_shapes(signature.level)
-        # Padded on the host, once per source: on the device that would be a bucket more for each length.
+        # Padded on the host, once per source: on the device that would require a bucket for each length.
         rows = {name: lengthened(np.asarray(each), shapes[name]) for name, each in out.items()}
         return jax.device_put({**rows, SOURCE_TOKENS: number})
 
@@ -182,7 +182,7 @@ class JaxPrograms:
         return self._ready(self._program_bucket(signature))({}, caches, chunks, dict(coded))
 
     def _adapter(self, level: int) -> jax.Array | None:
-        """The adapter in use as a level's programs take it, on the device; None where they take none."""
+        """The current adapter as an input of a level's programs, on the device; None if they accept none."""
         name = self.adapters.used
         if (name, level) not in self._placed:
             array = self.adapters.array(level, name)

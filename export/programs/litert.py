@@ -1,8 +1,8 @@
-"""Runs a `.tflite` model by LiteRT: XNNPACK on a CPU, its packed weights kept in a file.
+"""Runs a `.tflite` model by LiteRT: XNNPACK on a CPU, with its packed weights stored in a file.
 
-XNNPACK reads weights in its own order. Packed once, they are a file that later processes map: a start takes
-milliseconds, and the system can drop pages of weights. Caches are two sets of buffers, of which a step reads
-one and writes the other.
+XNNPACK reads weights in its own order. Packed once, they are a file that later processes map: a start is a
+matter of milliseconds, and the system can drop pages of weights. Caches are two sets of buffers; a step
+reads one and writes the other.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ _LOGITS = "logits"
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """A level's caches of `cache_tokens` positions by name: those with the sequence, and those that the next
-    step writes."""
+    """Caches of a level with `cache_tokens` positions, by name: those with the sequence, and those that the
+    next step writes."""
 
     cache_tokens: int
     filled: dict[str, Any]
@@ -49,9 +49,9 @@ class LiteRtExecutor:
     """Runs the signatures of one model (see `Executor`).
 
     Attributes:
-      manifest: of the model.
-      threads: that compute.
-      moves_rows: False, because Python can only read and write whole buffers, which takes longer than the
+      manifest: manifest of the model.
+      threads: number of threads that compute.
+      moves_rows: False, because Python can only read and write whole buffers, which is slower than what
         accepted tokens of other branches save.
       stops_early: False, because its programs have no loops.
     """
@@ -64,14 +64,15 @@ class LiteRtExecutor:
         """Opens a model.
 
         Args:
-          manifest: of the folder.
-          folder: of the model.
-          threads: that compute; 0 for all cores of this process.
-          packed: keeps packed weights; None is a folder in the user's cache directory, unless its limit is 0.
+          manifest: manifest of the folder.
+          folder: folder of the model.
+          threads: number of threads that compute; 0 for all cores of this process.
+          packed: cache of packed weights; None for a folder in the user's cache directory, unless its limit
+            is 0.
 
         Raises:
           ConfigError: LiteRT is not installed.
-          ProgramError: the model is corrupt, or LiteRT refuses it.
+          ProgramError: the model is corrupt, or LiteRT rejects it.
         """
         if importlib.util.find_spec("ai_edge_litert") is None:
             raise ConfigError(
@@ -114,7 +115,7 @@ class LiteRtExecutor:
                     f"{path} lacks the signatures {', '.join(missing)}, which {folder / MANIFEST} names; "
                     "copy both from one export"
                 )
-            # The first buffer makes the runtime search for accelerators again: do it now.
+            # The first buffer makes the runtime search for accelerators again: do so now.
             self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
                 np.zeros((1, manifest.signatures[0].tokens), np.int32)
             )
@@ -184,7 +185,7 @@ class LiteRtExecutor:
         return source
 
     def _decode(self, level: int) -> str:
-        """The name of a program that takes a source of a level, as all but those that encode do."""
+        """Name of a program that accepts a source of a level, as all but those that encode do."""
         return self.manifest.signature("decode", 1, level, self.manifest.context_tokens).name
 
     def run(
@@ -274,7 +275,7 @@ class LiteRtExecutor:
         return coded_shapes(cfg, signature.codec, signature.bits, signature.tokens // CHUNK_TOKENS)
 
     def _adapter(self, level: int) -> dict[str, Any]:
-        """The buffer of the adapter in use, which a level's programs take; empty where they take none."""
+        """Buffer of the current adapter for a level's programs; empty if they accept none."""
         key = self.adapters.used, level
         if key not in self._adapters:
             array = self.adapters.array(level, self.adapters.used)
@@ -333,13 +334,13 @@ class LiteRtExecutor:
 
 
 def _missing(manifest: Manifest, model: Any) -> list[str]:
-    """The signatures of a manifest that a model lacks."""
+    """Returns the signatures of a manifest that a model lacks."""
     there = model.get_signature_list()
     return [each.name for each in manifest.signatures if each.name not in there]
 
 
 def _close(model: Any, buffers: dict[str, Any], adapters: dict[Any, Any]) -> None:
-    # The runtime's environment, which model and buffers hold, tells of its end.
+    # The runtime's environment, which model and buffers own, prints a message at its end.
     with runtime_messages_kept():
         buffers.clear()
         adapters.clear()

@@ -17,12 +17,12 @@ class LiveExecutor(JaxPrograms):
     """Runs the signatures of an export over parameters in memory, in any format, with this process's kernels.
 
     Args:
-      name: the model's, for people.
-      params: by level, parameters of the sub-model.
-      cfgs: by level; 100 among them.
-      context_tokens: of the longest caches.
+      name: display name of the model.
+      params: parameters of the sub-models, by level.
+      cfgs: configs of the sub-models, by level; 100 among them.
+      context_tokens: length of the longest caches.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
-      block_tokens: most tokens that a program decodes; 0 for one.
+      block_tokens: maximum number of tokens that a program decodes; 0 for one.
       cache_tokens: lengths of shorter caches.
 
     Activations and caches are float32.

@@ -20,7 +20,7 @@ _taking = threading.RLock()
 
 @contextlib.contextmanager
 def runtime_messages_kept() -> Iterator[Callable[[], str]]:
-    """Captures the runtime's messages during the block; yields a function that gives the last of them.
+    """Captures the runtime's messages during the block; yields a function that returns the last of them.
 
     Redirects the whole process's standard error. Messages of others are written when the block ends.
     """

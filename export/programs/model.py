@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class ProgramModel:
-    """The programs of one folder, with a runner for each level (see `jaxllm.serving.engine.engine.Model`).
+    """Programs of one folder, with a runner for each level (see `jaxllm.serving.engine.engine.Model`).
 
     Attributes:
       executor: runs the programs.
-      tokenizer: the model's.
-      tiny_lm: that plans requests; None for none.
-      stages: that prefill on two processors; None for one.
+      tokenizer: tokenizer of the model.
+      tiny_lm: tiny LM that plans requests; None for none.
+      stages: stage programs that prefill on two processors; None for one processor.
       load_ms: time to open the folder and place its weights.
-      build_ms: time spent getting programs ready.
+      build_ms: time to prepare programs.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ProgramModel:
         tiny_lm: ProgramTinyLm | None = None,
         stages: "StagePrograms | None" = None,
     ) -> None:
-        """See `open_program_model`; `token_chooser` draws tokens, None makes one; `stages` prefill the whole
-        model's prompts, None for its prefill programs."""
+        """See `open_program_model`; `token_chooser` samples tokens, None makes one; `stages` prefill the
+        whole model's prompts, None for its prefill programs."""
         watch_for_forks()
         self.executor, self.tokenizer, self.tiny_lm = executor, tokenizer, tiny_lm
         self._token_chooser = token_chooser or bucket_chooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
@@ -63,7 +63,7 @@ class ProgramModel:
 
     @property
     def name(self) -> str:
-        """The model's name, for people."""
+        """Display name of the model."""
         return self.executor.manifest.name
 
     @property
@@ -73,7 +73,7 @@ class ProgramModel:
 
     @property
     def program_files(self) -> dict[str, str]:
-        """Checksums of the files that compute, by name: all but the loop that runs them, tokenizers and
+        """Checksums of the files that determine results, by name: all but the loop, tokenizers and
         adapters."""
         manifest = self.executor.manifest
         names = () if manifest.adapters is None else manifest.adapters.names
@@ -108,9 +108,9 @@ class ProgramModel:
         max_tokens: int,
         progress: Progress | None,
     ) -> None:
-        """Gets the programs of a level ready: all, or those that one request needs (see
-        `jaxllm.serving.engine.engine.Engine.warm_up`); also the buckets that choose tokens, greedy or drawn.
-        Such a request compiles nothing."""
+        """Prepares the programs of a level: all, or those that one request needs (see
+        `jaxllm.serving.engine.engine.Engine.warm_up`); also the buckets that choose tokens, greedy or
+        sampled. Such a request compiles nothing."""
         began = time.perf_counter()
         runner, trees = self.runner(level), () if speculation is None else speculation.options.trees.nodes
         self._token_chooser.prepare(trees)
@@ -130,8 +130,7 @@ class ProgramModel:
         return {}
 
     def set_adapter(self, folder: str | Path | None) -> None:
-        """Puts an adapter of the folder on all levels, by the name that it was exported under; None for
-        none.
+        """Applies an adapter of the folder to all levels, by its exported name; None for none.
 
         Raises:
           ConfigError: it was not exported with the model.
@@ -145,7 +144,7 @@ class ProgramModel:
         return self.executor.adapters.names
 
     def close(self) -> None:
-        """Ends the threads of two processors, if there are any."""
+        """Ends the threads of the two processors, if there are any."""
         if self.stages is not None:
             self.stages.close()
 
@@ -157,17 +156,18 @@ def open_program_model(
     token_chooser: TokenChooser | None = None,
     processors: int = 1,
 ) -> ProgramModel:
-    """Opens a folder that `jaxllm export` wrote.
+    """Opens a folder of `jaxllm export`.
 
     Args:
-      folder: the folder.
-      threads: of LiteRT; 0 for all cores of this process.
-      token_chooser: draws tokens that are not the likeliest; None compiles buckets, which are kept on disk.
-      processors: 2 to prefill by the folder's stages on two processors, whose measured times are kept.
+      folder: folder of programs.
+      threads: number of threads of LiteRT; 0 for all cores of this process.
+      token_chooser: samples tokens other than the most likely; None compiles buckets, which are cached on
+        disk.
+      processors: 2 to prefill by the folder's stages on two processors, whose measured times are stored.
 
     Raises:
       ProgramError: it is not a program folder, corrupt, or of other weights.
-      ConfigError: its runtime is not installed, or two processors are wanted of programs without stages.
+      ConfigError: its runtime is not installed, or programs without stages are requested on two processors.
     """
     require_not_forked()
     began = time.perf_counter()
@@ -194,18 +194,17 @@ def open_program_model(
 def open_program(
     folder: str | Path, *, level: int = WHOLE, threads: int = 0, speculation: SpeculationOptions | None = None
 ) -> Engine[ProgramModel]:
-    """Opens an engine over a folder that `jaxllm export` wrote; `warm_up` or their first use compiles
-    programs.
+    """Opens an engine over a folder of `jaxllm export`; `warm_up` or their first use compiles programs.
 
     Args:
-      folder: the folder.
-      level: the sub-model of this engine, in percent.
-      threads: of LiteRT; 0 for all cores of this process.
-      speculation: how its answers are drafted, where `model` is a folder of programs; None for no drafts.
+      folder: folder of programs.
+      level: sub-model of this engine, in percent.
+      threads: number of threads of LiteRT; 0 for all cores of this process.
+      speculation: options of its drafts, with a folder of programs as `model`; None for no drafts.
 
     Raises:
       ProgramError: it is not a program folder, corrupt, or of other weights.
-      ConfigError: its runtime is not installed, it lacks this level, or cannot verify drafts.
+      ConfigError: its runtime is not installed, it lacks this level, or it cannot verify drafts.
     """
     model = open_program_model(Path(folder), threads=threads)
     drafts = None if speculation is None else model.drafts(level, speculation, threads=threads)

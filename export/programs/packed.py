@@ -1,10 +1,10 @@
-"""Keeps weights that XNNPACK has packed, so that later processes map them.
+"""Caches weights that XNNPACK has packed, so that later processes map them.
 
 One file per program folder and width, named by its model, by the runtime that packed it and by its own
-checksum: the runtime does not check whose weights a file has, so the name must tell it, and only this user
-may have written it (`jaxllm.serving.host.user_cache`). A file is written under another name and renamed when
-it is
-whole: processes that open a program at the same time do not write into each other's files.
+checksum: the runtime does not check whose weights a file has, so the name must identify it, and only this
+user may have written it (`jaxllm.serving.host.user_cache`). A file is written under a temporary name and
+renamed when it is complete: processes that open a program at the same time do not write into each other's
+files.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ class PackedFolder:
     """Packed weights in one folder of this user.
 
     Args:
-      folder: made when it is missing, closed to others.
-      limit_bytes: most bytes of files; those unused for longest are deleted to keep it.
+      folder: path of the folder; created if missing, private to this user.
+      limit_bytes: maximum bytes of files; the least recently used are deleted above it.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
@@ -44,12 +44,12 @@ class PackedFolder:
         """Yields the file that the runtime reads packed weights from, or writes them to during the block.
 
         Args:
-          program: the folder of programs; its earlier packed weights are deleted.
-          width: of its weights.
-          made_of: names the model file and the runtime, in any characters.
+          program: folder of programs; its earlier packed weights are deleted.
+          width: width of its weights.
+          made_of: names of the model file and the runtime, in any characters.
 
         Yields:
-          The file; None where the folder cannot be used.
+          The file; None if the folder cannot be used.
         """
         place = f"{_digest(str(program.resolve()))}-{width}-"
         named = f"{place}{_digest(made_of)}-"
@@ -77,7 +77,7 @@ class PackedFolder:
             written.unlink(missing_ok=True)
 
     def _found(self, named: str) -> Path | None:
-        """The file whose name begins with `named`, if it is whole and this user's.
+        """Returns the file whose name begins with `named`, if it is complete and this user's.
 
         Raises:
           OSError: the folder cannot be read.
@@ -104,7 +104,7 @@ class PackedFolder:
 
     def _make_room(self, place: str, *, newest: str) -> None:
         """Deletes earlier files of the same place, the least recently used files above the limit, and old
-        leftovers. Processes that have mapped a file keep it."""
+        leftovers. Files that processes have mapped stay usable for them."""
         kept, gone = [], []
         for each in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # Another process makes room too.

@@ -1,4 +1,4 @@
-"""Runs exported programs: prefills by chunks, decodes a token or a tree per step, and draws tokens."""
+"""Runs exported programs: prefills by chunks, decodes a token or a tree per step, and samples tokens."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from jaxllm.serving.speculation.host_tree import accepted_path
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 
-# A call runs a program for each of its tokens: few enough that text streams and a cancel takes effect soon.
+# A call runs a program for each of its tokens: few enough that text streams and cancellation is quick.
 _MOST_PER_CALL = 16
 # Marks padding in a row of positions (see `jaxllm.export.steps.exported`).
 _PADDING = -1
@@ -37,9 +37,10 @@ class ProgramOptions:
     """Options of programs that answers and profiles need.
 
     Attributes:
-      context_tokens: most tokens of prompt and answer together (see `jaxllm.serving.runners.runner.Window`).
+      context_tokens: maximum number of tokens of prompt and answer together (see
+        `jaxllm.serving.runners.runner.Window`).
       chunk_tokens: prefill chunk lengths over the longest caches, ascending.
-      exact_chunks: False: a program computes its whole chunk, padding included.
+      exact_chunks: False: a program computes its whole chunk, with padding.
     """
 
     context_tokens: int
@@ -63,21 +64,21 @@ class ProgramCache:
     nbytes: int = 0
 
     def after(self, caches: Any, length: int) -> "ProgramCache":
-        """With what a program made of the caches, and `length` positions in use."""
+        """Returns it with a program's resulting caches, and `length` positions in use."""
         return dataclasses.replace(self, caches=caches, length=length)
 
 
 class ProgramRunner:
     """A `jaxllm.serving.runners.runner.Runner` over an executor, as one level of its model.
 
-    Prefill programs give no logits, as LiteRT-LM's do not: the last token of a prompt is always decoded.
+    Prefill programs return no logits, as LiteRT-LM's do not: the last token of a prompt is always decoded.
 
     Attributes:
-      executor: of the programs.
-      level: in percent.
-      cfg: of the model, or of the level's sub-model.
+      executor: executor of the programs.
+      level: level in percent.
+      cfg: config of the model, or of the level's sub-model.
       options: see `ProgramOptions`.
-      token_chooser: draws tokens that are not the likeliest.
+      token_chooser: samples tokens other than the most likely.
       idle_read_s: 0: all weights are in memory.
       batch: None: programs have one sequence.
     """
@@ -88,7 +89,7 @@ class ProgramRunner:
     def __init__(
         self, executor: Executor, level: int = WHOLE, token_chooser: TokenChooser | None = None
     ) -> None:
-        """Makes the runner of a level; `token_chooser` draws its tokens, None makes one.
+        """Makes the runner of a level; `token_chooser` samples its tokens, None makes one.
 
         Raises:
           ConfigError: the level was not exported.
@@ -115,7 +116,7 @@ class ProgramRunner:
 
     @property
     def weights_version(self) -> tuple[int, int]:
-        """Of the weights and the adapter that compute a cache now."""
+        """Version of the current weights and adapter, which caches are computed with."""
         return self.level, self.executor.adapters.version
 
     @property
@@ -126,8 +127,8 @@ class ProgramRunner:
     def request_signatures(
         self, prompt_tokens: int, max_tokens: int, trees: Sequence[int] = ()
     ) -> list[Signature]:
-        """The fewest programs that answer one request: over caches of one length, the chunks of its prompt
-        and `trees` of these sizes. `max_tokens` is 0 where it is not known."""
+        """Returns the minimum set of programs that answer one request: over caches of one length, the
+        chunks of its prompt and `trees` of these sizes. `max_tokens` is 0 if unknown."""
         encoding: list[Signature] = []
         if self.cfg.encoder is not None:
             # The prompt is the source; of the decoder it is the start tokens.
@@ -160,7 +161,7 @@ class ProgramRunner:
         """See `Runner`.
 
         Raises:
-          ContextOverflow: there are no programs over caches of so many tokens.
+          ContextOverflow: no programs have caches of so many tokens.
         """
         target, caches = self._length_for(tokens), cache.caches
         for length in self._lengths:
@@ -176,7 +177,7 @@ class ProgramRunner:
         return dataclasses.replace(cache, source=self.executor.encode(signature, row, real))
 
     def _encoding(self, tokens: int) -> Signature:
-        """The program that reads a source of so many tokens."""
+        """Returns the program that encodes a source of so many tokens."""
         lengths = self.executor.manifest.encode_tokens(self.level)
         if not lengths:
             raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source; give it a prompt")
@@ -188,17 +189,18 @@ class ProgramRunner:
         return self.executor.rows(self.level, cache.caches, tokens)
 
     def restored(self, rows: Mapping[str, np.ndarray], tokens: int) -> ProgramCache:
-        """A cache with room for `tokens` positions that begins with `rows` of an equal one (see `rows`)."""
+        """Returns a cache with room for `tokens` positions that begins with `rows` of an equal one (see
+        `rows`)."""
         length = self._length_for(tokens)
         filled = next(iter(rows.values())).shape[2]
         return self._cache(self.executor.restored(self.level, length, rows), length, filled)
 
     def fork(self, cache: ProgramCache, tokens: int) -> ProgramCache:
-        """A cache with the first `tokens` positions of another, which stays as it is. Under `lock`."""
+        """A cache with the first `tokens` positions of another, which stays unchanged. Under `lock`."""
         return self.restored(self.rows(cache, tokens), tokens)
 
     def scorer(self) -> Any:
-        """Refuses: programs give logits, and no hidden states.
+        """Raises an error: programs return logits, and no hidden states.
 
         Raises:
           ConfigError: always.
@@ -241,7 +243,7 @@ class ProgramRunner:
         return self.step(cache, tokens[-1], at + len(tokens) - 1)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
-        """The next token `[1]`, and the sampler. Finds the likeliest without a dispatch."""
+        """Returns the next token `[1]`, and the sampler. Finds the most likely without a dispatch."""
         if _likeliest(sampler):
             return _most_likely(np.asarray(logits)), sampler
         token, sampler = self.token_chooser.next_token(logits, sampler)
@@ -260,7 +262,7 @@ class ProgramRunner:
         limit: int,
         cached: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
-        """See `Runner`; a dispatch for each block of tokens, or for each token where there is no program of
+        """See `Runner`; a dispatch for each block of tokens, or for each token if there is no program of
         blocks, until a stop token."""
         stops, decoded = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
         block = self.executor.manifest.block_tokens(self.level, cache.capacity_tokens)
@@ -291,11 +293,11 @@ class ProgramRunner:
     def _block(
         self, cache: ProgramCache, token: int, at: int, controls: Mapping[str, np.ndarray]
     ) -> tuple[np.ndarray, ProgramCache]:
-        """Feeds a token at position `at`, and those that it draws behind it: the tokens drawn, and the
+        """Runs a token at position `at`, and those that are sampled after it: the sampled tokens, and the
         cache.
 
         Raises:
-          ProgramError: the program gives no tokens, more than asked for, or others than the vocabulary's.
+          ProgramError: the program returns no tokens, more than requested, or others than the vocabulary's.
         """
         room = cache.capacity_tokens
         program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
@@ -342,9 +344,10 @@ class ProgramRunner:
         return Verdict(tokens, path), cache.after(caches, at + len(path)), sampler
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
-        """Log-probability (natural) `[tokens]` of each target after its token and all tokens before it.
+        """Returns the log-probability (natural) `[tokens]` of each target after its token and all tokens
+        before it.
 
-        Runs the largest `verify` program, or token by token where there is none.
+        Runs the largest `verify` program, or token by token without one.
 
         Raises:
           ConfigError: the model is an encoder-decoder.
@@ -380,7 +383,7 @@ class ProgramRunner:
         return np.asarray(logits)[0, :real], cache.after(caches, at + real)
 
     def _length_for(self, tokens: int) -> int:
-        """The shortest caches for `tokens`, preferably those that a program is ready for."""
+        """Returns the length of the shortest caches for `tokens`, preferably with a prepared program."""
         fitting = [each for each in self._lengths if each >= tokens]
         if not fitting:
             raise ContextOverflow(
@@ -402,7 +405,7 @@ def cache_bytes(manifest: Manifest, level: int, tokens: int) -> int:
 
 
 def _after(sampler: SamplerState, tokens: np.ndarray) -> SamplerState:
-    """The state after some tokens `[n]` were drawn."""
+    """Returns the state after some tokens `[n]` were sampled."""
     counts = np.array(sampler.counts)
     np.add.at(counts[0], tokens, 1)
     drawn = np.int32(int(sampler.drawn) + len(tokens))
@@ -421,6 +424,6 @@ def _most_likely(logits: np.ndarray) -> np.ndarray:
 
 
 def _likeliest(sampler: SamplerState) -> bool:
-    """Whether the likeliest token is the next one."""
+    """Whether the most likely token is the next one."""
     # On the host: comparing a device's number would compile a computation.
     return not bool(sampler.penalized) and float(sampler.temperature) <= 0

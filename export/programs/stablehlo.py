@@ -1,6 +1,7 @@
-"""Runs StableHLO programs, with the weights beside them, on the device that JAX has here.
+"""Runs StableHLO programs, with separate weights, on JAX's device.
 
-None is compiled before its sizes are checked (see `bounds`); trust a folder as a library (see SECURITY.md).
+A program's sizes are checked before it is compiled (see `bounds`); trust a folder as a library (see
+SECURITY.md).
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
 _PLATFORMS = {"gpu": "cuda"}
 # Alignment in bytes of an array that a CPU uses in place.
 _ALIGN = 64
-# Most bytes of one program, which has no weights.
+# Maximum bytes of one program, which has no weights.
 MAX_PROGRAM_BYTES = 64 << 20
 
 
@@ -66,16 +67,16 @@ class StableHloExecutor(JaxPrograms):
 
     def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
         """A program's function, within its bounds."""
-        # Imported here, because it is slow and kept buckets do not need it.
+        # Imported here, because it is slow and cached buckets do not need it.
         import jax.export
 
         exported = jax.export.deserialize(bytearray(self._program(signature)))
         self._bounds(signature).require(exported, self._path(signature))
-        # Results have the names that were compared.
+        # Results have the names that were checked.
         return cast("Callable[..., dict[str, jax.Array]]", exported.call)
 
     def _contents_of(self, signature: Signature) -> str:
-        """A key of a program's contents, by SHA-256, so that no other file has it."""
+        """Key of a program's contents, by SHA-256, so that no other file has it."""
         return f"{hashlib.sha256(self._program(signature)).hexdigest()} {self._bounds(signature)}"
 
     def _program(self, signature: Signature) -> bytes:
@@ -103,8 +104,8 @@ def _tiny_lm(manifest: Manifest, folder: Path) -> dict[str, jax.Array]:
 
 
 def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Copies arrays into one block of memory, which the system gives in large pages: a decoded token reads
-    all weights, which takes longer from the small pages of a mapped file."""
+    """Copies arrays into one block of memory, which the system allocates in large pages: a decoded token
+    reads all weights, which is slower from the small pages of a mapped file."""
     sizes = {name: each.nbytes + -each.nbytes % _ALIGN for name, each in arrays.items()}
     block = np.empty(sum(sizes.values()) + _ALIGN, np.uint8)
     at, found = -block.ctypes.data % _ALIGN, {}

@@ -12,10 +12,10 @@ from jaxllm.serving.runners.runner import PrefillChunk
 
 
 class StagedRunner(ProgramRunner):
-    """The runner of the whole model whose prompts run by stages (see `ProgramRunner`).
+    """Runner of the whole model that prefills by stages (see `ProgramRunner`).
 
-    A cache goes through Python's memory once for each prompt, from the programs that decode to the stages and
-    back. Prompts shorter than the shortest chunk of stages take the prefill programs.
+    A cache is copied to Python's memory once for each prompt, from the programs that decode to the stages
+    and back. Prompts shorter than the shortest chunk of stages run on the prefill programs.
     """
 
     def __init__(

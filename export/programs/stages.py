@@ -1,10 +1,10 @@
-"""Runs prefill by stage programs on two processors, out of order: each a LiteRT interpreter on threads of
-its own.
+"""Runs prefill by stage programs on two processors, out of order: each a LiteRT interpreter on its own
+threads.
 
-On a phone they are an NPU and a CPU or GPU; on a desktop two groups of cores stand in, each with XNNPACK
-threads of its own, and neither is faster. They are interpreters, because these let go of Python's lock while
-they compute, which compiled models do not. A prompt's chunks and order are chosen by times that were measured
-here: of each stage alone, and while the other processor is busy.
+On a phone they are an NPU and a CPU or GPU; on a desktop two groups of cores replace them, each with its
+own XNNPACK threads, and neither is faster. They are interpreters, because these release Python's lock while
+they compute, which compiled models do not. A prompt's chunks and order are chosen by times measured here:
+of each stage with the other processor idle, and busy.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class TimedStage:
-    """The stages that take equally long: of all layers with a shadow, or of all without."""
+    """Stages with equal times: of all layers with a shadow, or of all without."""
 
     stage: Stage
     shadowed: bool
@@ -67,12 +67,12 @@ def times_path(manifest: Manifest) -> Path:
 
 
 class StagedPrompt:
-    """A prompt between its stages: what is known of each chunk, and the cache of each layer.
+    """Prompt between its stages: results so far of each chunk, and the cache of each layer.
 
     Attributes:
       chunks: arrays by name, of each chunk.
       layers: `keys` and `values` `[1, K, S, H]` of each layer.
-      lengths: of chunks, and their positions.
+      lengths: lengths of chunks, and their positions.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class StagedPrompt:
         self.chunks, self.layers, self.lengths, self._call = chunks, layers, lengths, call
 
     def run(self, each: Subgraph) -> None:
-        """Runs one stage; those that it depends on have run."""
+        """Runs one stage after those that it depends on."""
         found = self._call(each, self.lengths[each.chunk][0], self._known(each))
         for name, array in found.items():
             (self.layers[each.layer] if name in _CACHE else self.chunks[each.chunk])[name] = array
 
     def repeated(self, each: Subgraph) -> Callable[[], None]:
-        """A function that runs a stage at each call, and leaves what is known as it was."""
+        """Returns a function that runs a stage at each call, and leaves the results so far unchanged."""
         known = self._known(each)
 
         def once() -> None:
@@ -105,11 +105,11 @@ class StagedPrompt:
 
 
 class StagePrograms:
-    """The stage programs of a folder on two processors. Not thread-safe: one prompt at a time.
+    """Stage programs of a folder on two processors. Not thread-safe: one prompt at a time.
 
     Attributes:
-      facts: which stages there are.
-      order: of stages.
+      facts: facts about the folder's stages.
+      order: order of stages.
       measured: times of stages.
       pair: the processors.
     """
@@ -117,17 +117,17 @@ class StagePrograms:
     def __init__(
         self, manifest: Manifest, folder: Path, *, order: Order = "out-of-order", times: Path | None = None
     ) -> None:
-        """Opens both models, each on cores of its own.
+        """Opens both models, each on its own cores.
 
         Args:
-          manifest: of the folder.
-          folder: of programs.
+          manifest: manifest of the folder.
+          folder: folder of programs.
           order: see `jaxllm.int8_prefill.schedule.Dispatcher`.
-          times: the file that keeps the times of stages; None to keep none.
+          times: file of the stages' times; None to store none.
 
         Raises:
-          ConfigError: the folder has no stages, LiteRT is not installed, or this process may use one core.
-          ProgramError: a model is corrupt, or LiteRT refuses it.
+          ConfigError: the folder has no stages, LiteRT is not installed, or this process has only one core.
+          ProgramError: a model is corrupt, or LiteRT rejects it.
         """
         if manifest.stages is None:
             raise ConfigError(f"{folder} has no stages for two processors; export the model with --stages")
@@ -140,12 +140,12 @@ class StagePrograms:
         cores = halved_cores()
         self.pair = ProcessorPair(cores)
         self._programs: dict[Processor, Callable[[str], Any]] = {}
-        # What each program takes, by its name.
+        # Inputs of each program, by its name.
         self._taken: dict[str, Sequence[str]] = {}
         for processor in PROCESSORS:
             path = manifest.require_intact(folder, STAGE_FILES[processor])
             opened = functools.partial(self._open, processor, path, max(1, len(cores[processor])))
-            # By the processor's thread, so that those that XNNPACK makes are on its cores.
+            # On the processor's thread, so that XNNPACK's threads are on its cores.
             self.pair.timed(processor, opened)
         self._planner = ChunkPlanner(
             self.facts.chunk_tokens, order, self.measured, self._timed_stage, self.subgraphs
@@ -169,7 +169,7 @@ class StagePrograms:
         self._taken |= {name: each["inputs"] for name, each in interpreter.get_signature_list().items()}
 
     def warm_up(self) -> None:
-        """Measures the stages that have no times yet, and keeps their times."""
+        """Measures the stages that have no times yet, and stores their times."""
         missing = [
             tokens
             for tokens in self.facts.chunk_tokens
@@ -181,7 +181,7 @@ class StagePrograms:
             self.measured.keep()
 
     def measure(self, tokens: int, runs: int = _TIMED_RUNS) -> None:
-        """Times the stages of chunks of `tokens` tokens, alone and while the other processor is busy."""
+        """Times the stages of chunks of `tokens` tokens, with the other processor idle and busy."""
         fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
 
         def begin(full: bool) -> StagedPrompt:
@@ -207,13 +207,14 @@ class StagePrograms:
         """Runs a prompt through all layers.
 
         Args:
-          tokens: of the prompt.
+          tokens: tokens of the prompt.
           at: position of the first.
-          rows: of the `at` tokens before, `[1, K, at, H]` by the names of caches; none of an empty cache.
-          lengths: of chunks; None for those that the measured times choose.
+          rows: cached rows of the `at` preceding tokens, `[1, K, at, H]` by the names of caches; empty for
+            an empty cache.
+          lengths: lengths of chunks; None to choose them by the measured times.
 
         Returns:
-          The caches with the prompt's rows, `[1, K, at + tokens, H]` by name; and the schedule as it ran.
+          The caches with the prompt's rows, `[1, K, at + tokens, H]` by name; and the measured schedule.
         """
         lengths = lengths or self.plan(len(tokens), at)
         prompt = self._begin(tokens, at, rows, lengths)

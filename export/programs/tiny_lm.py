@@ -27,7 +27,7 @@ class ProgramTinyLm:
 
 
 def read_tiny_lm(manifest: Manifest, folder: Path) -> ProgramTinyLm | None:
-    """The classes and the tokens of a folder's tiny LM; None where it has none.
+    """Reads the classes and the tokens of a folder's tiny LM; None if it has none.
 
     Raises:
       ProgramError: its tokenizer is malformed.
@@ -51,7 +51,7 @@ class TinyLmPrograms:
     """Runs the programs of a tiny LM (see `jaxllm.serving.elastic.tiny_proposer.TinyPasses`).
 
     Attributes:
-      lengths: of rows that there are programs for, ascending.
+      lengths: lengths of rows that there are programs for, ascending.
     """
 
     def __init__(self, executor: Executor) -> None:

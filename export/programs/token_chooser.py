@@ -1,6 +1,6 @@
-"""Defines the protocol of what draws tokens from the logits of programs.
+"""Defines the protocol of samplers of tokens from the logits of programs.
 
-`bucket_chooser.py` draws them by compiled buckets, `export/device/host_sampling.py` by NumPy.
+`bucket_chooser.py` samples by compiled buckets, `export/device/host_sampling.py` by NumPy.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class TokenChooser(Protocol):
     """Draws tokens of a vocabulary of V."""
 
     def prepare(self, trees: Iterable[int] = ()) -> None:
-        """Gets ready to draw the next token, and the tokens of trees of these sizes."""
+        """Prepares to sample the next token, and the tokens of trees of these sizes."""
         ...
 
     def next_token(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
@@ -27,7 +27,7 @@ class TokenChooser(Protocol):
 
 
 def bucket_chooser(vocab_size: int) -> TokenChooser:
-    """A chooser by compiled buckets that are not kept on disk."""
+    """Returns a chooser by compiled buckets that are not cached on disk."""
     # Here, because LiteRT's programs run without JAX.
     from jaxllm.export.programs.bucket_chooser import BucketChooser
 

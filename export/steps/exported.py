@@ -3,13 +3,13 @@ output.
 
 Names and shapes are those of the LiteRT-LM runtime: `tokens` `[1, T]` and `input_pos` `[T]` int32,
 `kv_cache_k_i` and `kv_cache_v_i` `[1, K, S, H]` of layer i; a decode step returns `logits` `[1, T, V]`
-float32, a prefill step does not. A token is real if its position is that of the first token plus its index;
-any other number in `input_pos` after the prompt's end marks padding, which is not written to the caches.
-Shapes are static, layers are unrolled, and there are no loops.
+float32, a prefill step does not. A token is valid if its position is that of the first token plus its
+index; any other number in `input_pos` after the prompt's end marks padding, which is not written to the
+caches. Shapes are static, layers are unrolled, and there are no loops.
 
-Of an encoder-decoder an encode step takes `tokens` `[1, T]` and `source_tokens` `[1]` int32, how many of them
-are real, and gives `source_k_i` and `source_v_i` `[1, K, T, H]` of each layer of the decoder. Its other steps
-take these, with zeros up to R rows, and `source_tokens`, and leave them as they are.
+For an encoder-decoder an encode step accepts `tokens` `[1, T]` and `source_tokens` `[1]` int32, the number
+of valid ones, and returns `source_k_i` and `source_v_i` `[1, K, T, H]` of each layer of the decoder. Its
+other steps accept these, padded with zeros to R rows, and `source_tokens`, and only read them.
 """
 
 import dataclasses
@@ -52,15 +52,15 @@ def run_step(
     """Runs consecutive tokens through the model.
 
     Args:
-      weights: parameters by name, and the two factors of each adapter; of an encoder-decoder also the
-        source's arrays, which a step only reads, too; of `run_masked_step` the mask.
+      weights: parameters by name, and the two factors of each adapter; for an encoder-decoder also the
+        source's arrays; for `run_masked_step` also the mask.
       caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
       tokens: `[1, T]` int32.
       input_pos: `[T]` int32, their positions (see the module).
-      cfg: the model, or the sub-model whose shapes the weights have.
-      dtype: of the activations.
+      cfg: config of the model, or of the sub-model with the weights' shapes.
+      dtype: dtype of the activations.
       with_logits: whether to run the head.
-      params_of: makes the model's parameters of the weights; None for `with_adapters`.
+      params_of: function that makes the model's parameters from the weights; None for `with_adapters`.
 
     Returns:
       The caches with the tokens' rows, and `logits` if `with_logits`.
@@ -87,8 +87,8 @@ def run_masked_step(
     mask: jax.Array,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """`run_step`, given as `step`, for runtimes that make the mask of attention themselves: `[1, 1, T, S]`
-    bool, the positions that each token attends to, instead of all up to its own."""
+    """Runs `run_step`, given as `step`, for runtimes that make the attention mask themselves: `[1, 1, T,
+    S]` bool, the positions that each token attends to, instead of all up to its own."""
     return step({**weights, ATTENTION_MASK: mask}, caches, tokens, input_pos, **options)
 
 
@@ -103,13 +103,13 @@ def run_tree(
     dtype: DTypeLike,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
-    """Runs a token tree after the sequence in the caches: logits after each node.
+    """Runs a token tree after the sequence in the caches; returns logits after each node.
 
     Args:
       weights, caches, cfg, dtype, params_of: see `run_step`.
       tokens: `[1, M]` int32, the nodes from the root on, in consecutive rows of the cache.
       input_pos: `[M]` int32, their positions in a sequence; the root's is the length of the cached sequence.
-      mask: `[M, M]` bool, the nodes that each node attends to, itself included; all False for padding.
+      mask: `[M, M]` bool, the nodes that each node attends to, with itself; all False for padding.
 
     Returns:
       The caches with the nodes' rows, and `logits` `[1, M, V]`.
@@ -136,13 +136,13 @@ def run_encode(
     dtype: DTypeLike,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
-    """Encodes a source, and projects what was said for each layer of the decoder.
+    """Encodes a source, and projects its hidden states for each layer of the decoder.
 
     Args:
       weights, cfg, dtype, params_of: see `run_step`.
-      caches: empty, as a source has none.
+      caches: empty, because a source has none.
       tokens: `[1, T]` int32.
-      source_tokens: `[1]` int32, how many of them are real.
+      source_tokens: `[1]` int32, number of valid tokens.
 
     Returns:
       `source_k_i`, `source_v_i` `[1, K, T, H]`.
@@ -162,7 +162,7 @@ def run_encode(
 
 
 def _source(weights: Arrays, cfg: ModelConfig) -> SourceLayers | None:
-    """The source among the arrays that a step only reads."""
+    """Returns the source's arrays among the weights."""
     if cfg.encoder is None:
         return None
     keys, values = (
@@ -197,8 +197,8 @@ def _step(
 
 
 def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, Weight]:
-    """The model's parameters: weights with an adapter become `Adapted`, and those with an adapter that is an
-    input besides (see `jaxllm.export.folder_format.adapters`) once more."""
+    """Returns the model's parameters: weights with an adapter become `Adapted`, and those with an
+    additional adapter as an input (see `jaxllm.export.folder_format.adapters`) once more."""
     params: dict[str, Weight] = {}
     for name in param_specs(cfg):
         if name not in weights:

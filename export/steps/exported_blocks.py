@@ -1,8 +1,8 @@
 """Defines the steps of exported programs that decode several tokens in one dispatch, with sampling inside.
 
-They take the last token `[1, 1]` and its position `[1]`, as a decode step does, and the arrays of
-`jaxllm.export.folder_format.controls`; they give the caches, `next_tokens` `[1, T]` and `count` `[1]` int32.
-The caches must have room for `limit` tokens.
+They accept the last token `[1, 1]` and its position `[1]`, as a decode step does, and the arrays of
+`jaxllm.export.folder_format.controls`; they return the caches, `next_tokens` `[1, T]` and `count` `[1]`
+int32. The caches must have room for `limit` tokens.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from jaxllm.sampling_state import NO_TOKEN
 
 @dataclasses.dataclass(frozen=True)
 class BlockOptions:
-    """Of a program that decodes several tokens: the model, the dtype of its activations, and the most
-    tokens."""
+    """Options of a program that decodes several tokens: the model, the dtype of its activations, and the
+    maximum number of tokens."""
 
     cfg: ModelConfig
     dtype: DTypeLike
@@ -42,9 +42,10 @@ def step_of(
     loops: bool = True,
     adapters: AdapterInputs | None = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """The function `(weights, caches, tokens, input_pos[, mask or controls][, adapter][, source])` of a
-    signature, for a level's model; without `loops` for a runtime that has none, with `adapters` for programs
-    that take them as an input. An encode step takes `source_tokens` in place of `input_pos`, and no source.
+    """Returns the function `(weights, caches, tokens, input_pos[, mask or controls][, adapter][, source])`
+    of a signature, for a level's model; without `loops` for a runtime that has none, with `adapters` for
+    programs that accept them as an input. An encode step has `source_tokens` in place of `input_pos`, and
+    no source.
     """
     if signature.kind == "encode":
         return functools.partial(run_encode, cfg=cfg, dtype=dtype)
@@ -69,7 +70,7 @@ def _with_adapter(
     *inputs: Any,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """A step whose last input is an adapter, whose factors it takes among the weights."""
+    """Step with an adapter as last input, whose factors are added to the weights."""
     return step({**weights, **adapters.split(level, inputs[-1])}, caches, *inputs[:-1], **options)
 
 
@@ -80,7 +81,7 @@ def _with_source(
     *inputs: Any,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """A step whose last input is the source, which it takes among the arrays that it only reads."""
+    """Step with the source as last input, whose arrays are added to the weights."""
     return step({**weights, **inputs[-1]}, caches, *inputs[:-1], **options)
 
 
@@ -94,10 +95,11 @@ def run_block(
     options: BlockOptions,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
-    """Decodes up to `controls["limit"]` of at most `options.tokens` tokens in a loop, and stops behind a stop
-    token.
+    """Decodes up to `controls["limit"]` of at most `options.tokens` tokens in a loop, and stops after a
+    stop token.
 
-    Other arguments are those of `run_step`. The sampler's state is the caller's: `count` tokens were drawn.
+    Other arguments are those of `run_step`. The caller updates the sampler's state: `count` tokens were
+    sampled.
     """
     _check(tokens, input_pos, controls)
     step = _step(weights, options, params_of)
@@ -132,8 +134,8 @@ def run_unrolled_block(
     options: BlockOptions,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
-    """What `run_block` gives, without a loop, for runtimes that have none: behind the last token the steps
-    that are left repeat the last one, which changes nothing."""
+    """Computes the results of `run_block` without a loop, for runtimes that have none: after the last token
+    the remaining steps repeat the last one, which changes nothing."""
     _check(tokens, input_pos, controls)
     step = _step(weights, options, params_of)
     token, at, counts = tokens[0], input_pos, controls["counts"]

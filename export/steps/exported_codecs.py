@@ -1,12 +1,12 @@
 """Defines the steps of exported programs that encode chunks of a cache, and load them back (see
 `jaxllm.contexts.codecs`).
 
-An encode step takes the caches and `chunks` `[n]` int32, numbers of chunks within them. It gives, for keys
-and values of each layer, packed levels `[n, K, C, H·bits/8]` uint8, and `[n, 2, ...]` float32, their lows
-and scales, each of them a float16 number: `jaxllm.export.folder_format.codecs` makes the bytes of blobs of
-both. A load step takes these in addition, and gives the caches with the chunks in their places. A number that
-comes twice stands for one chunk. There are no operations on bits, which few runtimes have: a byte is a sum of
-levels times powers of two.
+An encode step accepts the caches and `chunks` `[n]` int32, numbers of chunks within them. It returns, for
+keys and values of each layer, packed levels `[n, K, C, H·bits/8]` uint8, and `[n, 2, ...]` float32, their
+lows and scales, each of them a float16 number: `jaxllm.export.folder_format.codecs` makes the bytes of
+blobs from both. A load step accepts these in addition, and returns the caches with the chunks in their
+places. A repeated number is the same chunk. There are no bit operations, which few runtimes have: a byte is
+a sum of levels times powers of two.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,12 @@
-"""Defines the steps of the models that a runtime divides between an NPU and its CPU, as LiteRT-LM does.
+"""Defines the steps of models that a runtime divides between an NPU and its CPU, as LiteRT-LM does.
 
-The NPU's part takes no tokens, no positions and no caches to write, for an NPU does not look up, scatter or
-turn an angle well: `embeddings` `[1, T, D]`, the angles `pos_emb_cos`, `pos_emb_sin` `[1, 1, T, R]` (and
-`pos_emb_local_cos`, `pos_emb_local_sin` of layers with a window that have a rotary embedding of their own),
-`mask_global` and `mask_local` `[1, 1, T, S + T]` bool, True = attend, over the cache and behind it the new
-tokens, and the caches `kv_cache_k_i` `[1, K, S, H]` and `kv_cache_v_i` `[1, K, H, S]`. It gives
-`kv_slice_k_i` `[1, K, T, H]` and `kv_slice_v_i` `[1, K, H, T]` of the new tokens, and decoding the `logits`.
-The other steps make these. All take (weights, inputs by name), and give results by name.
+The NPU's part has no tokens, positions or caches to write, because NPUs are slow at look-ups, scatters and
+trigonometry. Its inputs are `embeddings` `[1, T, D]`, the angles `pos_emb_cos`, `pos_emb_sin` `[1, 1, T,
+R]` (and `pos_emb_local_cos`, `pos_emb_local_sin` of layers with a window that have a rotary embedding of
+their own), `mask_global` and `mask_local` `[1, 1, T, S + T]` bool, True = attend, over the cache followed
+by the new tokens, and the caches `kv_cache_k_i` `[1, K, S, H]` and `kv_cache_v_i` `[1, K, H, S]`. It
+returns `kv_slice_k_i` `[1, K, T, H]` and `kv_slice_v_i` `[1, K, H, T]` of the new tokens, and in decoding
+the `logits`. The other steps make these. All accept (weights, inputs by name), and return results by name.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def require_divisible(cfg: ModelConfig) -> None:
     """Checks that a model can be divided so.
 
     Raises:
-      ConfigError: its positions are not angles alone, or its layers have windows of several lengths.
+      ConfigError: its positions are not only angles, or its layers have windows of several lengths.
     """
     require_room(cfg, "tflite")
     ropes = [each for each in (cfg.rope, cfg.local_rope) if each is not None]
@@ -73,8 +73,8 @@ def run_angles(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig) -> Arrays:
 
 
 def run_masks(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig, cache_tokens: int) -> Arrays:
-    """`time_step` `[1]` int32, the position of the first new token, and `input_tokens` `[1, T]` int32, which
-    are negative where nothing is to attend to them -> the masks."""
+    """`time_step` `[1]` int32, the position of the first new token, and `input_tokens` `[1, T]` int32,
+    negative for tokens that none attends to -> the masks."""
     del weights
     first, tokens = inputs["time_step"][0], inputs["input_tokens"][0]
     count = tokens.shape[0]
@@ -93,7 +93,7 @@ def run_masks(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig, cache_tokens
 
 
 def run_cache_update(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig) -> Arrays:
-    """`input_pos` `[T]` int32, the caches and the slices -> the caches with the slices of real tokens, those
+    """`input_pos` `[T]` int32, the caches and the slices -> the caches with the slices of valid tokens,
     whose position is that of the first one plus their index."""
     del weights
     position, found = inputs["input_pos"], {}
@@ -117,7 +117,7 @@ def run_layers(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig, with_logits
         rotary, mask = _angles(inputs, cfg, layer), inputs[MASKS[bool(cfg.attention_windows[layer])]][0, 0]
         keys, values = inputs[KEYS.format(layer)], _turned(inputs[VALUES.format(layer)])
         room = keys.shape[2]
-        # New tokens stand behind the cache, whose rows none of them overwrites.
+        # New tokens come after the cache, and overwrite none of its rows.
         past = Past(_lengthened(keys, count), _lengthened(values, count))
         at = TokenPositions(
             jnp.arange(room, room + count, dtype=jnp.int32), jnp.int32(count), consecutive=True, mask=mask
@@ -143,7 +143,7 @@ def slice_inputs(cfg: ModelConfig, tokens: int) -> Shapes:
 
 
 def layer_inputs(cfg: ModelConfig, tokens: int, cache_tokens: int) -> Shapes:
-    """The shapes of what the NPU's part takes by name."""
+    """Returns the shapes of the inputs of the NPU's part by name."""
     position = {"input_pos": jax.ShapeDtypeStruct((tokens,), np.int32)}
     asked = {
         "time_step": jax.ShapeDtypeStruct((1,), np.int32),

@@ -1,11 +1,11 @@
 """Defines the stages of a layer as steps of exported programs, for two processors (see
 `jaxllm.int8_prefill.schedule`).
 
-A step takes weights and inputs by name, and gives results by name; one chunk of T tokens. `x` `[1, T, D]` is
-what a layer takes and gives, `q`, `k`, `v`, `gate`, `up` are products, and `*_shadow` their shadows. `keys`
-and `values` `[1, K, S, H]` are the layer's cache, and `input_pos` `[T]` int32 is that of `run_step`. How a
-product is computed is left to the parameters: those of the integer processor clip their inputs, and those of
-the float processor's shadows multiply what was clipped off.
+A step accepts weights and inputs by name, and returns results by name, for one chunk of T tokens. `x` `[1,
+T, D]` is a layer's input and output, `q`, `k`, `v`, `gate`, `up` are products, and `*_shadow` their
+shadows. `keys` and `values` `[1, K, S, H]` are the layer's cache, and `input_pos` `[T]` int32 is that of
+`run_step`. The parameters define how a product is computed: those of the integer processor clip their
+inputs, and those of the float processor's shadows multiply the clipped excess.
 """
 
 from collections.abc import Mapping
@@ -40,17 +40,17 @@ def run_embed(params: Params, inputs: Arrays, *, cfg: ModelConfig) -> Arrays:
 def run_stage(
     params: Params, inputs: Arrays, *, stage: Stage, layer: int, shadowed: bool, cfg: ModelConfig
 ) -> Arrays:
-    """A stage of a layer.
+    """Runs a stage of a layer.
 
     Args:
-      params: the layer's, as the stage's processor multiplies by them.
+      params: parameters of the layer, in the form that the stage's processor multiplies by.
       inputs: see `jaxllm.export.folder_format.stages.stage_inputs`.
-      stage, layer: which.
+      stage, layer: the stage and its layer.
       shadowed: whether the layer has a shadow.
-      cfg: the model.
+      cfg: config of the model.
 
     Returns:
-      What the stage adds to what is known of its chunk, by name.
+      The stage's results by name.
     """
     weights = layer_of(params, layer)
     if stage in ("project", "project_shadow"):
@@ -137,7 +137,7 @@ def _attend(
 
 
 def _with_output(weights: LayerParams, inputs: Arrays, cfg: ModelConfig) -> jax.Array:
-    """The layer's input with attention's output product, and its shadow where there is one."""
+    """Returns the layer's input plus attention's output product, and its shadow if there is one."""
     ((matrix,), (bias,)) = matrices_of(weights, OUT, cfg)
     x, residual = inputs["x"], None if cfg.post_norms else inputs["x"]
     mixed = from_units(inputs["out"], matrix, bias, residual)

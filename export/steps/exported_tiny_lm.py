@@ -1,7 +1,8 @@
 """Defines the step of exported tiny LMs (see `jaxllm.export.folder_format.tiny_lm`).
 
-Large matrices are at 8 bits where native kernels serve them; programs get the same levels and scales, as
-`{name}.levels` `[U, D]` int8 and `{name}.scale` `[U, 1]` float32, and round activations as those kernels do.
+Large matrices are at 8 bits if native kernels serve them; programs get the same levels and scales, as
+`{name}.levels` `[U, D]` int8 and `{name}.scale` `[U, 1]` float32, and round activations as those kernels
+do.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from jaxllm.models.tiny_lm import TlmConfig, forward_both
 from jaxllm.quant import OwnProduct, Weight
 
 LEVELS, SCALE = ".levels", ".scale"
-# Inputs that share a scale of activations in native kernels, and its steps.
+# Number of inputs that share a scale of activations in native kernels, and number of its steps.
 _SPAN, _TOP = 256, 127
 
 
@@ -28,14 +29,14 @@ def run_tiny_lm(
     *,
     cfg: TlmConfig,
 ) -> dict[str, jax.Array]:
-    """Scores the tokens of a row, and decides.
+    """Scores the tokens of a row, and classifies it.
 
     Args:
       weights: parameters by name (see the module).
       caches: empty.
-      tokens: `[1, T]` int32, the marks in front.
-      mask: `[1, T]` bool, True = a mark or a real token.
-      cfg: the tiny LM.
+      tokens: `[1, T]` int32, with the marks first.
+      mask: `[1, T]` bool, True = a mark or a valid token.
+      cfg: config of the tiny LM.
 
     Returns:
       `keep` `[1, T]`, `model` `[1, levels]` and `prompt` `[1, prompt ratios]`, logits in float32.
@@ -58,7 +59,8 @@ def _params(weights: Mapping[str, jax.Array]) -> Params:
 
 
 def rounded_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """Activations `[M, N]`, rounded to 8 bits span by span, times a matrix whose `axis` is contracted."""
+    """Multiplies activations `[M, N]`, rounded to 8 bits span by span, by a matrix whose `axis` is
+    contracted."""
     contracted = 1 if axis == -1 else 0
     return jax.lax.dot_general(_rounded(rows), matrix, (((1,), (contracted,)), ((), ())))
 

@@ -1,8 +1,8 @@
-"""Samples tokens as `jaxllm.sampling` does, by operations that every runtime of programs has.
+"""Samples tokens as `jaxllm.sampling` does, by operations that every runtime of programs supports.
 
-The penalties, filters, ties and random bits are the same, so that a seed gives the same answer but where the
-rounding of a sum or a logarithm decides. There are no sorts, no scatters, and neither AND nor OR: LiteRT has
-exclusive or and shifts alone. Words are int32, which wrap around. One sequence at a time.
+The penalties, filters, ties and random bits are the same, so that a seed gives the same answer except where
+the rounding of a sum or a logarithm decides. There are no sorts, scatters, AND or OR: of bit operations
+LiteRT has only exclusive or and shifts. Words are int32, which wrap around. One sequence at a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ _PARITY = np.int32(0x1BD11BDA)
 _ONE = np.float32(1).view(np.int32)
 _TINY = np.finfo(np.float32).tiny
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-# 2^31, which is the least int32, down to 1.
+# 2^31, the minimum of int32, down to 1.
 _BITS = (np.uint32(1) << np.arange(31, -1, -1, dtype=np.uint32)).view(np.int32)
 
 
 def by_loop(body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
-    """Repeats a body for each bit in a loop, for runtimes that have loops."""
+    """Repeats a body for each bit in a loop, for runtimes with loops."""
     bits = jnp.asarray(_BITS)
     return jax.lax.fori_loop(0, 32, lambda step, carry: body(bits[step], carry), start)
 
@@ -44,13 +44,13 @@ def one_by_one(body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) ->
 def choose(
     logits: jax.Array, controls: Mapping[str, jax.Array], counts: jax.Array, done: Any, repeat: Repeat
 ) -> jax.Array:
-    """The next token `[1]` int32, or `NO_TOKEN` (see `jaxllm.sampling.sample`).
+    """Returns the next token `[1]` int32, or `NO_TOKEN` (see `jaxllm.sampling.sample`).
 
     Args:
       logits: `[1, V]` float32.
       controls: see `jaxllm.export.folder_format.controls`.
-      counts: `[1, V]` int32, how often the answer has each token by now.
-      done: int32 scalar, tokens drawn since `controls` were made.
+      counts: `[1, V]` int32, number of each token in the answer so far.
+      done: int32 scalar, number of tokens sampled since `controls` were made.
       repeat: `by_loop` or `one_by_one`.
     """
     axes = Axes("choose")
@@ -72,7 +72,7 @@ def choose(
     def noised(logits: jax.Array) -> jax.Array:
         return logits + gumbel_noise(draw_facts[SEED], drawn, logits.shape[-1])[None]
 
-    # No branch is inside another: LiteRT's converter gives inner ones wrong constants.
+    # Branches are not nested: LiteRT's converter gives inner ones wrong constants.
     logits = _only_if(penalizes, penalized, logits)
     # Relative to the largest, so that division by a small temperature gives no positive infinity.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / options["temperature"]
@@ -103,13 +103,14 @@ def keep_top_p(logits: jax.Array, p: jax.Array, repeat: Repeat) -> jax.Array:
 
 
 def _keep_enough(logits: jax.Array, shares: jax.Array, wanted: jax.Array, repeat: Repeat) -> jax.Array:
-    """The fewest largest logits `[1, V]` whose `shares` sum to at least `wanted`; -inf for the others."""
+    """Returns the minimum set of largest logits `[1, V]` whose `shares` sum to at least `wanted`; -inf for
+    the others."""
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
     # Integers in the order of the floats: of negative ones all bits but the sign are inverted.
     keys = bits ^ (_shifted(bits, 31) * _MAGNITUDE)
 
     def try_bit(bit: Any, threshold: jax.Array) -> jax.Array:
-        # From the least int32 on, whose first step, 2^31, wraps around to 0.
+        # Begins at the minimum of int32; the first step, 2^31, wraps around to 0.
         candidate = threshold + bit
         enough = jnp.sum(jnp.where(keys >= candidate, shares, 0.0)) >= wanted
         return jnp.where(enough, candidate, threshold)
@@ -123,21 +124,21 @@ def largest(logits: jax.Array) -> jax.Array:
     top = jnp.max(logits, axis=-1, keepdims=True)
     count = logits.shape[-1]
     index = jnp.arange(count, dtype=jnp.int32)[None]
-    # Compared with itself, NaN differs.
+    # NaN differs from itself.
     found = jnp.where(jnp.logical_or(logits == top, logits != logits), index, count - 1)
     return jnp.min(found, axis=-1)
 
 
 def if_finite(logits: jax.Array, token: jax.Array) -> jax.Array:
-    """`token` `[1]`, or `NO_TOKEN` where its logit is no finite number."""
+    """Returns `token` `[1]`, or `NO_TOKEN` if its logit is not finite."""
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
     chosen = jnp.max(jnp.where(index == token[:, None], logits, -jnp.inf), axis=-1)
     return jnp.where(jnp.abs(chosen) < jnp.inf, token, NO_TOKEN)
 
 
 def gumbel_noise(seed: jax.Array, drawn: jax.Array, count: int) -> jax.Array:
-    """Gumbel noise `[count]` float32 (see `jaxllm.sampling.gumbel_noise`); `seed` is `[2]` int32, the words
-    of the key as they lie."""
+    """Returns Gumbel noise `[count]` float32 (see `jaxllm.sampling.gumbel_noise`); `seed` is `[2]` int32,
+    the words of the key in memory order."""
     zero = jnp.zeros(1, jnp.int32)
     key = threefry((seed[:1], seed[1:]), (zero, drawn[None]))
     index = jnp.arange(count, dtype=jnp.int32)
@@ -172,7 +173,7 @@ def threefry(
 
 
 def _rotated(word: jax.Array, bits: int) -> jax.Array:
-    """Words rotated left: the two parts have no bit in common, so that their sum is their union."""
+    """Rotates words left: the two parts have no bit in common, so that their sum is their union."""
     return word * np.int32(1 << bits) + _shifted(word, 32 - bits)
 
 

@@ -48,11 +48,11 @@ def lay_experts_apart(
     """Rewrites a bundle with its experts apart; all other weights stay byte for byte.
 
     Args:
-      path: of the new file; it may replace the source.
+      path: path of the new file; it may replace the source.
       source: an open bundle of a mixture, its experts together or apart.
       expert_bits: `[L_sparse, E]` int, none above the expert's present bitwidth.
       parts: see `rewrite_bundle`.
-      name: the model's name, for people; the source's by default.
+      name: display name of the model; the source's by default.
 
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.

@@ -31,7 +31,7 @@ def read_calibration(
     Args:
       bundle: bundle of the part.
       part: name of the part; `jaxllm calibrate PART` makes it.
-      subject: what is calibrated, for messages.
+      subject: name of the calibrated part, for messages.
       checked: reads and validates the part; its errors mean that the part is malformed.
 
     Raises:
@@ -59,7 +59,7 @@ _MOST_CHUNK_TOKENS, _MOST = 256, 1e30
 def contexts_parts(
     calibration: ContextCalibration, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Part]:
-    """The part of a bundle with a calibration, for `write_bundle`; `facts` are for people."""
+    """The part of a bundle with a calibration, for `write_bundle`; `facts` are for display."""
     candidates = list(calibration.errors)
     arrays = {
         "errors": np.stack([calibration.errors[each] for each in candidates]).astype(np.float32),
@@ -125,7 +125,7 @@ _LEAST_STEP, _LARGEST_STEP = 1e-30, 1e30
 
 
 def prefill_parts(calibration: PrefillCalibration, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
-    """The part of a bundle with a calibration, for `write_bundle`; `facts` are for people."""
+    """The part of a bundle with a calibration, for `write_bundle`; `facts` are for display."""
     arrays: dict[str, np.ndarray] = {"steps": calibration.steps}
     for (layer, product), channels in calibration.channels.items():
         arrays[f"channels.{layer}.{product}"] = channels
@@ -183,7 +183,7 @@ def _checked_prefill(bundle: Bundle, part: Part) -> PrefillCalibration:
     # The comparison is false for NaN.
     if not ((steps >= _LEAST_STEP) & (steps <= _LARGEST_STEP)).all():
         raise ConfigError(f"its steps are not all in [{_LEAST_STEP:g}, {_LARGEST_STEP:g}]")
-    # Older versions stored here how many rows stay in memory.
+    # Older versions stored here the number of rows in memory.
     arrays.pop("hot", None)
     channels, rows = {}, {}
     for layer in (layer for layer, with_shadow in enumerate(shadowed) if with_shadow):

@@ -22,7 +22,7 @@ class StoredImageEncoder:
 
     Attributes:
       cfg: its shape.
-      input: how images are cut for it.
+      input: size and splits of its input images.
       params: float arrays, those of `image_encoder_shapes(cfg)`.
 
     Raises:
@@ -52,7 +52,7 @@ class StoredImageEncoder:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its parameters as they are stored."""
+        """Bytes of its parameters as stored."""
         return sum(each.nbytes for each in self.params.values())
 
 
@@ -95,7 +95,7 @@ def read_image_encoder_part(bundle: Bundle) -> StoredImageEncoder | None:
 
 
 def image_encoder_facts(bundle: Bundle) -> dict[str, Any]:
-    """The encoder of images of a bundle, for people; empty if it has none."""
+    """The encoder of images of a bundle, for display; empty if it has none."""
     found = read_image_encoder_part(bundle)
     if found is None:
         return {}

@@ -142,11 +142,11 @@ class Layout:
     """A manifest, parsed and checked.
 
     Attributes:
-      name: the model's name, for people.
+      name: display name of the model.
       weights: width of the weight matrices.
       cfg: the model's config.
-      segments: by name, in file order.
-      tensors: by parameter name, in the order of `param_specs`.
+      segments: segments by name, in file order.
+      tensors: tensors by parameter name, in the order of `param_specs`.
       parts: additions to the model, by name.
       experts_apart: whether each expert of a mixture has a segment of its own, and its own width.
     """
@@ -161,7 +161,7 @@ class Layout:
 
     @functools.cached_property
     def specs(self) -> dict[str, ParamSpec]:
-        """Every parameter as it is stored."""
+        """Every parameter as stored."""
         return specs_apart(self.cfg) if self.experts_apart else param_specs(self.cfg)
 
     @functools.cached_property
@@ -377,7 +377,7 @@ def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
 # A mapped file is read when its pages are touched. So a change in place changes results, and a truncation
 # ends the process (SIGBUS) at the next touch. Writers of this project never do either: they write another
 # file and rename it, and processes that have the old file open continue with it. `require_unchanged`
-# detects changes by other writers; it takes a few microseconds, and is called before and after every use.
+# detects changes by other writers; it costs a few microseconds, and is called before and after every use.
 # It cannot detect a truncation between the check and the use, nor a change whose writer resets the file's
 # modification time.
 

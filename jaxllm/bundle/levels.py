@@ -228,7 +228,7 @@ def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[
 
     Args:
       tiny: the tiny LM.
-      facts: further facts, for people.
+      facts: further facts, for display.
     """
     told = {
         **(facts or {}),

@@ -132,7 +132,7 @@ class Bundle:
 
         Args:
           stacked: whether equal layers are stacked (see `unchecked`).
-          on_segment: called with (name, bytes) after each segment.
+          on_segment: callback for (name, bytes) after each segment.
 
         Raises:
           BundleError: a segment's checksum is wrong.
@@ -144,7 +144,7 @@ class Bundle:
         """Checks the segments of all parameters.
 
         Args:
-          on_segment: called with (name, bytes) after each segment.
+          on_segment: callback for (name, bytes) after each segment.
 
         Raises:
           BundleError: a segment's checksum is wrong.
@@ -274,7 +274,7 @@ class Bundle:
         return jax.tree.map(_put, _of_host(tensor, shape, view))
 
     def stored(self, name: str) -> np.ndarray | BlockedArray:
-        """A parameter as it is stored, as views of the file.
+        """A parameter as stored, as views of the file.
 
         Raises:
           BundleError: its segment's checksum is wrong.

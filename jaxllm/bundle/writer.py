@@ -1,4 +1,4 @@
-"""Writes bundles: parameters one by one, quantized by their role or as they are, and the manifest last."""
+"""Writes bundles: parameters one by one, quantized by their role or unchanged, and the manifest last."""
 
 import contextlib
 import dataclasses
@@ -40,10 +40,10 @@ from jaxllm.quant.weights import RowParts, all_finite, part_rows
 from jaxllm.text.tokenizer import TokenizerFiles
 from jaxllm.version import __version__
 
-# Gives parameters the form in which a bundle stores them: quantized by their role, or as they are.
+# Gives parameters the form in which a bundle stores them: quantized by their role, or unchanged.
 
 
-# A parameter as it is stored.
+# A parameter as stored.
 Stored = np.ndarray | BlockedArray
 
 
@@ -112,7 +112,7 @@ def _width(spec: ParamSpec, weights: WeightFormat) -> int:
     return 8 if wide else 4
 
 
-# Writes bundles: parameters one by one, quantized by their role or as they are, and the manifest last.
+# Writes bundles: parameters one by one, quantized by their role or unchanged, and the manifest last.
 
 
 def write_bundle(

@@ -363,7 +363,7 @@ MINIMA = ("Q4_1", "Q4_K")
 
 
 def floats(tensor: GgufTensor) -> np.ndarray:
-    """A tensor's numbers: float16 and bfloat16 as they are, all others as float32.
+    """A tensor's numbers: float16 and bfloat16 unchanged, all others as float32.
 
     Raises:
       CheckpointError: its blocks cannot be widened.

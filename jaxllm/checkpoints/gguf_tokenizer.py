@@ -323,7 +323,7 @@ def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _begins_with(tokens: Sequence[str], begin: int | None) -> Mapping[str, Any]:
-    """What is added to an encoded text: its first token, if it has one."""
+    """Post-processor of encoded texts: adds the first token, if there is one."""
     text: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special: dict[str, Any] = {}
     if begin is not None:

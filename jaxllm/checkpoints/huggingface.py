@@ -143,7 +143,7 @@ def write_folder(
     """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
-      folder: made if it is missing; its config.json and model.safetensors are replaced, each of them
+      folder: created if missing; its config.json and model.safetensors are replaced, each of them
         whole or not at all.
       cfg: the model; its `model_type` decides the format.
       params: all of the model's parameters, as floats.

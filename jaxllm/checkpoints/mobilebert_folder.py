@@ -73,7 +73,7 @@ def read_encoder(
     """The encoder of a MobileBERT folder.
 
     Args:
-      folder: with config.json and `model.safetensors`, whole or sharded with its index.
+      folder: folder with config.json and `model.safetensors`, whole or sharded with its index.
       ignore_keys: unknown keys of the config to ignore.
 
     Returns:
@@ -104,7 +104,7 @@ def write_encoder(
     """Writes a folder that transformers' `MobileBertModel.from_pretrained` loads.
 
     Args:
-      folder: folder, made if missing; its config.json and model.safetensors are replaced, each atomically.
+      folder: folder, created if missing; its config.json and model.safetensors are replaced, each atomically.
       cfg: config of the encoder.
       params: all of its parameters, as floats.
       extra_config: further keys for config.json that do not change the encoder, such as `pad_token_id`

@@ -42,7 +42,7 @@ INERT_KEYS = frozenset(
         "runtime_config", "task_type",
         # Only training reads it.
         "lora_dropout",
-        # For initial values: `init_lora_weights` tells whether these change the base's weights.
+        # For initial values: `init_lora_weights` defines whether these change the base's weights.
         "corda_config", "eva_config", "lora_ga_config", "loftq_config",
         # PEFT sets it by the module, regardless of the value. The factors are stored in the same way.
         "fan_in_fan_out",
@@ -296,7 +296,7 @@ def write_adapter(
     """Writes a folder that PEFT's `PeftModel.from_pretrained` loads onto the same model.
 
     Args:
-      folder: folder, made if missing; each of its two files is replaced atomically.
+      folder: folder, created if missing; each of its two files is replaced atomically.
       cfg: config of the model.
       lora: config of the adapter.
       adapter: see `jaxllm.models.lora`.

@@ -166,6 +166,7 @@ def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np
 
 
 # Reads the `quantization_config` of a Hugging Face folder: the tensors of each matrix, and their format.
+#
 # Integers with scales are stored unchanged; a zero point of 4 bits becomes a minimum of the group, the
 # product of both in float16. MXFP4's 4-bit numbers are multiples of 0.5, and its scales powers of two: 8
 # bits represent both. FP8 is dequantized and quantized again, to 8 bits in groups of 32 (adds about 0.7 %

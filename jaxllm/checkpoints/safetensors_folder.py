@@ -125,7 +125,7 @@ class SafetensorsFolder:
         return True
 
     def close_to(self, name: str, values: np.ndarray) -> bool:
-        """Whether a small tensor has some values in [-1, 1], as closely as any type of weights holds them.
+        """Whether a small tensor has some values in [-1, 1], as closely as any type of weights stores them.
 
         Raises:
           CheckpointError: as `read`.
@@ -180,7 +180,7 @@ class SafetensorsFolder:
         return values
 
     def _count(self, name: str, values: np.ndarray) -> None:
-        """Gives back the pages of a file of which much has been read."""
+        """Releases the pages of a file after reading much of it."""
         file = self._file_of[name]
         self._read_bytes[file] = self._read_bytes.get(file, 0) + values.nbytes
         if self._read_bytes[file] > _MOST_MAPPED_BYTES:
@@ -255,10 +255,10 @@ def write_checkpoint(
     """Writes a config and its weights, each of the files whole or not at all.
 
     Args:
-      config_path: of the config; its folder is made if it is missing.
+      config_path: path of the config; its folder is created if missing.
       config: a JSON object.
-      weights_path: of the safetensors file, in the same folder.
-      tensors: to write; their values are made one at a time.
+      weights_path: path of the safetensors file, in the same folder.
+      tensors: tensors to write; their values are made one at a time.
     """
     config_path.parent.mkdir(parents=True, exist_ok=True)
     # The inner file is renamed first; the config, already written, follows at once.

@@ -50,9 +50,9 @@ class ChunkShape:
 
     Attributes:
       heads: kv heads (K).
-      tokens: of a chunk (C).
-      width: of a head (H), a multiple of 4.
-      dtype: of the cache, by NumPy's name.
+      tokens: number of tokens of a chunk (C).
+      width: width of a head (H), a multiple of 4.
+      dtype: dtype of the cache, by NumPy's name.
     """
 
     heads: int

@@ -57,7 +57,7 @@ class CodedChunks:
         axes.check(jnp.float32, "B * *" if by_node else "B *", coded_mass=self.mass)
 
     def of_layer(self, layer: jax.Array | int | np.integer) -> "CodedChunks":
-        """Those of one layer."""
+        """Chunks of one layer."""
         return dataclasses.replace(self, layer=jnp.asarray(layer, jnp.int32))
 
     def decoded(self, heads: int, width: int, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:

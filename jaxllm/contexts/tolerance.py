@@ -35,7 +35,7 @@ PARTS = ("keys", "values")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Candidate:
-    """How chunks may be stored.
+    """Candidate for the storage of chunks.
 
     Attributes:
       codec: its name.
@@ -48,10 +48,10 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ContextCalibration:
-    """What was measured of a model, and the choice.
+    """Measurements of a model, and the choice.
 
     Attributes:
-      chosen: how its chunks are best stored.
+      chosen: the best storage of its chunks.
       errors: by candidate, relative errors of attention outputs `[L, 3, 2]` float32, per layer, width of
         `WIDTHS` and part of `PARTS`.
       sensitivity: `[L, 2]` float32, divergence (nats per token) of predictions per error, per layer and part.

@@ -1,4 +1,4 @@
-"""Elastic models (ELMS, arXiv 2409.09071), the pure part: one model holds nested sub-models.
+"""Elastic models (ELMS, arXiv 2409.09071), the pure part: one model contains nested sub-models.
 
 With units in the order of importance, a prefix of every weight is a smaller model, so that changing the
 level moves nothing. Read first: `units` (the ordered units), `ladder` (levels and their sub-configs), `slo`

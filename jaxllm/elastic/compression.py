@@ -55,7 +55,7 @@ def word_count(text: str, boundaries: np.ndarray | None = None) -> int:
 
 
 def forced_tokens(offsets: np.ndarray, droppable: np.ndarray) -> np.ndarray:
-    """Which tokens must be kept: all but those entirely within a droppable span.
+    """Tokens that must be kept: all but those entirely within a droppable span.
 
     Args:
       offsets: see `words_of`.
@@ -210,7 +210,7 @@ def input_rows(ids: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray
 
     Args:
       ids: `[T]` int, the prompt's tokens.
-      row_tokens: W, tokens of a row, more than the marks alone.
+      row_tokens: W, tokens of a row, more than only the marks.
 
     Returns:
       `[R, W]` int32 tokens, the first two of each row zeros; `[R, W]` bool, True for marks and valid tokens.

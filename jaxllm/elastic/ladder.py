@@ -22,9 +22,10 @@ from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_unit
 # A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones,
 # stay whole as long as the share allows; the other layers shrink evenly, by whole units. Alternatively a
 # ladder defines the number of units of each level and layer (see `chosen_ladder`). A sub-model has a prefix
-# of each layer's units, so that all levels read the same buffers from the start.  Every level is a part of
-# the whole model, but not always of the next larger level: if that has one kv group more in a layer, it may
-# have a few neurons fewer.
+# of each layer's units, so that all levels read the same buffers from the start.
+#
+# Every level is a part of the whole model, but not always of the next larger level: if that has one kv
+# group more in a layer, it may have a few neurons fewer.
 
 
 LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -219,12 +220,13 @@ def _size(kept: list[LayerUnits], costs: list[tuple[int, int]]) -> int:
     )
 
 
-# Chooses each level's units over all layers at once, by importance per parameter.  The paper gives every
-# layer but the anchors the same share (`ladder.py`). Here a level is a knapsack: its parameters are the
-# capacity, kv groups and steps of neurons the items, importance their value. Units of a layer are added in
-# their order, most important first, so that a greedy choice by importance per parameter is the optimum of
-# the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by more than that
-# item. Every layer keeps at least a kv group and a step of neurons.
+# Chooses each level's units over all layers at once, by importance per parameter.
+#
+# The paper gives every layer but the anchors the same share (`ladder.py`). Here a level is a knapsack: its
+# parameters are the capacity, kv groups and steps of neurons the items, importance their value. Units of a
+# layer are added in their order, most important first, so that a greedy choice by importance per parameter
+# is the optimum of the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by
+# more than that item. Every layer keeps at least a kv group and a step of neurons.
 
 
 # Of an item: importance per parameter, layer, whether it is neurons, units, parameters.
@@ -238,7 +240,7 @@ def chosen_ladder(
 
     Args:
       cfg: the whole model.
-      levels: in percent, ascending, the last one 100.
+      levels: levels in percent, ascending, the last one 100.
       groups: per layer the importances of its kv groups `[K]`, in any order.
       neurons: per layer those of its neurons, `[F]`, or `[E, F]` for experts.
 

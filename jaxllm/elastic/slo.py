@@ -105,7 +105,7 @@ def nominal_cost(levels: Sequence[int], prompt_ratios: Sequence[float]) -> tuple
     """Nominal costs of choices, by counts of parameters and tokens, in shares of the whole model's times.
 
     Args:
-      levels: in percent of the model.
+      levels: levels in percent of the model.
       prompt_ratios: shares of the prompt.
 
     Returns:
@@ -118,6 +118,6 @@ def nominal_cost(levels: Sequence[int], prompt_ratios: Sequence[float]) -> tuple
 
 
 def feasible(slo: Slo, levels: Sequence[int], prompt_ratios: Sequence[float]) -> np.ndarray:
-    """Which choices meet an SLO at their nominal cost: `[levels, prompt_ratios]` bool."""
+    """Choices that meet an SLO at their nominal cost: `[levels, prompt_ratios]` bool."""
     ttft, tpot = nominal_cost(levels, prompt_ratios)
     return (ttft <= slo.ttft + _TOLERANCE) & (tpot <= slo.tpot + _TOLERANCE)

@@ -137,7 +137,7 @@ def reorder(
     Args:
       cfg: the whole model.
       params: (name, array) pairs.
-      order: of its units.
+      order: order of its units.
 
     Raises:
       ConfigError: the order does not fit this model.

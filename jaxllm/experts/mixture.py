@@ -248,7 +248,7 @@ def tiles_and_weights(
       experts: number of experts (E).
       live, differentiable: see `mixture`.
       loss: for nested experts, maximum share of a token's mixture to compute with only high planes (see
-        `high_alone`). An expert's number plus E stands for only its high plane, in separate tiles.
+        `high_alone`). An expert's number plus E denotes only its high plane, in separate tiles.
     """
     count, choices = routing.ids.size, routing.ids.shape[-1]
     ids, weights = routing.ids.reshape(-1, choices), routing.weights.reshape(-1, choices)
@@ -312,8 +312,8 @@ def run_tile(
 
     Args:
       x: tokens `[M, D]`.
-      norm: of the block.
-      tiles: of these tokens.
+      norm: norm of the block.
+      tiles: tiles of these tokens.
       number: int32 scalar, index of the tile.
       out: visits so far.
       expert: weights `[F, D]` of the tile's expert.

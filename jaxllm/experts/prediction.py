@@ -306,7 +306,7 @@ def _width(experts: int) -> type[np.generic]:
     return np.uint8 if experts <= 256 else np.int32
 
 
-# Eviction policies of the expert buffer: scores of resident experts, of which the lowest is evicted.
+# Eviction policies of the expert buffer: scores of resident experts; the lowest is evicted.
 #
 # EdgeMoE (arXiv 2308.14352, section 3.3.3) keeps experts that are visited often and whose layer comes soon:
 # layers are computed in order, so experts of the layers just computed are needed last.

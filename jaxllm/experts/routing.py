@@ -101,9 +101,9 @@ def route(
 
 
 def high_alone(weights: Floats, loss: float) -> Floats:
-    """Which of a token's experts can be approximated by their high plane, `[..., k]` bool.
+    """Experts of a token that can be approximated by their high plane, `[..., k]` bool.
 
-    These are the least probable ones, as many as together have at most `loss` of the sum of the weights
+    These are the least probable ones, with together at most `loss` of the sum of the weights
     (HOBBIT's idea). Independent of other tokens.
 
     Args:

@@ -133,8 +133,8 @@ def channel_tops(
 def outlier_counts(
     params: Params, tokens: jax.Array, steps: jax.Array, *, cfg: ModelConfig, rule: Rule | None = None
 ) -> list[list[jax.Array]]:
-    """How many tokens exceed 127 steps in each input channel `[D]` of all products, int32; `steps` is `[L,
-    4]`."""
+    """Number of tokens that exceed 127 steps in each input channel `[D]` of all products, int32;
+    `steps` is `[L, 4]`."""
 
     Axes("outlier_counts", L=cfg.layers).check(jnp.float32, "L 4", steps=steps)
 
@@ -304,7 +304,7 @@ def _float_rows(weight, channels: np.ndarray, *, last: bool) -> np.ndarray:
 # Small trained models hardly have outliers; large ones have them in the same few channels of all layers
 # (LLM.int8(), arXiv 2208.07339). To compare quantization methods on small models, chosen channels are scaled
 # up where they are produced, and down where they are consumed. Factors are powers of two, so that the model
-# in floats computes the same results bit for bit. Benchmarks say when a model has such outliers.
+# in floats computes the same results bit for bit. Benchmarks report when a model has such outliers.
 
 
 # "norm": channels of the norms before attention and feed-forward block; "value": dimensions of value heads;

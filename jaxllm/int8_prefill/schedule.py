@@ -11,20 +11,20 @@ from jaxllm.int8_prefill.recipe import ORDERS, Order
 
 # Names the stages into which a layer is split for two processors (mllm-NPU, arXiv 2407.05858, section 3.2).
 #
-# A layer without a shadow has three stages, of which the integer processor runs two:
+# A layer without a shadow has three stages; the integer processor runs two:
 #
 #     project   norm, quantize, products of queries, keys and values
 #     attend    attention over the cache, in floats
-#     finish    product of what was attended to, the feed-forward block
+#     finish    output product of attention, the feed-forward block
 #
 # A layer with a shadow is cut at every product, so that the float processor multiplies the excess
 # (`shadow.py`) while the integer processor multiplies the clipped activations; both results are added in the
 # next stage:
 #
 #     project        project_shadow     ->  attend (adds both; multiplies its own output's excess)
-#     widen                                 product of what was attended to, norm, first products of the block
+#     widen                                 output product of attention, norm, first products of the block
 #     narrow         widen_shadow       ->  (adds both) activation, last product of the block
-#                    narrow_shadow          adds the excess of what the last product took
+#                    narrow_shadow          adds the excess of the last product's inputs
 
 
 Stage = Literal[
@@ -194,7 +194,7 @@ class Dispatcher:
     """Chooses the next subgraph of a free processor, for one prompt from its first subgraph to its last.
 
     Attributes:
-      subgraphs: of the prompt.
+      subgraphs: subgraphs of the prompt.
     """
 
     def __init__(self, subgraphs: Sequence[Subgraph], times: Times, order: Order = "out-of-order") -> None:
@@ -260,7 +260,7 @@ class Dispatcher:
         return chosen
 
     def finish(self, place: int) -> None:
-        """Reports that a taken subgraph has finished."""
+        """Reports that a chosen subgraph has finished."""
         self._left -= 1
         for follower in self._followers[place]:
             self._missing[follower] -= 1
@@ -296,8 +296,8 @@ class Timeline:
     """Start and end of every subgraph.
 
     Attributes:
-      starts_ms, ends_ms: of each subgraph, in the order of the list.
-      busy_ms: of each processor.
+      starts_ms, ends_ms: times of each subgraph, in the order of the list.
+      busy_ms: busy time of each processor.
     """
 
     starts_ms: tuple[float, ...]
@@ -444,8 +444,8 @@ def stage_operations(
 
     Args:
       cfg: the model.
-      stage: of a layer.
-      tokens: of the chunk.
+      stage: stage of a layer.
+      tokens: number of tokens of the chunk.
       before: tokens in the cache.
       shadow_channels: channels of the compact tensors.
     """

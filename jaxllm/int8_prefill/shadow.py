@@ -403,7 +403,7 @@ def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list
 
 
 def contracted_axes(cfg: ModelConfig) -> dict[str, Literal[-1, -2]]:
-    """Name of each product's weight -> its contracted axis, as `quantize` takes it."""
+    """Name of each product's weight -> its contracted axis, as in `quantize`."""
     return {
         name: -1 if contracts_last_axis(product) else -2
         for layer in range(cfg.layers)

@@ -38,11 +38,11 @@ from jaxllm.quant import Adapted, BlockedArray
 # The stages of a layer in integer prefill (mllm-NPU, arXiv 2407.05858, section 3.2).
 #
 # Static stages depend only on the length of a chunk: one bucket serves all chunks of all prompts, and all
-# layers of one shape. Attention alone depends on the cache, and has a bucket for each cache length. Weights,
+# layers of one shape. Only attention depends on the cache, and has a bucket for each cache length. Weights,
 # steps and float rows are arguments.
 #
-# `schedule.py` lists them, and says where and in which order they run. On a single processor a layer
-# is one step (`pass_layer`), equal to all of these stages.
+# `schedule.py` lists them, and their processors and order. On a single processor a layer is one step
+# (`pass_layer`), equal to all of these stages.
 
 
 # Product -> the norm of its input.
@@ -69,7 +69,7 @@ class LayerCalibration:
         return self.rows is not None
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the calibration is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.float32, "4", steps=self.steps)
         for rows in self.rows or ():
             axes.check(jnp.int32, "*", place=rows.place)
@@ -97,7 +97,7 @@ def project_shadow(
 
 
 class Projected(NamedTuple):
-    """What attention takes of the stages before it.
+    """Inputs of attention from the preceding stages.
 
     Attributes:
       heads: results of `project`.
@@ -123,7 +123,7 @@ def attend(
 
     Args:
       params: the layer's, among them the norms of heads and the weight of the output product.
-      calibration: of the layer.
+      calibration: calibration of the layer.
       projected: queries, keys and values, and their shadows.
       at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
 
@@ -260,7 +260,7 @@ def narrow_shadow(
 
 
 def check_stage(step: str, calibration: LayerCalibration, cfg: ModelConfig, **hidden: jax.Array) -> Axes:
-    """Asserts the calibration and the arrays `[1, T, D]` that a stage takes, where it is traced."""
+    """Asserts the calibration and the arrays `[1, T, D]` of a stage at trace time."""
     axes = Axes(step, D=cfg.hidden_size, H=cfg.head_dim)
     calibration.check(axes)
     axes.check(jnp.floating, "1 T D", **hidden)
@@ -268,7 +268,7 @@ def check_stage(step: str, calibration: LayerCalibration, cfg: ModelConfig, **hi
 
 
 def check_past(axes: Axes, at: TokenPositions, past: Past, mass: jax.Array | None) -> None:
-    """Asserts positions and the part of the cache that a stage takes, where it is traced."""
+    """Asserts positions and the part of the cache that a stage uses, at trace time."""
     at.check(axes)
     past.check(axes)
     axes.check(jnp.float32, "1 S", mass=mass)
@@ -356,7 +356,7 @@ def _shadow(
     return added_by_shadow(x, calibration.steps[product], matrices, calibration.rows[product], last=last)
 
 
-# The calibration of integer prefill beside a layer's parameters, in their weight table.
+# The calibration of integer prefill next to a layer's parameters, in their weight table.
 
 
 _STEPS, _PLACE, _ROWS = "int8.steps", "int8.place", "int8.rows"
@@ -417,7 +417,7 @@ def pass_layer(
 
     Args:
       params: the layer's.
-      calibration: of the layer.
+      calibration: calibration of the layer.
       x: `[1, T, D]`, its input.
       at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
 

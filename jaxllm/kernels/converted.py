@@ -19,7 +19,7 @@ from jaxllm.quant.parts import Part, StackedArray, map_parts, part_entry, part_r
 #
 # XLA:CPU writes a whole converted weight (int8, int4 or bfloat16 to float32) to memory before it multiplies.
 # For one token this is eight times slower than loading the weight, and with the conversions of all layers
-# live at once it takes the memory of a float32 model. A loop over blocks of rows converts what fits the
+# live at once it needs the memory of a float32 model. A loop over blocks of rows converts what fits the
 # core's own cache and multiplies it there. Accelerators fuse the conversion into the product and do not need
 # this.
 #
@@ -61,7 +61,7 @@ def reduction_product(h: jax.Array, weight: Weight) -> jax.Array:
 
     def block(i: jax.Array, total: jax.Array) -> jax.Array:
         start = jnp.minimum(i * block_rows, count - block_rows)
-        # Rows that the block before has already added are zero here.
+        # Rows that the previous block has already added are zero here.
         fresh = start + jnp.arange(block_rows, dtype=jnp.int32) >= i * block_rows
         part = jax.lax.dynamic_slice_in_dim(h, start, block_rows, axis=1)
         part = jnp.where(fresh, part, jnp.zeros((), h.dtype))
@@ -113,7 +113,7 @@ def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
 
 
 def _of_rows(group: int, groups: Part, start: jax.Array, count: int) -> jax.Array:
-    """What each row has of its group's, since a block may begin within a group: `[count, C]`."""
+    """Returns each row's entry of its group, since a block may begin within a group: `[count, C]`."""
     rows = (start + jnp.arange(count, dtype=jnp.int32)) // group
     whole = groups.array if isinstance(groups, StackedArray) else groups
     return jnp.take(whole, rows, axis=0, mode="clip")
@@ -126,9 +126,9 @@ Out = TypeVar("Out")
 
 
 def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:
-    """`by_kernel` with x in float32 if the step is compiled for a CPU with native kernels, else `by_xla`.
-    Floats of the result have the dtype of x. Operands in a weight table take `by_kernel`, which alone reads
-    them."""
+    """Calls `by_kernel` with x in float32 if the step is compiled for a CPU with native kernels, else
+    `by_xla`. Floats of the result have the dtype of x. Operands in a weight table require `by_kernel`,
+    because only it reads them."""
     in_table = any(map(_in_table, jax.tree.leaves(operands, is_leaf=_in_table)))
     # XLA cannot partition an FFI call over the devices of a mesh.
     elsewhere = not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1
@@ -151,7 +151,8 @@ def _in_table(operand: Any) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def on_platform(on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]) -> Out:
-    """`on_cpu` if the step is compiled for a CPU, else `elsewhere`; both must compute the same function.
+    """Calls `on_cpu` if the step is compiled for a CPU, else `elsewhere`; both must compute the same
+    function.
 
     The gradient is that of `elsewhere`, because a kernel has none. Neither function may close over arrays.
     """

@@ -32,8 +32,8 @@ BATCH_AXES, HEAD_AXES = ("data", "fsdp"), ("tensor",)
 
 
 def fits(q: jax.Array) -> bool:
-    """Whether native kernels take queries `[B, T, K, G, H]`: float32 on this process's CPU, with batch and kv
-    heads that the mesh, if there is one, divides evenly."""
+    """Whether native kernels accept queries `[B, T, K, G, H]`: float32 on this process's CPU, with batch
+    and kv heads that the mesh, if there is one, divides evenly."""
     if q.dtype != jnp.float32 or q.size == 0 or not native.kernels().native:
         return False
     return jax.default_backend() == "cpu" and divides(q)
@@ -59,10 +59,10 @@ def document_attention(
     Args:
       q: queries `[B, T, K, G, H]` float32.
       k, v: keys and values `[B, T, K, H]` float32.
-      starts: `[B, T]` int32, per token the index in the sequence where its document begins: the token's own
-        index or the start of the token before. Other values are an error at run time.
-      scale: multiplies the scores.
-      elsewhere: computes the same when the step is lowered for another processor.
+      starts: `[B, T]` int32, per token the index in the sequence of its document's beginning: the token's
+        own index or the start of the preceding token. Other values are an error at run time.
+      scale: factor of the scores.
+      elsewhere: function that computes the same when the step is lowered for another processor.
 
     Returns:
       `[B, T, K, G, H]` float32.
@@ -101,8 +101,8 @@ document_attention.defvjp(_forward, _backward)
 
 
 def _axes() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Axes of the mesh that divide the batch, and those that divide the kv heads. Axes of a caller's own
-    `shard_map` are left out, because it has divided the arrays already."""
+    """Returns axes of the mesh that divide the batch, and those that divide the kv heads. Axes of a
+    caller's own `shard_map` are left out, because it has already divided the arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     free = {name for name, kind in kinds.items() if kind != AxisType.Manual}
@@ -127,11 +127,11 @@ def on_shards(compute: Callable[..., Any], args: tuple[jax.Array, ...], results:
 
 # Computes attention within packed documents on GPUs and TPUs by fused kernels, forward and backward.
 #
-# Both kernels are JAX's own, written in Pallas: FlashAttention on GPUs, splash attention on TPUs. They take
-# the borders of documents as segment ids, and hold no scores `[T, T]`. What a kernel does not fit is
-# computed by XLA, and a line of the log says so. Neither cuDNN's attention is used nor tokamax's, which JAX
-# names as the successor of its own for GPUs: for both a document's beginning is a mask of the scores' size,
-# cuDNN computes no float32, and tokamax needs a newer Python than this package.
+# Both kernels are JAX's own, written in Pallas: FlashAttention on GPUs, splash attention on TPUs. They accept
+# the borders of documents as segment ids, and store no scores `[T, T]`. Shapes that no kernel supports are
+# computed by XLA, with a line in the log. Neither cuDNN's attention is used nor tokamax's, which JAX names as
+# the successor of its own for GPUs: for both a document's beginning is a mask of the scores' size, cuDNN
+# computes no float32, and tokamax needs a newer Python than this package.
 
 
 # The same function of q, k, v and starts, for other platforms and shapes.
@@ -139,11 +139,11 @@ FusedElsewhere = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Arra
 # Tokens of a sequence must be a multiple of it, for both kernels.
 _TOKENS = 128
 _TPU_BLOCKS = (512, 256, 128)
-# Shared memory that a block of threads may have, in bytes: of consumer GPUs from Ampere on, and of the A100;
-# Hopper's and Blackwell's is larger. What needs less on one of them was found by compiling for each.
+# Shared memory limit of a block of threads, in bytes: of consumer GPUs from Ampere on, and of the A100;
+# Hopper's and Blackwell's is larger. The needs of each setting were measured by compiling it for each.
 _CONSUMER, _DATACENTRE = 101_376, 166_912
-# By the bytes of a padded key, ascending: the shared memory that is needed, then queries and keys of a block
-# of the forward pass, and what the backward pass steps by.
+# By the bytes of a padded key, ascending: the shared memory needed, then queries and keys of a block of the
+# forward pass, and the step of the backward pass.
 _GPU_BLOCKS = {
     256: ((_CONSUMER, (128, 128, 32)),),
     512: ((_DATACENTRE, (128, 64, 32)), (_CONSUMER, (64, 32, 32))),
@@ -164,17 +164,17 @@ def fused_attention(
     softcap: float,
     elsewhere: FusedElsewhere,
 ) -> jax.Array:
-    """Causal attention within documents, by the platform that the step is lowered for.
+    """Computes causal attention within documents, by the platform that the step is lowered for.
 
     Args:
       q: queries `[B, T, K, G, H]`.
       k, v: keys and values `[B, T, K, H]`, of the same dtype.
-      starts: `[B, T]` int32, per token the index in the sequence where its document begins.
-      scale: multiplies the scores.
-      window: tokens that a query sees, its own the last; 0 for all of its document.
+      starts: `[B, T]` int32, per token the index in the sequence of its document's beginning.
+      scale: factor of the scores.
+      window: number of tokens that a query attends to, its own the last; 0 for all of its document.
       softcap: bound of the scores' magnitude; 0 for none.
-      elsewhere: computes the same where there is no fused kernel: on other platforms, and for what
-        `why_none` gives a reason.
+      elsewhere: function that computes the same without a fused kernel: on other platforms, and if
+        `why_none` returns a reason.
 
     Returns:
       `[B, T, K, G, H]` in q's dtype; differentiable in q, k and v.
@@ -224,7 +224,7 @@ def why_none(platform: str, q: jax.Array, *, window: int = 0, softcap: float = 0
 
 @functools.cache
 def log_fallback(platform: str, reason: str) -> None:
-    """Logs once, on the platform that it concerns, that XLA computes attention, and why."""
+    """Logs once, on the platform concerned, that XLA computes attention, and why."""
     if jax.default_backend() == platform:
         logging.getLogger("jaxllm").warning(
             "attention is computed by XLA instead of by a fused kernel, more slowly: %s", reason
@@ -232,12 +232,13 @@ def log_fallback(platform: str, reason: str) -> None:
 
 
 def shared_memory_bytes() -> int:
-    """What a block of threads may have on this process's GPUs; without one, what consumer GPUs have."""
+    """Returns the shared memory limit of a block of threads on this process's GPUs; without one, that of
+    consumer GPUs."""
     return getattr(jax.devices()[0], "shared_memory_per_block_optin", None) or _CONSUMER
 
 
 def gpu_blocks(width: int, dtype: jnp.dtype, shared_memory: int) -> Blocks | None:
-    """The largest blocks of the GPU's kernel that fit a shared memory in bytes; None if none do."""
+    """Returns the largest blocks of the GPU's kernel that fit a shared memory in bytes; None if none do."""
     # The kernel pads its rows to a power of two.
     row = (1 << (width - 1).bit_length()) * jnp.dtype(dtype).itemsize
     choices = next((choices for most, choices in _GPU_BLOCKS.items() if row <= most), ())
@@ -247,7 +248,7 @@ def gpu_blocks(width: int, dtype: jnp.dtype, shared_memory: int) -> Blocks | Non
 def on_gpu(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, scale: float, interpret: bool = False
 ) -> jax.Array:
-    """`fused_attention` by Pallas' FlashAttention for GPUs, for what `why_none` has no reason against."""
+    """Computes `fused_attention` by Pallas' FlashAttention for GPUs, if `why_none` returns no reason."""
     attention, blocks = _flash_attention(), gpu_blocks(q.shape[-1], q.dtype, shared_memory_bytes())
     assert attention is not None
     assert blocks is not None
@@ -277,7 +278,7 @@ def on_tpu(
     softcap: float = 0.0,
     interpret: bool = False,
 ) -> jax.Array:
-    """`fused_attention` by splash attention, for what `why_none` has no reason against."""
+    """Computes `fused_attention` by splash attention, if `why_none` returns no reason."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -311,7 +312,7 @@ def on_tpu(
 
 @functools.cache
 def _flash_attention() -> Any:
-    """JAX's module of the GPU's kernel; None in a JAX that has it no longer."""
+    """Returns JAX's module of the GPU's kernel; None if this JAX no longer has it."""
     # JAX 0.12 deprecates it for tokamax: see above.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

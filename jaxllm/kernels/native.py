@@ -1,4 +1,4 @@
-"""Loads the native CPU kernels, and keeps the tables of addresses that they look up by a handle."""
+"""Loads the native CPU kernels, and stores the tables of addresses that they look up by a handle."""
 
 import contextlib
 import contextvars
@@ -18,7 +18,7 @@ from jaxllm.errors import ConfigError
 # Loads the native CPU kernels (calls of them: `native_call.py` and the modules that import it).
 #
 # The library is built with the package if there is a C++ compiler (`native/`, `setup.py`); an instruction
-# set that does not compile is left out of it, and importing one that could not be built raises why. A
+# set that does not compile is left out of it, and importing one that could not be built raises the reason. A
 # process has one library and one pool of threads; its choice of instruction set applies to all of its steps.
 # Without the library, on other devices and in exported programs XLA computes the same functions
 # (`linear.py`, `layers.py`).
@@ -28,20 +28,20 @@ from jaxllm.errors import ConfigError
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
 _MOST_THREADS = 256
-# None where native kernels are in use; else whether XLA's steps may have branches.
+# None with native kernels; else whether XLA's steps may have branches.
 _without_native: contextvars.ContextVar[bool | None] = contextvars.ContextVar("without_native", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The kernels of this process's CPU.
+    """Kernels of this process's CPU.
 
     Attributes:
-      name: the instruction set of the native kernels, or "xla".
-      reason: why this one was chosen.
-      choices: instruction sets that were built and that this processor runs, fastest first.
+      name: instruction set of the native kernels, or "xla".
+      reason: reason of the choice.
+      choices: instruction sets that were built and that this processor supports, fastest first.
       built: all instruction sets that were built, fastest first; empty without the library, as `choices`.
-      left_out: instruction sets of this kind of processor that could not be built, and why.
+      left_out: instruction sets of this kind of processor that could not be built, and the reasons.
       missing: whether the native library could not be loaded although it was not switched off.
       branches: whether attention on CPUs reads a prefix of a cache by branches (see
         `jaxllm.nn.layers`).
@@ -62,14 +62,14 @@ class Kernels:
 
 
 def switched_off() -> bool:
-    """Whether the environment asks for XLA's own computations only, on every device."""
+    """Whether the environment selects XLA's own computations only, on every device."""
     return os.environ.get(CHOICE_VARIABLE) == "xla"
 
 
 @contextlib.contextmanager
 def without_native_kernels(*, branches: bool = False) -> Iterator[None]:
     """Within this context, steps are traced and weights are placed for XLA's kernels, for other machines;
-    with `branches` for runtimes that have these (see `Kernels`)."""
+    with `branches` for runtimes that support them (see `Kernels`)."""
     token = _without_native.set(branches)
     try:
         yield
@@ -94,7 +94,8 @@ def process_kernels() -> Kernels:
     """Loads and registers the native library, once.
 
     Raises:
-      ConfigError: the environment asks for kernels that do not run here, or for an invalid number of threads.
+      ConfigError: the environment selects kernels that this processor does not support, or an invalid
+        number of threads.
     """
     choice = os.environ.get(CHOICE_VARIABLE, "")
     if switched_off():
@@ -125,7 +126,7 @@ def process_kernels() -> Kernels:
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads share a kernel's work, for the whole process.
+    """Sets the number of threads that share a kernel's work, for the whole process.
 
     Raises:
       ConfigError: not a number of threads.
@@ -136,12 +137,12 @@ def set_threads(count: int) -> None:
 
 
 def threads() -> int:
-    """Threads that share a kernel's work."""
+    """Returns the number of threads that share a kernel's work."""
     return _library().threads() if kernels().native else 1
 
 
 def busy_ns() -> int:
-    """Nanoseconds that this process has spent in native kernels (0 without them)."""
+    """Returns nanoseconds that this process has spent in native kernels (0 without them)."""
     return _library().busy_ns() if kernels().native else 0
 
 
@@ -205,10 +206,10 @@ def _library() -> Any:
 
 # Weights by address: a table of the arrays of all layers, which native kernels look up by handle and row.
 #
-# A compiled step takes the handle, 8 bytes, instead of hundreds of arrays, and its body can be a loop over
-# layers. A kernel finds an array's address, type and shape in the table and checks them as those of an
-# operand; a handle of no open table is an error before the kernel runs. Handles are worthless in other
-# processes, so that buckets kept on disk hold none.
+# A compiled step has the handle, 8 bytes, as input instead of hundreds of arrays, and its body can be a loop
+# over layers. A kernel finds an array's address, type and shape in the table and checks them as those of an
+# operand; a handle of no open table is an error before the kernel runs. Handles are invalid in other
+# processes, so buckets cached on disk contain none.
 
 
 @jax.tree_util.register_dataclass
@@ -219,8 +220,8 @@ class TableArray:
     Attributes:
       table: `[2]` uint32, the handle, lower half first.
       row: int32 scalar.
-      column: of the table.
-      shape, dtype: of the array. Kernels go by those of the table.
+      column: column of the table.
+      shape, dtype: shape and dtype of the array. Kernels use those of the table.
     """
 
     table: jax.Array
@@ -237,24 +238,25 @@ class TableArray:
 
 # XLA on a CPU uses memory of this alignment without a copy.
 _ALIGN_BYTES = 64
-# An array as a native kernel takes it.
+# An array as an operand of native kernels.
 Operand = jax.Array | TableArray
 
 
 class WeightTable:
-    """An open weight table. It holds its arrays, and closes when the memory of `operand` is free.
+    """Open weight table. It references its arrays, and closes when the memory of `operand` is free.
 
     Attributes:
-      operand: `[2]` uint32, the handle as compiled steps take it, aligned so that a CPU device may use its
-        memory: then the table is open until the last step with it has ended.
+      operand: `[2]` uint32, the handle as an input of compiled steps, aligned so that a CPU device may use
+        its memory: then the table is open until the last step with it has ended.
     """
 
     def __init__(self, rows: Sequence[Sequence[np.ndarray | jax.Array | None]]) -> None:
         """Opens a table.
 
         Args:
-          rows: of as many arrays each, which are not copied: C-contiguous, of at most 5 dimensions, of
-            8-bit integers, bool, int32, uint16, float16, bfloat16 or float32. None is no array.
+          rows: rows with equal numbers of arrays, which are not copied: C-contiguous, of at most 5
+            dimensions, of 8-bit integers, bool, int32, uint16, float16, bfloat16 or float32. None is no
+            array.
 
         Raises:
           ValueError: an array has another form, or 4,096 tables are open.
@@ -282,8 +284,8 @@ def _buffer(array: np.ndarray | jax.Array | None) -> np.ndarray | None:
 
 # Chunks by address: a table of the coded chunks of a context, which native attention finds by a handle.
 #
-# A table checks once, when it opens, that each blob has the bytes of its width, and holds their memory until
-# it closes. A handle of no open table is an error before a kernel runs.
+# A table checks once, when it opens, that each blob has the bytes of its width, and references their memory
+# until it closes. A handle of no open table is an error before a kernel runs.
 
 
 # The handle of no table.
@@ -291,10 +293,10 @@ NO_CHUNKS = np.zeros(2, np.uint32)
 
 
 class ChunkTable:
-    """An open table of chunks.
+    """Open table of chunks.
 
     Attributes:
-      operand: `[2]` uint32, the handle as compiled steps take it.
+      operand: `[2]` uint32, the handle as an input of compiled steps.
       chunks: number of its chunks.
     """
 
@@ -314,16 +316,15 @@ class ChunkTable:
 
         Args:
           chunks: bits and each layer's blob (`jaxllm.contexts.codecs`), in the order of their tokens. Not
-          copied;
-            they must not change.
-          heads: per layer, kv heads in the blobs.
-          tokens: of a chunk (C).
-          width: of a head (H).
+            copied; they must not change.
+          heads: number of kv heads in the blobs, per layer.
+          tokens: number of tokens of a chunk (C).
+          width: width of a head (H).
           half: whether the cache that follows them is of float16, else of float32.
           keys_by_token, values_by_token, rotated: see `jaxllm.contexts.codecs.Codec`.
 
         Raises:
-          ValueError: a blob has not the bytes of its width, or too many tables are open.
+          ValueError: the size of a blob is not that of its width, or too many tables are open.
         """
         form = (tokens, width, half, keys_by_token, values_by_token, rotated)
         bits, blobs = [each for each, _ in chunks], [each for _, each in chunks]

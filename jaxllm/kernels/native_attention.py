@@ -19,10 +19,10 @@ class ChunksAt(NamedTuple):
 
     Attributes:
       table: `[2]` uint32, the handle of a table (see `jaxllm.kernels.native`).
-      layer: int32 scalar, in the table.
-      tokens: int32 scalar, of the chunks that are attended to: whole chunks.
-      mass: `[B, n]` float32, to which what valid queries attend to each chunk is added; for a tree
-        `[B, 1 + T, n]`, as that of `attention`; or None.
+      layer: int32 scalar, index in the table.
+      tokens: int32 scalar, number of tokens of the chunks that are attended to: full chunks.
+      mass: `[B, n]` float32, mass to add the attention of valid queries to each chunk to; for a tree `[B, 1
+        + T, n]`, as that of `attention`; or None.
     """
 
     table: jax.Array
@@ -57,26 +57,27 @@ def attention(
     Args:
       q: queries `[B, T, K, G, H]` float32.
       k, v: new keys and values `[B, T, K, H]` float32; or None: nothing is written, and tokens attend to
-        what the cache has.
+        the cache as it is.
       rotary: cos and sin `[T, R]`, or None.
       keys, values: the cache `[B, K, S, H]`, or a stack of them `[n, B, K, S, H]`, float32 or float16;
         updated in place.
       positions: `[T]` int32, ascending.
-      valid: int32 scalar; the first `valid` tokens are real, the others are neither written nor counted.
-      mass: `[B, S]` float32, to which the attention of valid queries is added; for a tree `[B, 1 + T, S]`,
-        where that of token t is added to entry 1 + t; or None.
-      slot: int32 scalar, which of the stack; None without one.
+      valid: int32 scalar; the first `valid` tokens are valid, the others are neither written nor counted.
+      mass: `[B, S]` float32, mass to add the attention of valid queries to; for a tree `[B, 1 + T, S]`,
+        with that of token t in entry 1 + t; or None.
+      slot: int32 scalar, index in the stack; None without one.
       scale, softcap, window: see `jaxllm.nn.layers.cached_attention`.
-      used: how many of the K kv heads are written and attended to; outputs of the others are undefined.
-      tree: rows of the new tokens `[T]` int32, ascending; the base row, int32 scalar, before which all rows
-        are attended to; and which of the N rows from the base on each token attends to, `[T, N]` bool.
-      chunks: of the tokens before the cache's, of a single sequence; rows, positions and the base count from
-        the first of them. None for none.
-      bias: `[K, G, distances]` float32, added to scores by how far before its query a key stands: the last
-        entry for the query's own position, the first for all that are farther than the others. None for
-        nothing; not together with `softcap`.
-      sink_logits: `[K, G]` float32, of each head a logit in the denominator of its softmax, which attends to
-        nothing; None for none.
+      used: number of kv heads among the K that are written and attended to; outputs of the others are
+        undefined.
+      tree: rows of the new tokens `[T]` int32, ascending; the base row, int32 scalar: all rows before it
+        are attended to; and the mask `[T, N]` bool of the N rows from the base on for each token.
+      chunks: chunks of the tokens before the cache's, of a single sequence; rows, positions and the base
+        count from the first of them. None for none.
+      bias: `[K, G, distances]` float32, added to scores by the distance of the key before its query: the
+        last entry for the query's own position, the first for all farther than the others. None for none;
+        not together with `softcap`.
+      sink_logits: `[K, G]` float32, an additional logit in the denominator of each head's softmax, without
+        a value; None for none.
 
     Returns:
       Outputs `[B, T, K, G, H]` float32, undefined for tokens of a single sequence that are not valid; keys,
@@ -126,13 +127,14 @@ def load_chunks(
 
     Args:
       caches: keys and values of stacks of layers, `[n, 1, K, S, H]`; S and H are the same for all.
-      stacks: per layer, the index of its stack.
-      slots: `[L]` int32, per layer its index in its stack.
-      extents: `[L, N, 3]` uint32, of chunk i of layer l the lower and the upper half of its address in this
-        process, and its size in bytes, which must be that of its width: a blob of `jaxllm.contexts.codecs`.
+      stacks: index of each layer's stack.
+      slots: `[L]` int32, index of each layer in its stack.
+      extents: `[L, N, 3]` uint32, for chunk i of layer l the lower and the upper half of its address in
+        this process, and its size in bytes, which must be that of its width: a blob of
+        `jaxllm.contexts.codecs`.
       bits: `[N]` int32, width of each chunk; 0 for raw floats, negative for no chunk.
-      counts: `[L]` int32, how many of the K kv heads a layer's blobs have; None: all.
-      tokens: of a chunk (C).
+      counts: `[L]` int32, number of kv heads among the K in a layer's blobs; None for all.
+      tokens: number of tokens of a chunk (C).
       keys_by_token, values_by_token, rotated: see `jaxllm.contexts.codecs.Codec`.
     """
     flat = [rows for cache in caches for rows in cache]
@@ -162,8 +164,8 @@ def document_attention(
     Args:
       q: queries `[B, T, K, G, H]` float32.
       k, v: keys and values `[B, T, K, H]` float32.
-      starts: `[B, T]` int32, per token the index where its document begins.
-      scale: multiplies the scores.
+      starts: `[B, T]` int32, per token the index of its document's beginning.
+      scale: factor of the scores.
 
     Returns:
       Outputs `[B, T, K, G, H]`, and the log-sum-exp of each query's scores `[B, T, K, G]`.
@@ -185,7 +187,7 @@ def document_attention_gradients(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of `q`, `k` and `v`, given the gradient of `out`; `out` and `lse` are those of
+    """Returns gradients of `q`, `k` and `v`, given the gradient of `out`; `out` and `lse` are those of
     `document_attention`."""
     results = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (q, k, v)]
     call = jax.ffi.ffi_call(target("document_attention_gradients"), results)
@@ -205,14 +207,15 @@ def largest(x: jax.Array) -> jax.Array:
 
 
 def random_bits(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Random bits of a shape, uint32: those of `jax.random.bits` with the threefry2x32 key `seed` `[2]`
-    uint32 into which `drawn`, an int32 scalar, is folded."""
+    """Returns random bits of a shape, uint32: those of `jax.random.bits` with the threefry2x32 key `seed`
+    `[2]` uint32 into which `drawn`, an int32 scalar, is folded."""
     return _call("random_bits", jax.ShapeDtypeStruct(shape, jnp.uint32), seed, drawn)
 
 
 def kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
-    """The `k`-th largest value (int32 scalar, from 0 up) of each row of `x` `[M, V]` float32, as keys `[M]`
-    uint32 whose order is that of the floats (see `sampling.ordered_bits`); 0 where a row has fewer."""
+    """Returns the `k`-th largest value (int32 scalar, from 0 up) of each row of `x` `[M, V]` float32, as
+    keys `[M]` uint32 whose order is that of the floats (see `sampling.ordered_bits`); 0 if a row has
+    fewer."""
     return _call("kth_largest", jax.ShapeDtypeStruct(x.shape[:1], jnp.uint32), x, k)
 
 

@@ -30,11 +30,11 @@ def call(
     """Calls a kernel.
 
     Args:
-      name: of the kernel.
+      name: name of the kernel.
       results: shapes and dtypes of its results.
       buffers: its first operands.
       operands: the others, each an array or an entry of a weight table; all entries are of one row.
-      aliases: index of a buffer -> index of the result that takes its memory.
+      aliases: map from the index of a buffer to that of the result that reuses its memory.
       attributes: static arguments.
     """
     columns = [each.column if isinstance(each, TableArray) else -1 for each in operands]
@@ -48,7 +48,7 @@ def call(
 
 
 def value(array: Operand) -> jax.Array:
-    """The array itself, for XLA's own code: an array of a table is copied."""
+    """Returns the array itself, for XLA's own code: an array of a table is copied."""
     if not isinstance(array, TableArray):
         return array
     # Kernels know the bits of bfloat16.
@@ -60,13 +60,12 @@ def value(array: Operand) -> jax.Array:
 
 # Counts of used units of a layer as an argument of a compiled step.
 #
-# On a CPU the native kernels take the number of units as an argument, so that one bucket over the whole
+# On a CPU the native kernels have the number of units as an argument, so that one bucket over the whole
 # model's parameters serves every level of an elastic model: a level is then these few numbers. Without
-# native kernels XLA computes all units and masks the unused ones, which gives the same result but is no
-# faster.
+# native kernels XLA computes all units and masks the unused ones, with the same result but no speedup.
 
 
-# Name of a layer's parameter with the counts; a model whose units are all used does not have it.
+# Name of a layer's parameter with the counts; models that use all units do not have it.
 PARAMETER = "used_units"
 _GROUPS, _NEURONS = 0, 1
 
@@ -74,12 +73,12 @@ _GROUPS, _NEURONS = 0, 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UsedUnits:
-    """The number of used units of one block of a layer.
+    """Number of used units of one block of a layer.
 
     Attributes:
-      counts: `[3]` int32, the numbers of used kv groups, neurons and ranks of adapters of the layer (further
-        ranks are zero). Where the sequences of a batch differ `[1 + B, 3]`: the most of any sequence, then
-        those of each (see `of_rows`).
+      counts: `[3]` int32, the numbers of used kv groups, neurons and ranks of adapters of the layer
+        (further ranks are zero). If the sequences of a batch differ `[1 + B, 3]`: the maximum over
+        sequences, then the numbers of each (see `of_rows`).
       column: 0 for kv groups, 1 for neurons.
     """
 
@@ -92,11 +91,11 @@ class UsedUnits:
         return len(self.counts.shape) == 2
 
     def of(self, row: int) -> "UsedUnits":
-        """Those of one sequence of a batch."""
+        """Counts of one sequence of a batch."""
         return UsedUnits(value(self.counts)[1 + row], self.column) if self.by_row else self
 
     def only(self, h: jax.Array, axis: int) -> jax.Array:
-        """`h` with zeros, also in place of NaN, for all units along `axis` that are not used; where sequences
+        """Returns `h` with zeros, also in place of NaN, for all unused units along `axis`; if sequences
         differ `h` is `[B, ...]`."""
         shape, counts = [1] * h.ndim, value(self.counts)
         shape[axis] = h.shape[axis]
@@ -107,14 +106,14 @@ class UsedUnits:
 
 
 def only_of_rows(h: jax.Array, used: UsedUnits | None, axis: int) -> jax.Array:
-    """`h` `[B, ...]` with zeros for the units along `axis` that a sequence does not use, where sequences
-    differ: products know the most of any sequence alone."""
+    """Returns `h` `[B, ...]` with zeros for the units along `axis` that a sequence does not use, if
+    sequences differ: products only use the maximum over sequences."""
     return h if used is None or not used.by_row else used.only(h, axis)
 
 
 def of_rows(units: jax.Array) -> tuple[UsedUnits, UsedUnits]:
-    """The used kv groups and the used neurons of one layer, of sequences that differ: `[B, 2]` int32. There
-    are no adapters."""
+    """Returns the used kv groups and the used neurons of one layer, for sequences that differ: `[B, 2]`
+    int32. There are no adapters."""
     each = jnp.pad(units, ((0, 0), (0, 1)))
     counts = jnp.concatenate([jnp.max(each, axis=0, keepdims=True), each])
     return UsedUnits(counts, _GROUPS), UsedUnits(counts, _NEURONS)
@@ -133,7 +132,7 @@ def counts_of(groups: list[int], neurons: list[int], rank: int) -> np.ndarray:
     return np.stack([groups, neurons, [rank] * len(groups)], axis=1).astype(np.int32)
 
 
-# Operands and attributes that calls of several native kernels have: weights, counts, steps.
+# Operands and attributes that several native kernels share: weights, counts, steps.
 
 
 Adaptable = BlockedArray | Adapted
@@ -148,7 +147,7 @@ def format_of(weight: Adaptable) -> dict[str, np.int64]:
 
 def units_of(used: UsedUnits | None, weight: Adaptable) -> dict[str, np.int64]:
     """Attributes: the units of weights whose units are outputs, and the index of their used number."""
-    # Weights that are used in part have the same number of units; their rows per unit differ.
+    # Partly used weights have the same number of units; their rows per unit differ.
     return {
         "units": np.int64(1 if used is None else weight.shape[0]),
         "units_at": np.int64(-1 if used is None else used.column),
@@ -156,7 +155,7 @@ def units_of(used: UsedUnits | None, weight: Adaptable) -> dict[str, np.int64]:
 
 
 def segments_of(used: UsedUnits | None, weight: Adaptable) -> dict[str, Any]:
-    """`units_of` of a weight whose units are inputs."""
+    """Returns `units_of` of a weight whose units are inputs."""
     stacked = weight.ndim == 3
     return {
         "stacked": stacked,
@@ -188,7 +187,7 @@ def arrays_of(weight: BlockedArray) -> tuple[Operand, ...]:
 
 
 def no_parts() -> tuple[Operand, ...]:
-    """The operands of a weight that is not there."""
+    """Returns the operands of a missing weight."""
     return (nothing(),) * 5
 
 
@@ -220,7 +219,7 @@ def steps_operand(*steps: jax.Array | None) -> jax.Array:
 
 
 def nothing() -> jax.Array:
-    """The operand of floats that are not there."""
+    """Returns the operand of missing floats."""
     return jnp.zeros((0,), jnp.float32)
 
 

@@ -31,11 +31,11 @@ from jaxllm.kernels.native_call import (
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight
 from jaxllm.quant.nested import NESTED_GROUP
 
-# Calls of the native products, and of what begins a step, for compiled steps.
+# Calls of the native products, and of the beginning of a step, for compiled steps.
 #
 # Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
-# static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token whose activations
-# hold NaN or infinity gives NaN; magnitudes under 1e-30 count as zero.
+# static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token with NaN or infinity
+# among its activations gives NaN; magnitudes under 1e-30 count as zero.
 
 
 def to_units(
@@ -162,13 +162,13 @@ def unit_rows(weight: BlockedArray, index: jax.Array, live: jax.Array | None = N
 
 
 def zeros(shapes: Sequence[tuple[int, ...]], dtype: DTypeLike) -> list[jax.Array]:
-    """Arrays of zeros that take memory when they are used, where the system can do so."""
+    """Returns arrays of zeros that are allocated on first use, if the system supports that."""
     return list(jax.ffi.ffi_call(target("zeros"), [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])())
 
 
 # Calls of the native kernels for mixtures of experts, for compiled steps (see `native`).
 #
-# The result of each token is bit for bit what it is alone.
+# The result of each token is bit for bit its result without others.
 
 
 # Gate, up and down of one expert.
@@ -178,13 +178,13 @@ ExpertBlocks = tuple[BlockedArray, BlockedArray, BlockedArray]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredExperts:
-    """The experts of one layer in a weight table whose rows are layers.
+    """Experts of one layer in a weight table whose rows are layers.
 
     Attributes:
       table: `[2]` uint32, the handle.
-      row: int32 scalar.
-      experts: of the layer (E); the arrays of gate, up and down of each follow each other.
-      units: of an expert (F).
+      row: int32 scalar, the row of the layer.
+      experts: number of experts of the layer (E); the arrays of gate, up and down of each are adjacent.
+      units: number of units of an expert (F).
     """
 
     table: jax.Array
@@ -203,8 +203,8 @@ def route(
     norm_eps: float = 0.0,
     bias: Operand | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The routing of tokens `x` `[M, D]` float32, after an RMS norm if given, by a router `[E, D]` float32
-    and its bias `[E]`: logits `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see
+    """Routes tokens `x` `[M, D]` float32, after an RMS norm if given, by a router `[E, D]` float32 and its
+    bias `[E]`: logits `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see
     `jaxllm.experts.routing.route`)."""
     chosen = (x.shape[0], experts_per_token)
     logits, weights, ids = call(
@@ -233,15 +233,16 @@ def visits(
     norm_scale: Operand | None,
     norm_eps: float,
 ) -> jax.Array:
-    """The outputs of experts for tokens `x`, after an RMS norm if given.
+    """Returns the outputs of experts for tokens `x`, after an RMS norm if given.
 
     Args:
       x: `[M, D]` float32.
       tiles: the tokens `[n, tile]`, expert `[n]` and size `[n]` of each tile, and the number of tiles, all
-        int32 (see `jaxllm.experts.mixture.Tiles`); in the result each tile begins where the one before ends.
-      experts: all experts of a layer, weights `[F, D]`, each with a bitwidth of its own.
-      adapters: of gate, up and down, `left` `[E, r, F]` and `right` `[E, r, D]`, or None.
-      pairs: rows of the result.
+        int32 (see `jaxllm.experts.mixture.Tiles`); in the result each tile begins at the end of the
+        previous one.
+      experts: all experts of a layer, weights `[F, D]`, each with its own bitwidth.
+      adapters: adapters of gate, up and down, `left` `[E, r, F]` and `right` `[E, r, D]`, or None.
+      pairs: number of rows of the result.
       activation, norm_scale, norm_eps: see `native.feed_forward`.
     """
     sides = [each or (nothing(), nothing()) for each in adapters]
@@ -262,8 +263,8 @@ def visits(
     )
 
 
-# What `stored_visits` does with a tile: nothing; all; of one row of a nested expert what the high planes of
-# gate and up give, while its low planes are not there; the rest of that.
+# Action of `stored_visits` on a tile: nothing; all; for one row of a nested expert the results of the high
+# planes of gate and up, while its low planes are missing; the rest of that.
 LEAVE, RUN, BEGIN, FINISH = range(4)
 
 
@@ -279,19 +280,19 @@ def stored_visits(
     norm_scale: Operand | None,
     norm_eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The outputs of some tiles, by experts that are found by address.
+    """Returns the outputs of some tiles, by experts that are found by address.
 
     Args:
-      x, tiles, activation, norm_scale, norm_eps: see `visits`. An expert's number plus E stands for its high
-        plane alone.
-      actions: `[n]` int32, of each tile.
-      weights: of the layer.
+      x, tiles, activation, norm_scale, norm_eps: see `visits`. An expert's number plus E denotes only its
+        high plane.
+      actions: `[n]` int32, action of each tile.
+      weights: weights of the layer.
       out: `[P, D]` float32, or more rows, the outputs so far; donated.
-      begun: see `begun_shape`; of tiles that were begun, donated. Empty where none is.
+      begun: results of tiles that were begun (see `begun_shape`); donated. Empty for none.
 
     Returns:
-      `out` and `begun`, changed at the tiles of these actions alone. To the bit as `visits` gives them, begun
-      before or not.
+      `out` and `begun`, changed only at the tiles of these actions. Bit for bit the results of `visits`,
+      begun before or not.
     """
     results = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, begun))
     kernel = jax.ffi.ffi_call(target("stored_experts"), results, input_output_aliases={9: 0, 10: 1})
@@ -313,16 +314,16 @@ def stored_visits(
 
 
 def begun_shape(tiles: int, units: int, width: int) -> tuple[int, ...]:
-    """The shape of what is kept of tiles that were begun, int32: of gate and up, a number for each output and
-    group of inputs."""
+    """Returns the shape of the results of tiles that were begun, int32: for gate and up, a number for each
+    output and group of inputs."""
     return (tiles, 2, -(-units // PANEL), -(-width // NESTED_GROUP), PANEL)
 
 
 def sum_visits(
     visits: jax.Array, places: jax.Array, weights: jax.Array, residual: jax.Array | None
 ) -> jax.Array:
-    """Each token's sum of its rows in `visits` `[P, D]` float32, at indices `places` `[M, k]` int32, by
-    `weights` `[M, k]` float32, plus `residual` `[M, D]` float32 if given: `[M, D]` float32."""
+    """Returns each token's sum of its rows in `visits` `[P, D]` float32, at indices `places` `[M, k]`
+    int32, by `weights` `[M, k]` float32, plus `residual` `[M, D]` float32 if given: `[M, D]` float32."""
     shape = jax.ShapeDtypeStruct((places.shape[0], visits.shape[-1]), jnp.float32)
     kernel = jax.ffi.ffi_call(target("sum_visits"), shape)
     return kernel(visits, places, weights, optional(residual))
@@ -332,15 +333,14 @@ def sum_visits(
 #
 # The excess beyond 127 steps is found when activations are quantized, and multiplied in floats with the rows
 # of its channels while the product's results are in the processor's cache (mllm-NPU, arXiv 2407.05858,
-# equation 1). Sizes are dynamic: nothing is padded, nothing is dropped. For everything else see
-# `native_products`.
+# equation 1). Sizes are dynamic: nothing is padded or dropped. For everything else see `native_products`.
 #
 # The row of a channel is the entry of a weight's float rows `[R, outputs]` float16 at the channel's `place`
 # `[inputs]` int32; where that is negative, it is the 8-bit weight's own.
 
 
 def takes(weight: Adaptable) -> bool:
-    """Whether these kernels take a weight in blocks: 8 bits with one scale per output."""
+    """Whether these kernels support a weight in blocks: 8 bits with one scale per output."""
     return format_of(weight) == {"bits": 8, "group": 0}
 
 
@@ -421,9 +421,9 @@ def feed_forward_with_shadow(
     used: UsedUnits | None = None,
     live: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`native_products.feed_forward` with steps, and the numbers of channels of x and of units with outliers,
-    `[2]` int32; places and rows are those of x's channels (for gate, if there is one, and up) and of units
-    (for down)."""
+    """Computes `native_products.feed_forward` with steps, and the numbers of channels of x and of units
+    with outliers, `[2]` int32; places and rows are those of x's channels (for gate, if there is one, and
+    up) and of units (for down)."""
     first = [*rows[0]] if gate is not None else [nothing(), *rows[0]]
     out, channels = call(
         "feed_forward",
@@ -454,7 +454,7 @@ def _channels(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count,), jnp.int32)
 
 
-# Multiplies activations that are quantized with a static step, by XLA, where native kernels do not run.
+# Multiplies activations that are quantized with a static step, by XLA, without native kernels.
 #
 # Weights of 8 bits with one scale per output are multiplied in integers, exactly, which is faster on
 # accelerators than floats. With other weights, activations are rounded to steps and the product is in
@@ -471,7 +471,7 @@ def in_integers(weight: Weight) -> bool:
 
 
 def levels(x: jax.Array, step: jax.Array) -> jax.Array:
-    """`x` in steps, as floats: integers in [-127, 127], and NaN where x is NaN."""
+    """Returns `x` in steps, as floats: integers in [-127, 127], and NaN if x is NaN."""
     top = np.float32(TOP_LEVEL)
     return jnp.clip(jnp.round(x.astype(jnp.float32) / step), -top, top)
 
@@ -482,7 +482,7 @@ def rounded(x: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def rows_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
-    """Activations `[M, D]` times a matrix `[R, D]` that `in_integers` accepts: `[M, R]`."""
+    """Multiplies activations `[M, D]` by a matrix `[R, D]` that `in_integers` accepts: `[M, R]`."""
     assert isinstance(weight, QArray)
     sums = jax.lax.dot_general(
         levels(rows, step).astype(jnp.int8),
@@ -494,7 +494,7 @@ def rows_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
 
 
 def reduction_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
-    """Activations `[M, prod(U)]` times a weight `[*U, D]` that `in_integers` accepts: `[M, D]`."""
+    """Multiplies activations `[M, prod(U)]` by a weight `[*U, D]` that `in_integers` accepts: `[M, D]`."""
     assert isinstance(weight, QArray)
     # Each entry of a stack has its own scale per output.
     data = weight.data.reshape(-1, *weight.data.shape[-2:])

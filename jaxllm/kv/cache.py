@@ -86,7 +86,7 @@ class TokenPositions:
 
     @property
     def used_rows(self) -> jax.Array:
-        """How many rows of the cache real tokens may attend to, int32 scalar: those up to their last one."""
+        """Number of cache rows that valid tokens may attend to, int32 scalar: those up to their last one."""
         return self.rows[jnp.maximum(self.valid, 1) - 1] + 1
 
     def visible(self, keys: int, window: int) -> jax.Array:

@@ -11,10 +11,11 @@ from jax.typing import DTypeLike
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 
-# Recurrent states of state layers, of fixed size for any number of tokens.  Keys and values of a token do
-# not change when tokens follow, so that a cache can be cut, moved and filled in any order. A state is that
-# after the last fed token, and cannot be rolled back. A cache with states therefore continues at its
-# length, or restarts at 0.
+# Recurrent states of state layers, of fixed size for any number of tokens.
+#
+# Keys and values of a token do not change when tokens follow, so that a cache can be cut, moved and filled
+# in any order. A state is that after the last fed token, and cannot be rolled back. A cache with states
+# therefore continues at its length, or restarts at 0.
 
 
 # Index of the stack of states among the stacks of a cache.
@@ -24,7 +25,7 @@ STATES = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateNodes:
-    """State updates by the nodes of a token tree, of which those of the accepted path are applied.
+    """State updates by the nodes of a token tree; those of the accepted path are applied.
 
     Attributes:
       inputs: `[B, M, C]` float32, inputs of the convolution.

@@ -9,9 +9,11 @@ from typing import Any
 from jaxllm.config import MAX_DIMENSION, RopeConfig
 from jaxllm.errors import ConfigError
 
-# Reads a Hugging Face `config.json` and refuses unknown keys.  Every look-up records its key. A remaining
-# key must be inert (without effect on logits at inference), null or false, or named by the caller as one to
-# ignore; any other is an error, because a partly understood config loads and gives nonsense.
+# Reads a Hugging Face `config.json` and refuses unknown keys.
+#
+# Every look-up records its key. A remaining key must be inert (without effect on logits at inference), null
+# or false, or named by the caller as one to ignore; any other is an error, because a partly understood
+# config loads and gives nonsense.
 
 
 # Keys that do not change the logits.
@@ -371,7 +373,7 @@ def read_ropes_by_layer(
     Args:
       reader: at the top level of the config.
       fields: the model's `head_dim` and `window_tokens`.
-      bases: of each kind of layer, if the config has none.
+      bases: base of each kind of layer, if the config has none.
     """
     nested, scaling = reader.section("rope_parameters"), reader.section("rope_scaling")
     if nested and scaling:

@@ -176,6 +176,7 @@ def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
 
 
 # Encoder-decoders: a decoder that also attends to the outputs of an encoder, which reads a source once.
+#
 # `encode` computes the source's hidden states, `with_source` projects them to keys and values of each
 # decoder layer (`jaxllm.kv.states`), and `forward_at` is the one of `decoder.py` for such a decoder. Both
 # sides differ from the shared decoder only in `ModelConfig`: relative position biases and no scale (T5,
@@ -440,8 +441,8 @@ def _self_attended(
 
 
 def _attending(params: Params, at: TokenPositions, capacity: int, cfg: ModelConfig) -> _Attending:
-    """What runs the first half of each layer of the decoder over tokens at positions of a cache of `capacity`
-    tokens: attention to them, then to the source."""
+    """Function that runs the first half of each decoder layer over tokens at positions of a cache of
+    `capacity` tokens: attention to them, then to the source."""
     mask, rowwise = at.visible(capacity, 0), at.tree is not None
     options = AttentionOptions(scale=cfg.attention_scale, bias=bias_by_distance(params, cfg))
 
@@ -474,7 +475,7 @@ def _zeroed(x: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def _live(x: jax.Array, valid: jax.Array) -> jax.Array | None:
-    """How many tokens of `[B, T, ...]` are computed (see `linear.py`)."""
+    """Number of computed tokens of `[B, T, ...]` (see `linear.py`)."""
     return valid if x.shape[0] == 1 else None
 
 

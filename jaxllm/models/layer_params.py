@@ -50,7 +50,7 @@ class LayerParams:
         return None if found is None else value(found)
 
     def pre_norm(self, name: str, cfg: ModelConfig) -> Norm | None:
-        """`norm` of a block's input; None if the model's blocks read their input as it is."""
+        """`norm` of a block's input; None if the model's blocks read their input unnormalized."""
         return self.norm(name, cfg) if cfg.pre_norms else None
 
     def norm(self, name: str, cfg: ModelConfig) -> Norm:

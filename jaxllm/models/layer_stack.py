@@ -39,11 +39,11 @@ class LayerRun:
 
 @dataclasses.dataclass(frozen=True)
 class LayerForm:
-    """What the parameters of equal layers have in common.
+    """Structure that the parameters of equal layers share.
 
     Attributes:
-      names: of the parameters, within the layer.
-      structure: of the tree of all their arrays, each in the column of its index.
+      names: names of the parameters, within the layer.
+      structure: structure of the tree of all their arrays, each in the column of its index.
       shapes, dtypes: per array. Factors of adapters have shape (): their rank is the table's.
     """
 
@@ -76,7 +76,7 @@ class LayerAt:
     Attributes:
       table: `[2]` uint32, the handle of a weight table.
       row: int32 scalar, the layer's row in the table.
-      form: of the parameters.
+      form: form of the parameters.
     """
 
     table: jax.Array

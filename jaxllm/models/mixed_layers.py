@@ -93,7 +93,7 @@ def over_cache(
     """All layers over new tokens of a cache.
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       tokens: `[B, T]` int32.
       x: `[B, T, D]`, their embeddings.
       cache, at: see `decoder.forward_at`.

@@ -196,7 +196,7 @@ def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> dict
 
 
 def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> dict[str, ParamSpec]:
-    """Of a layer with a state in place of attention."""
+    """Parameters of a layer with a state in place of attention."""
     assert cfg.states is not None
     specs = _norm_specs(cfg, "state_norm")
     specs |= {f"state.{name}": ParamSpec(*each) for name, each in _state_specs(cfg.states, cfg.hidden_size)}
@@ -231,7 +231,7 @@ def _state_specs(states: StateConfig, width: int) -> Iterator[tuple[str, tuple[t
 
 
 def _products_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamSpec]:
-    """Of the norm before attention, or before cross-attention, and of its first products."""
+    """Parameters of the norm before attention, or before cross-attention, and of its first products."""
     specs = _norm_specs(cfg, f"{name}_norm") if cfg.pre_norms else {}
     rows = {"q": cfg.group * cfg.head_dim, "k": cfg.head_dim, "v": cfg.head_dim}
     if cfg.attention_gate:

@@ -95,7 +95,7 @@ def unstacked(params: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
 
 
 def remembering(step: Callable[..., Kept], remat: Remat, *, in_loop: bool = False) -> Callable[..., Kept]:
-    """The step, whose backward pass saves what `remat` names, and recomputes the rest."""
+    """The step; its backward pass saves the arrays of `remat`, and recomputes the rest."""
     if remat == "none":
         return step
     policies = jax.checkpoint_policies

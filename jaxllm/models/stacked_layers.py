@@ -25,7 +25,7 @@ class StackedLayer:
     """The parameters of one layer in a stack.
 
     Attributes:
-      weights: of the stack, by their names within a layer; each array has a leading axis of layers.
+      weights: weights of the stack, by their names within a layer; each array has a leading axis of layers.
       row: int32 scalar, the layer's index in the stack.
     """
 
@@ -106,7 +106,7 @@ def are_entries(params: Iterable[Weight]) -> bool:
 
 
 def _form_of(params: Mapping[str, Weight]) -> Any:
-    """What the parameters of layers in one stack have in common, hashable."""
+    """Structure that the parameters of layers in one stack share, hashable."""
     leaves, structure = jax.tree.flatten(dict(params))
     stacks = tuple(id(each.stack) for each in leaves if isinstance(each, StackEntry))
     return structure, stacks, tuple((tuple(np.shape(each)), np.dtype(each.dtype).name) for each in leaves)

@@ -119,8 +119,8 @@ def mixed_by_state(
     Args:
       weights: the layer's parameters.
       x: the layer's input.
-      state: of the tokens before.
-      tokens: which are real.
+      state: state after the preceding tokens.
+      tokens: positions, and which are valid.
       cfg: the model.
     """
     assert cfg.states is not None

@@ -48,7 +48,7 @@ class TlmConfig:
 
     Attributes:
       encoder: the encoder of each head, shared and own layers together.
-      shared_layers: how many of its bottom layers both heads share; the others exist once per head.
+      shared_layers: number of bottom layers that both heads share; the others exist once per head.
       levels: number of sub-models to choose from.
       prompt_levels: number of shares of the prompt to choose from.
     """
@@ -202,7 +202,7 @@ def score(
       tokens: `[B, T]` int32.
       mask: `[B, T]` bool, True = a real token.
       cfg: the tiny LM.
-      dtype: of the activations.
+      dtype: dtype of the activations.
 
     Returns:
       `[B, T]` float32, the logit of keeping: the difference of the logits of the paper's two classes. Values

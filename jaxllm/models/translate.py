@@ -1,7 +1,7 @@
 """Translates configs and tensors of an architecture from and to Hugging Face's form.
 
 A checkpoint tensor is one or more of our parameters (see `parameters.py`) as consecutive blocks of rows,
-stored as they are (`[rows, D]`) or transposed (`[D, rows]`). Nothing else differs between Hugging Face's
+stored unchanged (`[rows, D]`) or transposed (`[D, rows]`). Nothing else differs between Hugging Face's
 layouts and ours: heads and kv groups are reshapes of rows.
 """
 
@@ -115,7 +115,7 @@ class Tensor:
         return block.astype(np.float32) + np.float32(1) if self.plus_one else block
 
     def rows_of(self, stacked: np.ndarray, param: str, rows: slice) -> np.ndarray:
-        """Those of a parameter in a tensor `[E, rows, ...]` of all experts; they are `rows` unless
+        """Rows of a parameter in a tensor `[E, rows, ...]` of all experts; they are `rows` unless
         parameters alternate."""
         turns = slice(self.params.index(param), None, len(self.params))
         return stacked[:, turns if self.alternating else rows]
@@ -290,7 +290,7 @@ def swap_pairs(rows: np.ndarray, head_dim: int, stride: int) -> np.ndarray:
 
 
 def heads_of(rows: np.ndarray, parts: int, part: int, head_dim: int) -> np.ndarray:
-    """Of rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
+    """From rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
     split = rows.reshape(-1, parts, head_dim, *rows.shape[1:])
     return split[:, part].reshape(-1, *rows.shape[1:])
 

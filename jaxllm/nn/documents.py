@@ -1,5 +1,5 @@
-"""Attention without a cache: over packed documents, with branches where these share a beginning, and over a
-source.
+"""Computes attention without a cache: over packed documents, with branches that share a beginning, and over
+a source.
 
 Several documents are packed one after the other into one sequence of T tokens. Training uses packed
 documents; scoring uses branches, so that a question is computed once for all of its possible answers.
@@ -18,7 +18,7 @@ from jaxllm.kernels.fused_attention import fused_attention, log_fallback
 from jaxllm.nn.layers import MASKED, AttentionOptions, attention, causal_mask
 
 # Queries per block on the XLA path: keys after a block are left out of its product. Sequences of more blocks
-# than `UNROLLED_BLOCKS` take larger ones in a loop, whose code does not grow, and which see all keys.
+# than `UNROLLED_BLOCKS` use larger ones in a loop, whose code does not grow, and which attend to all keys.
 BLOCK, UNROLLED_BLOCKS, LOOP_BLOCK = 128, 8, 512
 
 
@@ -29,15 +29,15 @@ class Branches:
 
     Attributes:
       trunk_ends: `[B, T]` int32, per token the index in the sequence right after the trunk of its document.
-      starts: `[B, T]` int32, per token the index in the sequence where its branch begins; for a token of a
-        trunk, where its trunk ends.
+      starts: `[B, T]` int32, per token the index in the sequence of the beginning of its branch; for a
+        token of a trunk, the end of its trunk.
     """
 
     trunk_ends: jax.Array
     starts: jax.Array
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the branches is traced."""
+        """Asserts the shapes above at trace time."""
         axes.check(jnp.int32, "B T", trunk_ends=self.trunk_ends, branch_starts=self.starts)
 
 
@@ -51,8 +51,8 @@ def document_positions(starts: jax.Array, branches: Branches | None = None) -> j
 def document_mask(
     starts: jax.Array, window: int, branches: Branches | None = None, rows: jax.Array | None = None
 ) -> jax.Array:
-    """Mask `[B, T, T]` bool (query, key), True = attend; with `rows` `[n]` int32 that of these queries alone,
-    `[B, n, T]`. The other arguments are those of `document_attention`."""
+    """Returns the mask `[B, T, T]` bool (query, key), True = attend; with `rows` `[n]` int32 only that of
+    these queries, `[B, n, T]`. The other arguments are those of `document_attention`."""
     count = starts.shape[1]
     places = jnp.arange(count, dtype=jnp.int32)
 
@@ -79,15 +79,15 @@ def document_attention(
     options: AttentionOptions,
     branches: Branches | None = None,
 ) -> jax.Array:
-    """Causal attention within documents that are packed one after the other.
+    """Causal attention within packed documents.
 
     Args:
       q: queries `[B, T, K, G, H]`, already rotated.
       k, v: keys and values `[B, T, K, H]`, keys already rotated.
-      starts: `[B, T]` int32, per token the index in the sequence where its document begins: the token's own
-        index or the start of the token before. The native kernel refuses any other value when it runs.
-      options: of the layer, without a bias.
-      branches: where documents branch; None if they do not.
+      starts: `[B, T]` int32, per token the index in the sequence of its document's beginning: the token's
+        own index or the start of the preceding token. The native kernel rejects other values at run time.
+      options: options of the layer, without a bias.
+      branches: branches of the documents; None for none.
 
     Returns:
       `[B, T, K, G, H]` in q's dtype; differentiable in q, k, v and sink logits.
@@ -115,7 +115,8 @@ def _by_xla(
     options: AttentionOptions,
     branches: Branches | None = None,
 ) -> jax.Array:
-    """`document_attention` by blocks of queries, each against the keys that any of its queries attends to."""
+    """Computes `document_attention` by blocks of queries, each against the keys that any of its queries
+    attends to."""
     if q.shape[1] > UNROLLED_BLOCKS * BLOCK:
         return _in_loop(q, k, v, starts, options=options, branches=branches)
     window = options.window
@@ -148,14 +149,14 @@ def _in_loop(
     options: AttentionOptions,
     branches: Branches | None,
 ) -> jax.Array:
-    """`_by_xla` by a loop over blocks of queries, whose scores the backward pass computes again."""
+    """Computes `_by_xla` by a loop over blocks of queries; the backward pass recomputes their scores."""
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     tokens = q.shape[1]
     blocks = -(-tokens // LOOP_BLOCK)
 
     @jax.checkpoint
     def block(q: jax.Array, first: jax.Array) -> jax.Array:
-        # Of the last block some queries may be padding, which sees what the last token sees.
+        # Some queries of the last block may be padding, and attend as the last token does.
         rows = jnp.minimum(first + jnp.arange(LOOP_BLOCK, dtype=jnp.int32), jnp.int32(tokens - 1))
         mask = document_mask(starts, options.window, branches, rows)
         scale, softcap, sinks = options.scale, options.softcap, options.sink_logits
@@ -168,13 +169,13 @@ def _in_loop(
     return outs.swapaxes(0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :tokens]
 
 
-# Attention of the tokens of a source to each other, before and behind them, by blocks of queries.
+# Attention of the tokens of a source to each other, in both directions, by blocks of queries.
 #
-# Scores of all pairs of tokens, and what relative positions add to them, would be the most memory that an
-# encoder takes: of 512 tokens and 16 heads 17 MB for each copy. A block has those of its own queries alone.
+# Scores of all pairs of tokens, with relative position biases, would be the largest arrays of an encoder: at
+# 512 tokens and 16 heads 17 MB per copy. A block only has those of its own queries.
 
 
-# Queries whose scores are in memory together.
+# Number of queries whose scores are in memory together.
 BLOCK_TOKENS = 64
 
 
@@ -188,19 +189,19 @@ def source_self_attention(
     scale: float,
     block_tokens: int = BLOCK_TOKENS,
 ) -> jax.Array:
-    """Grouped-query attention of all tokens to all that are real.
+    """Grouped-query attention of all tokens to all valid ones.
 
     Args:
       q: queries `[B, T, K, G, H]`.
-      k, v: keys and values `[B, K, T, H]`; those of padding are numbers.
-      bias: `[K, G, 2·T-1]` float32, added to scores by how far behind its query a key stands: first for the
-        key T-1 tokens before it, last for that T-1 behind it. None for nothing.
-      valid: int32 scalar, how many of the T tokens are real.
-      scale: multiplies the scores.
+      k, v: keys and values `[B, K, T, H]`; those of padding are finite.
+      bias: `[K, G, 2·T-1]` float32, added to scores by the distance of key from query: first for the key
+        T-1 tokens before it, last for that T-1 after it. None for none.
+      valid: int32 scalar, number of valid tokens among the T.
+      scale: factor of the scores.
       block_tokens: queries of a block; 0 for all in one, without a loop.
 
     Returns:
-      `[B, T, K, G, H]` in q's dtype; undefined for tokens that are not real.
+      `[B, T, K, G, H]` in q's dtype; undefined for padding.
     """
     count, size = q.shape[1], block_tokens
     if not 0 < size < count:
@@ -214,18 +215,18 @@ def source_self_attention(
         found = attention(own, k, v, _added(bias, first, size, count, valid), scale=scale)
         return jax.lax.dynamic_update_slice_in_dim(out, found, first, axis=1)
 
-    # No token attends to those of padding, whose blocks are left out.
+    # No token attends to padding, whose blocks are left out.
     used = (valid + np.int32(size - 1)) // np.int32(size)
     return jax.lax.fori_loop(0, used, block, jnp.zeros_like(rows))[:, :count]
 
 
 def _added(bias: jax.Array | None, first: jax.Array, queries: int, keys: int, valid: jax.Array) -> jax.Array:
-    """What `attention` takes as its mask, for the queries from `first` on."""
+    """Returns the mask of `attention` for the queries from `first` on."""
     real = jnp.arange(keys, dtype=jnp.int32) < valid
     if bias is None:
         return jnp.broadcast_to(real, (queries, keys))
-    # Each query's biases begin one entry before those of the query before it. Copies of all entries of the
-    # block, end to end, are cut into rows that are one entry shorter: no entry is looked up by itself.
+    # Each query's biases begin one entry before those of the preceding query. Copies of all entries of the
+    # block, concatenated, are cut into rows that are one entry shorter: no single entry is looked up.
     width = keys + queries
     padded = jnp.pad(bias, [(0, 0), (0, 0), (queries, 1)])
     window = jax.lax.dynamic_slice_in_dim(padded, keys - first, width, axis=2)

@@ -21,17 +21,17 @@ from jaxllm.kernels.native_call import UsedUnits, value
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.states import Source, SourceKV
 
-# Attention over no more than a prefix of a cache, for programs on CPUs, which call no native kernels.
+# Attention over only a prefix of a cache, for programs on CPUs, which call no native kernels.
 #
-# Shapes are static in XLA: of a few lengths, each a branch, the shortest one that holds all rows in use is
+# Shapes are static in XLA: each of a few lengths is a branch, and the shortest one with all used rows is
 # computed. There is another reason for a branch: XLA fuses nothing with it. Without one, its fusions write a
-# step's new rows once more where attention reads them, into copies of the whole cache.
+# step's new rows once more for attention, into copies of the whole cache.
 
 
-# Each length has a branch, which takes time to compile: a token at a time is what programs run most.
+# Each length has a branch, which costs compile time: most steps of programs have one token.
 _TOKEN_LENGTHS, _CHUNK_LENGTHS, _SHORTEST = 8, 4, 64
 
-# (queries, keys [B, K, n, H], values, what they see [..., n]) -> outputs in the shape of the queries.
+# (queries, keys [B, K, n, H], values, mask [..., n]) -> outputs in the shape of the queries.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -46,15 +46,14 @@ def prefix_lengths(capacity: int, tokens: int) -> tuple[int, ...]:
 def over_used_prefix(
     attend: Attend, q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, used: jax.Array
 ) -> jax.Array:
-    """Attends to the shortest of `prefix_lengths` that holds the rows in use.
+    """Attends to the shortest of `prefix_lengths` that contains the used rows.
 
     Args:
-      attend: over rows of any number.
+      attend: attention over any number of rows.
       q: queries `[B, T, ...]`.
       keys, values: `[B, K, S, H]`.
-      visible: `[..., S]`, which of them a query sees, or what is added to its scores; of rows from `used` on
-        nothing is seen.
-      used: int32 scalar, at most S: how many rows may be seen.
+      visible: `[..., S]`, mask of the rows, or biases of their scores; rows from `used` on are masked.
+      used: int32 scalar, at most S: number of rows that may be attended to.
     """
     lengths = prefix_lengths(keys.shape[2], q.shape[1])
     if len(lengths) == 1:
@@ -71,12 +70,12 @@ def over_used_prefix(
 
 # Activation functions, rotary embedding and attention, as pure functions over arrays.
 #
-# Softmax is computed in float32, whatever the dtype of the activations.
+# Softmax is computed in float32 for any dtype of the activations.
 
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
-# Of the activation `clamped_swiglu` (gpt-oss).
+# Constants of the activation `clamped_swiglu` (gpt-oss).
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 
@@ -90,7 +89,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
-    """What a gated feed-forward block makes of its first products."""
+    """Activation of a gated feed-forward block, from its first products."""
     if activation != "clamped_swiglu":
         return activate(gate, activation) * up
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
@@ -98,7 +97,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[dim/2]` float32 and the factor that scales cos and sin.
+    """Returns inverse frequencies `[dim/2]` float32 and the factor that scales cos and sin.
 
     Follows Hugging Face's conventions for each scaling kind, so checkpoints behave as trained.
     """
@@ -118,7 +117,7 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
 
 
 def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Long wavelengths are interpolated, short ones kept, those between blended linearly."""
+    """Interpolates long wavelengths, keeps short ones, and blends those between linearly."""
     turns = rope.original_window_tokens * frequencies / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
@@ -151,7 +150,7 @@ def rotary_cos_sin(positions: jax.Array, rope: RopeConfig) -> tuple[jax.Array, j
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the first 2·R dimensions of `x` `[B, T, ..., H]`, halves paired (x[i], x[i+R]).
 
-    `cos`, `sin` are `[T, R]`, or `[B, T, R]` where sequences of the batch differ in their positions.
+    `cos`, `sin` are `[T, R]`, or `[B, T, R]` if sequences of the batch differ in their positions.
     """
     half = cos.shape[-1]
     lead = (cos.shape[0] if cos.ndim == 3 else 1, cos.shape[-2]) + (1,) * (x.ndim - 3) + (half,)
@@ -166,7 +165,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def causal_mask(positions: jax.Array, keys: int, window: int) -> jax.Array:
     """True where the query at `positions[t]` may attend key position s: `[T, keys]` bool.
 
-    `window` 0 is full causal attention; w > 0 keeps the last w positions, the query's own included.
+    `window` 0 is full causal attention; w > 0 allows the last w positions, with the query's own.
     """
     return TokenPositions(positions, jnp.asarray(len(positions), jnp.int32)).visible(keys, window)
 
@@ -186,12 +185,12 @@ def attention(
     Args:
       q: queries `[B, T, K, G, H]`.
       k, v: keys and values `[B, K, S, H]`.
-      mask: `[T, S]` or `[B, T, S]` bool, True = attend; or `[K, T, G, S]` float32, which is added to scores
-        (relative positions), `MASKED` where a token may not attend.
-      scale: multiplies the scores.
-      softcap: caps scores at ±softcap by tanh when positive (Gemma 2).
-      sink_logits: `[K, G]` float32, logits that are in the denominator of a head's softmax and attend to
-        nothing (gpt-oss); None for none.
+      mask: `[T, S]` or `[B, T, S]` bool, True = attend; or `[K, T, G, S]` float32, added to scores
+        (relative positions), `MASKED` for keys that are not attended to.
+      scale: factor of the scores.
+      softcap: bound of scores by tanh when positive (Gemma 2).
+      sink_logits: `[K, G]` float32, additional logits in the denominator of a head's softmax without a
+        value (gpt-oss); None for none.
 
     Returns:
       `[B, T, K, G, H]` in q's dtype.
@@ -216,7 +215,7 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOpt
         scores = jnp.tanh(scores / np.float32(options.softcap)) * np.float32(options.softcap)
     scores = scores.reshape(batch, kv_heads, new, group, -1)
     # Masked by addition, not `where`: runtimes of exported programs have fast kernels only for addition. A
-    # score is lost in float32 rounding beside MASKED, so the result is the same.
+    # score vanishes in float32 rounding when added to MASKED, so the result is the same.
     if mask.dtype != jnp.bool_:
         return _softmax(scores + mask, options.sink_logits)
     bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
@@ -225,7 +224,7 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOpt
 
 
 def _softmax(scores: jax.Array, sink_logits: jax.Array | None) -> jax.Array:
-    """The softmax of `[B, K, T, G, S]` over S, and a sink logit that is left out of the result."""
+    """Computes the softmax of `[B, K, T, G, S]` over S, with a sink logit that is left out of the result."""
     if sink_logits is None:
         return jax.nn.softmax(scores, axis=-1)
     beside = jnp.broadcast_to(sink_logits.astype(scores.dtype)[:, None, :, None], (*scores.shape[:-1], 1))
@@ -241,7 +240,7 @@ def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
 
 
 class Heads(NamedTuple):
-    """What attention takes of new tokens, not yet rotated.
+    """Inputs of attention from new tokens, not yet rotated.
 
     Attributes:
       q: queries `[B, T, K, G, H]`.
@@ -255,20 +254,20 @@ class Heads(NamedTuple):
     sink_logits: jax.Array | None = None
 
     def of_sequence(self, number: int) -> "Heads":
-        """Those of one sequence of the batch."""
+        """Inputs of one sequence of the batch."""
         q, k, v = (each[number : number + 1] for each in self[:3])
         return Heads(q, k, v, self.sink_logits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What tells the attention of one layer from that of others.
+    """Options of attention that differ between layers.
 
     Attributes:
       scale, softcap: see `attention`.
       window: see `causal_mask`.
-      bias: `[K, G, distances]` float32, added to scores by how far before its query a key stands (see
-        `native_attention.attention`); None for nothing.
+      bias: `[K, G, distances]` float32, added to scores by the distance of the key before its query (see
+        `native_attention.attention`); None for none.
       sink_logits: see `attention`.
     """
 
@@ -298,17 +297,17 @@ def cached_attention(
       new: queries, and keys and values to write; sink logits are those of `options`.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
       past: the layer's keys and values.
-      mask: `[T, S]` bool, `at.visible` with the same window; behind coded chunks only its shape counts.
-      at: positions of the new tokens in the cache, and how many of them are real; the others are not written.
-      mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 + T,
-        S]`, per new token, after an entry 0 that stays unchanged; or None.
-      options: of the layer.
-      used: how many of the K kv heads are used; None for all. Outputs of the other heads are undefined, and
+      mask: `[T, S]` bool, `at.visible` with the same window; after coded chunks only its shape matters.
+      at: positions of the new tokens in the cache, and the number of valid ones; others are not written.
+      mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 +
+        T, S]`, per new token, after an entry 0 that stays unchanged; or None.
+      options: options of the layer.
+      used: number of used kv heads among the K; None for all. Outputs of the other heads are undefined, and
         they add nothing to the mass.
 
     Returns:
-      Outputs `[B, T, K, G, H]` in q's dtype (undefined for tokens that are not real), the updated keys and
-      values, and the updated mass.
+      Outputs `[B, T, K, G, H]` in q's dtype (undefined for padding), the updated keys and values, and the
+      updated mass.
     """
     (q, k, v, _), window = new, options.window
 
@@ -403,9 +402,9 @@ def source_attention(
 
     Args:
       q: queries `[B, T, K, G, H]`.
-      source: of the layer; its rows go through the native kernel, as those of a cache do.
-      at: positions of the queries' tokens, and how many of them are real.
-      scale: multiplies the scores.
+      source: source of the layer; the native kernel reads its rows like those of a cache.
+      at: positions of the queries' tokens, and the number of valid ones.
+      scale: factor of the scores.
       used: see `cached_attention`.
 
     Returns:
@@ -413,10 +412,10 @@ def source_attention(
     """
 
     def by_kernel(q: jax.Array, source: Any):
-        # Nothing is written, and a query sees the rows up to its own: that of the last token.
+        # Nothing is written, and a query attends to the rows up to its own: that of the last token.
         count = jnp.maximum(source.length, 1)
         rows = jnp.broadcast_to(count - 1, at.positions.shape)
-        # Nodes of a tree sum as a token by itself does.
+        # Nodes of a tree are summed like single tokens.
         tree = None if at.tree is None else (rows, count, jnp.zeros((len(rows), 1), jnp.bool_))
         out, keys, values, *_ = native_attention.attention(
             q.astype(jnp.float32), None, None, None, source.keys, source.values, rows, at.valid,
@@ -434,7 +433,7 @@ def source_attention(
 
 
 def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Array:
-    """What is added to scores `[K, T, G, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
+    """Bias of scores `[K, T, G, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
     mask `[T, S]`."""
     last = bias.shape[-1] - 1
     distance = at.positions[:, None] - at.stands(visible.shape[1])
@@ -445,24 +444,24 @@ def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Arra
 def _behind_chunks(
     at: TokenPositions, coded: CodedChunks, front: int, capacity: int, window: int
 ) -> jax.Array:
-    """The mask `[T, front + capacity]` over the rows of chunks, of which those of `coded.tokens` are there,
-    and those of a cache behind them."""
+    """Returns the mask `[T, front + capacity]` over the rows of chunks, valid up to `coded.tokens`, and
+    those of the cache after them."""
     visible, row = at.visible(front + capacity, window), jnp.arange(front, dtype=jnp.int32)
     behind = jax.lax.dynamic_slice_in_dim(visible, coded.tokens, capacity, axis=1)
     return jnp.concatenate([visible[:, :front] & (row < coded.tokens), behind], axis=1)
 
 
-# Norms over the last axis; statistics are computed in float32, whatever the dtype of the activations.
+# Norms over the last axis; statistics are computed in float32 for any dtype of the activations.
 
 
-# More sequences by themselves are a loop: each of them in the program takes seconds to compile.
+# More sequences run in a loop: each unrolled one takes seconds to compile.
 _MOST_UNROLLED = 8
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm over the last axis: layer norm where there is a `bias`, else root-mean-square norm."""
+    """Norm over the last axis: layer norm if there is a `bias`, else root-mean-square norm."""
 
     scale: Operand
     bias: Operand | None
@@ -480,10 +479,10 @@ def normalize(x: jax.Array, norm: Norm, *, apart: bool = False) -> jax.Array:
 
 
 def by_sequence(function: Callable[..., jax.Array], *arrays: jax.Array, apart: bool) -> jax.Array:
-    """`function` of arrays `[B, ...]`; if `apart`, of each of the B sequences by itself.
+    """Applies `function` to arrays `[B, ...]`; if `apart`, to each of the B sequences separately.
 
-    XLA orders sums, and approximates functions, by the shape of their operands: by itself a sequence gets bit
-    for bit what it gets alone.
+    XLA orders sums, and approximates functions, by the shape of their operands: a separate sequence gets
+    bit for bit its results without a batch.
     """
     batch = arrays[0].shape[0]
     if not apart or batch == 1:
@@ -523,8 +522,8 @@ RULES = {
 
 
 def constrained(x: jax.Array, kind: str) -> jax.Array:
-    """`x`, divided as `RULES` say, in a mesh (`jax.set_mesh`) that has these axes; an axis that does not
-    divide evenly stays whole."""
+    """Returns `x`, sharded by `RULES`, in a mesh (`jax.set_mesh`) that has these axes; axes that do not
+    divide evenly are replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1:
         return x

@@ -29,9 +29,9 @@ from jaxllm.quant.parts import StackedArray, map_parts, part_matrix, taken
 
 # Products of activations with matrices of their dtype; those in bfloat16 are summed in float32.
 #
-# XLA's CPU backend computes a product of two bfloat16 matrices at the processor's bfloat16 speed only where
-# the result is asked for in float32; otherwise it converts both to float32 first. Gradients keep to that:
-# without a rule of its own, the gradient of a product with a float32 result would be one of mixed types.
+# XLA's CPU backend computes a product of two bfloat16 matrices at the processor's bfloat16 speed only if its
+# result is requested in float32; otherwise it converts both to float32 first. Gradients follow the same
+# rule: by default the gradient of a product with a float32 result would be one of mixed types.
 
 
 def dense_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
@@ -87,15 +87,15 @@ _half_product.defvjp(_forward, _backward)
 # of weights (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
 #
 # With `live`, an int32 scalar, only the first `live` rows of activations are computed; the other rows of the
-# result are undefined. Native products alone save this work.
+# result are undefined. Only native products save this work.
 #
-# With `rowwise`, native products give each token bit for bit what it gets alone, which verification of
-# drafted tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way.
-# What XLA computes beside them, it computes for each sequence of a batch by itself.
+# With `rowwise`, native products give each token bit for bit its result without the others, which
+# verification of drafted tokens needs. 8-bit products always do; at fewer bits products of many tokens are
+# slower this way. XLA's part is computed for each sequence of a batch separately.
 #
-# Callers need not know how a weight is stored, nor which kernel runs: on a CPU native kernels for weights in
-# blocks (`kernels/native.py`), loops over converted blocks for other quantized ones
-# (`kernels/converted.py`); plain products elsewhere. Gradients are of activations and float weights.
+# Callers need not know the format of a weight, nor the kernel: on a CPU native kernels for weights in blocks
+# (`kernels/native.py`), loops over converted blocks for other quantized ones (`kernels/converted.py`); plain
+# products elsewhere. Gradients are of activations and float weights.
 
 
 # Static steps of a feed-forward block: of the inputs of its first products, and of the input of its last.
@@ -129,7 +129,7 @@ class FeedForward:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What a product may be given besides activations and weights (see the module docstring)."""
+    """Options of a product besides activations and weights (see the module docstring)."""
 
     used: UsedUnits | None
     step: jax.Array | None
@@ -191,7 +191,7 @@ def normed_to_units(
     step: jax.Array | None = None,
     live: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """`to_units` of `norm(x)`, or of x as it is, with each weight."""
+    """`to_units` of `norm(x)`, or of x unchanged, with each weight."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: list[Weight], options: _Options) -> list[jax.Array]:
         normed = x if norm is None else normalize(x, norm, apart=rowwise)
@@ -264,7 +264,7 @@ def feed_forward(
     live: jax.Array | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; without a
-    norm x is read as it is. `steps`: of the inputs of the first products and of `down` (see above)."""
+    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above)."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _BlockOptions) -> jax.Array:
         step, hidden_step = options.steps or (None, None)
@@ -307,7 +307,8 @@ def feed_forward(
 def add_normed(
     residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None, *, rowwise: bool = False
 ) -> jax.Array:
-    """`residual + norm(x)`, `[..., D]`. Native kernels give each token bit for bit what it gets alone."""
+    """`residual + norm(x)`, `[..., D]`. Native kernels give each token bit for bit its result without
+    others."""
 
     def by_xla(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
         del live
@@ -342,7 +343,7 @@ def embed(tokens: jax.Array, embedding: Weight, dtype: DTypeLike, live: jax.Arra
 
 
 def in_blocks(weight: Weight) -> bool:
-    """Whether the weight is in blocks, as native kernels take it."""
+    """Whether the weight is in blocks, as native kernels require."""
     stacked = isinstance(weight, Adapted) and weight.stacked
     return isinstance(_stored(weight), BlockedArray) and not stacked
 
@@ -389,7 +390,7 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
     if isinstance(weight, OwnProduct):
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
     if isinstance(weight, FirstUnits):
-        # The weight stays whole and shared; zero activations stand for the missing units.
+        # The weight stays whole and shared; activations of missing units are zero.
         missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
         return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step)
     if isinstance(weight, Adapted):
@@ -425,7 +426,7 @@ def _product(
     whole: Callable[[jax.Array, Weight], jax.Array],
     by_blocks: Callable[[jax.Array, Weight], jax.Array],
 ) -> jax.Array:
-    """The product by the path for this weight and the platform that the step is compiled for."""
+    """Computes the product by the path for this weight and the platform that the step is compiled for."""
     stored_as_is = isinstance(weight, jax.Array | StackedArray) and weight.dtype == rows.dtype
     if stored_as_is or converted.fits_one_block(weight, rows.dtype):
         return whole(rows, weight)

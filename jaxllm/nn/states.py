@@ -8,28 +8,28 @@ import numpy as np
 
 from jaxllm.kv.states import LayerState, StateNodes, States
 
-# Computes what state layers keep: short causal convolutions, and the gated delta rule.
+# Computes the updates of state layers: short causal convolutions, and the gated delta rule.
 #
-# Both take tokens `[B, T, ...]` with the state before them, and give outputs and the state after the first
-# `valid` tokens: what follows is padding, of which no state knows. Everything is float32. With `starts`
+# Both accept tokens `[B, T, ...]` with the state before them, and return outputs and the state after the
+# first `valid` tokens: the rest is padding, which changes no state. Everything is float32. With `starts`
 # tokens are packed documents, each of which begins without a state.
 
 
-# Tokens of the delta rule that are computed together, and from chunk to chunk one after another.
+# Tokens of the delta rule that are computed together; chunks are computed one after another.
 DELTA_CHUNK = 64
 
 
 def short_convolution(
     x: jax.Array, before: jax.Array, kernel: jax.Array, valid: jax.Array, starts: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """A causal convolution of each channel by itself.
+    """Causal convolution of each channel.
 
     Args:
       x: `[B, T, C]`, its inputs.
-      before: `[B, taps - 1, C]`, the inputs before them.
+      before: `[B, taps - 1, C]`, the preceding inputs.
       kernel: `[C, taps]`, the last tap is the token's own.
-      valid: int32 scalar, the number of real tokens.
-      starts: `[B, T]` int32, per token the index where its document begins; None for one sequence.
+      valid: int32 scalar, number of valid tokens.
+      starts: `[B, T]` int32, per token the index of its document's beginning; None for one sequence.
 
     Returns:
       Outputs `[B, T, C]`, and the inputs `[B, taps - 1, C]` before the next token.
@@ -49,13 +49,13 @@ def short_convolution(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaInputs:
-    """What tokens do to the matrices of a layer, float32.
+    """Updates of a layer's matrices by tokens, float32.
 
     Attributes:
       q, k: `[B, T, heads, key_dim]`.
       v: `[B, T, heads, value_dim]`.
-      log_decay: `[B, T, heads]`, logarithm of what a matrix is multiplied by; 0 for padding.
-      correction: `[B, T, heads]`, the share of the error at a key that is corrected; 0 for padding.
+      log_decay: `[B, T, heads]`, logarithm of a matrix's factor; 0 for padding.
+      correction: `[B, T, heads]`, share of the error at a key that is corrected; 0 for padding.
     """
 
     q: jax.Array
@@ -68,11 +68,11 @@ class DeltaInputs:
 def gated_delta_rule(
     tokens: DeltaInputs, matrix: jax.Array, starts: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Matrices that are decayed, corrected and read by each token (arXiv 2412.06464, equation 10):
-    S <- a·S, S <- S + b·k (v - S^T k)^T, o = S^T q.
+    """Decays, corrects and reads matrices by each token (arXiv 2412.06464, equation 10): S <- a·S, S <- S +
+    b·k (v - S^T k)^T, o = S^T q.
 
     Args:
-      tokens: see there.
+      tokens: updates of the tokens.
       matrix: `[B, heads, key_dim, value_dim]`, S before the first token.
       starts: `[B, T]` int32, see `short_convolution`; the matrix is then not read.
 
@@ -104,7 +104,8 @@ def _by_chunks(
     fill = -count % size
 
     def chunks(each: jax.Array) -> jax.Array:
-        """`[B, T, heads, ...]` as `[chunks, B, heads, size, ...]`, filled up with tokens that do nothing."""
+        """Reshapes `[B, T, heads, ...]` to `[chunks, B, heads, size, ...]`, padded with tokens without
+        effect."""
         each = jnp.pad(each, [(0, 0), (0, fill), *[(0, 0)] * (each.ndim - 2)])
         each = each.reshape(each.shape[0], -1, size, *each.shape[2:])
         return jnp.moveaxis(each, (1, 3), (0, 2))
@@ -135,7 +136,7 @@ def _chunk(
     size = of.q.shape[2]
     total = jnp.cumsum(of.log_decay, axis=-1)
     reads: jax.Array | np.ndarray = np.tril(np.ones((size, size), bool))
-    # What of the state before the chunk reaches a token, and what of a token reaches the chunk's end.
+    # Decay from the state before the chunk to a token, and from a token to the chunk's end.
     kept, left = jnp.exp(total), jnp.exp(total[..., -1:] - total)
     if starts is not None:
         reads = reads & (starts[..., :, None] == starts[..., None, :])
@@ -149,13 +150,13 @@ def _chunk(
 def corrected(
     of: DeltaInputs, total: jax.Array, kept: jax.Array, reads: jax.Array | np.ndarray, matrix: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs of tokens, and the corrected errors that they add to the state.
+    """Returns outputs of tokens, and the corrected errors that they add to the state.
 
     Args:
       of: the tokens, `[B, heads, size, ...]`.
       total: `[B, heads, size]`, logarithms of the decay from before the tokens to each.
-      kept: of the same shape, the share of the state before the tokens that each reads.
-      reads: `[..., size, size]`, which tokens each reads: itself, and some before it.
+      kept: share of the state before the tokens that each reads, of the same shape.
+      reads: `[..., size, size]`, tokens that each reads: itself, and some before it.
       matrix: the state before the tokens.
     """
     size = of.q.shape[2]
@@ -173,10 +174,10 @@ def corrected(
 
 
 def _unit_lower_inverse(below: jax.Array) -> jax.Array:
-    """The inverse of I + `below`, which is strictly lower triangular, `[..., size, size]`.
+    """Returns the inverse of I + `below`, which is strictly lower triangular, `[..., size, size]`.
 
-    By blocks that double: of two blocks A and B with C beside them it is A^-1, B^-1 and -B^-1 C A^-1. These
-    are products alone, which are faster than XLA's solver on a CPU, and no powers of `below`, which grow.
+    Blocks double: for two blocks A and B with C next to them it is A^-1, B^-1 and -B^-1 C A^-1. These are
+    only products, which are faster than XLA's solver on a CPU, and no powers of `below`, which grow.
     """
     size = below.shape[-1]
     inverse: jax.Array | np.ndarray = np.eye(size, dtype=np.float32)
@@ -189,15 +190,15 @@ def _unit_lower_inverse(below: jax.Array) -> jax.Array:
     return jnp.asarray(inverse)
 
 
-# States under a token tree: a node reads the state as its own path leaves it, and the accepted path stays.
+# States under a token tree: a node reads the state after its own path, and the accepted path is committed.
 #
-# No node's state is ever made: a convolution gathers the last inputs of a node's path, and the delta rule
-# solves the triangular system of a chunk (see `jaxllm.nn.states`) in which a node meets its ancestors alone.
+# Nodes' states are never materialized: a convolution gathers the last inputs of a node's path, and the delta
+# rule solves the triangular system of a chunk (see `jaxllm.nn.states`) restricted to each node's ancestors.
 # Nodes come after their parents.
 
 
 def tree_convolution(x: jax.Array, before: jax.Array, kernel: jax.Array, ancestors: jax.Array) -> jax.Array:
-    """`short_convolution` of the path to each node.
+    """Computes `short_convolution` of the path to each node.
 
     Args:
       x: `[B, M, C]`, the inputs of nodes.
@@ -206,13 +207,13 @@ def tree_convolution(x: jax.Array, before: jax.Array, kernel: jax.Array, ancesto
       ancestors: `[M, M]` bool, a node's ancestors and itself.
 
     Returns:
-      Outputs `[B, M, C]`; of nodes that are not there undefined.
+      Outputs `[B, M, C]`; undefined for missing nodes.
     """
     taps, x = kernel.shape[1], x.astype(jnp.float32)
     depth = jnp.sum(ancestors, axis=1, dtype=jnp.int32) - 1
     out = jnp.zeros(x.shape, jnp.float32)
     for tap in range(taps):
-        # The depth of the node whose input this tap takes; negative before the root.
+        # Depth of the node whose input this tap reads; negative before the root.
         at = depth - (taps - 1 - tap)
         node = jnp.argmax(ancestors & (depth[None, :] == at[:, None]), axis=1)
         earlier = before[:, jnp.clip(taps - 1 + at, 0, taps - 2)]
@@ -222,8 +223,8 @@ def tree_convolution(x: jax.Array, before: jax.Array, kernel: jax.Array, ancesto
 
 
 def tree_delta_rule(nodes: DeltaInputs, matrix: jax.Array, ancestors: jax.Array) -> jax.Array:
-    """Outputs `[B, M, heads, value_dim]` of `gated_delta_rule` of the path to each node; for the arguments
-    see there and `tree_convolution`."""
+    """Returns outputs `[B, M, heads, value_dim]` of `gated_delta_rule` of the path to each node; for the
+    arguments see there and `tree_convolution`."""
     of = jax.tree.map(lambda each: jnp.moveaxis(each, 1, 2), nodes)
     total = jnp.einsum("ij,bnj->bni", ancestors.astype(jnp.float32), of.log_decay)
     out, _ = corrected(of, total, jnp.exp(total), ancestors, matrix)
@@ -231,12 +232,12 @@ def tree_delta_rule(nodes: DeltaInputs, matrix: jax.Array, ancestors: jax.Array)
 
 
 def after_path(states: States, path: jax.Array, count: jax.Array) -> States:
-    """The states after a path of the tree whose nodes they have.
+    """Returns the states after a path of the tree that they have nodes of.
 
     Args:
-      states: of all layers, with nodes.
+      states: states of all layers, with nodes.
       path: `[P]` int32, in order.
-      count: int32 scalar; the first `count` nodes are of the path.
+      count: int32 scalar, number of nodes of the path.
     """
     # The layers do not depend on each other: together they are a batch.
     lead = states.inputs.shape[:2]

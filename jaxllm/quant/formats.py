@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Recognizes floats on a grid of 4 bits, as left in bfloat16 by quantization-aware training.  Such a group
-# of inputs has integer multiples, -8 to 7, of one step. Its levels are recovered by trying the level of the
-# largest value, where an ordinary search for the minimum error would shift them.
+# Recognizes floats on a grid of 4 bits, as left in bfloat16 by quantization-aware training.
+#
+# Such a group of inputs has integer multiples, -8 to 7, of one step. Its levels are recovered by trying the
+# level of the largest value, where an ordinary search for the minimum error would shift them.
 
 
 _LEVELS = 16

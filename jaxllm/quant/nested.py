@@ -1,4 +1,4 @@
-"""Nested weights: 8 bits in two planes of 4, of which the first is a good 4-bit weight."""
+"""Nested weights: 8 bits in two planes of 4; the first is a good 4-bit weight."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Nested weights: 8 bits in two planes of 4, of which the first is a good 4-bit weight.
+# Nested weights: 8 bits in two planes of 4; the first is a good 4-bit weight.
 #
 # A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
 # inputs has a scale: a float32 of its output channel times a factor of 4 bits, an integer in [-16, -9] or
@@ -23,7 +23,7 @@ from jaxllm.errors import ConfigError
 
 NESTED_GROUP = 64
 LOWEST, HIGHEST = -128, 119
-# Factors by their codes: 8 to 15 as they are, 0 to 7 less 16.
+# Factors by their codes: 8 to 15 unchanged, 0 to 7 less 16.
 FACTORS = np.array([*range(-16, -8), *range(8, 16)], np.int8)
 # Weight of an error of both planes relative to one of the high plane. At 100, rows of 256 and more have no
 # larger error in both than 8 bits with a scale per channel (0.6 to 0.9 of it), and in the high plane 1.4

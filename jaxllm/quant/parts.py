@@ -21,7 +21,7 @@ from jaxllm.quant.formats import QArray, scaled
 from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
 from jaxllm.quant.weights import Adapted, Apart, ByForm, FirstUnits, Narrowed, Weight
 
-# Arrays of equal layers stacked along a leading axis, of which a step uses one layer's.
+# Arrays of equal layers stacked along a leading axis; a step uses one layer's.
 #
 # A loop over layers yields a layer's weights as entries of stacks. Slices of an entry are slices of the
 # stack, so that a loop over rows of a weight, or over experts, copies no other part of the layer's weight.
@@ -35,7 +35,7 @@ class StackedArray:
     Attributes:
       stack: `[n, U, ...]`, of n layers.
       index: int32 scalar, the layer's.
-      units: how many of the U entries of the leading axis it has; None for all.
+      units: number of its entries among the U of the leading axis; None for all.
     """
 
     stack: jax.Array
@@ -308,7 +308,7 @@ def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -
     """Matrices `[R, C]` as one weight, grouped by form (type, shapes and dtypes).
 
     Args:
-      matrices: in order.
+      matrices: matrices in order.
       stack: stacks arrays along a new leading axis.
     """
     forms: dict[Any, list[Weight]] = {}

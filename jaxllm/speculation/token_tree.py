@@ -59,7 +59,7 @@ class TokenTree:
 
     @property
     def used(self) -> "jax.Array":
-        """Which nodes are in use, `[M]` bool."""
+        """Nodes in use, `[M]` bool."""
         return self.count > np.arange(self.room, dtype=np.int32)
 
     def check(self, axes: Axes) -> None:
@@ -99,11 +99,12 @@ class Growth:
     pacer: Pacer = "confidence"
 
 
-# Decides by measured times how far a tree grows, and how many of its nodes are verified.  A pass drafts and
-# verifies; it costs time, and gives tokens. Over many passes the throughput is maximized by spending time
-# on whatever gives more tokens than passes give on average in that time: at `rate` tokens per second, a
-# second costs `rate` tokens. The rate follows from the passes that are chosen by it, and converges to the
-# maximum.
+# Decides by measured times how far a tree grows, and how many of its nodes are verified.
+#
+# A pass drafts and verifies; it costs time, and gives tokens. Over many passes the throughput is maximized
+# by spending time on whatever gives more tokens than passes give on average in that time: at `rate` tokens
+# per second, a second costs `rate` tokens. The rate follows from the passes that are chosen by it, and
+# converges to the maximum.
 
 
 # Before anything is measured, a run of the drafter has to bring so many tokens.
@@ -207,7 +208,7 @@ class Fallback:
     """The fallback threshold: verify once no branch has a confidence above alpha.
 
     Attributes:
-      alpha: in [LEAST, MOST].
+      alpha: value in [LEAST, MOST].
     """
 
     alpha: float = START

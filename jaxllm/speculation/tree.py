@@ -139,7 +139,7 @@ def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The nodes from the root to `node` (int32 scalar), in order.
 
     Returns:
-      `[M]` int32, and how many of them are on the path; the others repeat the last one.
+      `[M]` int32, and the number of them on the path; the others repeat the last one.
     """
     axes = Axes("path_to")
     tree.check(axes)
@@ -149,12 +149,13 @@ def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(nodes, node), jnp.sum(on_path, dtype=jnp.int32)
 
 
-# Calibrates a drafter's probabilities by the target's acceptance, while it answers.  The meaning of a
-# token's probability depends on drafter and sampler: a target at fewer bits is underconfident, a small
-# model overconfident, and under a sampler both differ again. So outcomes are counted by the rank of a token
-# among the drafter's choices and by its probability. Each cell of the counts shifts log-odds by the ratio
-# of accepted to predicted; between the centres of two cells shifts are interpolated, so that the order of
-# branches is preserved. Without counts nothing is shifted.
+# Calibrates a drafter's probabilities by the target's acceptance, while it answers.
+#
+# The meaning of a token's probability depends on drafter and sampler: a target at fewer bits is
+# underconfident, a small model overconfident, and under a sampler both differ again. So outcomes are
+# counted by the rank of a token among the drafter's choices and by its probability. Each cell of the counts
+# shifts log-odds by the ratio of accepted to predicted; between the centres of two cells shifts are
+# interpolated, so that the order of branches is preserved. Without counts nothing is shifted.
 
 
 # Ranks with counts of their own, the last for all further ones; centres of cells, in log-odds.
@@ -201,7 +202,7 @@ class Calibration:
         return Calibration(*(count * kept for count in counts))
 
     def shifts(self) -> np.ndarray:
-        """What is added to log-odds, `[RANKS, CELLS]` float32 (see `calibrated`)."""
+        """Shifts of log-odds, `[RANKS, CELLS]` float32 (see `calibrated`)."""
         centres = 1 / (1 + np.exp(-_CENTRES))
         weight = self.seen + _PRIOR
         promised = (self.promised + _PRIOR * centres) / weight
@@ -420,7 +421,7 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
 
 
 def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
-    """How often each token occurs in the answer after each node, `[M, V]` int32."""
+    """Count of each token in the answer after each node, `[M, V]` int32."""
     said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
     of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
     return counts + (said @ of_token).astype(jnp.int32)

@@ -107,7 +107,7 @@ def decode_rows(
       samplers.
 
     Raises:
-      ConfigError: rows would not get what they get alone.
+      ConfigError: results of rows would depend on the others.
     """
     axes = Axes("decode_rows", H=cfg.head_dim, V=cfg.vocab_size)
     axes.check(jnp.int32, "B", tokens=tokens)
@@ -158,7 +158,7 @@ def _row_logits(
     cfg: ModelConfig,
     dtype: DTypeLike,
 ) -> tuple[list[jax.Array], Caches]:
-    """Logits `[1, V]` of each row, undefined behind the last running one, and the caches with the tokens of
+    """Logits `[1, V]` of each row, undefined after the last running one, and the caches with the tokens of
     running rows."""
     count = len(caches)
     writes = running.astype(jnp.int32)
@@ -167,7 +167,7 @@ def _row_logits(
         for cache, write in zip(caches, writes, strict=True)
     ]
     rotaries = [rotary_by_rope(each.positions, cfg) for each in at]
-    # Products compute no row behind the last one that runs.
+    # Products compute no row after the last running one.
     live = jnp.max(jnp.where(running, jnp.arange(1, count + 1, dtype=jnp.int32), 1))
     x = jnp.concatenate(
         [

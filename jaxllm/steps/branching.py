@@ -68,9 +68,9 @@ class Packed:
 
     Attributes:
       tokens, starts, trunk_ends, branch_starts: `[B, T]` int32 (see `jaxllm.nn.documents`).
-      places, targets: `[P]` int32 (see `steps.score_branches`), of which `count` are real.
+      places, targets: `[P]` int32 (see `steps.score_branches`), with `count` valid ones.
       owners: `[P]` int32, index of the answer of each target.
-      used: number of real tokens in each row.
+      used: number of valid tokens in each row.
       count: number of real targets.
     """
 
@@ -154,7 +154,7 @@ def cut(questions: Sequence[Branching], lengths: Sequence[int]) -> dict[int, lis
 
     Args:
       questions: no trunk with a branch is longer than the longest row.
-      lengths: of rows, ascending.
+      lengths: lengths of rows, ascending.
     """
     pieces: dict[int, list[Piece]] = {length: [] for length in lengths}
     answers = 0
@@ -196,7 +196,7 @@ def score_pieces(
       pieces: result of `cut`.
       rows: length of a row -> number of rows per dispatch.
       dispatch: computes the log-probabilities of a dispatch's real targets, `[count]`.
-      on_scored: called with (scored tokens, all tokens) after each dispatch.
+      on_scored: callback for (scored tokens, all tokens) after each dispatch.
 
     Returns:
       For each question `[branches]` float64.

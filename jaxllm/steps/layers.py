@@ -85,7 +85,7 @@ def restore_layer(
     Exact: a token attends to all tokens before it, which are in the cache by then, loaded or recomputed.
 
     Args:
-      params: of the layer, and the counts of used units, if any.
+      params: parameters of the layer, and the counts of used units, if any.
       x: `[1, T, D]`, the layer's input; donated.
       at: positions of the T tokens.
       past: the layer's keys and values; donated.
@@ -138,7 +138,7 @@ def last_logits(params: Params, x: jax.Array, row: jax.Array, *, cfg: ModelConfi
     """Logits `[1, V]` float32 after one token of the last layer's output.
 
     Args:
-      params: of the final norm and the head.
+      params: parameters of the final norm and the head.
       x: `[1, T, D]`, the last layer's output.
       row: `[1]` int32, the token's index among the T.
       cfg: the model.

@@ -181,7 +181,7 @@ def score_chunk(
     """Log-probabilities of `targets` `[B, T]`, each the token after the one at its index in `tokens`.
 
     Returns:
-      `[B, T]` float32 natural logarithms, `[B, T]` int32 likeliest next tokens (both undefined for padding),
+      `[B, T]` float32 natural logarithms, `[B, T]` int32 greedy next tokens (both undefined for padding),
       and the cache.
     """
     axes = Axes("score_chunk", H=cfg.head_dim)

@@ -30,11 +30,11 @@ class AtExperts:
 
     Attributes:
       x: `[1, T, D]`.
-      tiles: of the pairs of token and expert.
+      tiles: tiles of the pairs of token and expert.
       weights: `[T, k]` float32, factors of the outputs of pairs.
       ids: `[T, k]` int32, the visited experts; undefined for padding.
       ahead: `[n, E]` float32, probabilities of the experts of the next n sparse layers by their routers, the
-        mean over real tokens.
+        mean over valid tokens.
     """
 
     x: jax.Array
@@ -53,7 +53,7 @@ class AtExperts:
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayer:
-    """What is static of a sparse layer.
+    """Static properties of a sparse layer.
 
     Attributes:
       cfg: the model.
@@ -117,7 +117,7 @@ def attend_encoder(
     """A sparse layer of an encoder up to its experts.
 
     Args:
-      params: of the layer, without experts.
+      params: parameters of the layer, without experts.
       x, bias, valid: see `encoder_decoder.encoder_layer`; x is donated.
       of: the layer, of the encoder.
       ahead: number of layers for which `AtExperts` has probabilities; here zeros.
@@ -165,15 +165,15 @@ def expert_tile(
     Args:
       expert: "gate", "up" and "down" `[F, D]`.
       norm: "ffn_norm" of the layer, and the biases of all its experts if they have any.
-      tokens: before the experts.
-      number: of the tile, int32 scalar.
+      tokens: tokens before the experts.
+      number: index of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
       cfg: the model.
     """
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
-    # An expert's number plus E stands for only its high plane.
+    # An expert's number plus E denotes only its high plane.
     chosen = tokens.tiles.expert[number] % np.int32(cfg.experts)
     beside = LayerParams(norm, "")
     biases = {name: None if each is None else each[chosen] for name, each in expert_biases(beside).items()}
@@ -197,7 +197,7 @@ def stored_tiles(
     """Runs some tiles of tokens through their experts, in one call of a native kernel.
 
     Args:
-      weights: the experts of the layer, of which those of the tiles are in memory.
+      weights: the experts of the layer; those of the tiles are in memory.
       norm: "ffn_norm" of the layer.
       tokens: tokens before the experts.
       actions: `[m]` int32, action for each tile (see `native_experts.stored_visits`).

@@ -274,7 +274,7 @@ def prune(
 def _subtree(
     tree: TokenTree, fed: jax.Array, nodes: jax.Array, token: jax.Array
 ) -> tuple[TokenTree, jax.Array]:
-    """The subtree of some nodes `[M]` bool, the first of which is its root, or only a root if there are
+    """The subtree of some nodes `[M]` bool, with the first as root, or only a root if there are
     none; and its `fed`."""
     count = jnp.sum(nodes, dtype=jnp.int32)
     order = jnp.nonzero(nodes, size=tree.room, fill_value=0)[0].astype(jnp.int32)
@@ -391,7 +391,7 @@ def draft(
         return fed | stopped | (tree.depths >= end.depth)
 
     def tips(tree: TokenTree, fed: jax.Array, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The next tips, how many are valid, and whether running on them is worth it."""
+        """The next tips, the number of valid ones, and whether running on them is worth it."""
 
         def chosen(least: jax.Array) -> tuple[jax.Array, jax.Array]:
             return next_tips(tree, ended(tree, fed), growth.tips, pacer=growth.pacer, least=least)

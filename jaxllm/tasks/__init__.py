@@ -23,13 +23,13 @@ class Task:
     """A task by name.
 
     Attributes:
-      name: for users.
-      title: one line for people.
-      read: (folder of all data, split) -> its examples.
-      score: how answers are scored: by the likeliest option, by equality of a free answer with the right one,
+      name: name for users.
+      title: one-line title.
+      read: function from (folder of all data, split) to its examples.
+      score: scoring of answers: by the most likely option, by equality of a free answer with the right one,
         or by ROUGE.
       per_byte: whether options are compared by likelihood per byte, for options of very different lengths.
-      answer_tokens: the most tokens of a free answer.
+      answer_tokens: maximum number of tokens of a free answer.
     """
 
     name: str
@@ -66,7 +66,7 @@ TASKS: Registry[Task] = Registry("jaxllm.tasks", _OWN)
 
 
 def find_task(name: str) -> Task:
-    """The task of a name, or the questions in a `.jsonl` file of this path (see `own_questions`).
+    """Returns the task of a name, or of the questions in a `.jsonl` file of this path (see `own_questions`).
 
     Raises:
       ConfigError: there is no task of this name.

@@ -1,9 +1,9 @@
-"""The task of choosing the function for a request: single-call sets of the Berkeley Function-Calling
-Leaderboard.
+"""Defines the task of choosing the function for a request: single-call sets of the Berkeley
+Function-Calling Leaderboard.
 
-Each question offers four functions: its own, filled up with functions of other questions. In training every
-question comes in several variants, with other fillers in another order, so that a model learns to choose
-instead of learning names.
+Each question offers four functions: its own, and functions of other questions. In training every question
+comes in several variants, with other fillers in another order, so that a model learns to choose instead of
+learning names.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ DESCRIPTION_CHARACTERS = 120
 
 
 def read(data: Path, split: Split) -> Iterator[TaskExample]:
-    """The questions of a split; fillers come from the same split, so that training never sees held-out
-    functions.
+    """Yields the questions of a split; fillers come from the same split, so that training never sees
+    held-out functions.
 
     Raises:
       ConfigError: a file is missing or has another form.

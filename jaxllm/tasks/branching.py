@@ -17,7 +17,7 @@ def branching(
     *,
     now: datetime.datetime | None = None,
 ) -> Branching:
-    """A question followed by each of its options.
+    """Encodes a question followed by each of its options.
 
     An option's tokens are those of its text after the question's text; a tokenizer may join the end of the
     question and the beginning of the option. All options are scored from the same position, before the first
@@ -25,10 +25,10 @@ def branching(
     of `article`.
 
     Args:
-      tokenizer: the model's.
+      tokenizer: tokenizer of the model.
       example: the question.
       end: `end_of_turn_id(tokenizer)`, computed once for many questions.
-      now: the time for templates that ask for it.
+      now: time for templates that use it.
 
     Raises:
       ConfigError: see `encode_prompt`.

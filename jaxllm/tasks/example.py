@@ -17,7 +17,7 @@ class TaskExample(Prompt):
 
     Attributes:
       answer: the right answer: one of `options` if there are any.
-      options: the possible answers; the model's answer is the likeliest. Empty: the answer is free text.
+      options: possible answers; the model's answer is the most likely. Empty for free text.
       references: further right answers of a free answer, for scores over several references.
     """
 
@@ -34,23 +34,23 @@ class TaskExample(Prompt):
 
 
 def held_out(key: str, share: float) -> bool:
-    """Whether the example named `key` belongs to the held-out `share`. It depends on `key` alone, so that the
-    order of a file's lines has no influence, and copies are never in both splits."""
+    """Whether the example named `key` belongs to the held-out `share`. It depends only on `key`, so that
+    the order of a file's lines has no influence, and copies are never in both splits."""
     return pseudo_random(key) < share
 
 
 def pseudo_random(key: str) -> float:
-    """A number in [0, 1) that depends on `key` alone, the same on every machine."""
+    """Returns a number in [0, 1) that depends only on `key`, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big") / 2**56
 
 
 def shuffled(values: Sequence[str], key: str) -> list[str]:
-    """`values` in an order that depends on `key` and each value alone."""
+    """Returns `values` in an order that depends only on `key` and each value."""
     return sorted(values, key=lambda value: pseudo_random(f"{key}\0{value}"))
 
 
 def text_field(record: Mapping[str, object], name: str) -> str:
-    """The text under `name` of a record.
+    """Returns the text under `name` of a record.
 
     Raises:
       ConfigError: there is no text, or it is no valid Unicode.

@@ -13,7 +13,7 @@ Made = TypeVar("Made")
 
 
 class DataMissing(ConfigError):
-    """A file of a task is not there."""
+    """A file of a task is missing."""
 
 
 # Far above any record of the tasks' files.
@@ -26,7 +26,7 @@ def read_jsonl(path: Path, make: Callable[[Record], Iterable[Made]]) -> Iterator
 
     Raises:
       DataMissing: there is no such file.
-      ConfigError: the file cannot be read, a line is no JSON object, or `make` refuses it.
+      ConfigError: the file cannot be read, a line is no JSON object, or `make` rejects it.
     """
     try:
         with open_regular(Path(path)) as file:
@@ -40,11 +40,11 @@ def read_jsonl(path: Path, make: Callable[[Record], Iterable[Made]]) -> Iterator
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file.
+    """Reads the JSON value in a file.
 
     Raises:
       DataMissing: there is no such file.
-      ConfigError: the file cannot be read or holds no JSON.
+      ConfigError: the file cannot be read or is not JSON.
     """
     try:
         return json.loads(read_bytes(Path(path), MAX_FILE_BYTES))

@@ -43,7 +43,7 @@ def read_compression(data: Path, split: Split) -> Iterator[TaskExample]:
 
 
 def read_chats(data: Path, split: Split) -> Iterator[TaskExample]:
-    """Chats with summaries (SAMSum, arXiv 1911.12237); there is only a validation split.
+    """Yields chats with summaries (SAMSum, arXiv 1911.12237); there is only a validation split.
 
     Raises:
       ConfigError: the file is missing or has another form, or the split is training.
@@ -61,7 +61,7 @@ def read_chats(data: Path, split: Split) -> Iterator[TaskExample]:
 
 
 def read_last_words(data: Path, split: Split) -> Iterator[TaskExample]:
-    """Passages without their last word; there is only a validation split.
+    """Yields passages without their last word; there is only a validation split.
 
     Raises:
       ConfigError: the file is missing or has another form, or the split is training.
@@ -83,7 +83,8 @@ def read_last_words(data: Path, split: Split) -> Iterator[TaskExample]:
 
 
 def story_example(story: str) -> TaskExample | None:
-    """The request to tell `story` from its first sentence; None if it has only one, or is too long."""
+    """Returns the request to tell `story` from its first sentence; None if it has only one, or is too
+    long."""
     found = _FIRST_SENTENCE.fullmatch(story) if len(story) <= MAX_STORY_CHARACTERS else None
     if not found or not found[2].strip():
         return None

@@ -11,11 +11,11 @@ from jaxllm.tasks.files import Record, read_jsonl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Labels:
-    """A task whose files, `{train,valid}.jsonl`, have `{"text": ..., "label": ...}` per line.
+    """Task with files `{train,valid}.jsonl` that have `{"text": ..., "label": ...}` per line.
 
     Attributes:
-      folder: of the files, under the folder of all data.
-      instruction: for the model; it names the labels.
+      folder: folder of the files, under the folder of all data.
+      instruction: instruction for the model; it names the labels.
       labels: all labels.
       called: (label in the files, our label) pairs; empty if they are the same.
     """
@@ -60,7 +60,7 @@ EMOTION = Labels(
     instruction="Which emotion is it: sadness, joy, love, anger, fear or surprise?",
     labels=("sadness", "joy", "love", "anger", "fear", "surprise"),
 )
-# The emotion messages under labels that the packaged models were not trained on, for adapters to learn.
+# The emotion messages under labels that no packaged model was trained on, for adapters to learn.
 MOOD = Labels(
     folder="tasks/emotion",
     instruction="How does this person feel: well, unwell or amazed?",

@@ -3,8 +3,8 @@
 A question is a text to continue, and its choices are scored as continuations, as is common for models that
 were only pretrained. A line of a file has one of three forms: the original one (`question` with `stem` and
 `choices`, each with `label` and `text`, and `answerKey`); that of copies with columns (`question` or
-`question_stem`, `choices` with lists of `label` and `text`, `answerKey`); or one instruction with question
-and choices in it.
+`question_stem`, `choices` with lists of `label` and `text`, `answerKey`); or one instruction that includes
+question and choices.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""Reads questions of the user's own, without code: JSON lines, one question with its options a line.
+"""Reads the user's own questions, without code: JSON lines, one question with its options per line.
 
     {"question": TEXT, "options": [TEXT, TEXT, ...], "answer": TEXT or the option's number from 0}
 
-`system` is the system's turn, if there is one; `"form": "text"` makes the question a text to continue instead
-of a turn of a chat. Further keys are ignored.
+`system` is the system's turn, if there is one; `"form": "text"` makes the question a text to continue
+instead of a turn of a chat. Other keys are ignored.
 """
 
 import dataclasses

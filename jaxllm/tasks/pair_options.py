@@ -11,10 +11,10 @@ _FILE = click.Path(path_type=Path)
 
 
 def pairs_options(use: str, *, several: bool = False) -> Callable[[Command], Command]:
-    """--pairs and --prefix, of commands that take encoder-decoders.
+    """Adds --pairs and --prefix to commands that accept encoder-decoders.
 
     Args:
-      use: what the pairs are for, such as "measure on".
+      use: purpose of the pairs, such as "measure on".
       several: whether both may be repeated. Parameter `pairs` is then a tuple of (source, target), and
         `prefix` one of texts; else `pairs` is (source, target) and `prefix` a text, or each None.
     """

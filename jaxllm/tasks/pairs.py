@@ -7,14 +7,14 @@ from jaxllm.errors import ConfigError
 
 
 def paired_lines(source: Path, target: Path, read: Callable[[Path], Sequence[str]]) -> list[tuple[str, str]]:
-    """The pairs of two files, whose lines of the same number are one; one with an empty side is left out.
+    """Pairs the lines of two files by their numbers; pairs with an empty side are left out.
 
     Args:
       source, target: the files.
-      read: the lines of a file, stripped.
+      read: function that reads the lines of a file, stripped.
 
     Raises:
-      ConfigError: they have not as many lines.
+      ConfigError: their numbers of lines differ.
     """
     sources, targets = read(source), read(target)
     if len(sources) != len(targets):

@@ -9,9 +9,9 @@ MEASURES = ("rouge1", "rouge2", "rougeL")
 
 
 def rouge(references: Sequence[str], text: str) -> dict[str, float]:
-    """F1 of unigrams, of bigrams and of the longest common subsequence, words stemmed.
+    """Returns F1 of unigrams, of bigrams and of the longest common subsequence, with stemmed words.
 
-    Of several references each measure takes the one with the best score.
+    With several references, each measure is that of the one with the best score.
 
     Raises:
       ConfigError: `rouge-score` is not installed.
@@ -21,7 +21,7 @@ def rouge(references: Sequence[str], text: str) -> dict[str, float]:
 
 
 def require_rouge() -> None:
-    """Checks that `rouge-score` is installed, before anything is measured.
+    """Checks that `rouge-score` is installed, before any measurement.
 
     Raises:
       ConfigError: it is not.

@@ -42,7 +42,7 @@ class Question:
         return cls(example, prompt_tokens(tokenizer, example), per_byte)
 
     def is_right(self, likely: np.ndarray) -> bool:
-        """Whether the likeliest option, the first of equals, is the right one.
+        """Whether the most likely option, the first of equals, is the right one.
 
         Args:
           likely: `[options]`, log-probability of each option.
@@ -56,18 +56,19 @@ class Question:
 def shorten(
     tokenizer: Tokenizer, question: Question, scores: np.ndarray, prompt_ratios: Sequence[float]
 ) -> tuple[list[Branching], list[float]]:
-    """A question at every prompt ratio, each with the share of its tokens that is kept.
+    """Encodes a question at every prompt ratio, each with the share of its tokens that remains.
 
     Args:
-      tokenizer: the model's.
-      question: with its whole prompt.
+      tokenizer: tokenizer of the model.
+      question: question with its whole prompt.
       scores: `[T]`, scores of the prompt's tokens (see `keep_tokens`).
       prompt_ratios: shares of the prompt, in (0, 1].
     """
     prompt = question.prompt
     whole = branching(tokenizer, question.example)
     forced = prompt.forced.copy()
-    # Kept: the token from which all options are scored, and those that the tokenizer may join with options.
+    # Retained: the token from which all options are scored, and those that the tokenizer may join with
+    # options.
     forced[len(whole.trunk) - 1 :] = True
     prompts, shares = [], []
     for ratio in prompt_ratios:

@@ -15,7 +15,7 @@ from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 
 class ReadTokens(Protocol):
-    """What is known of a tiny LM's tokens (see `jaxllm.bundle.levels.TinyLm`)."""
+    """Facts about a tiny LM's tokens (see `jaxllm.bundle.levels.TinyLm`)."""
 
     @property
     def mark_ids(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -65,9 +65,9 @@ class TinyReader:
         tiny LM tokens.
 
         Args:
-          prompt: of the model's tokens.
+          prompt: prompt in the model's tokens.
           logits: `[R, W]` float, the score head's output for the prompt's rows.
-          mask: of the rows.
+          mask: mask of the rows.
         """
         likely = 1 / (1 + np.exp(-read_scores(logits, mask).astype(np.float64)))
         if self.own is None:

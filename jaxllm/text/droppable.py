@@ -64,7 +64,7 @@ class PromptTokens:
 
     @classmethod
     def of_ids(cls, ids: Sequence[int]) -> "PromptTokens":
-        """Token ids without their text, of which none may be dropped."""
+        """Token ids without their text; none may be dropped."""
         return cls(
             marked=MarkedText.of_template(""),
             ids=np.asarray(ids, np.int32),
@@ -226,7 +226,7 @@ def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> n
     `droppable_spans`)."""
     before, *behind = blank.split(PLACE)
     around = len(before) + sum(map(len, behind))
-    # The user's text as it is, or without the white space around it, which some templates trim.
+    # The user's text unchanged, or without the white space around it, which some templates trim.
     whole = len(behind) == 1 and text.startswith(before) and text.endswith(behind[0])
     inner = text[len(before) : len(text) - len(behind[0])] if whole and around <= len(text) else ""
     if inner.strip() != user.strip():

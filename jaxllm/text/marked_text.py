@@ -39,7 +39,7 @@ class MarkedText:
 
     @classmethod
     def of_template(cls, text: str) -> "MarkedText":
-        """A text of which nothing is content."""
+        """A text without content."""
         return cls(text, np.zeros(len(text), np.bool_))
 
     def __add__(self, other: "MarkedText") -> "MarkedText":

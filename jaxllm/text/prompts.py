@@ -23,7 +23,7 @@ class Prompt:
       user: the user's message; with the form "text", the text to continue.
       system: the instruction, which is never shortened; empty for none.
       form: "chat" for messages of a chat, "text" for a text to continue.
-      task: of an encoder-decoder, one of `TokenizerFiles.tasks`; empty for the model's own, or none.
+      task: task of an encoder-decoder, one of `TokenizerFiles.tasks`; empty for the model's own, or none.
     """
 
     user: str

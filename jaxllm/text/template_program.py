@@ -80,7 +80,7 @@ class TemplateProgram:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is rendered as it is."""
+    """`{% generation %}` marks the assistant's text for training; here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 

@@ -54,7 +54,7 @@ class Bucket(abc.ABC):
     among those of its model.
 
     Attributes:
-      level: of its parameters and caches, in percent; 100 if all levels share the bucket.
+      level: level of its parameters and caches, in percent; 100 if all levels share the bucket.
     """
 
     level: int = WHOLE

@@ -48,7 +48,7 @@ class CompiledBucketFolder:
     """Compiled buckets by key, in one folder of this user. Threads and processes may share it.
 
     Args:
-      folder: folder, made if missing, closed to others.
+      folder: folder, created if missing, closed to others.
       limit_bytes: size limit of all entries; the least recently used are deleted.
     """
 
@@ -86,7 +86,7 @@ class CompiledBucketFolder:
             return serialize_executable.deserialize_and_load(
                 compiled, arguments, results, execution_devices=[device or jax.devices()[0]]
             )
-        except Exception as error:  # Whatever JAX and XLA raise for what they cannot use.
+        except Exception as error:  # Any error of JAX and XLA for an unusable entry.
             _log.debug("%s: cannot be loaded (%s)", self._path(key), error)
             return None
 

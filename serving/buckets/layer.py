@@ -154,7 +154,7 @@ class HeadBucket(Bucket):
     """Computes logits for a piece of the vocabulary (see `steps.layers.head_piece`). All levels share it.
 
     Attributes:
-      rows: of the hidden state.
+      rows: rows of the hidden state.
       vocab_tokens: number of token ids in the piece.
     """
 

@@ -1,4 +1,4 @@
-"""Selects the parameters that buckets of one layer, of an embedding or of an expert take."""
+"""Selects the parameters of buckets of one layer, of an embedding or of an expert."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ def expert_parts(cfg: ModelConfig) -> tuple[str, ...]:
     return EXPERT_PARTS if cfg.gated_ffn else EXPERT_PARTS[1:]
 
 
-# Forms of experts beside bitwidths: of two planes, and the high plane of one alone.
+# Forms of experts besides bitwidths: of two planes, and the high plane of one alone.
 NESTED, HIGH = "nested", "high"
 
 
@@ -46,7 +46,7 @@ def layer_params(params: Params, layer: int, like: int) -> dict[str, Any]:
 
 
 def shared_by_layers(params: Params) -> dict[str, Any]:
-    """The parameters outside of layers that each layer takes."""
+    """The parameters outside of layers that each layer uses."""
     return {name: params[name] for name in ("relative_positions",) if name in params}
 
 
@@ -66,12 +66,12 @@ def lowered_layer(
     """Lowers a step of one layer, (layer's params, x, *rest), with x of so many `tokens`.
 
     Args:
-      model: of the layer.
-      step: takes `cfg` and `layer`, too.
+      model: model of the layer.
+      step: step that also has `cfg` and `layer` as arguments.
       layer: its index.
-      tokens: that go through it, padding included.
+      tokens: number of tokens, with padding.
       rest: shapes.
-      donated: which arguments of the step.
+      donated: donated arguments of the step.
     """
     part = model.jitted_part(functools.partial(step, cfg=model.cfg, layer=layer), *donated)
     return part.lower(layer_shapes(model.params, layer), model.hidden(tokens), *rest)

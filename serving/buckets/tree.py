@@ -65,7 +65,7 @@ class DraftBucket(Bucket):
     Attributes:
       nodes: capacity of the tree (M).
       cache_tokens: length of the drafter's cache.
-      growth: how the tree grows.
+      growth: growth of the tree.
     """
 
     nodes: int

@@ -21,7 +21,7 @@ class ContextCall(Lifecycle):
 
     Attributes:
       record: record of the context before the answer.
-      restoration: how the context was restored; the default before the first step.
+      restoration: restoration of the context; the default before the first step.
       finish_ms: time to make room in memory for new chunks, and to compress and store them after the answer.
     """
 

@@ -127,7 +127,7 @@ class Catalog:
     """
 
     def __init__(self, root: Path, segments: OpenSegments, vault: Vault | None = None) -> None:
-        """Opens the catalog in a store's folder, made if missing.
+        """Opens the catalog in a store's folder, created if missing.
 
         Args:
           root: the store's folder.

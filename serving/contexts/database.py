@@ -41,7 +41,7 @@ class Database:
     """
 
     def __init__(self, path: Path, schema: str, *, kind: int, version: int, shared: bool = False) -> None:
-        """Opens a file, made if missing.
+        """Opens a file, created if missing.
 
         Args:
           path: path of the file.

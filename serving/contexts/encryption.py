@@ -101,7 +101,7 @@ class Ledger:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens the ledger in the folder of keys, made if missing.
+        """Opens the ledger in the folder of keys, created if missing.
 
         Raises:
           ConfigError: it is damaged.
@@ -211,7 +211,7 @@ class Vault:
     """
 
     def __init__(self, folder: Path, store: Path) -> None:
-        """Opens the folder of keys, made if missing.
+        """Opens the folder of keys, created if missing.
 
         Raises:
           ConfigError: it cannot be used, others can read or replace it, it is in the store, or the

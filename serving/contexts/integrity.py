@@ -19,7 +19,7 @@ class ChunkDamage:
 
     Attributes:
       corrupt: chunks whose content differs from what was written.
-      unread: chunks that storage refuses.
+      unread: chunks that storage cannot read.
       reason: error of the first of these.
     """
 

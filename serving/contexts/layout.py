@@ -49,7 +49,7 @@ class StoreLock:
         """Acquires the lock.
 
         Args:
-          path: file to lock, made if missing.
+          path: file to lock, created if missing.
 
         Raises:
           ConfigError: another process has the lock.

@@ -1,4 +1,4 @@
-"""Options of contexts: where they are stored, and their limits of memory and storage."""
+"""Options of contexts: their store, and their limits of memory and storage."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ class ContextOptions:
     """Options of contexts. The engine's options choose the codec of their chunks (`EngineOptions.kv_codec`).
 
     Attributes:
-      folder: folder of the store, made if missing; for one process at a time.
+      folder: folder of the store, created if missing; for one process at a time.
       budget_bytes: memory limit of all chunks; caches of running contexts are not included.
       ratio: bytes of a context's chunks, scales included, relative to the same tokens at 8 bits with a low
         and a scale per channel of 16 tokens; above 0 and at most 1. Its meaning depends on the codec and
@@ -29,7 +29,7 @@ class ContextOptions:
       newest_chunks: number of a context's last chunks that count as its densest, because too few tokens
         have attended to them yet.
       policy: eviction policy, by its name in `eviction.POLICIES`.
-      writing: when chunks are written to storage. "background": after a call, in another thread; its tokens
+      writing: time of writing chunks to storage. "background": after a call, in another thread; its tokens
         are written before its answer ends, but reach the device with the chunks, so that a kill loses
         nothing and a power cut the last calls. "ahead": before the answer ends, so that a power cut loses
         nothing either. The others are for comparisons: "at-eviction": when chunks are evicted; "never":
@@ -49,7 +49,7 @@ class ContextOptions:
       share_across_apps: whether to share with contexts of other apps. The time of an answer then reveals to
         an app what others have said.
       storage: options of storage reads.
-      encryption: folder of keys, one per app, that encrypt stored tokens and chunks; made if missing, and
+      encryption: folder of keys, one per app, that encrypt stored tokens and chunks; created if missing, and
         never in `folder`. Earlier contexts are encrypted when they change. None for no encryption. Requires
         `jaxllm[serve]`.
     """

@@ -591,7 +591,7 @@ class ContextStore:
 
 
 def _names(folder: Path) -> list[str]:
-    """Names of the files in a context's folder, which is made if it was removed."""
+    """Names of the files in a context's folder, which is created if it was removed."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -17,7 +17,7 @@ class Turn:
       record: record of the context, as stored while the call runs.
       base: record that the call continues: `record`, or its rest after sliding.
       session: the call's cache, and the tokens in it.
-      restoration: how the context was restored.
+      restoration: restoration of the context.
       counted_from: position from which the cache counts attention, if it is not the first token that the
         call fed.
       over: whether the call has ended.

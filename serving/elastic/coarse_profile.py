@@ -28,8 +28,8 @@ def measure_coarsely(
 
     Args:
       engine: warmed up, a whole model's.
-      progress: called with ("profile", runs done, runs in all).
-      clock: in seconds.
+      progress: callback for ("profile", runs done, number of runs).
+      clock: clock in seconds.
     """
     room = most_prompt_tokens(engine)
     lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]

@@ -58,9 +58,9 @@ class Levels:
         """The parameters of all levels, 100 among them.
 
         Args:
-          whole: of the whole model.
-          adapter: of the whole model, added to each level's own; empty for none.
-          scaling: of the adapter's product.
+          whole: parameters of the whole model.
+          adapter: adapter of the whole model, added to each level's own; empty for none.
+          scaling: factor of the adapter's product.
         """
         cfgs = {WHOLE: self._whole, **self.cfgs}
         if self.counted or (self._addressed and not self.cfgs and _in_layers(adapter)):

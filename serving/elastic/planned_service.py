@@ -53,7 +53,7 @@ class PlannedCall(Lifecycle):
 
         Args:
           plan, objective: see the class.
-          profile: of this device.
+          profile: profile of this device.
           tokenize_ms: time to render and encode the prompt.
           margin: learns from the answer's cost; None for no learning.
         """
@@ -97,7 +97,7 @@ class PlannedService:
 
     Attributes:
       engine: serves all levels.
-      profile: of this device.
+      profile: profile of this device.
       planner: plans every call.
     """
 

@@ -81,7 +81,7 @@ class _Request(_Asked):
     """One request: see `Planner.plan`.
 
     Attributes:
-      began: when planning began, by `time.perf_counter`.
+      began: start of planning, by `time.perf_counter`.
       reused: see `Planner.plan`.
     """
 
@@ -283,7 +283,7 @@ class Planner:
         return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
 
     def _whole_again(self, asked: _Request) -> Cost:
-        """The cost of the whole model with the whole prompt, without what its cache has already."""
+        """The cost of the whole model with the whole prompt, without its cached part."""
         reused = asked.reused.get(WHOLE, 0)
         if not reused:
             return asked.whole

@@ -26,7 +26,7 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """Proposes a level and a prompt ratio, such as a tiny LM; may be asked for scores only."""
+    """Proposes a level and a prompt ratio, such as a tiny LM; may compute only scores."""
 
     @property
     def prompt_ratios(self) -> Sequence[float]:

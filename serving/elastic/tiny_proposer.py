@@ -23,7 +23,7 @@ _TIMED_RUNS = 7
 
 
 class TinyClasses(ReadTokens, Protocol):
-    """What a tiny LM chooses between (see `jaxllm.bundle.levels.TinyLm`)."""
+    """Classes of a tiny LM (see `jaxllm.bundle.levels.TinyLm`)."""
 
     @property
     def levels(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -91,7 +91,7 @@ class TinyProposer:
         """The best of the allowed choices, and a score of each token of the prompt.
 
         Args:
-          prompt: of the request.
+          prompt: prompt of the request.
           slo: its objective.
           allowed: `[levels, prompt_ratios]` bool, one of them True.
         """

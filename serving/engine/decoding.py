@@ -59,7 +59,7 @@ class Decoding:
 
 
 class Drafts(Decoding):
-    """Decodes the answers of one level with drafts where that is faster (`jaxllm.serving.speculation`).
+    """Decodes the answers of one level with drafts if that is faster (`jaxllm.serving.speculation`).
 
     Attributes:
       options: speculation options.

@@ -37,7 +37,7 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """What a run's last step did.
+    """Last step of a run.
 
     Attributes:
       kind: "prefill" fed a chunk of the prompt, "decode" decoded a block, "verify" verified drafts, "finish"
@@ -56,7 +56,7 @@ class Lifecycle:
     Attributes:
       plan: plan of a call with an objective; None without one.
       objective: objective of the answer's time or energy; None for none.
-      restoration: how the call's context was restored; the default without a context.
+      restoration: restoration of the call's context; the default without a context.
       finish_ms: time to make room for a context's new chunks, compress and store them.
     """
 
@@ -110,8 +110,8 @@ class Run:
       seed: the sampling seed; pass it in `Sampling` to reproduce the answer.
       logprobs: log-probabilities of `tokens`; None if not requested.
       timings: times of the answer.
-      stage: what its next step does.
-      dispatched: what its last step did; None before the first has ended.
+      stage: kind of its next step.
+      dispatched: kind of its last step; None before the first has ended.
       taken_whole: whether `result` ran it from first step to last, without pauses of the caller.
     """
 
@@ -206,7 +206,7 @@ class Run:
 
     @property
     def restoration(self) -> Restoration:
-        """How the answer's context was restored; the default before the first step, and without a context."""
+        """Restoration of the answer's context; the default before the first step, and without a context."""
         return self.lifecycle.restoration
 
     @property

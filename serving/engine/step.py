@@ -77,7 +77,7 @@ def batchable(run: Run) -> bool:
 
 
 def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None:
-    """Decodes a block of each run in one dispatch, or in several where no bucket has enough rows. Levels of
+    """Decodes a block of each run in one dispatch, or in several if no bucket has enough rows. Levels of
     a model share a dispatch, except levels with adapters, which have one each. Tokens are bitwise equal to
     those of unbatched decoding.
 
@@ -331,7 +331,7 @@ def _slide(run: Run, sliding: Sliding) -> None:
 
 
 def _count_states(run: Run) -> None:
-    """Records how many tokens the states in the session's cache have consumed, before any are dropped."""
+    """Records the tokens that the states of the session's cache have consumed, before any are dropped."""
     run.session.state_tokens = None if run.runner.cfg.states is None else len(run.session.tokens)
 
 

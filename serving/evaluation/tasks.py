@@ -145,7 +145,7 @@ _Run = tuple[list[TaskExample], list[Prediction], int, float]
 
 
 def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:
-    """Takes the likeliest option; of equally likely ones the first."""
+    """Chooses the most likely option; of equally likely ones the first."""
     built_ms = engine.runner.buckets.build_ms
     began = time.perf_counter()
     now = datetime.now()

@@ -170,7 +170,7 @@ class CombineBucket(Bucket):
     """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`). All layers share it.
 
     Attributes:
-      tokens: of the chunk.
+      tokens: number of tokens of the chunk.
       loss, ahead: see `AttendBucket`.
     """
 

@@ -1,4 +1,4 @@
-"""Chooses the plane to evict: how often and when planes were needed, and which may go."""
+"""Chooses the plane to evict: frequency and time of uses, and evictable planes."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

@@ -205,7 +205,7 @@ class ExpertLayers:
         outs: list[jax.Array],
         visited: list[np.ndarray],
     ) -> None:
-        """Runs the experts of a layer over all chunks, of which `valid` tokens are not padding.
+        """Runs the experts of a layer over all chunks, with `valid` tokens.
 
         Appends the visited experts to `visited`, and changes `outs`.
         """

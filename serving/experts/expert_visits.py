@@ -182,5 +182,5 @@ class VisitsByTile:
 
 
 def valid_ids(before: Sequence[AtExperts], valid: Sequence[int]) -> np.ndarray:
-    """The experts `[M, k]` of the real tokens of all chunks."""
+    """The experts `[M, k]` of the valid tokens of all chunks."""
     return np.concatenate([np.asarray(each.ids)[:count] for each, count in zip(before, valid, strict=True)])

@@ -25,7 +25,7 @@ class StoredPlane:
     """The unit of loading: a plane of a nested expert, or another expert as a whole.
 
     Attributes:
-      segment: of the file.
+      segment: segment of the file.
       memory_bytes: its size in whole pages.
     """
 
@@ -52,7 +52,7 @@ class StoredExpert:
 
     @property
     def form(self) -> str:
-        """What experts of the same arrays have in common."""
+        """Name of the form that experts of the same arrays share."""
         return NESTED if self.nested else str(self.bits)
 
     @property

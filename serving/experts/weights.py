@@ -37,12 +37,12 @@ class ExpertWeights:
     Attributes:
       store: locates the experts.
       cache: the expert buffer.
-      predictor: of the next experts.
-      options: of eviction and prediction.
+      predictor: predictor of the next experts.
+      options: options of eviction and prediction.
       head: the head as one piece.
-      budget_bytes: for experts.
+      budget_bytes: memory limit of experts.
       planned_bytes: used bytes of the whole budget.
-      staying_bytes: of all weights but experts.
+      staying_bytes: bytes of all weights but experts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Describes what hooks add to an answer: its plan, its cost, and how its context was restored."""
+"""Describes an answer's plan, its cost, and the restoration of its context, which hooks add."""
 
 import dataclasses
 from typing import Any, Literal
@@ -64,7 +64,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """How a context was restored.
+    """Restoration of a context.
 
     Attributes:
       resident: number of chunks that were in memory.
@@ -74,7 +74,7 @@ class Restoration:
       took_ms: time from the start of the call to the restored cache.
       moved: parts of the context's origin that differ (model, settings; see `Origin`), so that all of its
         tokens were recomputed.
-      shared: number of chunks taken from another context with the same prefix.
+      shared: number of chunks copied from another context with the same prefix.
       cached: whether the context ran last and its cache was still in memory: nothing was restored.
       fed_tokens: number of prompt tokens that were computed during the restore.
       fed_ms: the part of `took_ms` after the last chunk was read, if tokens were fed; else 0.

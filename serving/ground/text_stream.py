@@ -97,7 +97,7 @@ class Detokenizer:
         return piece
 
     def _cut_window(self, withheld: str) -> str:
-        """Drops the window's oldest ids; returns `withheld` where that changes it, else an empty text."""
+        """Drops the window's oldest ids; returns `withheld` if that changes it, else an empty text."""
         self._window = self._window[-_KEPT_TOKENS:]
         self._context = 0
         text = self._tokenizer.decode(self._window)

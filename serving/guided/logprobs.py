@@ -16,7 +16,7 @@ class TokenLogprob:
 
     Attributes:
       token: its id.
-      logprob: of it.
+      logprob: its log-probability.
       top: the likeliest tokens and theirs, likeliest first.
     """
 
@@ -26,7 +26,7 @@ class TokenLogprob:
 
 
 def require_top_logprobs(count: int | None) -> None:
-    """Checks a number of likeliest tokens.
+    """Checks a number of most likely tokens.
 
     Raises:
       ConfigError: it is no whole number in [0, MAX_TOP_LOGPROBS].
@@ -45,7 +45,7 @@ def token_logprob(logits: np.ndarray, token: int, top: int) -> TokenLogprob:
     Args:
       logits: `[V]` float32, all finite or -inf, before bias, penalties and temperature.
       token: id of the token.
-      top: so many of the likeliest; of equal ones those of lower ids.
+      top: number of most likely tokens; of equal ones those of lower ids.
     """
     largest = logits.max()
     shift = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))

@@ -115,7 +115,7 @@ class Matcher:
         return allowed
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Goes on by tokens of the answer, of which each was allowed."""
+        """Advances by allowed tokens of the answer."""
         for token in tokens:
             if token in self._stop_set:
                 return

@@ -170,7 +170,7 @@ class _Following:
 
 
 def parsed_state(state: bytes) -> tuple[bool, list[int], bytes]:
-    """Of a state: whether the text may end after its forced tokens, they, and the mask after them."""
+    """Parses a state: whether the text may end after its forced tokens, they, and the mask after them."""
     may_end, count = _HEAD.unpack_from(state)
     end = _HEAD.size + 4 * count
     return may_end, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]

@@ -1,4 +1,4 @@
-"""Raises the limit of open files of this process, and returns how many may be connections."""
+"""Raises the limit of open files of this process, and returns the maximum number of connections."""
 
 import contextlib
 

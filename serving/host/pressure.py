@@ -1,4 +1,4 @@
-"""Reads how much tasks of this machine wait for memory: Linux's pressure stall information."""
+"""Reads the share of time that tasks wait for memory: Linux's pressure stall information."""
 
 import re
 from pathlib import Path

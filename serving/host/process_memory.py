@@ -84,5 +84,5 @@ def parsed(smaps: str, status: str) -> ProcessMemory:
 
 
 def _bytes(value: str) -> int:
-    """Of a value such as "12 kB"."""
+    """Bytes of a value such as "12 kB"."""
     return int(value.split()[0]) * _KILOBYTE

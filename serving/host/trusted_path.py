@@ -1,4 +1,4 @@
-"""Checks that no other user can replace a folder or what is above it.
+"""Checks that no other user can replace a folder or its parents.
 
     trusted_folder(Path("/home/ann/.cache/jaxllm"))      / home ann .cache jaxllm, and links on the way
 

@@ -33,7 +33,7 @@ class ImageEncoder:
       store: store of its bucket; None compiles it.
 
     Attributes:
-      input: how images are split.
+      input: splits of images.
       tile_rows: rows per tile (R).
     """
 
@@ -47,7 +47,7 @@ class ImageEncoder:
 
     @classmethod
     def of(cls, bundle: Bundle, store: BucketStore | None = None) -> "ImageEncoder | None":
-        """That of a bundle; None if it has none."""
+        """Makes the encoder of a bundle; None if it has none."""
         stored = read_image_encoder_part(bundle)
         return None if stored is None else cls(stored, store)
 

@@ -24,7 +24,7 @@ _DATA = "data:"
 
 
 def image_bytes(url: Any) -> bytes:
-    """The content of an image's URL, which must hold it: `data:image/png;base64,...`.
+    """The content of an image's URL, which must contain it: `data:image/png;base64,...`.
 
     Raises:
       ConfigError: it is another URL, which is never opened, or malformed, or of too many bytes.

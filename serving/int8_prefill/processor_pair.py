@@ -30,7 +30,7 @@ class Trace:
     """The schedule of one prompt as it ran.
 
     Attributes:
-      runs: of all subgraphs, in the order of their ends.
+      runs: runs of all subgraphs, in the order of their ends.
       decision_us: median time of a scheduling decision, in microseconds.
     """
 

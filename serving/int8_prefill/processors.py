@@ -67,7 +67,7 @@ class TwoProcessors(ProcessorPair):
     """An integer and a float processor.
 
     Attributes:
-      trace: of the last prompt; None before the first.
+      trace: trace of the last prompt; None before the first.
       both_are_cpus: whether both run on cores of the CPU, without an accelerator.
     """
 

@@ -36,7 +36,7 @@ class PromptPass:
           call: `(subgraph, tokens of its chunk, capacity of the cache, *operands)` -> its results.
           chunks: see the class.
           inputs: per chunk, the first layer's input.
-          cache: of the tokens before; its arrays are donated.
+          cache: cache of the preceding tokens; its arrays are donated.
         """
         self.chunks, self.x = list(chunks), list(inputs)
         self.counts: list[tuple[Subgraph, Any]] = []

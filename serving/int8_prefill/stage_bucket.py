@@ -181,7 +181,7 @@ class _Step:
     """The function of a stage.
 
     Attributes:
-      run: takes the stage's params, its calibration, and operands.
+      run: function of the stage's params, its calibration, and operands.
       operands: shapes of the operands.
       donated: indices of donated arguments.
     """

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class StageKey(Protocol):
-    """Which stage has a time: a frozen dataclass of scalars, such as a bucket."""
+    """Key of a stage's time: a frozen dataclass of scalars, such as a bucket."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -65,7 +65,7 @@ class SubgraphTimes:
     """Times of subgraphs, by their buckets or programs.
 
     Attributes:
-      handover_ms: of a subgraph, besides its work.
+      handover_ms: handover time of a subgraph, besides its work.
     """
 
     def __init__(self, path: Path | None, key: Callable[..., StageKey]) -> None:

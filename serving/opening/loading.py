@@ -118,7 +118,7 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The model's name, for people."""
+        """Display name of the model."""
         return self.bundle.layout.name
 
     @property

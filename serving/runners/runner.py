@@ -20,7 +20,7 @@ class Window(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer together."""
         ...
 
 
@@ -196,7 +196,7 @@ class Runner(Protocol):
           cache: cache; donated.
           sampler: sampler state; donated.
           limit: maximum number of tokens of the verdict.
-          meanwhile: called with the seconds until weights are loaded; does other work and returns whether
+          meanwhile: callback for the seconds until weights are loaded; does other work and returns whether
             it did any.
 
         Returns:

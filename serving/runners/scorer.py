@@ -1,4 +1,4 @@
-"""Scores text with a resident model: log-probabilities, likeliest tokens, visited experts; and embeds it."""
+"""Scores text by a resident model: log-probabilities, most likely tokens, visited experts; embeds it."""
 
 import collections
 import dataclasses
@@ -74,15 +74,15 @@ class Scorer:
         """Natural log-probability `[T]` float32 of each target after its token and all tokens before it.
 
         Args:
-          tokens, targets: of equal length T.
-          cache: of the tokens before; donated. None for an empty one.
+          tokens, targets: ids of equal length T.
+          cache: cache of the preceding tokens; donated. None for an empty one.
         """
         return self.predict(tokens, targets, cache)[0]
 
     def predict(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`score`, and the likeliest token after each token, `[T]` int32."""
+        """`score`, and the most likely token after each token, `[T]` int32."""
         options, buckets = self.runner.options, self.runner.buckets
         chunk = options.chunk_tokens[-1]
         # Not the shortest compiled cache: other requests may have compiled shorter ones without scoring.
@@ -114,7 +114,7 @@ class Scorer:
         return scores, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
 
     def embedding(self, tokens: Sequence[int]) -> "Embedding":
-        """What computes the embedding of a text of so many tokens, chunk by chunk.
+        """Function that computes the embedding of a text of so many tokens, chunk by chunk.
 
         Raises:
           ConfigError: the text is empty, or longer than the window.

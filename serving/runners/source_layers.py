@@ -135,7 +135,7 @@ class SourceLayers:
         return dataclasses.replace(source.in_layer(None), length=valid)  # pyright: ignore
 
     def _encoded(self, row: np.ndarray, valid: np.int32) -> jax.Array:
-        """The encoder's output for tokens `[T]`, of which `valid` are not padding: `[1, T, D]`."""
+        """The encoder's output for tokens `[T]` with `valid` valid ones: `[1, T, D]`."""
         length, outer, rows = len(row), self._outer, row[None]
         if self._by_rows:
             some, rows = self._weights.rows(row.tolist())

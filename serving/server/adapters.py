@@ -1,4 +1,4 @@
-"""Stores a service's low-rank adapters by name, and applies the one that a call asks for.
+"""Stores a service's low-rank adapters by name, and applies the one that a call requests.
 
     adapters = Adapters(model, AdapterOptions(given={"mail": Path("adapters/mail")}, rank=8))
     adapters.use("mail")       before a dispatch, in the engine's thread; "" for none
@@ -135,7 +135,7 @@ class Adapters:
         return sum(each.size_bytes for each in self.facts())
 
     def require(self, name: str) -> None:
-        """Checks that an adapter is loaded; "" stands for none.
+        """Checks that an adapter is loaded; "" means none.
 
         Raises:
           AdapterGone: no adapter has this name.
@@ -181,13 +181,13 @@ class Adapters:
         Args:
           digest: digest of the adapter that the context was made with; empty for none.
           context: name of the context.
-          asked: name of the adapter that a call asks for; empty for the context's own. If that is no longer
-            loaded, the context continues with the one asked for.
+          asked: name of the adapter that a call requests; empty for the context's own. If that is no longer
+            loaded, the context continues with the requested one.
 
         Raises:
-          ContextGone: the context's adapter is not loaded, and the call asks for none.
-          ConfigError: the call asks for another adapter.
-          AdapterGone: the adapter asked for is no longer loaded.
+          ContextGone: the context's adapter is not loaded, and the call requests none.
+          ConfigError: the call requests another adapter.
+          AdapterGone: the requested adapter is no longer loaded.
         """
         self.require(asked)
         name = self._name(digest)

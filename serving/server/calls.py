@@ -286,7 +286,7 @@ class ServedAdapters(Protocol):
         ...
 
     def require(self, name: str) -> None:
-        """Checks that an adapter is loaded; "" stands for none.
+        """Checks that an adapter is loaded; "" means none.
 
         Raises:
           AdapterGone: no adapter has this name.

@@ -71,7 +71,7 @@ class TurnCall(Protocol):
 
     Attributes:
       record: the context of the answer.
-      restoration: how it was restored, with attributes `moved` and `shared`.
+      restoration: its restoration, with attributes `moved` and `shared`.
     """
 
     record: Record

@@ -105,7 +105,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> tuple[str, str | None]:
-        """The origin of an allowed page of another site, or empty; and why a call is refused."""
+        """The origin of an allowed page of another site, or empty; and the reason of a refusal."""
         peer = peer_of(scope)
         over_socket = peer is not None and peer.credentials is not None
         hosts = _header(scope, b"host")

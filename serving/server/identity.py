@@ -128,7 +128,7 @@ class KeyFile:
 
 
 def read_keys(path: Path) -> tuple[StoredKey, ...]:
-    """The keys in a file, oldest first; none where it is missing.
+    """The keys in a file, oldest first; none if it is missing.
 
     Raises:
       ConfigError: it is not a key file, or users other than its owner may read or write it.

@@ -185,7 +185,7 @@ class Job:
             self._events.append(event)
         self._has_events.set()
 
-    # -- what the scheduler asks -------------------------------------------------------------------
+    # -- for the scheduler ---------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:

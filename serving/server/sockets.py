@@ -21,8 +21,9 @@ _ANSWER_S = 2.0
 
 @contextlib.contextmanager
 def bound(options: ServerOptions, identity: Identity) -> Iterator[list[socket.socket]]:
-    """Yields listening sockets: clients can connect from here on, and wait to be answered. Sockets of systemd
-    have precedence over those of the options.
+    """Yields listening sockets: clients can connect from here on, and wait to be answered.
+
+    Sockets of systemd have precedence over those of the options.
 
     Raises:
       ConfigError: another service uses the address, other machines could reach it without `remote`, or it

@@ -55,7 +55,7 @@ class Target(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """When a drafter stops growing a tree.
+    """Rule that ends the growth of a tree.
 
     Attributes:
       alpha: minimum confidence of a branch to grow.
@@ -136,7 +136,7 @@ class Drafter(Protocol):
         Args:
           sequence: tokens before the root.
           root: the next token.
-          growing: when to stop.
+          growing: stop rule.
           cache: the target's cache of `sequence`; donated. A drafter may write the rows after the sequence,
             which verification overwrites.
 

@@ -26,7 +26,7 @@ class Grower:
 
     Attributes:
       trees: runs the model's steps.
-      confidence: of the model's tokens.
+      confidence: confidence of the model's tokens.
       steps: number of runs so far.
     """
 
@@ -69,7 +69,7 @@ class Grower:
 
         Args:
           tree, fed, cache: see `TreeGrowth.draft`; donated.
-          growing: when to stop.
+          growing: stop rule.
           limit: maximum number of runs.
           hidden: whether weights are read meanwhile.
 

@@ -50,7 +50,7 @@ class LookupDrafter:
 
     @property
     def memory(self) -> DrafterMemory | None:
-        """That of the other drafter."""
+        """Memory of the other drafter."""
         return self._drafter.memory
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:

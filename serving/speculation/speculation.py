@@ -172,7 +172,7 @@ class Speculation(Drafts):
         return DecodedRow(verdict.tokens.tolist(), cache, sampler, len(verdict.tokens) - 1)
 
     def _growing(self, most: int, temperature: float) -> Growing:
-        """When the next draft ends."""
+        """End rule of the next draft."""
         if self.options.fallback != "measured":
             return Growing(self._fallback.alpha, most, temperature)
         tips, yields = self.options.trees.tips, self._yields or 1.0
@@ -201,7 +201,7 @@ class Speculation(Drafts):
         return found
 
     def _meanwhile(self, busy_s: float) -> bool:
-        """Runs one step of the drafter, if it ends before the target goes on."""
+        """Runs one step of the drafter, if it ends before the target continues."""
         began = time.perf_counter()
         if not self.options.pipelined or busy_s < self.drafter.step_s or not self.drafter.step():
             return False

@@ -20,8 +20,8 @@ class TreeGrowth:
     """Runs the steps of one drafter's trees.
 
     Attributes:
-      runner: of the drafter's model.
-      shape: of its trees.
+      runner: runner of the drafter's model.
+      shape: shape of its trees.
     """
 
     def __init__(self, runner: ResidentRunner, shape: TreeShape) -> None:
@@ -48,7 +48,7 @@ class TreeGrowth:
           tree: token tree; donated.
           fed: `[M]` bool, nodes whose keys and values the cache has; donated.
           cache: cache; donated.
-          end: when drafting stops.
+          end: end of drafting.
 
         Returns:
           The tree, `fed`, the cache, and the number of runs, int32 scalar.
@@ -80,7 +80,7 @@ class TreeGrowth:
         self, tree: TokenTree, fed: Nodes, cache: KVCache, most: int
     ) -> tuple[TokenTree, jax.Array, KVCache, np.ndarray]:
         """Keeps the `most` most confident nodes of a tree of `draft` (see `steps.trees.prune`); the cache is
-        donated. Returns the tree, `fed`, the cache, and each node's new index, -1 where it was dropped."""
+        donated. Returns the tree, `fed`, the cache, and each node's new index, -1 if it was dropped."""
         compiled = self.runner.buckets.get(self._prune_bucket(cache.capacity_tokens))
         cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
         return left, fed_then, cache, np.asarray(places)

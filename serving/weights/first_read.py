@@ -138,7 +138,7 @@ class FirstRead:
         segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
         end, waiting = segment.offset + segment.size_bytes, list(reversed(again))
         kept = [each for each in self._kept if segment.offset <= each.offset < end]
-        # Blocks of which a part was read.
+        # Partly read blocks.
         begun: list[tuple[int, int, xxhash.xxh3_64]] = []
         for at in range(segment.offset, end, _READ_BYTES):
             data = self._reader.read(at, min(_READ_BYTES, end - at))

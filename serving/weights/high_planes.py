@@ -69,8 +69,8 @@ class HighPlanes:
         """A layer's weights by their full names, both planes of them.
 
         Args:
-          piece: of `pieces`.
-          memory: of the piece, with its low planes.
+          piece: one of `pieces`.
+          memory: memory of the piece, with its low planes.
         """
         segment = self._high[piece.layer].segment
         return self._bundle.segment_weights(segment, self._memory[piece.layer], memory[piece.start :])

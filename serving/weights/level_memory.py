@@ -54,7 +54,7 @@ class OuterMemory:
     """The embedding, the final norm and the head in memory.
 
     Attributes:
-      size_bytes: of them.
+      size_bytes: their bytes.
     """
 
     def __init__(self, bundle: Bundle) -> None:

@@ -17,7 +17,7 @@ class Passes:
     Each kind of pass has all pieces; those that it does not read have no ranges.
 
     Attributes:
-      whole: each piece as a whole, as it is when resident.
+      whole: each piece as a whole, as when resident.
       of_tokens: the parts for tokens.
       of_level: the same, by a level's config.
       of_source: the parts for a source; empty ranges without an encoder.

@@ -85,7 +85,7 @@ Piece = LayerPiece | HeadPiece
 
 
 def without_reads(piece: Piece) -> Piece:
-    """A piece of which nothing is read."""
+    """A piece without anything to read."""
     return dataclasses.replace(piece, ranges=())
 
 
@@ -176,12 +176,12 @@ def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = Fal
 def parts_of_pieces(
     layout: Layout, pieces: Sequence[LayerPiece], wanted: Callable[[str], bool]
 ) -> list[LayerPiece]:
-    """The pieces of layers, of which some parameters are read.
+    """The pieces of layers for reading some parameters.
 
     Args:
       layout: the bundle's.
-      pieces: of layers, or of their low planes.
-      wanted: of the name of a parameter within its layer.
+      pieces: pieces of layers, or of their low planes.
+      wanted: predicate on the name of a parameter within its layer.
     """
     found = []
     for piece in pieces:
@@ -200,7 +200,7 @@ def parts_of_pieces(
 
 
 def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> list[LayerPiece]:
-    """The pieces of a whole model of which a level is resident.
+    """The pieces of a whole model with a resident level.
 
     Args:
       pieces: the whole model's.
@@ -274,7 +274,7 @@ def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple
 
 
 def _parts(whole: Range, spans: Sequence[tuple[int, int]], gap_bytes: int) -> list[Range]:
-    """The ascending spans that lie in a range, merged where gaps are at most `gap_bytes`."""
+    """The ascending spans within a range, merged across gaps that are at most `gap_bytes`."""
     end = whole.offset + whole.size_bytes
     inside = [each for each in spans if whole.offset <= each[0] < end]
     return [

@@ -34,7 +34,7 @@ class StreamCounts:
     """Counts of a stream.
 
     Attributes:
-      read_bytes: of pieces, without resident ones.
+      read_bytes: bytes of pieces, without resident ones.
       read_s: time in which pieces were read, one or several.
       waited_s: time for which computation waited.
     """
@@ -154,7 +154,7 @@ class WeightStream:
             self._renumber()
 
     def _renumber(self) -> None:
-        """Drops what was read ahead, after resident pieces have changed; under the lock."""
+        """Drops read-ahead data, after resident pieces have changed; under the lock."""
         self._drop_all()
         self._plan_reads()
         self._next, self._wanted = 0, False
@@ -179,8 +179,8 @@ class WeightStream:
         Resident pieces stay whole. Pieces without ranges are not read.
 
         Args:
-          pieces: of each pass.
-          then: of the passes after the next one; None for the same.
+          pieces: pieces of each pass.
+          then: pieces of the passes after the next one; None for the same.
 
         Raises:
           ConfigError: the stream is closed.

@@ -45,7 +45,7 @@ class StreamedWeights:
     Attributes:
       plan: the division of the budget.
       head: the pieces of the head.
-      resident_bytes: of resident pieces, which `resize` changes.
+      resident_bytes: bytes of resident pieces, which `resize` changes.
     """
 
     def __init__(

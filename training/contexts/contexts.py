@@ -1,6 +1,6 @@
-"""Calibrates how contexts of a model are stored, and writes the bundle with the choice.
+"""Calibrates the storage of a model's contexts, and writes the bundle with the choice.
 
-See `jaxllm.contexts.tolerance` for what is chosen, and `context_errors` for how it is measured.
+See `jaxllm.contexts.tolerance` for the choice, and `context_errors` for the measurement.
 """
 
 import dataclasses
@@ -42,21 +42,21 @@ def calibrate_contexts(
     name: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Makes a bundle that says how its contexts are best stored.
+    """Makes a bundle with calibrated settings for storing its contexts.
 
     Args:
       recipe: sizes of the calibration.
-      model: a bundle.
-      out: the new bundle's path; written whole or not at all.
-      texts: files to measure on; Python's language reference if there are none.
-      name: the model's name, for people; its own by default.
-      console: where progress goes; the terminal's error stream by default.
+      model: path of a bundle.
+      out: path of the new bundle, written atomically.
+      texts: files to measure on; Python's language reference if empty.
+      name: display name of the model; its own by default.
+      console: console of the progress; the terminal's error stream by default.
 
     Returns:
-      What was found: the choice, by candidate what is lost at the ratio and kept by width, and sensitivities.
+      The results: the choice, each candidate's loss at the ratio and shares by width, and sensitivities.
 
     Raises:
-      ConfigError: there is too little text, or no codec takes as little as the ratio.
+      ConfigError: there is too little text, or no codec reaches the ratio.
       CheckpointError: the model cannot be read.
     """
     console, model, out = console or Console(stderr=True), Path(model), Path(out)
@@ -132,7 +132,7 @@ def _rows(bundle: Bundle, recipe: ContextRecipe, paths: Sequence[Path]) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class _Coded:
-    """Keys or values that attention reads as they are stored."""
+    """Keys or values that attention reads in their stored form."""
 
     candidate: Candidate
     bits: int
@@ -155,8 +155,8 @@ def context_errors(
       params: its weights, in any format.
       rows: texts of equal length `[T]` int32, a multiple of the candidates' chunks.
       candidates: codecs and lengths of chunks.
-      sensitivity_rows: of the first so many rows sensitivities are measured, with the first candidate.
-      progress: called with layers of rows done, and in all.
+      sensitivity_rows: number of first rows to measure sensitivities on, with the first candidate.
+      progress: callback for layers of rows done, and their number.
     """
     steps = _Steps(cfg, params)
     coded = [_Coded(each, bits, part) for each in candidates for bits in WIDTHS for part in PARTS]
@@ -195,7 +195,7 @@ class _Steps:
             {name: each for name, each in params.items() if name.startswith(f"layers.{layer}.")}
             for layer in range(cfg.layers)
         ]
-        # Equal layers share what is compiled: their parameters by their names within a layer.
+        # Equal layers share compiled code: their parameters are named within a layer.
         self._like: dict[object, int] = {}
         self._layer = jax.jit(functools.partial(_run, cfg=cfg), static_argnames=("like", "coded", "disturb"))
         self._begin = jax.jit(functools.partial(_begun, cfg=cfg))
@@ -210,7 +210,7 @@ class _Steps:
         return self._layer(self._own(layer), x, like=self._equal(layer), coded=coded, disturb=False)
 
     def disturbed(self, x: jax.Array, layer: int, coded: _Coded) -> jax.Array:
-        """The output of a layer that attends to what was stored."""
+        """Returns the output of a layer that attends to stored keys and values."""
         return self._layer(self._own(layer), x, like=self._equal(layer), coded=(coded,), disturb=True)[0]
 
     def end(self, x: jax.Array) -> jax.Array:
@@ -242,7 +242,7 @@ def _ended(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
 def _run(
     own: Params, x: jax.Array, *, cfg: ModelConfig, like: int, coded: tuple[_Coded, ...], disturb: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """A layer's output and errors; with `disturb` the output is that of the one in `coded`."""
+    """Returns a layer's output and errors; with `disturb` the output is that of the one in `coded`."""
     positions, starts = jnp.arange(x.shape[1], dtype=jnp.int32)[None], jnp.zeros(x.shape[:2], jnp.int32)
     rope = cfg.layer_rope(like)
 
@@ -266,7 +266,7 @@ def _run(
 
 
 def _stored(k: jax.Array, v: jax.Array, coded: _Coded) -> tuple[jax.Array, jax.Array]:
-    """Keys and values `[1, T, K, H]`, of which one part is as it comes back from storage."""
+    """Keys and values `[1, T, K, H]`, with one part as read from storage."""
     size, (_, count, heads, width) = coded.candidate.chunk_tokens, k.shape
     codec = ChunkFormat.named(coded.candidate.codec, size).codec
     shape = ChunkShape(heads=heads, tokens=size, width=width)

@@ -1,16 +1,17 @@
-"""Reads conversations, prompts with completions, and texts from JSON lines or parquet, as tuning data comes.
+"""Reads conversations, prompts with completions, and texts for tuning from JSON lines or parquet.
 
-Each line, or row, is an object of one of these forms; of the first two only answers are learnt:
+Each line, or row, is an object of one of these forms; of the first two only answers are learned:
 
     {"messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...], "tools": [...]}
     {"prompt": TEXT, "completion": TEXT}     a text to continue, without a chat template
     {"prompt": [MESSAGE, ...], "completion": [MESSAGE, ...]}
-    {"text": TEXT}                           all of it is learnt
+    {"text": TEXT}                           all of it is learned
 
-A conversation with several answers becomes a document for each, after all messages before it; an answer of
-`"weight": 0` is none. All of them stand on one side of the split. `tools`, which a conversation may have, are
-for the model's chat template. Further keys of a message are refused, and so are those of an object that would
-change what is learnt; others (ids, sources) are ignored, which a line of the log says.
+Each answer of a conversation becomes a document, after all messages before it; answers of `"weight": 0` are
+not learned. All of a conversation's documents belong to one side of the split. `tools`, which a
+conversation may have, are for the model's chat template. Other keys of a message are rejected, and so are
+those of an object that would change what is learned; others (ids, sources) are ignored with a line in the
+log.
 """
 
 import functools
@@ -33,7 +34,7 @@ from jaxllm.training.data.remote_files import RemoteFile, open_bytes, open_text
 
 ROLES = ("system", "user", "assistant")
 _MESSAGE_KEYS = frozenset({"role", "content", "weight"})
-# Keys of an object that other trainers read, of what is shown to the model or learnt.
+# Keys of an object by which other trainers change what the model sees or learns.
 _REFUSED_KEYS = frozenset(
     {
         "chat_template", "chat_template_kwargs", "documents", "enable_thinking", "function_call", "functions",
@@ -45,18 +46,18 @@ _log = logging.getLogger("jaxllm")
 _GLOB = frozenset("*?[")
 OnBad = Callable[[str], None]
 PARQUET = ".parquet"
-# Rows that are in memory at once.
+# Number of rows in memory at once.
 _PARQUET_ROWS = 1024
 # Numbers of lines or rows, each with a function that parses it.
 _Records = Iterator[tuple[int, Callable[[], Any]]]
 
 
 def source_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files that a path names: one file, those in a folder and its folders that end in `suffixes`, or
-    those of a pattern with `*`, `?` or `[`; sorted, so that an order of the file system changes nothing.
+    """Lists the files of a path: one file, those in a folder and its folders that end in `suffixes`, or
+    those of a pattern with `*`, `?` or `[`; sorted, independent of the file system's order.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there are none.
     """
     if path.is_dir():
         found = sorted(each for each in path.rglob("*") if each.suffix in suffixes and each.is_file())
@@ -73,12 +74,12 @@ def source_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator[Document]:
-    """The documents of a file of JSON lines, or of a `.parquet` file whose columns are the keys (see the
-    module docstring); blank lines are none.
+    """Reads the documents of a file of JSON lines, or of a `.parquet` file whose columns are the keys (see
+    the module docstring); blank lines are skipped.
 
     Args:
-      path: of the file.
-      on_bad: called with what is wrong with a line, which is then left out; None raises instead.
+      path: path of the file.
+      on_bad: callback for the error of a malformed line, which is then left out; None raises instead.
 
     Raises:
       ConfigError: the file cannot be read, or a line is malformed: the message has its number, from 1.
@@ -204,7 +205,7 @@ def _conversation(messages: tuple[Message, ...], learnt: Sequence[bool], tools: 
 
 
 def _answers(messages: Sequence[Message], learnt: Sequence[bool]) -> list[int]:
-    """Places of the messages that are learnt."""
+    """Returns the positions of the messages that are learned."""
     return [place for place, (role, _) in enumerate(messages) if role == "assistant" and learnt[place]]
 
 
@@ -241,7 +242,7 @@ def _tools(record: Mapping[str, Any]) -> str:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a key says nothing; 0 and false may mean something."""
+    """Whether a key has no value; 0 and false may mean something."""
     return value is None or value in ("", [], {})
 
 

@@ -1,8 +1,8 @@
-"""Splits the documents of a run's sources, and keeps their tokens in memory-mapped files.
+"""Splits the documents of a run's sources, and stores their tokens in memory-mapped files.
 
-A recipe names its sources by paths under the folder of all data. Documents are read one by one as often as
-they are needed, so a corpus may be larger than memory. Nothing is shuffled or dropped here:
-`jaxllm.training.data.packing` draws batches from these files.
+A recipe names its sources by paths under the folder of all data. Documents are read one by one each time
+that they are needed, so a corpus may be larger than memory. Nothing is shuffled or dropped here:
+`jaxllm.training.data.packing` samples batches from these files.
 
 The processes of a group open and encode a corpus together, each its own files (see `process_shards`).
 """
@@ -43,22 +43,22 @@ from jaxllm.training.data.sources import Source
 Split = Literal["train", "held_out"]
 
 _TEXT_SUFFIXES, _CHAT_SUFFIXES = (".txt",), (".jsonl", ".json", PARQUET)
-# Documents per call of the tokenizer, which keeps all encodings of a call in memory.
+# Documents per call of the tokenizer, which stores all encodings of a call in memory.
 _ENCODE_DOCUMENTS = 1024
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """The documents of some sources, each on one side of a split.
+    """Documents of some sources, each on one side of a split.
 
     Attributes:
-      sources: as the recipe names them.
-      data: the folder that their paths are relative to.
-      digests: of every document, in order.
+      sources: sources of the recipe.
+      data: folder of relative paths.
+      digests: digest of every document, in order.
       held_out: digests of the origins that are held out.
       shortened_share: share of the training questions that lose words (see `shortened_prompts`); held-out
-        ones stay whole.
-      bad_lines: what was wrong with lines that were left out.
+        ones stay complete.
+      bad_lines: errors of the lines that were left out.
     """
 
     sources: tuple[Source, ...]
@@ -69,7 +69,7 @@ class Corpus:
     bad_lines: tuple[str, ...] = ()
 
     def tell(self, console: Console) -> "Corpus":
-        """Prints how many lines were left out and the first, if any; returns itself."""
+        """Prints the number of lines that were left out and the first error, if any; returns itself."""
         if self.bad_lines:
             console.print(
                 f"left out {len(self.bad_lines):,} malformed lines, the first: {self.bad_lines[0]}",
@@ -123,7 +123,7 @@ class Corpus:
             yield from self._of_split(source, documents, split)
 
     def training_texts(self) -> Iterator[str]:
-        """What a tokenizer may learn from."""
+        """Texts that a tokenizer may learn from."""
         for _, document in self.documents("train"):
             yield from document.texts
 
@@ -132,9 +132,9 @@ class Corpus:
         return documents_digest(self.digests)
 
     def tokenized(self, encoder: Encoder, split: Split, folder: Path) -> "TokenizedDocuments":
-        """The tokens of a split, from files in `folder` that are written once.
+        """Returns the tokens of a split, from files in `folder` that are written once.
 
-        The files' name carries a digest of documents and encoder, so stale ones are never read.
+        The files' name contains a digest of documents and encoder, so stale files are never read.
         """
         key = hashlib.blake2b(encoder.identity.encode(), digest_size=8)
         key.update(self.digest().encode() + documents_digest(sorted(self.held_out)).encode())
@@ -203,9 +203,9 @@ class TokenizedDocuments:
 
     Attributes:
       tokens: `[tokens]` unsigned ids of all documents, concatenated.
-      starts: `[documents + 1]` int64, where each begins; the last is the number of tokens.
-      prompt_tokens: `[documents]` int64, tokens of each document's prompt.
-      sources: `[documents]` int64, the number of each one's source.
+      starts: `[documents + 1]` int64, offset of each document; the last is the number of tokens.
+      prompt_tokens: `[documents]` int64, number of tokens of each document's prompt.
+      sources: `[documents]` int64, number of each document's source.
       text_bytes: UTF-8 bytes of all documents without special tokens.
     """
 
@@ -225,7 +225,7 @@ class TokenizedDocuments:
 
     @classmethod
     def read(cls, folder: Path) -> "TokenizedDocuments":
-        """Maps what `write_tokens` wrote.
+        """Maps the files of `write_tokens`.
 
         Raises:
           CheckpointError: the files are damaged.
@@ -261,12 +261,12 @@ def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], encode
 
 
 def join_tokens(folder: Path, shards: Mapping[int, Path], blocks: Sequence[tuple[int, int]]) -> None:
-    """Writes one folder of tokens from several, whole or not at all.
+    """Concatenates several folders of tokens in a new one, atomically.
 
     Args:
-      folder: the new one.
-      shards: what `write_tokens` wrote.
-      blocks: (shard, documents) in their order; each takes a shard's next documents.
+      folder: the new folder.
+      shards: folders that `write_tokens` wrote, by number.
+      blocks: (shard, documents) in order; each is the next documents of a shard.
     """
     read = {name: TokenizedDocuments.read(path) for name, path in shards.items()}
     taken, at, columns = dict.fromkeys(read, 0), 0, []
@@ -315,16 +315,17 @@ def _encoded(
     yield from encode()
 
 
-# The documents of a file, read anew; the function is called for lines that are left out.
+# The documents of a file, read anew at each call; the argument is a callback for lines that are left out.
 _Documents = Callable[[OnBad], Iterator[Document]]
 
 
 def _ignored(wrong: str) -> None:
-    """For lines that were told before."""
+    """Ignores lines that were reported before."""
 
 
 def _files(sources: Sequence[Source], data: Path | None) -> list[tuple[int, _Documents]]:
-    """Each file of the sources in order, or what stands for one: its source's number, and its documents."""
+    """Returns each file of the sources in order, or its substitute: its source's number, and its
+    documents."""
     if not sources:
         return [(0, lambda on_bad: map(text_document, builtin_texts()))]
     return [(number, each) for number, source in enumerate(sources) for each in _source_files(source, data)]

@@ -1,10 +1,10 @@
-"""Reads documents to train on, plain texts and chats, and splits them into training and held out.
+"""Reads documents to train on, plain texts and chats, and splits them into training and held-out sets.
 
-A document is a row of pieces, each a text or a special token, of which the first few are the prompt. Two laws
-make runs repeatable:
+A document is a sequence of pieces, each a text or a special token; the first few are the prompt. Two rules
+make runs reproducible:
 
-- the content that a document was made from decides alone whether it is trained on or held out: copies of a
-  text and its other forms (a story as it is, and told on request) never stand on both sides, and the order of
+- only the content that a document was made from decides whether it is trained on or held out: copies of a
+  text and its other forms (a story, and the request to tell it) are never on both sides, and the order of
   the files does not matter;
 - a special token's name inside a text stays text.
 """
@@ -28,12 +28,12 @@ from jaxllm.training.data.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, 
 
 
 def model_digest(config: Any, *params: Mapping[str, Any]) -> str:
-    """A hexadecimal name for a model and its extra arrays.
+    """Returns a hexadecimal digest of a model and its extra arrays.
 
     Args:
-      config: a frozen dataclass, or JSON made of such. A field that has its default counts for nothing, so
-        one that is added to the class later changes no name.
-      params: dicts of arrays by name, in whatever form weights are stored.
+      config: frozen dataclass, or JSON of such. Fields with their defaults do not count, so a field that is
+        added to the class later changes no digest.
+      params: dicts of arrays by name, in any format of weights.
     """
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True, default=_chosen).encode())
     for each in params:
@@ -47,7 +47,7 @@ def model_digest(config: Any, *params: Mapping[str, Any]) -> str:
 def digesting(
     tensors: Iterable[tuple[str, np.ndarray]], digests: dict[str, str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors as they come, whose digests go into `digests` by name."""
+    """Yields the tensors unchanged, and puts their digests into `digests` by name."""
     for name, value in tensors:
         whole = np.ascontiguousarray(value)
         digests[name] = xxhash.xxh3_128_hexdigest(whole.reshape(-1).view(np.uint8).data)
@@ -76,16 +76,16 @@ class Special:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document: what one row of tokens is made of.
+    """Document: source of one row of tokens.
 
     Attributes:
       pieces: texts and special tokens, in order.
-      prompt_pieces: how many of them are the prompt; the others are the answer.
-      example: the question that it was made from, for models with a chat template of their own.
-      origin: the text that it was made from, where other documents may be made from that too.
-      messages: the messages before the answer, of a conversation of any length.
-      answer: of a conversation.
-      tools: that the conversation may call, as JSON; empty for none.
+      prompt_pieces: number of pieces of the prompt; the others are the answer.
+      example: question that the document was made from, for models with a chat template of their own.
+      origin: text that the document was made from, if other documents may be made from it, too.
+      messages: messages before the answer, of a conversation of any length.
+      answer: answer of a conversation.
+      tools: tools that the conversation may call, as JSON; empty for none.
     """
 
     pieces: tuple[str | Special, ...]
@@ -98,7 +98,7 @@ class Document:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The pieces that are text."""
+        """The text pieces."""
         return tuple(piece for piece in self.pieces if isinstance(piece, str))
 
     def digest(self) -> bytes:
@@ -108,12 +108,12 @@ class Document:
         return _digest(repr((self.pieces, self.prompt_pieces, *([self.tools] if self.tools else []))))
 
     def origin_digest(self) -> bytes:
-        """Names what it was made from, in 16 bytes: the same for all forms of one text."""
+        """Digest of the origin, in 16 bytes: the same for all forms of one text."""
         return self.digest() if self.origin is None else _digest(self.origin)
 
 
 def text_document(text: str) -> Document:
-    """A plain text, all of which is to be learnt."""
+    """Returns a plain text that is learned completely."""
     return Document((text, Special(END_OF_TEXT)))
 
 
@@ -141,10 +141,10 @@ def conversation_document(
 
 
 def read_texts(path: Path | RemoteFile | str) -> Iterator[str]:
-    """The texts of a UTF-8 file, in order, stripped, without empty ones, read as it goes.
+    """Yields the texts of a UTF-8 file, in order, stripped, without empty ones, while it is read.
 
-    A file that holds `<|endoftext|>` is split there; any other at its blank lines, so one without
-    blank lines is one text.
+    A file that contains `<|endoftext|>` is split there; any other at its blank lines, so one without blank
+    lines is one text.
 
     Raises:
       ConfigError: the file cannot be read as UTF-8.
@@ -159,9 +159,9 @@ def read_texts(path: Path | RemoteFile | str) -> Iterator[str]:
 
 
 def builtin_texts() -> list[str]:
-    """Python's own language reference, one text per topic: text that needs no download.
+    """Returns Python's own language reference, one text per topic; it needs no download.
 
-    It differs a little from one Python version to the next.
+    It differs slightly between Python versions.
 
     Raises:
       ConfigError: this Python was installed without its documentation.
@@ -174,7 +174,7 @@ def builtin_texts() -> list[str]:
 
 
 def held_out_digests(digests: Iterable[bytes], share: float) -> frozenset[bytes]:
-    """Digests of the documents that are held out: the smallest `share` of the distinct ones, rounded up.
+    """Returns digests of the held-out documents: the smallest `share` of the distinct ones, rounded up.
 
     Raises:
       ConfigError: there are fewer than two distinct documents.
@@ -198,7 +198,7 @@ def _digest(content: str) -> bytes:
 
 
 def _overlapping(read: Callable[[int], str]) -> Iterator[str]:
-    """Reads a file in parts, each with the end of the one before, so that no marker is cut in two."""
+    """Reads a file in parts, each with the end of the previous one, so that no marker is cut in two."""
     tail = ""
     while part := read(_READ_CHARACTERS):
         tail += part
@@ -219,7 +219,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
     kept: list[str] = []
     size = 0
     for line in lines:
-        # A blank line may hold spaces.
+        # A blank line may contain spaces.
         if line.strip():
             kept.append(line)
             size += len(line)

@@ -17,18 +17,18 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.data.documents import Document, Special
 from jaxllm.training.data.tokenizer import token_id
 
-# For templates that write the day: always the same, so that tokens are.
+# Date for templates that write one: constant, so that tokens are reproducible.
 _NOW = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
-# Raised whenever the same files give other ids.
+# Changed whenever the same files give other ids.
 _MODEL_ENCODING = "special tokens' names are text"
 
 
 class Encoder(Protocol):
-    """The methods of a tokenizer that a corpus needs."""
+    """Methods of a tokenizer that a corpus needs."""
 
     @property
     def identity(self) -> str:
-        """A name that differs where the ids may differ."""
+        """A name that differs if the ids may differ."""
         ...
 
     @property
@@ -37,12 +37,12 @@ class Encoder(Protocol):
         ...
 
     def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
-        """The ids of each document, and how many of them are the prompt's."""
+        """Returns the ids of each document, and the number of the prompt's."""
         ...
 
 
 class PieceEncoder:
-    """Encodes pieces as they stand, by a tokenizer that `train_tokenizer` made."""
+    """Encodes pieces unchanged, by a tokenizer of `train_tokenizer`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -83,11 +83,11 @@ class PieceEncoder:
 
 
 class ModelEncoder:
-    """Encodes as a served model reads its prompts: questions through its own chat template, and a special
+    """Encodes as a served model encodes its prompts: questions through its own chat template, and a special
     token's name inside a text as text.
 
     Raises:
-      ConfigError: the model has no token that ends a text.
+      ConfigError: the model has no token for the end of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

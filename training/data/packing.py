@@ -1,13 +1,13 @@
-"""Packs documents into rows of a fixed length (see `rows.py`), and draws the batch of every step.
+"""Packs documents into rows of a fixed length (see `rows.py`), and samples the batch of every step.
 
-Attention stops at a document's beginning and positions count from it, so that a row's other documents change
-nothing.
+Attention stops at a document's beginning and positions count from it, so the other documents of a row have
+no effect.
 
-The batch of a step is a pure function of (documents, mixture, seed, step): there is no position to save. Each
-epoch draws every source as often as its `repeats` says, packs anew and visits the rows in a new order.
+The batch of a step is a pure function of (documents, mixture, seed, step): there is no position to save.
+Each epoch samples every source `repeats` times, packs anew and visits the rows in a new order.
 
-Of several processes each fills the rows of its own devices alone (`own`), and so reads its share of the token
-files; which documents are in which row does not depend on how many processes there are.
+Each process of a group fills only the rows of its own devices (`own`), and so reads its share of the token
+files; the assignment of documents to rows does not depend on the number of processes.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ class Batch:
     Attributes:
       tokens: `[B, T]` int32, the inputs.
       targets: `[B, T]` int32, the token after each.
-      starts: `[B, T]` int32, where in the row each token's document begins.
+      starts: `[B, T]` int32, position in the row of the beginning of each token's document.
       weights: `[B, T]` float32, weight of each target's loss; 0 in padding.
-      sources: `[B, T]` int32, the number of each document's source.
+      sources: `[B, T]` int32, number of each document's source.
 
-    Rows that another process fills are zero here.
+    Rows of other processes are zero.
     """
 
     tokens: np.ndarray
@@ -58,15 +58,15 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedBatches:
-    """The batches of a run, by step.
+    """Batches of a run, by step.
 
     Attributes:
-      documents: what is packed.
-      mixture: the sources, by number; empty takes every document once per epoch, at weight 1.
+      documents: documents to pack.
+      mixture: the sources, by number; empty for every document once per epoch, at weight 1.
       row_tokens: T.
       batch: B, rows per step.
-      seed: of the order.
-      own: the rows of each batch that this process fills.
+      seed: seed of the order.
+      own: rows of each batch that this process fills.
     """
 
     documents: TokenizedDocuments
@@ -102,7 +102,7 @@ class PackedBatches:
         return epoch + place / len(self.epoch(epoch))
 
     def left_out(self) -> str:
-        """What is never trained on, for people; empty if there is nothing."""
+        """Describes what is never trained on, for messages; empty if there is nothing."""
         every = np.arange(len(self.documents))
         _, parts = learnt_parts(self.documents, every, self.row_tokens, self.mixture)
         count = len(np.unique(parts[:, 0]))
@@ -135,7 +135,7 @@ class WindowBatches:
 
     @property
     def documents(self) -> TokenizedDocuments:
-        """What windows are of."""
+        """Documents that windows are cut from."""
         return self.rows.documents
 
     @property
@@ -162,15 +162,15 @@ class WindowBatches:
         return step * self.batch / self.rows.count
 
     def left_out(self) -> str:
-        """What is never trained on, for people; empty if there is nothing."""
+        """Describes what is never trained on, for messages; empty if there is nothing."""
         count = self.rows.left_out
         return f"{count:,} rows of prompts alone are left out" if count else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """A run's tokens: the training batches by step, and the held-out documents, of which losses are measured
-    on `most_batches` at most, or on all if that is 0; for `own` see `PackedBatches`."""
+    """Tokens of a run: the training batches by step, and the held-out documents. Losses are measured on at
+    most `most_batches` batches of them, 0 for all; for `own` see `PackedBatches`."""
 
     train: PackedBatches | WindowBatches
     held_out: TokenizedDocuments
@@ -188,18 +188,18 @@ class Splits:
         loader: Loader = "packed",
         own: Rows = None,
     ) -> "Splits":
-        """Reads both splits' tokens from `folder`, or writes them there first.
+        """Reads both splits' tokens from `folder`, after writing them if necessary.
 
         Args:
           corpus: the documents.
-          encoder: makes tokens of them.
-          settings: of the run.
-          folder: of the token files.
-          loader: how rows are made.
+          encoder: encoder of the documents.
+          settings: settings of the run.
+          folder: folder of the token files.
+          loader: way to make rows.
           own: the rows of each batch that this process fills (see `jaxllm.training.loop.parallel.own_rows`).
 
         Raises:
-          ConfigError: there are too few to train on, or what the loader needs is not installed.
+          ConfigError: there are too few to train on, or a package that the loader needs is not installed.
         """
         train, held_out = (corpus.tokenized(encoder, split, folder) for split in ("train", "held_out"))
         shape = settings.row_tokens, settings.batch
@@ -220,7 +220,7 @@ class Splits:
         return self.train.epochs_at(step)
 
     def size(self) -> str:
-        """How much is trained on, for people."""
+        """Describes the amount of training data, for messages."""
         training, left_out = self.train.documents, self.train.left_out()
         size = f"{len(training):,} documents, {len(training.tokens):,} tokens"
         return f"{size} ({left_out})" if left_out else size
@@ -231,7 +231,7 @@ class Splits:
         return (self.train.batch_at(step, whole=True) for step in range(steps))
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The held-out documents that losses are measured on, weighted as in training."""
+        """Yields batches of held-out documents to measure losses on, weighted as in training."""
         shape = self.train.row_tokens, self.train.batch
         batches = evaluation_batches(self.held_out, *shape, self.train.mixture, own=self.own)
         return spread(batches, self.most_batches)
@@ -256,7 +256,7 @@ def _epoch(batches: PackedBatches, number: int) -> list[np.ndarray]:
 def draw(
     documents: TokenizedDocuments, mixture: Sequence[Source], generator: np.random.Generator
 ) -> np.ndarray:
-    """The documents of an epoch, by number, each as often as its source says; fractions are drawn."""
+    """Samples the documents of an epoch, by number, each `repeats` times; fractions at random."""
     if not mixture:
         return np.arange(len(documents))
     drawn = []
@@ -269,12 +269,12 @@ def draw(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvaluationBatches(Sequence[Batch]):
-    """Batches in which every token that is learnt is a target exactly once, filled as they are asked for.
+    """Batches in which every learned token is a target exactly once, filled on access.
 
     Attributes:
       documents, mixture, row_tokens, own: see `PackedBatches`.
       parts: `[parts, 3]`, see `jaxllm.training.data.rows.cut`.
-      rows: of each batch and row, places in `parts`.
+      rows: positions in `parts`, of each batch and row.
     """
 
     documents: TokenizedDocuments
@@ -299,7 +299,7 @@ class EvaluationBatches(Sequence[Batch]):
 
 
 def filled(batch: int, own: Rows, row: Callable[[int], tuple[np.ndarray, ...]]) -> Batch:
-    """A batch of `batch` rows, of which `row` fills those of `own`."""
+    """A batch of `batch` rows, with those of `own` filled by `row`."""
     found = {number: row(number) for number in (range(batch) if own is None else own)}
     nothing = tuple(map(np.zeros_like, next(iter(found.values()))))
     rows = [found.get(number, nothing) for number in range(batch)]
@@ -324,9 +324,9 @@ def evaluation_batches(
 
 
 def spread(batches: Iterable[Any], most: int) -> Iterator[Any]:
-    """At most so many batches, at equal distances in their order; 0 for all.
+    """Yields at most `most` batches, at equal distances in their order; 0 for all.
 
-    Rows are packed longest first, so that the first ones alone would be of long documents.
+    Rows are packed longest first, so the first ones have only long documents.
     """
     if not most:
         yield from batches

@@ -1,7 +1,7 @@
-"""Divides documents over the processes of a group, each of which reads and encodes its own files.
+"""Divides documents over the processes of a group; each reads and encodes its own files.
 
-Where there are fewer files than processes, all read them and each encodes every n-th block of documents,
-which is most of the work. What comes out is the same for any number of processes.
+If there are fewer files than processes, all read them and each encodes every n-th block of documents, which
+is most of the work. The result is the same for any number of processes.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,17 @@ def takes_file(number: int, files: int) -> bool:
 
 
 def takes_block(number: int, files: int) -> bool:
-    """Whether this process takes a block of documents of a file that it reads, of so many files in all."""
+    """Whether this process encodes a block of documents of a file that it reads, of so many files in all."""
     processes = jax.process_count()
     return files >= processes or number % processes == jax.process_index()
 
 
 def exchanged(work: Callable[[], bytes]) -> list[bytes]:
-    """What `work` gives in each process, by process; all call this together, and wait for each other.
+    """Returns the result of `work` in each process, by process; all call this together, and wait for each
+    other.
 
     Raises:
-      ConfigError: it fails in one of them, and then in all.
+      ConfigError: `work` fails in one of them, and then in all.
     """
     try:
         own = _DONE + work()

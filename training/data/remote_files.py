@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TextIO
 from jaxllm.errors import ConfigError
 
 _GLOB = frozenset("*?[")
-# One slash is what a path leaves of two; a drive of Windows has one letter.
+# `Path` reduces two slashes to one; a drive of Windows has one letter.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -31,10 +31,10 @@ def is_remote(path: Path | str | RemoteFile) -> bool:
 
 
 def require_local(path: Path | str, what: str) -> Path:
-    """A path of something to be written, or of a folder that is read as one.
+    """Checks that a path to write, or of a folder to read, is local.
 
     Raises:
-      ConfigError: it is a URL. As a path it would be a local folder that is named like the URL's scheme.
+      ConfigError: it is a URL. As a path it would be a local folder named like the URL's scheme.
     """
     if _URL.match(str(path)):
         raise ConfigError(f"{what} is a path of this machine or of a mounted file system, not {path}")
@@ -42,15 +42,16 @@ def require_local(path: Path | str, what: str) -> Path:
 
 
 def is_s3(url: str) -> bool:
-    """Whether a URL names an object of S3, or of another service that speaks its protocol."""
+    """Whether a URL names an object of S3, or of another service with its protocol."""
     return url.startswith("s3://")
 
 
 def require_bucket(url: str) -> None:
-    """Checks, before anything is written, that checkpoints can be kept at a URL.
+    """Checks, before anything is written, that checkpoints can be stored at a URL.
 
     Raises:
-      ConfigError: it is no `gs://bucket/path` or `s3://bucket/path`, or what writes there is not installed.
+      ConfigError: it is not `gs://bucket/path` or `s3://bucket/path`, or the package that writes there is
+        not installed.
     """
     kind, _, place = url.partition("://")
     bucket, _, path = place.partition("/")
@@ -64,15 +65,15 @@ def require_bucket(url: str) -> None:
 
 
 def source_name(path: Path | str) -> str:
-    """A path as recipes name it: absolute, or a URL as it is."""
+    """A path as recipes name it: absolute, or a URL unchanged."""
     return str(path) if is_remote(path) else str(Path(path).absolute())
 
 
 def open_text(path: Path | str | RemoteFile) -> contextlib.AbstractContextManager[TextIO]:
-    """Opens a local file or a URL to read UTF-8.
+    """Opens a local file or a URL as UTF-8 text.
 
     Raises:
-      ConfigError: what reads URLs of this kind is not installed.
+      ConfigError: the package that reads such URLs is not installed.
       OSError: the file cannot be opened.
     """
     return _opened(path, "r", encoding="utf-8")
@@ -95,10 +96,10 @@ def _opened(path: Path | str | RemoteFile, mode: str, encoding: str | None = Non
 
 
 def remote_files(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
-    """The files that a URL names: one, those under it that end in `suffixes`, or those of a pattern; sorted.
+    """Lists the files of a URL: one, those under it that end in `suffixes`, or those of a pattern; sorted.
 
     Raises:
-      ConfigError: there is none, or what reads URLs of this kind is not installed.
+      ConfigError: there are none, or the package that reads such URLs is not installed.
     """
     files, own = _file_system(url)
     try:
@@ -116,7 +117,7 @@ def remote_files(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and its path there."""
+    """Returns the file system of a URL, and its path there."""
     try:
         import fsspec
     except ImportError as error:

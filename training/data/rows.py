@@ -1,10 +1,10 @@
 """Cuts documents into parts that fit a row, places parts into rows, and fills rows.
 
-Documents are placed whole into rows by best fit, longest first (best-fit packing, arXiv 2404.10830); one
-longer than a row is cut, and each part but the first begins with the last token of the one before, so that
-every token but a document's first is a target once. Where a prompt is not learnt, the cuts are counted from
-the document's end, so that the answer follows as much of its prompt as a row has room for, and parts without
-a learnt token are left out.
+Documents are placed undivided into rows by best fit, longest first (best-fit packing, arXiv 2404.10830).
+Documents longer than a row are cut, and each part but the first begins with the last token of the previous
+one, so that every token but a document's first is a target once. If prompts are not learned, the cuts are
+counted from the document's end, so that the answer follows as much of its prompt as fits the row, and parts
+without a learned token are left out.
 """
 
 import bisect
@@ -19,16 +19,16 @@ from jaxllm.training.data.sources import Source
 def learnt_parts(
     documents: TokenizedDocuments, drawn: np.ndarray, row_tokens: int, mixture: Sequence[Source]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The parts of some documents that have a weight.
+    """Cuts documents into parts, and separates those without a weight.
 
     Args:
-      documents: of which parts are made.
+      documents: documents to cut.
       drawn: numbers of documents.
-      row_tokens: most targets of a part.
+      row_tokens: maximum number of targets of a part.
       mixture: the sources, by number; empty for weights of 1.
 
     Returns:
-      The parts, see `cut`, and those that are left out.
+      The parts, see `cut`, and the parts that are left out.
     """
     given, learnt = np.ones((2, len(documents)))
     if mixture:
@@ -45,14 +45,14 @@ def learnt_parts(
 def cut(
     lengths: np.ndarray, drawn: np.ndarray, row_tokens: int, *, from_end: np.ndarray | None = None
 ) -> np.ndarray:
-    """The parts `[parts, 3]` (document, first, last token + 1) of documents of these lengths, each with at
-    most `row_tokens` targets; a document of one token has none.
+    """Returns the parts `[parts, 3]` (document, first, last token + 1) of documents of these lengths, each
+    with at most `row_tokens` targets; documents of one token have none.
 
     Args:
-      lengths: tokens of each document.
-      drawn: numbers of the documents that are cut.
-      row_tokens: most targets of a part.
-      from_end: which documents have a short first part, instead of a short last one.
+      lengths: number of tokens of each document.
+      drawn: numbers of the documents to cut.
+      row_tokens: maximum number of targets of a part.
+      from_end: whether a document has a short first part, instead of a short last one.
     """
     counts = -((1 - lengths[drawn]) // row_tokens)
     of = np.repeat(np.arange(len(drawn)), counts)
@@ -71,7 +71,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
       The places in `sizes` of each row's members.
     """
     rows: list[list[int]] = []
-    # Rows by the room that is left in them, and the sizes of room in order.
+    # Rows by the space left in them, and the sizes of space in order.
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []
     for place in np.argsort(-sizes, kind="stable"):

@@ -1,8 +1,8 @@
-"""Leaves words out of questions, so that sub-models learn to answer prompts that a tiny LM has shortened.
+"""Drops words of questions, so that sub-models learn to answer prompts that a tiny LM has shortened.
 
-Large models cope with a prompt that lost words; small ones have to train on such prompts. Words go at random
-and not by a tiny LM's scores, so that a recovery does not depend on a tiny LM, which is trained later on the
-recovered model's answers.
+Large models can answer a prompt with dropped words; small ones have to train on such prompts. Words are
+dropped at random and not by a tiny LM's scores, so that a recovery does not depend on a tiny LM, which is
+trained later on the recovered model's answers.
 """
 
 import dataclasses
@@ -12,20 +12,20 @@ from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.text.droppable import free_spans
 from jaxllm.training.data.documents import Document, chat_document
 
-# At least so much of the droppable words stays, as in the shortest prompt that a service makes.
+# Minimum share of the droppable words that stays, as in the shortest prompt that a service makes.
 LEAST_SHARE = 0.2
-# White space goes with the word behind it, as in `jaxllm.elastic.compression`.
+# White space belongs to the word after it, as in `jaxllm.elastic.compression`.
 _WORD = re.compile(r"\s*\S+")
 
 
 def shortened_document(document: Document, share: float) -> Document:
-    """A document; a `share` of the questions with options lose words.
+    """Returns a document; a `share` of the questions with options lose words.
 
-    Which questions, how many words and which ones follow from the question alone.
+    The choice of questions and words follows from the question only.
 
     Args:
-      document: one that was made from an example, or any other, which stays as it is.
-      share: in [0, 1], of questions that lose words.
+      document: document of an example; any other is returned unchanged.
+      share: share in [0, 1] of the questions that lose words.
     """
     example = document.example
     if example is None or not example.options or pseudo_random(f"shortened\0{example.user}") >= share:
@@ -35,7 +35,7 @@ def shortened_document(document: Document, share: float) -> Document:
 
 
 def with_fewer_words(example: TaskExample, share: float) -> TaskExample:
-    """A question with about a `share` of its droppable words (see `free_spans`), drawn at random.
+    """Returns a question with about a `share` of its droppable words (see `free_spans`), sampled at random.
 
     At least one word of the user's text stays.
     """

@@ -1,4 +1,4 @@
-"""Names where documents come from: texts, stories to be told, tasks, conversations."""
+"""Names sources of documents: texts, stories to be told, tasks, conversations."""
 
 import dataclasses
 from pathlib import Path
@@ -10,21 +10,20 @@ from jaxllm.tasks import find_task
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of documents: texts, a file of stories to be told, a task, or conversations; of an
+    """Source of documents: texts, a file of stories to be told, a task, or conversations; for an
     encoder-decoder pairs.
 
     Attributes:
-      text: path of a text file, of a folder of `.txt` files, or a pattern; all of each document is learnt.
+      text: path of a text file, of a folder of `.txt` files, or a pattern; all of each document is learned.
       stories: path of a text file; each document becomes a request to tell it, with its first sentence.
-      task: a name in `jaxllm.tasks.TASKS`, or a file of questions; its training split, with answers.
+      task: name in `jaxllm.tasks.TASKS`, or a file of questions; its training split, with answers.
       chat: path of a file of JSON lines or parquet, of a folder of such files, or a pattern: conversations,
         and prompts with completions (see `jaxllm.training.data.chats`).
       pairs: paths of two text files, whose lines of the same number are a source and its target; or of one
         file of JSON lines.
-      fields: of such JSON lines, the names of the source and of its target; each of a list of targets is a
-        pair.
-      prefix: of `pairs`, what tells the model the task, in front of each source; None for the model's own.
-      skip_bad: malformed lines of `chat` are left out and counted, instead of an error.
+      fields: names of the source and of its target in such JSON lines; each of a list of targets is a pair.
+      prefix: task prefix of each source of `pairs`; None for the model's own.
+      skip_bad: whether malformed lines of `chat` are left out and counted, instead of an error.
     """
 
     text: str = ""

@@ -1,12 +1,12 @@
-"""Trains byte-level BPE tokenizers for models that start from nothing.
+"""Trains byte-level BPE tokenizers for models that are trained from scratch.
 
-Every byte is in the first alphabet, so any text can be encoded and nothing maps to an unknown token; digits
-are single tokens, so that a number's pieces mean the same everywhere. No token is added in front of or behind
-a text: whoever packs documents marks their ends.
+Every byte is in the initial alphabet, so any text can be encoded and nothing maps to an unknown token;
+digits are single tokens, so that a number's pieces mean the same everywhere. No token is added before or
+after a text: packing marks the ends of documents.
 
 The special tokens come first, with the same ids in every vocabulary: the ends of documents and turns, the
-roles of a chat, and the marks by which a latency objective is written into a prompt (`jaxllm.elastic.slo`):
-`<|ttft:40|>` asks for a time to first token of 40 % of the whole model's.
+roles of a chat, and the marks that write a latency objective into a prompt (`jaxllm.elastic.slo`):
+`<|ttft:40|>` requests a time to first token of 40 % of the whole model's.
 """
 
 from collections.abc import Iterable
@@ -38,11 +38,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learns byte-level BPE merges; the same texts always give the same tokenizer.
 
     Args:
-      texts: without special tokens.
-      vocab_size: tokens in all, the specials (the first ids) and the 256 bytes included.
+      texts: texts without special tokens.
+      vocab_size: number of tokens, including the special ones (the first ids) and the 256 bytes.
 
     Returns:
-      A tokenizer with exactly `vocab_size` tokens, to be saved as `tokenizer.json`.
+      A tokenizer with exactly `vocab_size` tokens, for `tokenizer.json`.
 
     Raises:
       ConfigError: `vocab_size` is below `MIN_VOCAB_SIZE`, or the text is too small or too uniform to

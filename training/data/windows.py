@@ -1,10 +1,10 @@
-"""Draws batches from corpora that are too large to pack: windows of the token files, by grain.
+"""Samples batches from corpora that are too large to pack: windows of the token files, by grain.
 
-A source's tokens are cut every `row_tokens` into windows, which grain shuffles without keeping their order in
-memory and mixes by weight. As with packed rows, attention stops at documents' borders and the batch of a step
-is a pure function of (documents, mixture, seed, step), so that a run resumes at any step. Unlike there, a
-document may begin in one window and go on in another, which does not see its beginning; a source's tokens
-after its last whole window are left out, and so are windows without a learnt token.
+A source's tokens are cut every `row_tokens` into windows, which grain shuffles without storing their order
+in memory and mixes by weight. As with packed rows, attention stops at documents' borders and the batch of a
+step is a pure function of (documents, mixture, seed, step), so a run resumes at any step. Unlike there, a
+document may begin in one window and continue in another, which does not see its beginning; a source's
+tokens after its last full window are left out, and so are windows without a learned token.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxllm.training.data.sources import Source
 
 
 class _Span(NamedTuple):
-    """The windows of a source: the first token of each, how many an epoch draws, and how many it lacks."""
+    """Windows of a source: first token of each, number per epoch, and number left out."""
 
     begins: np.ndarray
     drawn: float
@@ -44,7 +44,7 @@ class WindowRows:
 
     @property
     def count(self) -> int:
-        """Windows of an epoch: of every source as often as its `repeats` says."""
+        """Number of windows of an epoch: those of every source `repeats` times."""
         return round(sum(span.drawn for span in self._spans))
 
     @property

@@ -1,12 +1,12 @@
-"""Measures how much units and layers matter to a model's loss on a calibration text (ELMS, section 3.2).
+"""Measures the importance of units and layers for a model's loss on a calibration text (ELMS, section 3.2).
 
-A unit's importance is the change of the next-token loss by its removal, to first order: the absolute value of
-the sum over its weights of gradient times weight (equation 2), averaged over batches. Its Fisher information,
-to compare with, is the mean of that sum's square over rows, each with a backward pass of its own (second
-order, arXiv 1906.10771, equation 5). A layer's importance is the growth of the loss when it is left out.
+A unit's importance is the change of the next-token loss by its removal, to first order: the absolute value
+of the sum over its weights of gradient times weight (equation 2), averaged over batches. Its Fisher
+information, for comparison, is the mean of that sum's square over rows, each with a backward pass of its
+own (second order, arXiv 1906.10771, equation 5). A layer's importance is the growth of the loss without it.
 
-Parameters lie on a mesh, and so do their gradients; what leaves it are numbers of units and layers. Of an
-encoder-decoder one backward pass over pairs gives those of both sides.
+Parameters and gradients are sharded over a mesh; only scores of units and layers leave it. For an
+encoder-decoder one backward pass over pairs gives the scores of both sides.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ class Importance:
     """Importances of a model's units and layers.
 
     Attributes:
-      groups: for each layer those of its kv-groups, `[K]` float64, in nats per token.
-      neurons: for each layer those of its neurons, `[F]`, or `[E, F]` for experts.
+      groups: importances of the kv-groups of each layer, `[K]` float64, in nats per token.
+      neurons: importances of the neurons of each layer, `[F]`, or `[E, F]` for experts.
       layers: `[L]` float64, the growth of the loss without each layer, in nats per token.
-      loss: of the whole model, in nats per token.
-      cross: of the decoder of an encoder-decoder, for each layer those of its kv-groups over the source.
+      loss: loss of the whole model, in nats per token.
+      cross: importances of the kv-groups over the source of each layer of an encoder-decoder's decoder.
       encoder: those of its encoder.
     """
 
@@ -83,14 +83,14 @@ class Importance:
 
     @property
     def units(self) -> dict[str, np.ndarray]:
-        """Those of all units, as `order_of_scores` takes them."""
+        """Scores of all units, by name, for `order_of_scores`."""
         named = unit_arrays(self.groups, self.neurons)
         named |= {f"cross.{layer}": each for layer, each in enumerate(self.cross)}
         others = {} if self.encoder is None else self.encoder.units
         return named | {ENCODER + name: each for name, each in others.items()}
 
     def order(self, cfg: ModelConfig) -> UnitOrder:
-        """The units of the model, most important first."""
+        """Returns the units of the model, most important first."""
         return order_of_scores(cfg, self.units)
 
     def ladder(self, levels: tuple[int, ...], anchor_share: float) -> Ladder:
@@ -99,10 +99,10 @@ class Importance:
         return Ladder(levels=levels, anchors=self.anchors(anchor_share), encoder=own)
 
     def anchors(self, share: float = 0.2) -> tuple[int, ...]:
-        """The most important layers, a share of all, ascending.
+        """Returns the most important layers, a share of all, ascending.
 
         Raises:
-          ConfigError: `share` is no share.
+          ConfigError: `share` is not in [0, 1].
         """
         if not 0 <= share <= 1:
             raise ConfigError(f"the share of anchor layers must be in [0, 1], got {share}")
@@ -110,7 +110,7 @@ class Importance:
         return tuple(sorted(np.argsort(-self.layers, kind="stable")[:count].tolist()))
 
     def write(self, path: Path) -> None:
-        """Writes a file that `read` reads, whole or not at all."""
+        """Writes a file for `read`, atomically."""
         layers = self.layers
         if self.encoder is not None:
             layers = np.concatenate([layers, self.encoder.layers])
@@ -142,17 +142,17 @@ def measure(
     by: Measure = "gradient",
     report: Report | None = None,
 ) -> Importance:
-    """Importances of a model's units and layers on a calibration text.
+    """Returns importances of a model's units and layers on a calibration text.
 
     Args:
-      cfg: the whole model.
-      params: as float arrays, which stay where they are if they are on the mesh; of bfloat16, activations are
-        too.
+      cfg: config of the whole model.
+      params: float arrays, which stay in place if they are on the mesh; bfloat16 ones also make activations
+        bfloat16.
       batches: the text, packed; or pairs of sources and targets.
-      mesh: the devices, over which rows and parameters are divided; None: the default one.
+      mesh: devices that rows and parameters are divided over; None for the default one.
       remat: see `decoder.forward_documents`.
-      by: the measure of units; "fisher" gives squares of nats per token.
-      report: called with (batches done, batches in all).
+      by: measure of units; "fisher" gives squares of nats per token.
+      report: callback for (batches done, number of batches).
 
     Raises:
       ConfigError: the text is shorter than `LEAST_TOKENS`, or the model's loss on it is not finite.
@@ -226,7 +226,7 @@ def order_of_scores(cfg: ModelConfig, scores: Mapping[str, np.ndarray]) -> UnitO
 
 
 def of_encoder(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those of the encoder, named as those of a model by itself."""
+    """Returns the encoder's scores, named as those of a standalone model."""
     return {name.removeprefix(ENCODER): scores[name] for name in scores if name.startswith(ENCODER)}
 
 
@@ -251,14 +251,14 @@ def _unit_sums(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Rema
         if is_unit_parameter(like):
             value: Any = params[name]
             product = gradient.astype(jnp.float32) * value.astype(jnp.float32)
-            # Summed before layers are taken apart, so that no product is kept.
+            # Summed before layers are separated, so that no product is retained.
             kept = int(name != like) + (2 if ".experts." in name else 1)
             sums[name] = product.reshape(*product.shape[:kept], -1).sum(-1)
     return _unit_reduce(unstacked(sums, cfg).items())
 
 
 def _unit_squares(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat) -> _Units:
-    """Squares of `_unit_sums` of each row by itself, averaged over rows by their tokens."""
+    """Returns squares of `_unit_sums` of each row, averaged over rows by their tokens."""
     rows: AnyBatch = jax.tree.map(lambda each: each[:, None], batch)
     tokens = jnp.asarray(batch.weights > 0, jnp.float32).sum(1)
 
@@ -291,7 +291,7 @@ def _unit_reduce(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def calibration_batches(batches: Iterable[BatchT], tokens: int) -> list[BatchT]:
-    """The first batches that together have so many tokens to predict, or all."""
+    """Returns the first batches that together have so many tokens to predict, or all."""
     taken: list[BatchT] = []
     for batch in batches:
         if tokens <= 0:

@@ -1,10 +1,10 @@
-"""Describes how a model becomes elastic, and defines the training of all levels together, which recovers
-what smaller levels lose (ELMS, section 3.2).
+"""Describes how a model becomes elastic, and defines the joint training of all levels, which recovers the
+losses of smaller levels (ELMS, section 3.2).
 
-Every step trains the whole model on the text, and the smallest level and one other, drawn at random, on the
-whole model's distribution (the sandwich rule of universally slimmable networks, arXiv 1903.05134, with nested
-weights as in MatFormer, arXiv 2310.07707). Levels are counts of used units, so that a step has code for the
-whole model and for one level. The alternative, a low-rank adapter per level over frozen weights, is
+Every step trains the whole model on the text, and the smallest level and one other, sampled at random, on
+the whole model's distribution (the sandwich rule of universally slimmable networks, arXiv 1903.05134, with
+nested weights as in MatFormer, arXiv 2310.07707). Levels are counts of used units, so that a step has code
+for the whole model and for one level. The alternative, a low-rank adapter per level over frozen weights, is
 `level_job`.
 """
 
@@ -101,18 +101,18 @@ def joint_job(
     *,
     original: Params | None = None,
 ) -> Job:
-    """Trains the weights of all levels together.
+    """Returns the job that trains the weights of all levels together.
 
     The loss of a step is the mean of the whole model's, the smallest level's and that of one level between
-    them; the held-out loss is the mean over all levels of the next token's. The whole model's loss is the
-    next token's, and with `original` also its divergence from that model's distribution.
+    them; the held-out loss is the mean over all levels of the next-token loss. The whole model's loss is
+    the next-token loss, and with `original` also its divergence from that model's distribution.
 
     Args:
-      cfg: the whole model.
-      params: its float32 parameters, units in order, to start from.
+      cfg: config of the whole model.
+      params: its initial float32 parameters, units in order.
       ladder: the levels.
-      settings: of the training.
-      original: the model that the whole model stays close to; None: it is free.
+      settings: settings of the training.
+      original: model that the whole model stays close to; None for no constraint.
     """
     dtype = jnp.dtype(settings.computed_in)
     smaller = counts_of_levels(cfg, ladder, tuple(level for level in ladder.levels if level != WHOLE))
@@ -152,8 +152,8 @@ def joint_job(
         )
         return each.mean(0), jnp.zeros(())
 
-    # The whole model, and one level or two; units that a level does not use are computed all the same. The
-    # original's forward pass is a third of a step.
+    # The whole model, and one level or two; unused units are computed nevertheless. The original's forward
+    # pass is a third of a step.
     runs = 1 + min(count, 2) + (0 if original is None else 1 / 3)
     flops = step_flops_per_token(cfg, settings.row_tokens) * runs
     beside = {} if original is None else {"frozen": dict(original), "frozen_cfg": cfg}
@@ -163,16 +163,17 @@ def joint_job(
 def level_job(
     cfg: ModelConfig, params: Params, ladder: Ladder, recipe: LoraRecipe, *, adapters: bool = True
 ) -> Job:
-    """Trains the adapter of a level over frozen weights, or without `adapters` measures levels alone.
+    """Returns the job that trains the adapter of a level over frozen weights, or only measures without
+    `adapters`.
 
-    Which level it is, the counts among the frozen arrays say: first those of the whole model;
-    `Trainer.beside` goes over to another.
+    The counts among the frozen arrays define the level: first those of the whole model; `Trainer.beside`
+    switches to another.
 
     Args:
-      cfg: the whole model.
+      cfg: config of the whole model.
       params: its parameters, units in order.
       ladder: the levels.
-      recipe: of the adapters.
+      recipe: recipe of the adapters.
     """
     frozen: dict[str, Any] = {**params, **level_counts(cfg, ladder, WHOLE)}
     job = lora_job(cfg, frozen, recipe)
@@ -186,8 +187,8 @@ def level_job(
 
 
 def divergence_job(cfg: ModelConfig, original: Params, settings: TrainSettings) -> Job:
-    """Measures how far a model's distribution over the next token is from the original's, in nats per token;
-    it trains nothing."""
+    """Measures the divergence of a model's distribution over the next token from the original's, in nats per
+    token; it trains nothing."""
     dtype = jnp.dtype(settings.computed_in)
 
     def losses(params: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:

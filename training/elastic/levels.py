@@ -1,8 +1,8 @@
-"""Levels in training: the whole model's parameters, and counts of the units that a level uses.
+"""Represents levels in training: the whole model's parameters, and counts of the units that a level uses.
 
-Units that are not used add nothing to their layer's outputs, so that losses and gradients are the
-sub-model's, and one compiled step serves all levels: a level is an array of counts. XLA computes
-unused units all the same, so that a step of any level takes as long as one of the whole model.
+Unused units add nothing to their layer's outputs, so losses and gradients are the sub-model's, and one
+compiled step serves all levels: a level is an array of counts. XLA computes unused units nevertheless, so a
+step of any level is as slow as one of the whole model.
 """
 
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, is_stacked, scan_runs, stacked
 
 Counts = Mapping[str, Any]
-# Of a layer without units these add to the residual all the same.
+# In a layer without units these add to the residual nevertheless.
 _OUTPUTS = ("attn.o_bias", "ffn.down_bias", "shared.down")
 
 
 def level_counts(cfg: ModelConfig, ladder: Ladder, level: int) -> dict[str, np.ndarray]:
-    """The units that a level uses: per layer `layers.{layer}.used_units` `[3]` int32, see `UsedUnits`; of an
-    encoder-decoder those of both sides."""
+    """Returns the units that a level uses: per layer `layers.{layer}.used_units` `[3]` int32, see
+    `UsedUnits`; for an encoder-decoder those of both sides."""
     return {
         f"{lead}layers.{layer}.{PARAMETER}": own
         for lead, side in sides(sub_config(cfg, ladder, level))
@@ -35,7 +35,7 @@ def level_counts(cfg: ModelConfig, ladder: Ladder, level: int) -> dict[str, np.n
 
 
 def sides(cfg: ModelConfig) -> list[tuple[str, ModelConfig]]:
-    """The decoder, and the encoder if there is one, each with what the names of its parameters begin with."""
+    """Lists the decoder, and the encoder if there is one, each with the prefix of its parameters' names."""
     return [("", cfg)] if cfg.encoder is None else [("", cfg), (ENCODER, cfg.encoder)]
 
 
@@ -46,20 +46,20 @@ def counts_of_levels(cfg: ModelConfig, ladder: Ladder, levels: tuple[int, ...]) 
 
 
 def at_level(params: Params, counts: Counts, cfg: ModelConfig) -> dict[str, Any]:
-    """Parameters that compute a level; also in a step.
+    """Returns parameters that compute a level; also inside a step.
 
     Args:
       params: float arrays of the whole model, units in order, equal layers in stacks or not.
-      counts: of the level, of each layer by itself or as `params` are.
-      cfg: the whole model.
+      counts: counts of the level, with unstacked layers or stacked like `params`.
+      cfg: config of the whole model.
     """
     own = stacked(counts, cfg) if is_stacked(params) and not is_stacked(counts) else counts
     return {**used_experts(params, own), **own}
 
 
 def without_layer(cfg: ModelConfig, params: Params, layer: jax.Array | int) -> dict[str, Any]:
-    """The parameters with one layer that adds nothing, an int32 scalar; -1 for none. The layers of an encoder
-    are counted after the decoder's."""
+    """Returns the parameters with one layer that adds nothing, an int32 scalar; -1 for none. The layers of
+    an encoder are counted after the decoder's."""
     found: dict[str, Any] = dict(params)
     first = 0
     for lead, side in sides(cfg):
@@ -77,8 +77,8 @@ def without_layer(cfg: ModelConfig, params: Params, layer: jax.Array | int) -> d
 
 
 def used_experts(params: Params, counts: Counts) -> dict[str, Any]:
-    """Parameters, or an adapter, in which neurons of experts that are not used add nothing: products of
-    experts, unlike others, do not look at counts. Both are in stacks, or neither is."""
+    """Returns parameters, or an adapter, in which unused neurons of experts add nothing: products of
+    experts, unlike others, ignore counts. Both are in stacks, or neither is."""
     found: dict[str, Any] = dict(params)
     for name, value in params.items():
         prefix, is_down, part = name.partition("experts.down")
@@ -93,13 +93,14 @@ def used_experts(params: Params, counts: Counts) -> dict[str, Any]:
 
 
 def adapter_of_level(cfg: ModelConfig, part: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, Any]:
-    """A new adapter of a level, in the shapes of the whole model: zero for units that the level lacks.
+    """Returns a new adapter of a level, in the shapes of the whole model: zero for units that the level
+    lacks.
 
     Args:
-      cfg: the whole model.
-      part: the level.
-      lora: of the adapter.
-      seed: of its random factors.
+      cfg: config of the whole model.
+      part: config of the level.
+      lora: config of the adapter.
+      seed: seed of its random factors.
     """
     wide = {}
     for name, value in jax.device_get(init_adapter(part, lora, jax.random.key(seed))).items():
@@ -140,5 +141,5 @@ def _rows(params: Params, cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _beside(flags: jax.Array, value: jax.Array) -> jax.Array:
-    """Flags of rows `[n]`, or one, in a shape that broadcasts to `value`."""
+    """Reshapes one flag, or flags of rows `[n]`, to broadcast to `value`."""
     return flags.reshape(flags.shape + (1,) * (value.ndim - flags.ndim))

@@ -1,7 +1,7 @@
-"""The stages of a run that makes a model elastic: importance, joint recovery, and each level by itself.
+"""Runs the stages that make a model elastic: importance, joint recovery, and each level's adapter.
 
-Every stage resumes from what it wrote into the run's folder. Weights come as streams of tensors, each of
-which goes to the devices of the mesh by its shards; no stage has a whole model on the host.
+Every stage resumes from its files in the run's folder. Weights are streams of tensors, each of which is
+sharded over the mesh; no stage has a whole model on the host.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxllm.training.loop.trainer import Trainer
 from jaxllm.training.lora.job import FittedAdapter, fit_adapter
 from jaxllm.training.seq2seq.splits import PairSplits
 
-# Reads a model's tensors again and again, in the order of `param_specs`.
+# Function that reads a model's tensors anew, in the order of `param_specs`.
 Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
 Dense = dict[str, jax.Array]
 # The whole model goes back to the one before by halving this often.
@@ -44,7 +44,7 @@ _HALVINGS = 8
 
 @dataclasses.dataclass(frozen=True)
 class ElasticRun:
-    """What all stages of a run share; `profile` is a folder for a trace of the first that trains."""
+    """State that all stages of a run share; `profile` is a folder for a trace of the first training stage."""
 
     cfg: ModelConfig
     recipe: ElasticRecipe
@@ -56,25 +56,25 @@ class ElasticRun:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights that are not trained."""
+        """Dtype of weights that are not trained."""
         return jnp.dtype(self.recipe.computed_in)
 
 
 @dataclasses.dataclass(frozen=True)
 class RecoveredLevel:
-    """Result of a level's training: its adapter, if that lowers the loss, and facts for people."""
+    """Result of a level's training: its adapter, if that lowers the loss, and facts for the summary."""
 
     recovery: Recovery | None
     facts: dict[str, Any]
 
 
 def importance_of(run: ElasticRun, params: Params) -> Importance:
-    """Measures importances of units and layers, or reads what was measured before."""
+    """Measures importances of units and layers, or reads earlier results."""
     recipe, path = run.recipe, run.folder / "importance.npz"
     wait_for_first("importance")
     if path.exists():
         return Importance.read(path, run.cfg)
-    # One epoch at most: the same text again adds nothing.
+    # One epoch at most: repeating the text adds nothing.
     chosen = calibration_batches(run.splits.first_epoch(), recipe.calibration_tokens)
     with ProgressBar(console=run.console, transient=True) as bar:
         task = bar.add_task("importance", total=len(chosen))
@@ -96,13 +96,13 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     """Trains all levels together.
 
     Returns:
-      The whole model's new weights, and facts: with a bound on how far it may go, how far it went.
+      The whole model's new weights, and facts: with a bound, the actual divergence.
     """
     splits, console, recipe, cfg = run.splits, run.console, run.recipe, run.cfg
     console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
     wide, bound = jnp.dtype(jnp.float32), recipe.whole_kl_nats
     before = laid_out(tensors(), cfg, run.mesh, run.dtype) if bound else None
-    # The first step uses up what it starts from.
+    # The first step donates its initial parameters.
     job = joint_job(cfg, laid_out(tensors(), cfg, run.mesh, wide), ladder, recipe, original=before)
     trainer = Trainer(job, recipe, run.mesh)
     monitoring, folder = Monitoring(console=console, profile=run.profile), run.folder / "joint"
@@ -127,17 +127,17 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
 def within_bound(
     start: Dense, end: Dense, divergence: Callable[[Dense], float], bound: float
 ) -> tuple[Dense, float, float]:
-    """The parameters on the line from `start` to `end` that go as far as a bound allows, and no further.
+    """Returns the parameters on the line from `start` to `end` that go as far as a bound allows.
 
     Args:
       start: float32 arrays.
       end: likewise, under the same names.
-      divergence: of parameters from `start`, in nats.
-      bound: of it, above 0.
+      divergence: function from parameters to their divergence from `start`, in nats.
+      bound: upper bound of the divergence, above 0.
 
     Returns:
       The parameters, their share of the way in [0, 1], and their divergence: at most the bound, or that of
-      `start` by rounding alone.
+        `start` by rounding only.
     """
     between = jax.jit(
         lambda start, end, share: jax.tree.map(lambda one, other: one + share * (other - one), start, end)
@@ -167,11 +167,11 @@ def as_stored(
 
 
 def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[tuple[int, RecoveredLevel]]:
-    """Measures every level, and trains its adapter if the recipe asks for one; one compiled step serves all.
+    """Measures every level, and trains its adapter if the recipe has one; one compiled step serves all.
 
     Args:
-      run: the run.
-      served: the whole model's parameters on the mesh, as they will be served.
+      run: state of the run.
+      served: the whole model's parameters on the mesh, as served.
       ladder: the levels.
     """
     cfg, recipe, splits = run.cfg, run.recipe, run.splits

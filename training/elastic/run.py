@@ -1,8 +1,8 @@
 """Makes an elastic bundle of a Hugging Face folder: importance, order, levels, recovery (ELMS, section 3).
 
-A run's folder holds `recipe.json`, `tokens/`, `importance.npz`, `levels/{level}/` or `joint/` with the
+A run's folder has `recipe.json`, `tokens/`, `importance.npz`, `levels/{level}/` or `joint/` with the
 recovery's checkpoints and metrics, `tlm-{digest}/` with the tiny LM's run, and at the end `summary.json`. A
-resumed run reads every step that is done there.
+resumed run reads the results of finished steps there.
 """
 
 import dataclasses
@@ -76,14 +76,14 @@ def elasticize(
     """Makes an elastic bundle, or resumes the run in `run_dir`.
 
     Args:
-      recipe: the run.
-      model: a Hugging Face folder.
-      out: the bundle.
-      run_dir: the run's folder, made if missing.
-      data: the folder that the recipe's sources are in.
-      tiny_lm: the training of the bundle's tiny LM; None makes a bundle without one.
+      recipe: recipe of the run.
+      model: Hugging Face folder.
+      out: path of the bundle.
+      run_dir: folder of the run, created if missing.
+      data: folder of the recipe's sources.
+      tiny_lm: training of the bundle's tiny LM; None makes a bundle without one.
       mesh_shape: devices; all of them along `data` by default.
-      monitoring: where progress goes; the terminal's error stream by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The summary: anchors, and for each level its share of parameters and held-out losses, in nats per token.
@@ -130,7 +130,7 @@ def elasticize(
     run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring.profile)
     importance = importance_of(run, frozen.params)
     tokenizer, name = frozen.tokenizer, frozen.name
-    # Read again in order, instead of moved: there is then one copy, wherever it is.
+    # Read again in order, instead of permuted: so there is only one copy on host and devices.
     del frozen
     order = _order(run, importance, model)
     if recipe.units == "global":
@@ -186,7 +186,7 @@ def elasticize(
         )
         write_json(run_dir / "summary.json", facts)
     else:
-        # Tensors that are divided over processes are gathered by all of them.
+        # All processes have to gather tensors that are divided over processes.
         for _ in pairs:
             pass
     wait_for_first("bundle")
@@ -194,7 +194,7 @@ def elasticize(
 
 
 def _order(run: ElasticRun, importance: Importance, model: Path) -> UnitOrder:
-    """The order of units that the recipe asks for."""
+    """Returns the recipe's order of units."""
     if run.recipe.order == "magnitude":
         return magnitudes(run.cfg, huggingface.read_params(model, run.cfg))
     if run.recipe.order == "random":
@@ -203,10 +203,10 @@ def _order(run: ElasticRun, importance: Importance, model: Path) -> UnitOrder:
 
 
 def _require_pairs_recipe(recipe: ElasticRecipe, tiny_lm: TinyLmRun | None) -> None:
-    """Refuses what is not there for encoder-decoders.
+    """Rejects options that encoder-decoders do not support.
 
     Raises:
-      ConfigError: the recipe or the command asks for it.
+      ConfigError: the recipe or the command has such an option.
     """
     if tiny_lm is not None:
         raise ConfigError(
@@ -220,7 +220,7 @@ def _require_pairs_recipe(recipe: ElasticRecipe, tiny_lm: TinyLmRun | None) -> N
 
 
 def _near(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Parameters for steps that are computed once: those that every device has, on the first alone."""
+    """Returns parameters for steps that run once: replicated ones only on the first device."""
     return {
         name: value.addressable_data(0) if value.is_fully_replicated else value
         for name, value in params.items()
@@ -234,7 +234,7 @@ def _trained_tiny_lm(
     digests: dict[str, str],
     mesh_shape: MeshShape | None,
 ) -> TinyLm:
-    """Trains the tiny LM of an elastic model, whose tensors have these digests."""
+    """Trains the tiny LM of an elastic model with these tensor digests."""
     # Named by the levels' weights and adapters, which make the labels.
     recoveries = model.recoveries
     digest = model_digest(
@@ -251,14 +251,14 @@ def dry_run_elastic(
 ) -> dict[str, Any]:
     """Estimates memory and time of the stages of a run: importance, then joint recovery or levels' adapters.
 
-    Nothing is read but the folder's config, and no parameter is allocated; see `jaxllm.training.loop.dry_run`
-    for what figures compiled on CPUs are worth. The tiny LM, which is small, is left out.
+    Only the folder's config is read, and no parameter is allocated; for the accuracy of figures compiled on
+    CPUs see `jaxllm.training.loop.dry_run`. The tiny LM, which is small, is left out.
 
     Returns:
-      By stage what `Estimate` has and its advice; `device_hours` of all stages.
+      The fields of `Estimate` and its advice by stage; `device_hours` of all stages.
 
     Raises:
-      ConfigError: the mesh does not fit, or the device is not known.
+      ConfigError: the mesh does not fit, or the device is unknown.
       CheckpointError: the config cannot be read.
     """
     known_figures(device)

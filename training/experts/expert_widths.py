@@ -1,14 +1,14 @@
-"""Finds a bitwidth for each expert of a mixture, and writes a bundle with experts apart.
+"""Chooses a bitwidth for each expert of a mixture, and writes a bundle with separately stored experts.
 
-EdgeMoE (arXiv 2308.14352, section 3.2): experts are lowered one by one on a calibration text to measure how
-much each matters, then as many as the tolerable loss allows (`jaxllm.experts.bitwidth`). A loss is how much
-the perplexity grows, as a share of that of the float model (of a bundle: of its dequantized weights). The
-same text gives the statistics of activation paths. All other weights stay as they are; the cost of storing
-them narrower is not counted. Experts of a bundle get narrower, never wider, and those that keep their width
+EdgeMoE (arXiv 2308.14352, section 3.2): experts are lowered one by one on a calibration text to measure
+their importance, then as many as the tolerable loss allows (`jaxllm.experts.bitwidth`). A loss is the
+growth of the perplexity, as a share of that of the float model (for a bundle: of its dequantized weights).
+The same text gives the statistics of activation paths. All other weights stay unchanged; the cost of
+storing them narrower is not counted. Experts of a bundle only get narrower, and those that keep their width
 are not changed.
 
-A run's folder holds `recipe.json`, `tokens/` and `losses.json`, every loss that was measured: the same
-command resumes, and another tolerable loss measures little anew.
+A run's folder has `recipe.json`, `tokens/` and `losses.json`, every measured loss: the same command
+resumes, and another tolerable loss requires few new measurements.
 """
 
 import dataclasses
@@ -62,24 +62,24 @@ def quantize_experts(
     mesh_shape: MeshShape | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Makes a bundle with experts apart, or resumes the run in `run_dir`.
+    """Makes a bundle with separately stored experts, or resumes the run in `run_dir`.
 
     Args:
       recipe: sizes of the measurement.
-      model: a mixture of experts: a Hugging Face folder, or a bundle.
-      out: the bundle; its width is that of all other matrices, and a bundle keeps its own.
-      run_dir: the run's folder, made if missing.
-      target: what is wished of the widths.
-      texts: files to calibrate on; Python's language reference if there are none.
-      mesh_shape: devices, over which rows and parameters are divided; one by default.
-      console: where progress goes; the terminal's error stream by default.
+      model: mixture of experts: a Hugging Face folder or bundle.
+      out: path of the bundle; its width is that of all other matrices, and a bundle keeps its own.
+      run_dir: folder of the run, created if missing.
+      target: requirements on the widths.
+      texts: files to calibrate on; Python's language reference if empty.
+      mesh_shape: devices that rows and parameters are divided over; one by default.
+      console: console of the progress; the terminal's error stream by default.
 
     Returns:
-      What was found: bounds, how many experts are lowered, losses on both texts, bytes of experts.
+      The results: bounds, number of lowered experts, losses on both texts, bytes of experts.
 
     Raises:
-      ConfigError: the model has no experts, there is too little text, no widths lose so little, or `run_dir`
-        belongs to another run.
+      ConfigError: the model has no experts, there is too little text, no widths lose so little, or
+        `run_dir` belongs to another run.
       CheckpointError: the model cannot be read.
     """
     console, run_dir, model = console or Console(stderr=True), Path(run_dir), Path(model)
@@ -122,11 +122,11 @@ def quantize_experts(
 def dry_run_experts(
     recipe: ExpertWidthsRecipe, model: Path, *, mesh_shape: MeshShape | None = None, device: str = ""
 ) -> dict[str, Any]:
-    """Estimates memory and time of measuring how much each expert matters, by the config of a folder alone;
-    see `jaxllm.training.loop.dry_run`. The search for widths takes some ten losses more.
+    """Estimates memory and time of measuring the importance of each expert, from only the config of a
+    folder; see `jaxllm.training.loop.dry_run`. The search for widths needs about ten more losses.
 
     Raises:
-      ConfigError: the model has no experts, the mesh does not fit, or the device is not known.
+      ConfigError: the model has no experts, the mesh does not fit, or the device is unknown.
       CheckpointError: the config cannot be read.
     """
     known_figures(device)
@@ -157,12 +157,12 @@ def require_model(model: Path, *, pairs: bool) -> None:
     """Checks that a model is a mixture whose experts can be measured.
 
     Args:
-      model: a Hugging Face folder, or a bundle.
+      model: Hugging Face folder or bundle.
       pairs: whether it is measured on pairs, as encoder-decoders are, or on a text.
 
     Raises:
       CheckpointError: there is no such model.
-      ConfigError: it has no experts, or is measured otherwise.
+      ConfigError: it has no experts, or is measured on other data.
     """
     if not model.exists():
         raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
@@ -206,14 +206,14 @@ def own_widths(model: Path, cfg: ModelConfig, target: WidthTarget) -> np.ndarray
 def chosen_widths(
     losses: WidthLosses, loads: np.ndarray, own: np.ndarray, target: WidthTarget, console: Console
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """The widths `[L_sparse, E]` that the target asks for, and facts about them.
+    """Chooses the widths `[L_sparse, E]` for the target, and returns facts about them.
 
     Args:
-      losses: measures losses.
-      loads: `[L_sparse, E]`, how often each expert is loaded, in any unit.
-      own: see `own_widths`; none gets wider.
-      target: what is wished of the widths.
-      console: where progress goes.
+      losses: losses by widths.
+      loads: `[L_sparse, E]`, frequency of each expert's loads, in any unit.
+      own: see `own_widths`; upper bounds.
+      target: requirements on the widths.
+      console: console of the progress.
     """
     if target.uniform:
         return np.full(losses.shape, target.uniform, np.int8), {"uniform": target.uniform}
@@ -230,7 +230,7 @@ def chosen_widths(
 def write_widths(
     model: Path, out: BundleOutput, bits: np.ndarray, facts: dict[str, Any], parts: Mapping[str, Part]
 ) -> dict[str, Any]:
-    """Writes the bundle with experts at their widths; returns the facts with how many have which."""
+    """Writes the bundle with experts at their widths; returns the facts with their counts."""
     prepare(model, out.path, weights=out.weights, name=out.name, expert_bits=bits, parts=parts)
     widths, number = np.unique(bits, return_counts=True)
     return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
@@ -254,7 +254,7 @@ def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[l
     taken: tuple[list[Batch], list[Batch]] = ([], [])
     room = [recipe.tokens, recipe.tokens]
     for number, batch in enumerate(evaluation_batches(documents, recipe.row_tokens, recipe.batch)):
-        # Alternately, so that both have all kinds of the text; when one is full, the other takes the rest.
+        # Alternates, so that both have all kinds of the text; when one is full, the other gets the rest.
         at = number % 2 if min(room) > 0 else int(room[0] <= 0)
         if max(room) <= 0:
             break

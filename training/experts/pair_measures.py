@@ -28,7 +28,7 @@ class PairPerplexity:
     """Nats per token of the pairs' targets (see `Measure`).
 
     Attributes:
-      tokens: of the targets.
+      tokens: number of tokens of the targets.
     """
 
     others = OTHERS
@@ -49,20 +49,20 @@ class PairPerplexity:
 
 
 class PairRouge:
-    """Mean Rouge-2 (F1) of greedy answers to the sources, beside the targets (see `Measure`)."""
+    """Mean Rouge-2 (F1) of greedy answers to the sources against the targets (see `Measure`)."""
 
     others = OTHERS
 
     def __init__(
         self, model: Translator, sources: Sequence[Sequence[int]], targets: Sequence[str], most_tokens: int
     ) -> None:
-        """Takes the model's tokenizer and compiled steps.
+        """Uses the model's tokenizer and compiled steps.
 
         Args:
           model: the float model.
           sources: token ids of each.
-          targets: the text that each should be answered by.
-          most_tokens: of an answer.
+          targets: reference answer of each.
+          most_tokens: maximum number of tokens of an answer.
 
         Raises:
           ConfigError: `rouge-score` is not installed.
@@ -79,7 +79,7 @@ class PairRouge:
         return float(np.mean([rouge([target], text)["rouge2"] for target, text in pairs]))
 
     def loss(self, value: float, whole: float) -> float:
-        """The share of Rouge-2 that is lost; below 0 if it grows."""
+        """Returns the lost share of Rouge-2; negative if it grows."""
         if not whole:
             raise ConfigError(
                 "the model's answers have no two words in a row in common with any target: it has not "
@@ -91,14 +91,14 @@ class PairRouge:
 
 @dataclasses.dataclass(frozen=True)
 class PairVisits:
-    """The experts that pairs visit.
+    """Visits of experts by pairs.
 
     Attributes:
       encoder: visits of the tokens of sources.
       decoder: visits of the tokens of targets.
-      loads: `[L_sparse, E]`, the encoder's layers first: how often each expert is loaded for a pair where
-        none stays in memory. An encoder's is loaded once for all tokens of a source, a decoder's for each
-        token of the target.
+      loads: `[L_sparse, E]`, the encoder's layers first: number of loads of each expert for a pair if none
+        stays in memory. An encoder's is loaded once for all tokens of a source, a decoder's for each token
+        of the target.
     """
 
     encoder: Visited
@@ -107,7 +107,7 @@ class PairVisits:
 
 
 def pair_visits(cfg: ModelConfig, rows: PairRows, params: Params) -> PairVisits:
-    """The experts that pairs visit in a model with these parameters."""
+    """Counts the visits of experts by pairs in a model with these parameters."""
     assert cfg.encoder is not None
     of_encoder, experts = len(sparse_layers(cfg.encoder)), cfg.experts
     route: Callable[..., Any] = jax.jit(functools.partial(_visited, cfg))
@@ -139,5 +139,5 @@ def _nats(cfg: ModelConfig, params: Any, batch: PairBatch) -> jax.Array:
 
 
 def _visited(cfg: ModelConfig, params: Any, batch: PairBatch) -> list[jax.Array]:
-    """Per sparse layer, the encoder's first, the experts `[B, T, k]` that tokens chose."""
+    """Returns the chosen experts `[B, T, k]` of tokens per sparse layer, the encoder's first."""
     return [routing.ids for routing in target_logits(params, batch, cfg=cfg)[1]]

@@ -1,12 +1,13 @@
-"""Finds a bitwidth for each expert of an encoder-decoder, and writes a bundle with experts apart.
+"""Chooses a bitwidth for each expert of an encoder-decoder, and writes a bundle with separately stored
+experts.
 
 EdgeMoE's own models, Switch Transformers (arXiv 2308.14352, section 3.2): each expert of both sides is
-lowered alone, the others at 4 bits, and what the model loses on pairs of sources and targets says how much it
-matters. Widths are then chosen within the tolerable loss, of the perplexity of the targets or of Rouge-2.
-Which experts follow which is counted for each side.
+lowered in turn, with the others at 4 bits, and its importance is the model's loss on pairs of sources and
+targets. Widths are then chosen within the tolerable loss, of the perplexity of the targets or of Rouge-2.
+Successions of experts are counted for each side.
 
-A run's folder holds `recipe.json` and the losses that were measured: `losses.json` and `rouge2.json`, and
-those of the pairs that were held out. The same command resumes.
+A run's folder has `recipe.json` and the measured losses: `losses.json` and `rouge2.json`, and those of the
+held-out pairs. The same command resumes.
 """
 
 import dataclasses
@@ -59,24 +60,25 @@ def quantize_seq2seq_experts(
     target: WidthTarget | None = None,
     measure: str = "perplexity",
 ) -> dict[str, Any]:
-    """Makes a bundle of an encoder-decoder with experts apart, or resumes the run in `run_dir`.
+    """Makes a bundle of an encoder-decoder with separately stored experts, or resumes the run in `run_dir`.
 
     Args:
       recipe: sizes of the measurement.
-      model: Switch Transformers: a Hugging Face folder, or a bundle.
-      out: the bundle; its width is that of all other matrices, and a bundle keeps its own.
-      run_dir: the run's folder, made if missing.
-      pairs: of sources and targets.
-      prefix: in front of each source; None for the model's own.
-      target: what is wished of the widths.
-      measure: of `MEASURES`, what a loss is a loss of.
+      model: Switch Transformers: a Hugging Face folder or bundle.
+      out: path of the bundle; its width is that of all other matrices, and a bundle keeps its own.
+      run_dir: folder of the run, created if missing.
+      pairs: pairs of sources and targets.
+      prefix: task prefix of each source; None for the model's own.
+      target: requirements on the widths.
+      measure: name in `MEASURES` of the metric that losses are measured by.
 
     Returns:
-      What was found: bounds, how many experts are lowered, losses on both halves of the pairs.
+      The results: bounds, number of lowered experts, losses on both halves of the pairs.
 
     Raises:
-      ConfigError: the model has no experts or no encoder, its experts cannot be stored apart, there are too
-        few pairs, a pair is too long, no widths lose so little, or `run_dir` belongs to another run.
+      ConfigError: the model has no experts or no encoder, its experts cannot be stored separately, there
+        are too few pairs, a pair is too long, no widths lose so little, or `run_dir` belongs to another
+        run.
       CheckpointError: the model cannot be read.
     """
     if measure not in MEASURES:
@@ -122,8 +124,8 @@ def quantize_seq2seq_experts(
 
 
 def _more_facts(losses: dict[str, WidthLosses], bits: np.ndarray, lead: str) -> dict[str, float]:
-    """Of the float model the perplexity, and Rouge-2 where that is measured; then the loss of the perplexity,
-    too."""
+    """Returns the perplexity of the float model, and its Rouge-2 if measured; then also the loss of the
+    perplexity."""
     perplexity = losses["perplexity"]
     found = {f"{lead}perplexity": round(math.exp(perplexity.whole), 4)}
     if "rouge2" in losses:

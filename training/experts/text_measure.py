@@ -25,7 +25,7 @@ class Visited:
     """The visits of a text's tokens to the experts of a decoder, or of an encoder.
 
     Attributes:
-      paths: which experts follow which.
+      paths: counts of successive experts.
       tokens: the experts of each token.
     """
 
@@ -37,15 +37,15 @@ class Visited:
         """Counts visits.
 
         Args:
-          ids: `[L_sparse, M, k]` int, the experts that M tokens visit.
+          ids: `[L_sparse, M, k]` int, experts that M tokens visit.
           tokens: `[M]` int, their ids.
-          experts: of a layer (E).
+          experts: number of experts of a layer (E).
         """
         return cls(count_paths(ids, experts), count_tokens(ids, tokens, experts))
 
     @property
     def shares(self) -> np.ndarray:
-        """The shares of a layer's visits that its experts have, `[L_sparse, E]`."""
+        """Shares of a layer's visits by expert, `[L_sparse, E]`."""
         return self.paths.alone / np.maximum(self.paths.alone.sum(-1, keepdims=True), 1.0)
 
 
@@ -80,7 +80,7 @@ class TextPerplexity:
         return perplexity_loss(value, whole)
 
     def visited(self, params: Params) -> Visited:
-        """The experts that the text's tokens visit."""
+        """Counts the visits of experts by the text's tokens."""
         everywhere = NamedSharding(self._mesh, PartitionSpec())
         route = jax.jit(functools.partial(_visited, self._cfg), out_shardings=everywhere)
         read = [each.weights > 0 for each in self._batches]
@@ -90,7 +90,7 @@ class TextPerplexity:
         return Visited.of(ids, np.concatenate(tokens), self._cfg.experts)
 
     def _on_rows(self, step: Callable[..., jax.Array], params: Params, batch: Batch) -> jax.Array:
-        """Runs a step on a batch whose rows are divided over the mesh."""
+        """Runs a step on a batch with rows divided over the mesh."""
         with jax.set_mesh(self._mesh):
             return step(params, jax.tree.map(lambda part: part[0], place_rows(batch, self._mesh, 1)))
 
@@ -109,7 +109,7 @@ def _nats(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
 
 
 def _visited(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
-    """The experts `[L_sparse, B, T, k]` that tokens visit."""
+    """Returns the experts `[L_sparse, B, T, k]` that tokens visit."""
     inputs = params, batch.tokens, batch.starts
     _, routing = decoder.forward_documents_with_routing(*inputs, cfg=cfg, differentiable=False)
     return routing.ids

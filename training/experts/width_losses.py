@@ -1,4 +1,4 @@
-"""Measures what narrower experts lose; every loss once."""
+"""Measures the losses of narrower experts, each loss once."""
 
 import hashlib
 import json
@@ -24,42 +24,41 @@ _LOWEST = 2
 
 
 class Measure(Protocol):
-    """Judges a model on some data.
+    """Measures a model on some data.
 
     Attributes:
-      others: the bitwidth of all other experts while one is lowered alone; 32 leaves them as they are.
+      others: bitwidth of all other experts while one is lowered; 32 leaves them unchanged.
     """
 
     others: int
 
     def value(self, params: Params) -> float:
-        """What is measured of a model with these parameters."""
+        """Measures a model with these parameters."""
         ...
 
     def loss(self, value: float, whole: float) -> float:
-        """What is lost by a model of which `value` is measured, as a share, beside `whole` of the float
-        model."""
+        """Returns the loss of a model with the measured `value`, relative to `whole` of the float model."""
         ...
 
 
 class WidthLosses:
-    """Losses by the experts' widths, kept in a file.
+    """Losses by the experts' widths, stored in a file.
 
     Attributes:
-      params: of the float model, on the devices.
+      params: parameters of the float model, on the devices.
     """
 
     def __init__(
         self, cfg: ModelConfig, params: Params, measure: Measure, path: Path, mesh: Mesh | None = None
     ) -> None:
-        """Reads the losses that were measured before.
+        """Reads losses of earlier measurements.
 
         Args:
-          cfg: a mixture.
-          params: as floats of 32 bits.
-          measure: what is lost.
-          path: of the file of losses.
-          mesh: the devices, over which parameters are divided; None: the default one.
+          cfg: config of a mixture.
+          params: float32 arrays.
+          measure: measure of the losses.
+          path: path of the file of losses.
+          mesh: devices that parameters are divided over; None for the default one.
         """
         self._cfg, self._measure, self._path = cfg, measure, path
         self._layers, self._specs = sparse_layers(cfg), param_specs(cfg)
@@ -75,11 +74,11 @@ class WidthLosses:
 
     @property
     def whole(self) -> float:
-        """What is measured of the float model."""
+        """Measured value of the float model."""
         return self._measured("whole", lambda: self.params)
 
     def value_of(self, bits: np.ndarray) -> float:
-        """What is measured by widths `[L_sparse, E]`; 32 changes nothing."""
+        """Measured value by widths `[L_sparse, E]`; 32 changes nothing."""
         bits = np.asarray(bits, np.int8)
         if np.all(bits == 32):
             return self.whole
@@ -91,10 +90,10 @@ class WidthLosses:
         return self._measure.loss(self.value_of(bits), self.whole)
 
     def importance(self, report: Callable[[int, int], None]) -> np.ndarray:
-        """What is lost by one expert alone at the narrowest width, beside all at the width of the others (see
-        `Measure`), `[L_sparse, E]`.
+        """Returns the loss of lowering one expert to the narrowest width, relative to all at the width of
+        the others (see `Measure`), `[L_sparse, E]`.
 
-        `report` is called with (experts done, experts in all).
+        `report` is a callback for (experts done, number of experts).
         """
         found, others = np.zeros(self.shape), np.full(self.shape, self._measure.others, np.int8)
         before = self.loss_of(others)
@@ -141,7 +140,7 @@ class WidthLosses:
 
 
 def perplexity_loss(nats: float, whole: float) -> float:
-    """The growth of the perplexity, as a share of that of the float model, from nats per token."""
+    """Returns the growth of the perplexity, as a share of that of the float model, from nats per token."""
     return math.exp(nats - whole) - 1
 
 

@@ -1,9 +1,9 @@
 """Calibrates a model for integer prefill, and writes the bundle (mllm-NPU, arXiv 2407.05858, section 3.3).
 
-The model runs in floats on a text, which gives the steps of activations and the channels with outliers.
-Layers get a shadow until the perplexity grows by no more than is allowed, on that text and on as much that is
-held out. The bundle has the 8-bit weights that it would have anyway, the steps, the float rows of the
-channels with outliers, and both losses.
+The model runs in floats on a text, which gives the quantization steps of activations and the channels with
+outliers. Layers get a shadow until the growth of the perplexity is within the limit, on that text and on as
+much held-out text. The bundle has the 8-bit weights that it would have anyway, the steps, the float rows of
+the channels with outliers, and both losses.
 
 Float rows are the checkpoint's for a Hugging Face folder; for a bundle they are as exact as its weights.
 """
@@ -52,19 +52,19 @@ def calibrate_prefill(
 
     Args:
       recipe: sizes of the calibration.
-      model: a Hugging Face folder, or a bundle of 8-bit weights (an elastic one keeps its levels).
-      out: the new bundle's path; written whole or not at all.
-      most_loss: tolerable growth of the perplexity, as a share, on the text and on what is held out: as many
-        layers get a shadow as it takes, and then as many channels.
-      texts: files to calibrate on; Python's language reference if there are none.
-      name: the model's name, for people; its own by default.
-      console: where progress goes; the terminal's error stream by default.
+      model: Hugging Face folder, or a bundle of 8-bit weights (an elastic one keeps its levels).
+      out: path of the new bundle, written atomically.
+      most_loss: tolerable growth of the perplexity, as a share, on the text and on held-out text: it
+        determines the numbers of layers with a shadow, and then of channels.
+      texts: files to calibrate on; Python's language reference if empty.
+      name: display name of the model; its own by default.
+      console: console of the progress; the terminal's error stream by default.
 
     Returns:
-      What was found: layers with shadow, channels, bytes, and losses by level.
+      The results: layers with shadow, channels, bytes, and losses by level.
 
     Raises:
-      ConfigError: the model has experts or other weights, there is too little text, or too much is lost.
+      ConfigError: the model has experts or other weights, there is too little text, or the loss is too large.
       CheckpointError: the model cannot be read.
     """
     console, model, out = console or Console(stderr=True), Path(model), Path(out)
@@ -116,8 +116,7 @@ def _calibrated(
     texts: Sequence[Path],
     console: Console,
 ) -> tuple[Fitted, dict[str, Any], dict[str, BlockedArray]]:
-    """The calibration, facts about it, and the weights that it belongs to where they differ from the
-    bundle's."""
+    """Returns the calibration, facts about it, and its weights if they differ from the bundle's."""
     cfg = bundle.cfg
     require_integer_prefill(cfg)
     if bundle.layout.weights != "int8":
@@ -181,5 +180,5 @@ def _texts(
     tokens = text_tokens(bundle, 2 * recipe.tokens, paths)
     length = min(recipe.row_tokens, bundle.cfg.window_tokens)
     rows = whole_rows(tokens[: 2 * recipe.tokens], length)
-    # Alternately, so that both have all kinds of the text.
+    # Alternates, so that both have all kinds of the text.
     return rows[::2], rows[1::2]

@@ -149,7 +149,7 @@ class Checkpoints:
         """
         try:
             return self._store.restore(step, abstract)
-        except Exception as error:  # orbax raises what its parts raise, and bare exceptions.
+        except Exception as error:  # orbax raises errors of its parts, and bare exceptions.
             raise CheckpointError(
                 f"cannot read the checkpoint {self._folder}/{step}: {one_line(error)}; remove it to go on "
                 "from an earlier one"
@@ -157,7 +157,7 @@ class Checkpoints:
 
 
 class _OrbaxCheckpoints:
-    """Those in a folder or at a `gs://` URL."""
+    """Checkpoints in a folder or at a `gs://` URL."""
 
     def __init__(self, folder: epath.Path, *, resumes: bool) -> None:
         self._folder, self._deleted, self._saved = folder, folder / _DELETED, False
@@ -241,7 +241,7 @@ def read_best(folder: Path | str, abstract: TrainState) -> tuple[TrainState, int
 
 
 def _location(folder: Path | str) -> epath.Path | str:
-    """A folder or `gs://` URL for orbax, or an `s3://` URL as it is."""
+    """A folder or `gs://` URL for orbax, or an `s3://` URL unchanged."""
     if is_remote(folder):
         require_bucket(str(folder))
         return str(folder) if is_s3(str(folder)) else epath.Path(folder)

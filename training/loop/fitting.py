@@ -30,7 +30,7 @@ class Fitted:
     """The best checkpoint of a training.
 
     Attributes:
-      params: on the trainer's mesh.
+      params: parameters on the trainer's mesh.
       step: steps done at this checkpoint.
       loss: held-out loss in nats per token.
     """

@@ -34,7 +34,7 @@ _Block = tuple[jax.Array, jax.Array]
 
 
 class Targets(Protocol):
-    """What losses read of a batch: the targets `[B, T]` int32."""
+    """Fields of a batch that losses read: the targets `[B, T]` int32."""
 
     @property
     def targets(self) -> Any:
@@ -90,7 +90,7 @@ def outputs_of_hidden(
 
 def as_computed(params: Params, dtype: DTypeLike) -> Params:
     """The parameters with stacked float32 matrices in the dtype of activations: rounded once, before a loop
-    over layers gathers them from other devices. Vectors, routers and embeddings stay as they are."""
+    over layers gathers them from other devices. Vectors, routers and embeddings stay unchanged."""
 
     def cast(name: str, weight: Any) -> Any:
         apart = name.endswith((".scale", "bias", ".router"))

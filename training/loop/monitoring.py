@@ -18,10 +18,10 @@ TRACED_STEPS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Monitoring:
-    """Where a run's progress goes.
+    """Destinations of a run's progress.
 
     Attributes:
-      console: for lines of progress; None for the terminal's error stream.
+      console: console of lines of progress; None for the terminal's error stream.
       tensorboard: whether TensorBoard's events are written into the run's folder, too.
       profile: a folder for a trace of a few steps, see `StepTrace`; None for no trace.
     """

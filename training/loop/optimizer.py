@@ -103,7 +103,7 @@ def _wide(stack: jax.Array) -> jax.Array:
 
 
 def _divided(stack: jax.Array) -> jax.Array:
-    """Newton-Schulz of a stack, of which each device of the mesh computes a share."""
+    """Newton-Schulz of a stack; each device of the mesh computes a share."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return _newton_schulz(stack)

@@ -130,7 +130,7 @@ def starts_group(environment: Mapping[str, str]) -> bool:
     tasks = environment.get("SLURM_NTASKS" if slurm else "OMPI_COMM_WORLD_SIZE", "1")
     if tasks.isdecimal() and int(tasks) > 1:
         return True
-    if "TPU_ML_PLATFORM" not in environment:  # JAX sets it on import, where there are TPUs.
+    if "TPU_ML_PLATFORM" not in environment:  # JAX sets it on import, if there are TPUs.
         return False
     if hosts := environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES")):
         return "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in environment

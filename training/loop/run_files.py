@@ -71,7 +71,7 @@ def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
 
 
 def checkpoints_of(folder: Path) -> Path | str:
-    """Where the checkpoints of a run, or of a stage in a folder of the run's, are: a path or a URL."""
+    """Returns the place of the checkpoints of a run, or of a stage in its folder: a path or a URL."""
     for run_dir in (folder, *folder.parents):
         if (url := _url_of(run_dir)) is not None:
             return "/".join((url, *folder.relative_to(run_dir).parts, CHECKPOINTS))
@@ -98,7 +98,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by a JSON value, for people to read too."""
+    """Replaces a file by a readable JSON value."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -140,7 +140,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
     """Reads a run's `recipe.json`.
 
     Raises:
-      CheckpointError: `run_dir` holds no run, or its file is damaged.
+      CheckpointError: `run_dir` contains no run, or its file is damaged.
     """
     try:
         identity = json.loads(read_text(Path(run_dir) / RECIPE_FILE))

@@ -50,7 +50,7 @@ class S3Checkpoints:
             raise CheckpointError(f"cannot list the checkpoints at {self.url}: {error}") from error
 
     def steps(self) -> list[int]:
-        """Of the whole checkpoints, ascending."""
+        """Steps of the complete checkpoints, ascending."""
         return sorted(self._done)
 
     def losses(self) -> dict[int, float]:

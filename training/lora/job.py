@@ -41,7 +41,7 @@ class LoraRecipe(TrainSettings):
 
 
 def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
-    """The job that trains an adapter, with the model frozen."""
+    """Returns the job that trains an adapter over the frozen model."""
     dtype, scaling = jnp.dtype(recipe.computed_in), recipe.lora.scaling
     adapted_parameters(cfg, recipe.lora.targets)
 
@@ -73,12 +73,12 @@ def fit_adapter(
     """Trains an adapter, or resumes from the checkpoints in `folder`.
 
     Args:
-      trainer: of a `lora_job`.
-      splits: the run's tokens.
-      folder: of `checkpoints/` and `metrics.jsonl`, made if missing.
-      monitoring: where progress goes.
+      trainer: trainer of a `lora_job`.
+      splits: tokens of the run.
+      folder: folder of `checkpoints/` and `metrics.jsonl`, created if missing.
+      monitoring: destinations of the progress.
     """
-    # An untrained adapter changes nothing: this is the loss of the model alone.
+    # An untrained adapter changes nothing: this is the loss of the model without one.
     without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
     best = fit(
         trainer, splits.train.batch_at, splits.held_out_batches, folder, splits.source_names, monitoring

@@ -2,7 +2,7 @@
 
 The model's weights may have any width; over 8 or 4 bits this is QLoRA (arXiv 2305.14314) without its paging.
 
-A run's folder holds `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
+A run's folder has `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
 `summary.json`. The frozen weights are read from the model's folder or bundle and never written.
 """
 
@@ -50,13 +50,13 @@ def train_lora(
     """Trains an adapter, or resumes the run in `run_dir`, and writes the best.
 
     Args:
-      recipe: the run.
-      model: a Hugging Face folder, or a bundle.
-      run_dir: the run's folder, made if missing.
-      data: the folder that the recipe's sources are in.
-      weights: width of a folder's frozen matrices; None is that of the recipe's precision.
+      recipe: recipe of the run.
+      model: Hugging Face folder or bundle.
+      run_dir: folder of the run, created if missing.
+      data: folder of the recipe's sources.
+      weights: width of a folder's frozen matrices; None for that of the recipe's precision.
       mesh_shape: devices; all of them along `data` by default.
-      monitoring: where progress goes; the terminal's error stream by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The adapter's folder, `run_dir/adapter`.
@@ -106,10 +106,11 @@ def dry_run_lora(
     mesh_shape: MeshShape | None = None,
     device: str = "",
 ) -> dict[str, Any]:
-    """Estimates memory and time of a run by the config of a folder alone; see `jaxllm.training.loop.dry_run`.
+    """Estimates memory and time of a run from only the config of a folder; see
+    `jaxllm.training.loop.dry_run`.
 
     Raises:
-      ConfigError: the mesh does not fit, or the device or the weights are not known.
+      ConfigError: the mesh does not fit, or the device or the weight format is unknown.
       CheckpointError: the config cannot be read.
     """
     cfg = huggingface.read_config(model)
@@ -122,15 +123,15 @@ def dry_run_lora(
 
 
 def require_trainable(cfg: ModelConfig, recipe: LoraRecipe, what: str) -> None:
-    """Refuses an encoder-decoder that is not trained here, or a recipe that it cannot follow.
+    """Rejects encoder-decoders that cannot be trained here, and recipes that they do not support.
 
     Args:
-      cfg: the model; a decoder alone is always trained.
-      recipe: of the run.
-      what: is trained, such as "adapters".
+      cfg: config of the model; decoder-only models are always accepted.
+      recipe: recipe of the run.
+      what: name of what is trained, such as "adapters".
 
     Raises:
-      ConfigError: it is refused.
+      ConfigError: it is rejected.
     """
     if cfg.encoder is None:
         return
@@ -158,17 +159,17 @@ def claimed_splits(
     shortened_share: float = 0.0,
     weights: str = "",
 ) -> Splits | PairSplits:
-    """What a run trains on and holds out; the first process claims its folder.
+    """Returns a run's training and held-out data; the first process claims its folder.
 
     Args:
-      run_dir: the run's folder, made if missing.
-      recipe: of the run.
-      frozen: the model; of an encoder-decoder the sources are of pairs.
-      mesh: which divides the rows of pairs.
-      data: the folder that the sources are in.
-      console: where malformed lines are told.
+      run_dir: folder of the run, created if missing.
+      recipe: recipe of the run.
+      frozen: the model; for an encoder-decoder the sources are of pairs.
+      mesh: mesh that divides the rows of pairs.
+      data: folder of the sources.
+      console: console that malformed lines are printed on.
       shortened_share: see `Corpus`.
-      weights: what is made, if the run depends on it.
+      weights: name of the output weights, if the run depends on them.
 
     Raises:
       ConfigError: a source is unusable, or the folder belongs to another run.

@@ -1,6 +1,7 @@
-"""Trains a folder's model on: continued pretraining on texts, full fine-tuning on answers of conversations.
+"""Continues to train a folder's model: pretraining on texts, full fine-tuning on answers of conversations.
 
-A run's folder holds what `jaxllm.training.pretrain.run` writes, but the tokenizer, which is the model's own.
+A run's folder has the files of `jaxllm.training.pretrain.run`, except the tokenizer, which is the model's
+own.
 """
 
 import dataclasses
@@ -41,12 +42,12 @@ def train_on(
     """Trains all weights of a model, or resumes the run in `run_dir`, and exports the best.
 
     Args:
-      recipe: the run; its model is replaced by the folder's.
-      model: a Hugging Face folder to start from.
-      run_dir: the run's folder, made if missing.
-      data: the folder that the recipe's sources are in.
+      recipe: recipe of the run; its model is replaced by the folder's.
+      model: Hugging Face folder to start from.
+      run_dir: folder of the run, created if missing.
+      data: folder of the recipe's sources.
       mesh_shape: devices; all of them along `data` by default.
-      monitoring: where progress goes; the terminal's error stream by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
@@ -102,7 +103,7 @@ def train_on(
 
 
 def _write(folder: Path, model: Path, recipe: PretrainRecipe, start: FrozenModel, params: Any) -> None:
-    """Writes a folder like the one that training started from, with other weights."""
+    """Writes a folder like the one that training started from, with new weights."""
     told = read_json(model / "config.json", "download the folder again")
     ids = {name: told[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in told}
     huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})

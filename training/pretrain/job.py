@@ -1,4 +1,4 @@
-"""Describes a pretraining run, and defines its job: a decoder on texts alone, or with a teacher."""
+"""Describes a pretraining run, and defines its job: a decoder on texts, or with a teacher."""
 
 import dataclasses
 from pathlib import Path
@@ -60,7 +60,7 @@ class Teacher:
 
 
 def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
-    """The job that trains a recipe's model."""
+    """Returns the job that trains a recipe's model."""
     cfg, dtype = recipe.model, jnp.dtype(recipe.computed_in)
 
     def init(key: jax.Array) -> Params:
@@ -81,6 +81,6 @@ def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
     flops = step_flops_per_token(cfg, recipe.row_tokens)
     if teacher is None:
         return Job(init, losses, cfg=cfg, flops_per_token=flops)
-    # A teacher runs forward alone.
+    # A teacher only runs forward.
     flops += step_flops_per_token(teacher.cfg, recipe.row_tokens) / 3
     return Job(init, losses, teacher.params, cfg=cfg, frozen_cfg=teacher.cfg, flops_per_token=flops)

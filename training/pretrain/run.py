@@ -1,6 +1,6 @@
 """Trains a decoder from documents to a Hugging Face folder: tokenizer, token files, loop, export.
 
-A run's folder holds `recipe.json`, `tokenizer.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the
+A run's folder has `recipe.json`, `tokenizer.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the
 end `hf/` and `summary.json`. Calling `pretrain` again on the same folder resumes. It never trains on
 `PretrainTexts.valid`.
 
@@ -57,11 +57,11 @@ from jaxllm.training.pretrain.job import PretrainRecipe, Teacher, pretrain_job
 
 @dataclasses.dataclass(frozen=True)
 class PretrainTexts:
-    """The texts of a pretraining run.
+    """Texts of a pretraining run.
 
     Attributes:
-      data: the folder that the recipe's sources are in.
-      train: UTF-8 files for a recipe without sources; none means Python's own documentation.
+      data: folder of the recipe's sources.
+      train: UTF-8 files for a recipe without sources; Python's own documentation if empty.
       valid: text to report the final loss on, never trained on.
     """
 
@@ -81,16 +81,16 @@ def pretrain(
     mesh_shape: MeshShape | None = None,
     monitoring: Monitoring | None = None,
 ) -> Path:
-    """Trains a model from nothing, or resumes the run in `run_dir`, and exports the best.
+    """Trains a model from scratch, or resumes the run in `run_dir`, and exports the best.
 
     Args:
-      recipe: the run. Resuming, only how long it trains and what it logs may differ from the run's own.
-      run_dir: the run's folder, made if missing.
-      texts: to read; Python's own documentation by default.
-      tokenizer: a `tokenizer.json` of this project to take; None trains one.
-      teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
+      recipe: recipe of the run. On resumption only duration and logging may differ from the run's own.
+      run_dir: folder of the run, created if missing.
+      texts: texts to read; Python's own documentation by default.
+      tokenizer: `tokenizer.json` of this project; None trains one.
+      teacher: Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
       mesh_shape: devices; all of them along `data` by default.
-      monitoring: where progress goes; the terminal's error stream by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
@@ -178,13 +178,13 @@ def dry_run_pretrain(
 def export_best(run_dir: Path, out: Path | None = None) -> Path:
     """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf` by default.
 
-    It may be called while the run goes on in another process.
+    It may be called while the run continues in another process.
 
     Returns:
       The Hugging Face folder.
 
     Raises:
-      CheckpointError: `run_dir` holds no run, or no checkpoint yet.
+      CheckpointError: `run_dir` contains no run, or no checkpoint yet.
     """
     run_dir = Path(run_dir)
     recipe = run_recipe(run_dir)
@@ -198,13 +198,13 @@ def export_best(run_dir: Path, out: Path | None = None) -> Path:
 
 def write_model(folder: Path, recipe: PretrainRecipe, tokenizer: Tokenizer, params: Any) -> None:
     """Writes a Hugging Face folder: config, weights, tokenizer with chat template, generation config."""
-    # transformers takes the first for the end of a text, or of an answer.
+    # transformers uses the first as the end of a text, or of an answer.
     names = (
         [END_OF_TURN, END_OF_TEXT] if recipe.chat_template == ROLE_TEMPLATE else [END_OF_TEXT, END_OF_TURN]
     )
     ends = [token_id(tokenizer, name) for name in names]
     ids = {"eos_token_id": ends, "pad_token_id": token_id(tokenizer, PAD)}
-    # Spelled out, because transformers fills a missing begin token with a default id.
+    # Explicit, because transformers fills a missing begin token with a default id.
     huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
     tokenizer_folder.write_tokenizer(
         folder,
@@ -219,7 +219,7 @@ def write_model(folder: Path, recipe: PretrainRecipe, tokenizer: Tokenizer, para
 
 
 def run_recipe(run_dir: Path) -> PretrainRecipe:
-    """The recipe of the run in `run_dir`.
+    """Reads the recipe of the run in `run_dir`.
 
     Raises:
       CheckpointError: there is no run in `run_dir`.

@@ -1,8 +1,8 @@
-"""Batches of pairs of similar length, so that a step has little padding and few shapes are compiled.
+"""Makes batches of pairs of similar length, so that a step has little padding and few compiled shapes.
 
-A pair stands in the shortest of a few row lengths that holds its source and its target. All rows of a batch
-are of one length, and shorter rows are more, so that every batch has about as many tokens. Batches follow
-from (pairs, settings, step) alone.
+Row lengths are a short list; a pair's row has the minimum length that fits its source and its target. All
+rows of a batch are of one length, and batches of shorter rows have more of them, so that every batch has
+about as many tokens. Batches follow from (pairs, settings, step) only.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ Pair = tuple[Sequence[int], Sequence[int]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PairBatch:
-    """Pairs of one length of rows.
+    """Pairs in rows of one length.
 
     Attributes:
       read: `[B, S]` int32, tokens of the sources.
-      read_tokens: `[B]` int32, how many of them are real.
-      tokens: `[B, T]` int32, what the decoder reads: the start token, then the target without its end.
+      read_tokens: `[B]` int32, number of valid tokens of each.
+      tokens: `[B, T]` int32, inputs of the decoder: the start token, then the target without its end.
       targets: `[B, T]` int32, the target.
       weights: `[B, T]` float32, 1 for each token of a target and 0 for padding.
-      sources: `[B, T]` int32, the number of each row's source of data.
+      sources: `[B, T]` int32, number of each row's source of data.
     """
 
     read: np.ndarray
@@ -45,13 +45,13 @@ class PairRows:
     """Encoded pairs in rows of a few lengths.
 
     Attributes:
-      pairs: of all sources of data; none is empty.
-      of: for each pair, the number of its source of data.
-      lengths: of rows in tokens, ascending; the last one cuts longer pairs.
-      batch_tokens: tokens of a batch on each side, padding included.
-      rows_multiple: the rows of every batch are a multiple of it.
-      start_id: the token that the decoder begins with, which pads rows too.
-      seed: of the order.
+      pairs: pairs of all sources of data; none is empty.
+      of: number of each pair's source of data.
+      lengths: lengths of rows in tokens, ascending; the last one cuts longer pairs.
+      batch_tokens: tokens of a batch on each side, with padding.
+      rows_multiple: divisor of the number of rows of every batch.
+      start_id: token that the decoder begins with; it also pads rows.
+      seed: seed of the order.
     """
 
     pairs: Sequence[Pair]
@@ -71,7 +71,7 @@ class PairRows:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches of each length; what is left over waits for another epoch's order.
+        """Number of full batches of all lengths; the rest is left for another epoch's order.
 
         Raises:
           ConfigError: there are too few pairs for any batch.
@@ -85,7 +85,7 @@ class PairRows:
 
     @property
     def padding_share(self) -> float:
-        """Of all tokens of an epoch, on both sides."""
+        """Share of padding among all tokens of an epoch, on both sides."""
         real = sum(min(len(side), self.lengths[-1]) for pair in self.pairs for side in pair)
         return 1 - real / (2 * int(self.length_of.sum()))
 
@@ -101,7 +101,7 @@ class PairRows:
             for first in range(0, len(own), count):
                 yield self._filled(own[first : first + count], length)
 
-    # An object lives as long as its run, so a cache of its own keeps nothing alive.
+    # An object lives as long as its run, so its cache retains nothing longer.
     @functools.lru_cache(maxsize=2)  # noqa: B019
     def _order(self, epoch: int) -> list[tuple[np.ndarray, int]]:
         generator = np.random.default_rng([self.seed, epoch])
@@ -119,7 +119,7 @@ class PairRows:
         shape = (self._rows(length), length)
         read, targets = np.full(shape, self.start_id, np.int32), np.full(shape, self.start_id, np.int32)
         weights, sources = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
-        # A row without a pair has one token to read, so that its attention is defined.
+        # A row without a pair has one valid token, so that its attention is defined.
         read_tokens = np.ones(shape[0], np.int32)
         for row, place in enumerate(places.tolist()):
             source, target = (side[:length] for side in self.pairs[place])

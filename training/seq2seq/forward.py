@@ -1,7 +1,7 @@
-"""An encoder-decoder over batches of pairs: each row has a source and a target of its own length.
+"""Runs an encoder-decoder on batches of pairs: each row has a source and a target of its own length.
 
-The model is that of `jaxllm.models.encoder_decoder`, which serves one source; here all rows run at once, all
-of a target at once, with dropout, and experts can be differentiated.
+The model is that of `jaxllm.models.encoder_decoder`, which serves one source; here all rows run at once,
+all tokens of a target at once, with dropout, and experts can be differentiated.
 """
 
 import dataclasses
@@ -37,11 +37,11 @@ _PLACES, _DECODER = 4, 1000
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """What the decoder attends to.
+    """Encoded sources that the decoder attends to.
 
     Attributes:
       hidden: `[B, S, D]`.
-      tokens: `[B]` int32, how many of them are real.
+      tokens: `[B]` int32, number of valid tokens of each row.
     """
 
     hidden: jax.Array
@@ -50,12 +50,12 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What the decoder's layers share.
+    """Inputs that the decoder's layers share.
 
     Attributes:
-      bias: what is added to scores of its own tokens, `[K, T, S]` float32.
-      sources: gives the keys and values of the sources in a layer.
-      mask: what is added to scores of the sources, `[B, 1, 1, S]` float32.
+      bias: bias of the scores of its own tokens, `[K, T, S]` float32.
+      sources: function from a layer to the keys and values of the sources.
+      mask: bias of the scores of the sources, `[B, 1, 1, S]` float32.
     """
 
     bias: jax.Array
@@ -64,7 +64,7 @@ class Side:
 
 
 def no_drop(x: jax.Array, place: int) -> jax.Array:
-    """Leaves everything as it is."""
+    """Changes nothing."""
     del place
     return x
 
@@ -73,13 +73,13 @@ def dropout(key: jax.Array, share: float) -> Drop:
     """Sets a share of all numbers to zero (in steps of 1/256), and scales the others up.
 
     Args:
-      key: of all places.
-      share: in [0, 1).
+      key: PRNG key of all places.
+      share: dropped share in [0, 1).
     """
     lost = round(share * 256)
     factor = np.float32(256 / (256 - lost))
-    # Drawing random bits is no small part of a step on a CPU: so a byte for each number, taken from whole
-    # words, and of XLA's own generator.
+    # Random bits are no small part of a step on a CPU: so one byte for each number, cut from words of XLA's
+    # own generator.
     own = jax.random.wrap_key_data(jax.random.bits(key, (4,), jnp.uint32), impl="rbg")
     shifts = np.arange(0, 32, 8, dtype=np.uint32)
 
@@ -87,7 +87,7 @@ def dropout(key: jax.Array, share: float) -> Drop:
         words = jax.random.bits(jax.random.fold_in(own, place), (*x.shape[:-1], -(-x.shape[-1] // 4)))
         drawn = (words[..., None] >> shifts) & np.uint32(255)
         kept = drawn.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]] >= np.uint32(lost)
-        # In float32: in bfloat16 XLA's CPU backend draws the bits again for the gradient.
+        # In float32: in bfloat16 XLA's CPU backend generates the bits again for the gradient.
         return (x.astype(jnp.float32) * jnp.where(kept, factor, np.float32(0))).astype(x.dtype)
 
     return drop if lost else no_drop
@@ -102,27 +102,27 @@ def target_hidden(
     drop: Drop = no_drop,
     remat: Remat = "none",
 ) -> tuple[dict[str, Any], jax.Array, list[Routing]]:
-    """The model over a batch's sources and targets.
+    """Runs the model on a batch's sources and targets.
 
     Args:
-      params: floats, or frozen weights of any form, also with adapters; a level has the counts of its units
-        (see `jaxllm.training.elastic.levels`).
+      params: floats, or frozen weights of any format, also with adapters; a level has the counts of its
+        units (see `jaxllm.training.elastic.levels`).
       batch: the pairs.
-      cfg: the whole model.
-      dtype: of the activations.
-      drop: where training drops.
-      remat: what the backward pass finds kept of a layer.
+      cfg: config of the whole model.
+      dtype: dtype of the activations.
+      drop: dropout of the training.
+      remat: rematerialization of the layers in the backward pass.
 
     Returns:
-      The parameters as they were computed with; hidden states `[B, T, D]` of the targets after the final
-      norm; and the routing of each layer with experts.
+      The parameters in the dtypes of the computation; hidden states `[B, T, D]` of the targets after the
+      final norm; and the routing of each layer with experts.
     """
     options: dict[str, Any] = {"cfg": cfg, "dtype": dtype, "drop": drop, "remat": remat}
     computed = as_computed(params, dtype)
     source = jnp.asarray(batch.read), jnp.asarray(batch.read_tokens)
     encoded, routings = encode_rows(computed, *source, **options)
     hidden, others = decode_rows(computed, jnp.asarray(batch.tokens), encoded, **options)
-    # An embedding is looked up as it is, but the head that it may be is a product.
+    # An embedding is looked up unrounded, but a head tied to it is a product.
     head = computed[head_name(cfg)]
     if isinstance(head, jax.Array):
         computed[head_name(cfg)] = head.astype(dtype)
@@ -130,9 +130,9 @@ def target_hidden(
 
 
 def as_computed(params: Params, dtype: DTypeLike) -> dict[str, Any]:
-    """Parameters with matrices in the dtype of activations, rounded once for all their products. Embeddings,
-    whose gradient is a sum over many tokens, routers, biases of positions, vectors, and frozen weights of
-    other forms stay as they are."""
+    """Casts matrices to the dtype of activations, once for all their products. Embeddings, whose gradient
+    is a sum over many tokens, routers, biases of positions, vectors, and frozen weights of other formats
+    stay unchanged."""
     apart = ("embed.tokens", ".router", "relative_positions")
 
     def cast(name: str, weight: Any) -> Any:
@@ -152,16 +152,16 @@ def encode_rows(
     drop: Drop = no_drop,
     remat: Remat = "none",
 ) -> tuple[Encoded, list[Routing]]:
-    """What the encoder says of a source in each row.
+    """Runs the encoder on a source in each row.
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       tokens: `[B, S]` int32.
-      valid: `[B]` int32, how many of each row's tokens are real, at least 1.
-      cfg: the model.
-      dtype: of the activations.
-      drop: where training drops.
-      remat: what the backward pass finds kept of a layer.
+      valid: `[B]` int32, number of each row's valid tokens, at least 1.
+      cfg: config of the model.
+      dtype: dtype of the activations.
+      drop: dropout of the training.
+      remat: rematerialization of the layers in the backward pass.
 
     Returns:
       Hidden states, undefined for padding; and the routing of each layer with experts.
@@ -224,12 +224,12 @@ def decode_next(
     """The decoder over one more token of each row.
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       tokens: `[B]` int32.
-      position: int32 scalar, how many tokens each row has had.
-      past: of each layer, with room for all tokens of an answer.
+      position: int32 scalar, number of preceding tokens of each row.
+      past: keys and values of each layer, with room for all tokens of an answer.
       sources: see `source_keys_values`.
-      read_tokens: `[B]` int32, how many tokens of each source are real.
+      read_tokens: `[B]` int32, number of valid tokens of each source.
       cfg: the model.
 
     Returns:
@@ -286,7 +286,7 @@ def _decoded(
     drop: Drop,
     remat: Remat = "none",
 ) -> tuple[jax.Array, list[Routing]]:
-    """The decoder over embedded tokens `[B, T, D]`, where `keys_values` gives those of a layer's tokens."""
+    """Runs the decoder on embedded tokens `[B, T, D]`; `keys_values` returns those of a layer's tokens."""
 
     def block(x: jax.Array, *, layer: int) -> tuple[jax.Array, list[Routing]]:
         weights, first = LayerParams(params, f"layers.{layer}."), _DECODER + 1 + layer * _PLACES
@@ -304,7 +304,7 @@ def _decoded(
 
 
 def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """What is added to scores of the decoder's own tokens, `[K, T, S]` float32."""
+    """Bias of the scores of the decoder's own tokens, `[K, T, S]` float32."""
     hidden = jnp.where(keys[None, :] <= queries[:, None], np.float32(0), np.float32(MASKED))
     return _relative(params, queries, keys, cfg, both_ways=False) + hidden
 
@@ -312,7 +312,7 @@ def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfi
 def _relative(
     params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig, *, both_ways: bool
 ) -> jax.Array:
-    """What relative positions add to scores, `[K, T, S]` float32."""
+    """Bias of scores by relative positions, `[K, T, S]` float32."""
     number = relative_buckets(
         keys[None, :] - queries[:, None],
         buckets=cfg.relative_buckets,
@@ -321,13 +321,13 @@ def _relative(
     )
     biases = LayerParams(params, "").vector("relative_positions")
     assert biases is not None
-    # A product, whose gradient is a product too: that of a lookup is a slow scatter.
+    # A product has a product as gradient; that of a lookup is a slow scatter.
     chosen = jax.nn.one_hot(number, cfg.relative_buckets, dtype=jnp.float32)
     return jnp.einsum("tsb,bk->kts", chosen, biases.astype(jnp.float32))
 
 
 def _padding(valid: jax.Array, count: int) -> jax.Array:
-    """What hides padding from scores, `[B, 1, 1, S]` float32."""
+    """Mask of padding for scores, `[B, 1, 1, S]` float32."""
     real = jnp.arange(count, dtype=jnp.int32)[None, :] < valid[:, None]
     return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, :]
 
@@ -357,10 +357,10 @@ def _fed_forward(
     place: int,
     valid: jax.Array | None = None,
 ) -> tuple[jax.Array, list[Routing]]:
-    """The output `[B, T, D]` of a feed-forward block, or of experts, and then the one routing.
+    """Returns the output `[B, T, D]` of a feed-forward block, or of experts, and then their routing.
 
-    Experts have a capacity where `valid` `[B]` says how many tokens of each row are real: in sources. Tokens
-    of a target come one by one where they are served, and none is too many.
+    Experts have a capacity if `valid` `[B]`, the number of valid tokens of each row, is given: for sources.
+    Served targets come one token at a time and never exceed a capacity.
     """
     norm = weights.norm("ffn_norm", cfg)
     if cfg.is_sparse(layer):
@@ -394,7 +394,7 @@ def outputs_of_any(
     dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
 ) -> Outputs:
-    """What a model gives for the targets of a batch; for `remat` see `decoder.forward_documents`."""
+    """Returns a model's outputs for the targets of a batch; for `remat` see `decoder.forward_documents`."""
     if not isinstance(batch, PairBatch):
         return outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=remat)
     computed, hidden, _ = target_hidden(params, batch, cfg=cfg, dtype=dtype, remat=remat)

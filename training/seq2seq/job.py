@@ -1,4 +1,4 @@
-"""Describes the training of an encoder-decoder, and defines its job: on targets alone, or with a teacher."""
+"""Describes the training of an encoder-decoder, and defines its job: on targets only, or with a teacher."""
 
 import dataclasses
 import functools
@@ -34,14 +34,14 @@ FAMILIES = ("t5", "mt5", "switch_transformers")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairSource:
-    """A source of pairs: two text files, whose lines with the same number are a pair, or JSON lines.
+    """Source of pairs: two text files, whose lines with the same number are a pair, or JSON lines.
 
     Attributes:
-      name: in metrics, and of the task in the model's folder.
-      prefix: what tells the model the task, in front of each source; one token of the tokenizer.
+      name: name in metrics, and of the task in the model's folder.
+      prefix: task prefix of each source; one token of the tokenizer.
       source: path of a UTF-8 file, a source in each line.
       target: path of a UTF-8 file with the target of each line; empty for JSON lines.
-      fields: of JSON lines, the names of the source and of its target; each of a list of targets is a pair.
+      fields: names of the source and of its target in JSON lines; each of a list of targets is a pair.
     """
 
     name: str
@@ -68,11 +68,11 @@ class PairSource:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The paths of what is read."""
+        """Paths of the files."""
         return (self.source, self.target) if self.target else (self.source,)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict of what is given."""
+        """The non-empty fields as a plain dict."""
         data = {**dataclasses.asdict(self), "fields": list(self.fields)}
         return {key: value for key, value in data.items() if value}
 
@@ -142,7 +142,7 @@ class Seq2SeqTeacher:
 
 
 def seq2seq_job(recipe: Seq2SeqRecipe, teacher: Seq2SeqTeacher | None = None) -> Job:
-    """The job that trains a recipe's model."""
+    """Returns the job that trains a recipe's model."""
     cfg = recipe.cfg
 
     def init(key: jax.Array) -> Params:
@@ -172,7 +172,7 @@ def seq2seq_job(recipe: Seq2SeqRecipe, teacher: Seq2SeqTeacher | None = None) ->
     flops = step_flops_per_token(cfg)
     if teacher is None:
         return Job(init, losses, drawn_losses=drawn, flops_per_token=flops)
-    # A teacher runs forward alone.
+    # A teacher only runs forward.
     flops += step_flops_per_token(teacher.cfg) / 3
     return Job(init, losses, dict(teacher.params), drawn_losses=drawn, flops_per_token=flops)
 
@@ -193,7 +193,7 @@ def target_logits(
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array | np.ndarray, smoothing: float = 0.0) -> jax.Array:
-    """Cross entropy in nats `[B, T]` float32 of targets, of which `smoothing` is spread over all tokens
+    """Cross entropy in nats `[B, T]` float32 of targets, with the share `smoothing` spread over all tokens
     (arXiv 1512.00567, section 7)."""
     targets = jnp.asarray(targets)
     found = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -204,9 +204,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array | np.ndarray, smoothing:
 
 
 def init_seq2seq(cfg: ModelConfig, key: jax.Array) -> Params:
-    """Random parameters to train from, such that the first scores and logits are near a variance of one
-    though T5 does not scale scores: queries are smaller by H^-0.5, and embeddings that the head is tied to
-    are larger, since the head scales them by D^-0.5."""
+    """Returns random parameters to train from, such that the first scores and logits have a variance near
+    one although T5 does not scale scores: queries are smaller by H^-0.5, and embeddings that the head is
+    tied to are larger, because the head scales them by D^-0.5."""
     params = parameters.init_params(cfg, key)
     for name in params:
         if name.endswith(".q"):
@@ -217,8 +217,8 @@ def init_seq2seq(cfg: ModelConfig, key: jax.Array) -> Params:
 
 
 def step_flops_per_token(cfg: ModelConfig) -> float:
-    """Operations of a training step per token of one side, in products with weights: 2 forward and 4 backward
-    for each weight that one source token and one target token use."""
+    """Returns operations of a training step per token of one side, in products with weights: 2 forward and
+    4 backward for each weight that one source token and one target token use."""
     used = 0.0
     for name, spec in parameters.param_specs(cfg).items():
         side = cfg.encoder if name.startswith(ENCODER) else cfg

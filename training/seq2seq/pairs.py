@@ -22,9 +22,10 @@ class TextPairs:
     """Pairs of texts.
 
     Attributes:
-      texts: source and target of each.
-      of: for each pair, the number of its source of data.
-      one_way: the numbers of those whose targets are no sources: labels, and several targets of one source.
+      texts: source and target of each pair.
+      of: number of each pair's source of data.
+      one_way: numbers of the sources of data whose targets are no sources: labels, and several targets of
+        one source.
     """
 
     texts: Sequence[tuple[str, str]]
@@ -36,8 +37,8 @@ class TextPairs:
         return hashlib.blake2b(repr((self.texts, self.of)).encode(), digest_size=16).hexdigest()
 
     def split(self, share: float) -> "tuple[TextPairs, TextPairs]":
-        """What is trained on, and the share that is held out. A pair's texts alone decide, in whichever
-        direction: a sentence is never on both sides with its translation. Of those that go one way the source
+        """Splits into a training set and a held-out `share`. Only a pair's texts decide, in either
+        direction: a sentence is never on both sides with its translation. For one-way pairs the source
         decides (`held_out`)."""
         sides: list[list[int]] = [[], []]
         for place, (texts, of) in enumerate(zip(self.texts, self.of, strict=True)):
@@ -56,14 +57,16 @@ class TextPairs:
 
 
 def read_pairs(sources: Sequence[tuple[Sequence[str], Sequence[str]]], data: Path | None = None) -> TextPairs:
-    """The pairs of all sources, in order; a pair with an empty side is left out.
+    """Reads the pairs of all sources, in order; pairs with an empty side are left out.
 
     Args:
-      sources: of each its files and its fields: two text files and none, or one of JSON lines and two.
-      data: the folder that paths are relative to; the working directory by default.
+      sources: files and fields of each: two text files and no fields, or one file of JSON lines and two
+        fields.
+      data: folder of relative paths; the working directory by default.
 
     Raises:
-      ConfigError: a file cannot be read, two files have not as many lines, or a record lacks a field.
+      ConfigError: a file cannot be read, two files have different numbers of lines, or a record lacks a
+        field.
     """
     texts: list[tuple[str, str]] = []
     of: list[int] = []
@@ -101,7 +104,7 @@ def read_json_pairs(path: Path, source: str, target: str) -> list[tuple[str, lis
 
 
 def held_out_of(pairs: Sequence[tuple[str, list[str]]], share: float) -> list[tuple[str, list[str]]]:
-    """Those of JSON lines whose source is in the held-out `share`, as `TextPairs.split` has it."""
+    """Returns the pairs of JSON lines whose source is in the held-out `share` of `TextPairs.split`."""
     return [pair for pair in pairs if held_out(pair[0], share)]
 
 
@@ -110,10 +113,10 @@ def _listed(value: object) -> list[object]:
 
 
 def read_pair_files(source: Path, target: Path) -> TextPairs:
-    """The pairs of two files, whose lines of the same number are one; one with an empty side is left out.
+    """Reads the pairs of two files by their line numbers; pairs with an empty side are left out.
 
     Raises:
-      ConfigError: a file cannot be read, or they have not as many lines.
+      ConfigError: a file cannot be read, or their numbers of lines differ.
     """
     pairs = paired_lines(source, target, read_lines)
     return TextPairs(pairs, [0] * len(pairs))
@@ -143,7 +146,7 @@ def pair_tokenizer(pairs: TextPairs, recipe: Seq2SeqRecipe) -> Tokenizer:
     prefixes = sorted({source.prefix for source in recipe.sources})
     texts = (text for pair in pairs.texts for text in pair)
     tokenizer = train_tokenizer(texts, recipe.cfg.vocab_size - len(prefixes))
-    # What follows a prefix is read as what begins a text.
+    # The text after a prefix is encoded like the beginning of a text.
     tokenizer.add_tokens([AddedToken(each, rstrip=True, normalized=False) for each in prefixes])
     end = token_id(tokenizer, END_OF_TEXT)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -155,13 +158,13 @@ def pair_tokenizer(pairs: TextPairs, recipe: Seq2SeqRecipe) -> Tokenizer:
 def encoded_rows(
     pairs: TextPairs, tokenizer: Tokenizer, recipe: Seq2SeqRecipe, rows_multiple: int
 ) -> PairRows:
-    """Encodes pairs, each source behind its prefix, and puts them into rows.
+    """Encodes pairs, each source after its prefix, and puts them into rows.
 
     Args:
       pairs: the texts.
-      tokenizer: of `pair_tokenizer`.
-      recipe: of the run.
-      rows_multiple: the rows of every batch are a multiple of it.
+      tokenizer: tokenizer of `pair_tokenizer`.
+      recipe: recipe of the run.
+      rows_multiple: divisor of the number of rows of every batch.
     """
     prefixes = [source.prefix for source in recipe.sources]
     read = (f"{prefixes[of]} {text[0]}" for of, text in zip(pairs.of, pairs.texts, strict=True))

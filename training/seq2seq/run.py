@@ -1,6 +1,6 @@
 """Trains an encoder-decoder from pairs to a Hugging Face folder: tokenizer, rows, loop, export.
 
-A run's folder holds `recipe.json`, `tokenizer.json`, `checkpoints/`, `metrics.jsonl`, and at the end `hf/`
+A run's folder has `recipe.json`, `tokenizer.json`, `checkpoints/`, `metrics.jsonl`, and at the end `hf/`
 and `summary.json`. Calling `train_seq2seq` again on the same folder resumes. Models of one family share a
 tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
 """
@@ -45,16 +45,16 @@ def train_seq2seq(
     mesh_shape: MeshShape | None = None,
     monitoring: Monitoring | None = None,
 ) -> Path:
-    """Trains a model from nothing, or resumes the run in `run_dir`, and exports the best.
+    """Trains a model from scratch, or resumes the run in `run_dir`, and exports the best.
 
     Args:
-      recipe: the run. Resuming, only how long it trains and what it logs may differ from the run's own.
-      run_dir: the run's folder, made if missing.
-      data: the folder that the recipe's sources are in.
-      tokenizer: a `tokenizer.json` of another such run to take; None trains one.
-      teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
+      recipe: recipe of the run. On resumption only duration and logging may differ from the run's own.
+      run_dir: folder of the run, created if missing.
+      data: folder of the recipe's sources.
+      tokenizer: `tokenizer.json` of another such run; None trains one.
+      teacher: Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
       mesh_shape: devices; all of them along `data` by default.
-      monitoring: where progress goes; the terminal's error stream by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
@@ -113,10 +113,10 @@ def train_seq2seq(
 
 def export_best_seq2seq(run_dir: Path, out: Path | None = None) -> Path:
     """Writes the checkpoint with the lowest held-out loss so far as a folder, by default
-    `run_dir/hf`; also while the run goes on in another process.
+    `run_dir/hf`; also while the run continues in another process.
 
     Raises:
-      CheckpointError: `run_dir` holds no run, or no checkpoint yet.
+      CheckpointError: `run_dir` contains no run, or no checkpoint yet.
     """
     run_dir = Path(run_dir)
     recipe = Seq2SeqRecipe.from_json(read_identity(run_dir)["recipe"])
@@ -144,7 +144,7 @@ def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, par
             eos_ids=(end,),
         ),
     )
-    # Not a key of transformers, but where its pipelines look for the prefix of a task.
+    # No key of transformers' config, but its pipelines read the prefix of a task from it.
     write_json(Path(folder) / "generation_config.json", {**ids, "prefix": f"{recipe.sources[0].prefix} "})
 
 

@@ -1,4 +1,4 @@
-"""Pairs for an encoder-decoder that exists already: read, split, and encoded by its own tokenizer."""
+"""Reads and splits pairs for an existing encoder-decoder, and encodes them by its own tokenizer."""
 
 import dataclasses
 import hashlib
@@ -21,14 +21,14 @@ _LENGTHS = (32, 64, 128, 256, 512, 1024)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PairSplits:
-    """A run's pairs as tokens.
+    """Pairs of a run as tokens.
 
     Attributes:
-      train: those that are trained on.
-      held_out: the others.
-      source_names: of their sources, by number.
-      digest: names their texts, and what precedes each source.
-      most_batches: that losses are measured on; 0 for all.
+      train: training pairs.
+      held_out: held-out pairs.
+      source_names: names of the pairs' sources, by number.
+      digest: digest of the texts and of the prefix of each source.
+      most_batches: maximum number of batches that losses are measured on; 0 for all.
     """
 
     train: PairRows
@@ -46,12 +46,12 @@ class PairSplits:
         return step / self.train.batches_per_epoch
 
     def size(self) -> str:
-        """How much is trained on, for people."""
+        """Describes the amount of training data, for messages."""
         tokens = sum(len(side) for pair in self.train.pairs for side in pair)
         return f"{len(self.train.pairs):,} pairs, {tokens:,} tokens of both sides"
 
     def held_out_batches(self) -> Iterator[PairBatch]:
-        """The held-out pairs that losses are measured on."""
+        """Yields the held-out pairs to measure losses on."""
         return spread(self.held_out.held_out(), self.most_batches)
 
 
@@ -67,16 +67,17 @@ def read_splits(
     """Reads the pairs of all sources.
 
     Args:
-      sources: of pairs alone.
-      data: the folder that their paths are relative to.
-      tokenizer: of the model.
-      settings: a step has `batch` times `row_tokens` tokens on each side; longer texts are cut.
+      sources: sources of pairs only.
+      data: folder of relative paths.
+      tokenizer: tokenizer of the model.
+      settings: settings of the loop: a step has `batch` times `row_tokens` tokens on each side; longer
+        texts are cut.
       held_out_share: share of the pairs that is not trained on.
-      rows_multiple: the rows of every batch are a multiple of it.
+      rows_multiple: divisor of the number of rows of every batch.
 
     Raises:
-      ConfigError: a source is of something else, a file cannot be read, there are too few pairs, or the
-        model does not say which token its decoder begins with.
+      ConfigError: a source has no pairs, a file cannot be read, there are too few pairs, or the model does
+        not define the token that its decoder begins with.
     """
     if others := [source.name for source in sources if not source.pairs]:
         raise ConfigError(
@@ -111,7 +112,7 @@ def read_splits(
 
 
 def _lead(prefix: str | None, own: str) -> str:
-    """What precedes a source, with the space between them; `own` is the model's."""
+    """Returns the prefix of a source, with the space between them; `own` is the model's."""
     if prefix is None:
         return own
     return f"{prefix.strip()} " if prefix.strip() else ""

@@ -1,6 +1,6 @@
-"""Translates texts greedily, in batches, and judges them: BLEU, and how often a draft says the same.
+"""Translates texts greedily, in batches, and scores them: BLEU, and how often a draft agrees.
 
-The arithmetic is float32 whatever the weights are stored as; what serves a model is measured by its benches.
+Arithmetic is float32 for any weight format; served models are measured by their own benchmarks.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxllm.training.seq2seq.job import FAMILIES, target_logits
 # Lengths of rows: few, because each is compiled.
 LENGTHS = (32, 64, 128, 256, 512)
 _BATCH_TOKENS = 4096
-# Tokens so far, the last token of each row, whether it has ended, keys and values, and what was said.
+# Number of tokens so far, last token of each row, whether it has ended, keys and values, and the answers.
 _State = tuple[jax.Array, jax.Array, jax.Array, list[KeysValues], jax.Array]
 
 
@@ -37,9 +37,9 @@ class Translator:
     """A trained model.
 
     Attributes:
-      cfg: of the model.
+      cfg: config of the model.
       params: float32.
-      tokenizer: of the model.
+      tokenizer: tokenizer of the model.
     """
 
     cfg: ModelConfig
@@ -52,7 +52,7 @@ class Translator:
 
         Raises:
           CheckpointError: there is no such model.
-          ConfigError: it is of a family that is not trained here.
+          ConfigError: its family cannot be trained here.
         """
         if Path(model).is_dir():
             cfg = huggingface.read_config(model)
@@ -73,7 +73,7 @@ class Translator:
 
     @property
     def start_id(self) -> int:
-        """The token that the decoder begins with."""
+        """Token that the decoder begins with."""
         return self.tokenizer.files.start_ids[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -87,12 +87,12 @@ class Translator:
         *,
         params: Mapping[str, jax.Array] | None = None,
     ) -> list[list[int]]:
-        """The greedy answer to each source, with its end where it comes within `most_tokens`.
+        """Returns the greedy answer to each source, with its end if that comes within `most_tokens`.
 
         Args:
           sources: token ids.
-          most_tokens: of an answer.
-          params: in place of the model's own, of the same shapes; nothing is compiled for them.
+          most_tokens: maximum number of tokens of an answer.
+          params: parameters in place of the model's own, of the same shapes; nothing is compiled for them.
         """
         answers: list[list[int]] = [[] for _ in sources]
         ends, own = set(self.tokenizer.eos_ids), self.params if params is None else params
@@ -104,7 +104,8 @@ class Translator:
         return answers
 
     def agreement(self, sources: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> float:
-        """The share of the tokens of another model's answers that this model says after those before it."""
+        """Returns the share of another model's answer tokens that this model predicts after the preceding
+        ones."""
         rows = PairRows(
             list(zip(sources, answers, strict=True)), np.zeros(len(sources), np.int32), LENGTHS,
             batch_tokens=_BATCH_TOKENS, rows_multiple=1, start_id=self.start_id, seed=0,
@@ -153,11 +154,11 @@ class Translator:
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
-    """BLEU of a corpus, from 0 to 100, by `sacrebleu` with its defaults: one reference per text, cased, 13a
-    tokens (arXiv 1804.08771).
+    """Returns BLEU of a corpus, from 0 to 100, by `sacrebleu` with its defaults: one reference per text,
+    cased, 13a tokens (arXiv 1804.08771).
 
     Raises:
-      ConfigError: `sacrebleu` is not installed, or there are not as many references as texts.
+      ConfigError: `sacrebleu` is not installed, or the numbers of references and texts differ.
     """
     try:
         import sacrebleu
@@ -169,11 +170,11 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
 
 
 def likeness(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """How like their references texts are, of several the best: the share that is one of them to the letter
-    (`exact`), and Rouge as in `jaxllm.tasks.rouge`, all from 0 to 1.
+    """Compares texts to their references, of several to the best: the share of exact matches (`exact`), and
+    Rouge as in `jaxllm.tasks.rouge`, all from 0 to 1.
 
     Raises:
-      ConfigError: `rouge-score` is not installed, or there are not as many references as texts.
+      ConfigError: `rouge-score` is not installed, or the numbers of references and texts differ.
     """
     if len(texts) != len(references) or not texts:
         raise ConfigError(f"each text needs references, got {len(references)} for {len(texts)}")
@@ -187,7 +188,7 @@ def likeness(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[
 def _source_rows(
     sources: Sequence[Sequence[int]], padding_id: int
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Batches of sources of one length: their places, tokens `[B, S]` and numbers of real tokens `[B]`."""
+    """Yields batches of sources of one length: indices, tokens `[B, S]` and numbers of valid tokens `[B]`."""
     lengths = np.array([len(each) for each in sources])
     if lengths.max() > LENGTHS[-1]:
         raise ConfigError(f"a source has {lengths.max()} tokens; at most {LENGTHS[-1]} are read here")

@@ -1,8 +1,8 @@
-"""Rounds nested weights by what their products read in a text, so that high planes draft better (see
+"""Rounds nested weights by the inputs of their products on a text, so that high planes draft better (see
 `jaxllm.quant.nested`), and writes the bundle.
 
-The model runs layer by layer over the text, all rows through one layer before the next, so that sums over the
-inputs of one layer, and its floats, are in memory at a time. Scales, sizes and the format stay.
+The model runs layer by layer over the text, all rows through one layer before the next, so that only one
+layer's floats and sums over its inputs are in memory at a time. Scales, sizes and the format stay.
 """
 
 import functools
@@ -33,7 +33,7 @@ from jaxllm.quant.nested import calibrated_levels, output_errors
 from jaxllm.quant.parts import by_outputs, levels_by_outputs, with_levels
 from jaxllm.training.calibration import NestedRecipe, bundle_of, require_folder_of, text_tokens
 
-# Of so many rows one is held out: a choice that fits one text alone would show.
+# One of so many rows is held out, to detect choices that fit only one text.
 _HELD_OUT = 8
 # Of a row.
 _LEAST_TOKENS = 16
@@ -49,23 +49,22 @@ def calibrate_nested(
     name: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Makes a bundle of nested weights whose high planes are better.
+    """Makes a bundle of nested weights with better high planes.
 
     Args:
       recipe: sizes of the calibration.
-      model: a Hugging Face folder, or a bundle of nested weights, whose two planes then stand for
-        the floats.
-      out: the new bundle's path; written whole or not at all.
-      texts: files to calibrate on; Python's language reference if there are none.
-      name: the model's name, for people; its own by default.
-      console: where progress goes; the terminal's error stream by default.
+      model: Hugging Face folder, or a bundle of nested weights, whose two planes then replace the floats.
+      out: path of the new bundle, written atomically.
+      texts: files to calibrate on; Python's language reference if empty.
+      name: display name of the model; its own by default.
+      console: console of the progress; the terminal's error stream by default.
 
     Returns:
-      What was found: tokens; the share of levels that moved; and how large squared errors of the outputs of
-      high planes are relative to those before, on the text and on what is held out.
+      The results: tokens; the share of changed levels; and squared errors of the outputs of high planes
+        relative to those before, on the text and on the held-out rows.
 
     Raises:
-      ConfigError: weights are not nested, the model is none that this runs, or there is too little text.
+      ConfigError: weights are not nested, the model is not supported, or there is too little text.
       CheckpointError: the model cannot be read.
     """
     console, model, out = console or Console(stderr=True), Path(model), Path(out)
@@ -87,7 +86,7 @@ def calibrate_nested(
 def _calibrated(
     bundle: Bundle, floats: Iterator[tuple[str, np.ndarray]] | None, rows: list[np.ndarray], status: Status
 ) -> tuple["_Found", dict[str, BlockedArray]]:
-    """What was found, and the weights by name."""
+    """Returns the results, and the weights by name."""
     cfg, weights, found = bundle.cfg, {}, _Found()
     run = _Layers(cfg, jax.tree.map(jnp.asarray, bundle.load()), rows)
     for layer in range(cfg.layers):
@@ -147,14 +146,14 @@ def _rows(bundle: Bundle, recipe: NestedRecipe, texts: Sequence[Path]) -> list[n
 
 
 class _Layers:
-    """Runs a model over rows layer by layer, and sums what goes together in the inputs of products."""
+    """Runs a model over rows layer by layer, and sums products of the inputs of weights."""
 
     def __init__(self, cfg: ModelConfig, params: Params, rows: Sequence[np.ndarray]) -> None:
         self._cfg, self._params = cfg, params
         outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
         begin = jax.jit(functools.partial(_begun, cfg=cfg))
         self._x = [begin(outer, row[None]) for row in rows]
-        # Equal layers share what is compiled: their parameters by the names of the first of them.
+        # Equal layers share compiled code: their parameters have the names of the first of them.
         self._like: dict[object, int] = {}
         self._run = jax.jit(functools.partial(_run, cfg=cfg), static_argnames="like")
 
@@ -197,7 +196,7 @@ def _run(own: Params, x: jax.Array, *, cfg: ModelConfig, like: int) -> tuple[jax
 
 
 class _Found:
-    """What moved, and what it brought."""
+    """Changed levels and their effect."""
 
     def __init__(self) -> None:
         self._levels, self._moved = 0, 0
@@ -207,7 +206,7 @@ class _Found:
     def calibrated(
         self, stored: BlockedArray, floats: np.ndarray | None, gram: np.ndarray, held_out: np.ndarray
     ) -> BlockedArray:
-        """A weight with moved levels; without floats its both planes stand for them."""
+        """Returns a weight with changed levels; without floats its two planes replace them."""
         levels, scale = levels_by_outputs(stored)
         target = levels * scale if floats is None else by_outputs(floats, stored.axis)
         found = calibrated_levels(levels, scale, target, gram)
@@ -221,7 +220,7 @@ class _Found:
         return with_levels(stored, found)
 
     def facts(self) -> dict[str, float]:
-        """The share of levels that moved, and means over weights of the shares of errors that are left."""
+        """Returns the share of changed levels, and means over weights of the remaining shares of errors."""
         on_text, held_out = np.mean(self._left, axis=0).tolist()
         return {
             "moved": round(self._moved / self._levels, 4),

@@ -22,7 +22,7 @@ def _read(reader: ConfigReader) -> ModelConfig:
 
 
 def _positions(cfg: ModelConfig) -> np.ndarray:
-    """What is added to embeddings, `[window, D]`: sines, then cosines."""
+    """Position embeddings, `[window, D]`: sines, then cosines."""
     frequencies = 10000.0 ** -(np.arange(0, cfg.hidden_size, 2) / cfg.hidden_size)
     angles = np.arange(cfg.window_tokens)[:, None] * frequencies
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1).astype(np.float32)

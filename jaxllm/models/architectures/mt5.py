@@ -9,7 +9,7 @@ from jaxllm.models.translate import Architecture
 
 
 def _read(reader: ConfigReader) -> ModelConfig:
-    # Files have a separate head or none, whatever their config says.
+    # Files have a separate head or none, independent of their config.
     reader.flag("tie_word_embeddings", True)
     defaults = {"vocab_size": 250112, "d_ff": 1024, "num_heads": 6, "num_layers": 8}
     return read_t5(reader, "mt5", feed_forward="gated-gelu", scaled_head=False, **defaults)

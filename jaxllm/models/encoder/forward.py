@@ -102,7 +102,7 @@ def encode_layers(
       mask: `[B, T]` bool, see `encode`.
       cfg: the encoder.
       layers: indices of layers to run, in order.
-      prefix: of the parameters' names.
+      prefix: prefix of the parameters' names.
       first: the last layer computes only the outputs of this many first tokens; None: of all.
 
     Returns:
@@ -182,7 +182,7 @@ def _attend(
     cfg: EncoderConfig,
     first: int | None,
 ) -> jax.Array:
-    """Attention outputs of all tokens, or of the `first` ones, over the real tokens: `[B, T, W]`."""
+    """Attention outputs of all tokens, or of the `first` ones, over the valid tokens: `[B, T, W]`."""
     batch, _ = mask.shape
     heads = functools.partial(jnp.reshape, shape=(batch, -1, cfg.heads, cfg.head_dim))
     q, k = heads(weights.dense(asking[:, :first], "attn.q")), heads(weights.dense(asking, "attn.k"))

@@ -21,12 +21,12 @@ class ImageEncoderConfig:
 
     Attributes:
       image_size: height and width of an image in pixels.
-      patch_size: of a square patch; an image has P = (image_size / patch_size)² of them.
-      channels: of a pixel.
-      hidden_size, ffn_size, layers, heads: of the encoder (W, F, L, N).
-      activation, norm_eps: of its layers.
+      patch_size: side of a square patch; an image has P = (image_size / patch_size)² of them.
+      channels: channels of a pixel.
+      hidden_size, ffn_size, layers, heads: sizes of the encoder (W, F, L, N).
+      activation, norm_eps: activation and norm epsilon of its layers.
       shuffle: the connector puts squares of `shuffle` by `shuffle` patches into one row.
-      row_size: of a row, the text model's hidden size (D).
+      row_size: size of a row, the text model's hidden size (D).
     """
 
     image_size: int

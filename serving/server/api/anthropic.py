@@ -220,7 +220,7 @@ async def _frames(
         usage = {"output_tokens": choice.ended.tokens}
         yield event("message_delta", delta=_stop(choice), usage=usage, jaxllm=choice.facts())
         yield event("message_stop")
-    except Exception as error:  # The status is sent already, so that an event must tell of it.
+    except Exception as error:  # The status is sent already, so an event must report it.
         yield event_frame(anthropic_body(api_error(error)), "error")
     finally:
         await deltas.aclose()

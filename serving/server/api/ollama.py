@@ -188,7 +188,7 @@ async def _frames(
             if delta.text or delta.tool_calls:
                 yield line_frame(_part(model, delta.text, delta.tool_calls, is_chat))
         yield line_frame(_part(model, "", (), is_chat) | _end(answer.choices[0]))
-    except Exception as error:  # The status is sent already, so that a line must tell of it.
+    except Exception as error:  # The status is sent already, so a line must report it.
         yield line_frame(ollama_body(api_error(error)))
     finally:
         await deltas.aclose()

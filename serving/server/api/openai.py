@@ -304,7 +304,7 @@ class _Chat:
             if with_usage:
                 facts = self.answer.facts()
                 yield event_frame({**base, "choices": [], "usage": usage_of(self.answer), "jaxllm": facts})
-        except Exception as error:  # The status is sent already, so that an event must tell of it.
+        except Exception as error:  # The status is sent already, so an event must report it.
             yield event_frame(openai_body(api_error(error)))
         finally:
             await deltas.aclose()
@@ -450,7 +450,7 @@ async def _frames(
             yield event_frame({**base, "choices": [choice], **facts})
         if with_usage:
             yield event_frame({**base, "choices": [], "usage": usage_of(answer), "jaxllm": answer.facts()})
-    except Exception as error:  # The status is sent already, so that an event must tell of it.
+    except Exception as error:  # The status is sent already, so an event must report it.
         yield event_frame(openai_body(api_error(error)))
     finally:
         await deltas.aclose()

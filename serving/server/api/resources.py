@@ -291,7 +291,7 @@ async def generate_in_context(state: ApiState, request: ApiRequest) -> Response:
     try:
         body = msgspec.json.decode(request.raw, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        body = {}  # The format's own check says what is wrong.
+        body = {}  # The format's own check reports the error.
     if "conversation" in body:
         raise ApiError("the path names the context; leave conversation out", param="conversation")
     body["conversation"] = msgspec.Raw(msgspec.json.encode(request.path["name"]))

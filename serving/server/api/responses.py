@@ -390,7 +390,7 @@ class _Written:
                     yield event(f"response.{kind}", **fields)
             response = self.ended()
             yield event(f"response.{response['status']}", response=response)
-        except Exception as error:  # The status is sent already, so that events must tell of it.
+        except Exception as error:  # The status is sent already, so events must report it.
             told = openai_body(api_error(error))["error"]
             yield event("error", message=told["message"], code=told["code"], param=told["param"])
             # The only code of OpenAI's that fits every failure.

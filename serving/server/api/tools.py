@@ -255,7 +255,7 @@ def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool)
     for index, tool in enumerate(tools):
         function = tool["function"]
         schema = narrowed(without_notes(function.get("parameters") or {})) | {"x-guidance": _JSON_STYLE}
-        # Arguments are an object, even if the schema does not say so.
+        # Arguments are an object, even if the schema has no such type.
         schema = {"type": "object"} | schema
         head = f"{{{json.dumps('name')}: {json.dumps(function['name'])}, {json.dumps(arguments)}: "
         rules.append(f'tool{index}: {json.dumps(head)} schema{index} "}}"')

@@ -1,8 +1,8 @@
-"""Draws the batches of the tiny LM's heads: texts with labelled tokens, questions with labelled decisions.
+"""Samples the batches of the tiny LM's heads: texts with labelled tokens, questions with labelled decisions.
 
-All rows are built as in service (`jaxllm.tasks.tiny_reader`): an SLO's marks, then the prompt as the large
-model's template writes it, in the tiny LM's tokens. Batches follow from (rows, seed, step) alone; marks are
-drawn anew for every row, so that scores do not depend on them and decisions are learnt for every SLO.
+All rows are built as in service (`jaxllm.tasks.tiny_reader`): an SLO's marks, then the prompt in the large
+model's template, in the tiny LM's tokens. Batches follow from (rows, seed, step) only; marks are sampled
+anew for every row, so that scores do not depend on them and decisions are learned for every SLO.
 """
 
 import dataclasses
@@ -23,21 +23,21 @@ from jaxllm.training.elastic.tiny_lm.keep_labels import KeptWords
 
 # Every objective that marks can express.
 TOLD_SLOS = tuple(Slo(ttft=ttft / 100, tpot=tpot / 100) for ttft in MARK_PERCENTS for tpot in MARK_PERCENTS)
-# Texts are joined to lengths from this to a whole row.
+# Texts are joined to lengths from this to a full row.
 _LEAST_TOKENS = 24
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScoreBatch:
-    """Rows whose tokens are labelled.
+    """Rows with labelled tokens.
 
     Attributes:
       tokens: `[B, T]` int32.
-      mask: `[B, T]` bool, True = a real token.
-      labels: `[B, T]` float32, the wanted probability of keeping each.
-      weights: `[B, T]` float32, weight of each label; 0 where a token must stay, or belongs to no text.
-      sources: `[B, T]` int32, the number of each row's source.
+      mask: `[B, T]` bool, True = a valid token.
+      labels: `[B, T]` float32, target probability of keeping each.
+      weights: `[B, T]` float32, weight of each label; 0 if a token must stay, or belongs to no text.
+      sources: `[B, T]` int32, number of each row's source.
     """
 
     tokens: np.ndarray
@@ -102,12 +102,12 @@ class DecisionRows:
     """Questions with their labels under every objective.
 
     Attributes:
-      rows: for each of N questions `[R, T]` int32 tokens with room for marks, and `[R, T]` bool mask.
+      rows: `[R, T]` int32 tokens with room for marks, and `[R, T]` bool mask, for each of N questions.
       labels: `[N, S, 2]` int32 (see `self_labels.lightest`).
       slos: S objectives.
-      mark_ids: the token of each of `marks()`.
+      mark_ids: token of each of `marks()`.
       batch: B.
-      seed: of the draws.
+      seed: seed of the samples.
     """
 
     rows: Sequence[tuple[np.ndarray, np.ndarray]]
@@ -118,10 +118,10 @@ class DecisionRows:
     seed: int
 
     def batch_at(self, step: int) -> DecisionBatch:
-        """The batch of a step (from 0): questions and objectives drawn at random.
+        """Returns the batch of a step (from 0): questions and objectives sampled at random.
 
-        All questions of a batch have as many rows, so that no step computes padding; how many is drawn first,
-        so that every question is as likely as any other.
+        All questions of a batch have the same number of rows, so that no step computes padding; the number
+        is sampled first, so that all questions are equally likely.
         """
         draw = np.random.default_rng([self.seed, 2, step])
         groups = self._groups
@@ -170,20 +170,20 @@ def score_rows(
     instructions: Sequence[str],
     seed: int,
 ) -> ScoreBatch:
-    """Labelled texts as rows, each the user's turn of a chat.
+    """Encodes labelled texts as rows, each the user's turn of a chat.
 
     Neighbouring texts of a source are joined, to few or to many tokens, since prompts are of all lengths;
-    what does not fit a row continues in the next. Versions of one text come into rows far apart.
+    the rest that does not fit a row continues in the next. Versions of one text are far apart.
 
     Args:
-      sources: the labelled texts of each source, in the order of its file.
-      tokenizer: the large model's, whose template writes prompts.
-      reader: of rows.
-      instructions: system's turns, of which one is drawn at random; an empty one is none.
-      seed: of lengths and instructions.
+      sources: labelled texts of each source, in the order of its file.
+      tokenizer: tokenizer of the large model, with its template.
+      reader: reader of rows.
+      instructions: system's turns, one of which is sampled per row; an empty one is none.
+      seed: seed of lengths and instructions.
 
     Raises:
-      ConfigError: there is nothing to learn from.
+      ConfigError: there are no labels.
     """
     draw = np.random.default_rng([seed, 3])
     parts: list[tuple[np.ndarray, ...]] = []
@@ -206,7 +206,7 @@ def joined(*rows: ScoreBatch) -> ScoreBatch:
 def _groups(
     texts: Sequence[KeptWords], tokenizer: Tokenizer, row_tokens: int, draw: np.random.Generator
 ) -> Iterator[list[KeptWords]]:
-    """Runs of texts whose tokens add up to a length that is drawn anew for each, a row's at most."""
+    """Yields runs of texts whose tokens add up to a length sampled anew for each, at most a row's."""
     seen: dict[str, int] = {}
     versions = []
     for text in texts:
@@ -230,7 +230,7 @@ def _groups(
 def _labelled(
     group: Sequence[KeptWords], tokenizer: Tokenizer, reader: TinyReader, instruction: str
 ) -> tuple[np.ndarray, ...]:
-    """Rows `[R, T]` of tokens, mask, labels and weights of texts that are joined to one."""
+    """Returns rows `[R, T]` of tokens, mask, labels and weights of texts that are joined to one."""
     user = " ".join(" ".join(each.text.split()) for each in group)
     example = TaskExample(system=instruction, user=user, answer="")
     prompt = reader.tokens(prompt_tokens(tokenizer, example))

@@ -1,10 +1,10 @@
 """Labels the words of a text that its shorter version keeps, for the tiny LM's score head.
 
-LLMLingua-2 (arXiv 2403.12968, section 3.2): words of the shorter version are looked up in the text one after
-another, near the place of the last one found, and found words are labelled as kept. Words are compared
-without case, inflection and punctuation around them, since people who shorten a text also polish it. Badly
-aligned rows are left out: those with many words that the text does not have (variation rate), and those with
-many words that it has, but of which no place was left to label (alignment gap).
+LLMLingua-2 (arXiv 2403.12968, section 3.2): words of the shorter version are looked up in the text one
+after another, near the position of the last match, and matches are labelled as kept. Words are compared
+without case, inflection and punctuation around them, since manual summaries are also polished. Badly
+aligned rows are left out: those with many words that the text does not have (variation rate), and those
+with many words that it has, but without an unlabelled position left (alignment gap).
 
 Words are those of `jaxllm.elastic.compression`, between white space;
 `jaxllm.training.elastic.tiny_lm.batches` maps them to tokens.
@@ -46,13 +46,14 @@ class Compression:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptWords:
-    """A text whose words are labelled.
+    """Text with labelled words.
 
     Attributes:
       text: the text.
       kept: `[words]` bool, True = the shorter version has this word.
-      variation: the share of the shorter version's words that the text does not have.
-      gap: those of them that it has without a place left to label, as a share of the text's words.
+      variation: share of the shorter version's words that the text does not have.
+      gap: number of its words that the text has without an unlabelled position left, as a share of the
+        text's words.
     """
 
     text: str
@@ -64,12 +65,12 @@ class KeptWords:
 def align(pair: Compression, *, window_words: int = WINDOW_WORDS) -> KeptWords:
     """Labels the words of a text.
 
-    A word that stands in several places is found at the nearest that is still free; of two equally near the
-    later one. Words without letters and digits are labelled too, but they count in neither rate.
+    A word with several positions is matched to the nearest free one; of two equally near the later one.
+    Words without letters and digits are labelled, too, but count in neither rate.
 
     Args:
       pair: the text and its shorter version.
-      window_words: how far from the last word found the next may be.
+      window_words: maximum distance between successive matches.
     """
     words, shorter = pair.text.split(), pair.shorter.split()
     free: dict[str, list[int]] = {}
@@ -85,7 +86,7 @@ def align(pair: Compression, *, window_words: int = WINDOW_WORDS) -> KeptWords:
             found = min(near, key=lambda each: (abs(each - at), -each))
             places.remove(found)
             kept[found] = True
-            # A far word may be a wrong one: it moves the search by half a window at most.
+            # A far match may be wrong: it moves the search by at most half a window.
             at = min(found, at + window_words // 2)
     real = [stem(word) for word in shorter if _says_something(word)]
     counted = sum(map(_says_something, words))
@@ -115,7 +116,8 @@ def well_aligned(
 
 
 def split_rows(rows: Sequence[KeptWords], held_out_share: float) -> tuple[list[KeptWords], list[KeptWords]]:
-    """Splits rows into training and held out by their texts' contents: versions of one text stay together.
+    """Splits rows into training and held-out sets by their texts' contents: versions of one text stay
+    together.
 
     Raises:
       ConfigError: there are fewer than two different texts.
@@ -129,11 +131,11 @@ def split_rows(rows: Sequence[KeptWords], held_out_share: float) -> tuple[list[K
 
 
 def read_compressions(path: Path) -> Iterator[Compression]:
-    """The pairs in a file, in order.
+    """Yields the pairs in a file, in order.
 
-    A `.jsonl` file has a `text` and its `summaries` in each line. A `.json` file is a list as LLMLingua-2's
-    data of MeetingBank has it: records with a `prompt` and its `compressed_prompt`, or with lists of parts,
-    `prompt_list` and `compressed_prompt_list`, of which those that do not pair up are left out.
+    A `.jsonl` file has a `text` and its `summaries` in each line. A `.json` file is a list like
+    LLMLingua-2's data of MeetingBank: records with a `prompt` and its `compressed_prompt`, or with lists of
+    parts, `prompt_list` and `compressed_prompt_list`; unpaired parts are left out.
 
     Raises:
       ConfigError: the file is missing or of another form, or a test set by its name or its records' ids.
@@ -148,7 +150,8 @@ def read_compressions(path: Path) -> Iterator[Compression]:
 
 
 def stem(word: str) -> str:
-    """The form that words are compared in: without case, punctuation and the commonest English endings."""
+    """Returns the form in which words are compared: without case, punctuation and the commonest English
+    endings."""
     bare = word.strip(string.punctuation + "“”‘’…–—").lower()
     if not bare:
         return word
@@ -171,7 +174,7 @@ def _without_worst(rows: list[KeptWords], measure: str, share: float) -> list[Ke
     if not rows:
         return rows
     values = np.array([getattr(row, measure) for row in rows])
-    # The highest value that stays; rounding errors do not count.
+    # Upper bound of retained values; rounding errors do not count.
     most = np.sort(values)[len(rows) - 1 - int(share * len(rows) + 1e-6)] + 1e-9
     return [row for row, value in zip(rows, values, strict=True) if value <= most]
 

@@ -1,4 +1,4 @@
-"""Reads the questions that a tiny LM learns decisions from, and keeps an elastic model's answers on disk."""
+"""Reads the questions that a tiny LM learns decisions from, and stores an elastic model's answers on disk."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.elastic.tiny_lm.self_labels import Answers
 
-# Whose answers are kept together.
+# Number of questions whose answers are stored together.
 SHARD_QUESTIONS = 512
 
 
@@ -95,15 +95,15 @@ def kept_answers(
 ) -> Answers:
     """Reads answers from a file, or makes them and writes it.
 
-    They are made in shards of `SHARD_QUESTIONS`, each of which is kept beside the file until all are there: a
-    large model takes hours, and a run that was stopped goes on after the last one.
+    They are made in shards of `SHARD_QUESTIONS`, each of which is stored next to the file until all are
+    complete: a large model needs hours, and a stopped run resumes after the last one.
 
     Args:
-      path: of the file.
-      questions: those to answer.
-      scores: by which their prompts were shortened; answers to other prompts are made anew.
-      make: answers some questions.
-      told: called with (questions answered, all questions) after each shard.
+      path: path of the file.
+      questions: questions to answer.
+      scores: scores that their prompts were shortened by; answers to other prompts are made anew.
+      make: function that answers some questions.
+      told: callback for (questions answered, all questions) after each shard.
     """
     shards = path.with_suffix("")
 
@@ -157,7 +157,7 @@ def _kept(
                 if str(stored["key"]) == key:
                     return {name: stored[name] for name in names}
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            # A damaged file is made again.
+            # A damaged file is replaced.
             pass
     arrays = make()
     with atomic_file(path) as file:
@@ -171,7 +171,7 @@ def _answers_key(questions: Sequence[Question], scores: Sequence[np.ndarray]) ->
 
 
 def _longest_tokens(tokenizer: Tokenizer, question: Question) -> int:
-    # At most: a tokenizer may join question and option; the end of an answer is one more.
+    # An upper bound: a tokenizer may join question and option; the end of an answer is one more.
     options = (
         tokenizer.encode(each, add_special_tokens=False, special=False) for each in question.example.options
     )
@@ -179,7 +179,7 @@ def _longest_tokens(tokenizer: Tokenizer, question: Question) -> int:
 
 
 def _key(example: TaskExample) -> str:
-    """The text that variants of one question share: some tasks ask it again with other options."""
+    """Returns the text that variants of one question share: some tasks repeat it with other options."""
     return f"{example.answer}\0{example.user.partition(chr(10))[0]}"
 
 

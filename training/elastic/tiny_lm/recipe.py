@@ -15,13 +15,13 @@ from jaxllm.training.settings import Recipe, TrainSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyLmRecipe(Recipe):
-    """One run: a tiny LM's score head, then its decision head. The options' help describes it.
+    """Recipe of a tiny LM's score head, then its decision head. The options' help describes it.
 
     Attributes:
       score, decide: settings of each head's training; `row_tokens`, equal in both, is the length of a
         prompt's rows in service, too.
-      encoder: the encoder to train from random weights, whose vocabulary is that of the model's tokenizer;
-        None where the run starts from a MobileBERT folder.
+      encoder: encoder to train from random weights, with the vocabulary of the model's tokenizer; None if
+        the run starts from a MobileBERT folder.
     """
 
     folder = "tiny_lm"
@@ -80,11 +80,11 @@ class TinyLmRecipe(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class TinyLmRun:
-    """The training of a tiny LM beside that of an elastic model.
+    """Training of a tiny LM as a part of that of an elastic model.
 
     Attributes:
-      recipe: of the training; its levels are the elastic model's.
-      encoder: a MobileBERT folder to start from; None starts from random parameters.
+      recipe: recipe of the training; its levels are the elastic model's.
+      encoder: MobileBERT folder to start from; None starts from random parameters.
     """
 
     recipe: TinyLmRecipe

@@ -1,12 +1,13 @@
 """Trains a tiny LM: first the score head on kept words, then the decision head on self-induced labels.
 
-ELMS (arXiv 2409.09071, section 3.3), with the score head's data and loss from LLMLingua-2 (arXiv 2403.12968,
-section 3.3). The layers that both heads share are trained with the score head and frozen for the decision
-head, so that learning to decide changes no score. Training starts from nothing, or from a trained MobileBERT.
+ELMS (arXiv 2409.09071, section 3.3), with the score head's data and loss from LLMLingua-2 (arXiv
+2403.12968, section 3.3). The layers that both heads share are trained with the score head and frozen for
+the decision head, so that training decisions changes no score. Training starts from scratch, or from a
+trained MobileBERT.
 
-A run's folder holds `recipe.json`, a folder for each head (`score/`, `decide/`) with `checkpoints/` and
-`metrics.jsonl`, the elastic model's answers in `answers.npz` (until all are there, by shards in `answers/`),
-and at the end `summary.json`. Calling `train_tiny_lm` again on the same folder resumes.
+A run's folder has `recipe.json`, a folder for each head (`score/`, `decide/`) with `checkpoints/` and
+`metrics.jsonl`, the elastic model's answers in `answers.npz` (until complete, by shards in `answers/`), and
+at the end `summary.json`. Calling `train_tiny_lm` again on the same folder resumes.
 """
 
 import dataclasses
@@ -67,12 +68,12 @@ def train_tiny_lm(
 
     Args:
       sources: the recipe, with the files that it names.
-      model: the elastic model, with all of the recipe's levels.
-      run_dir: the run's folder, made if missing.
-      name: of the model; a run cannot be resumed with another.
+      model: elastic model with all of the recipe's levels.
+      run_dir: folder of the run, created if missing.
+      name: name of the model; a run cannot be resumed with another.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: also write TensorBoard's events.
-      console: where progress goes; the terminal's error stream by default.
+      tensorboard: whether to write TensorBoard's events, too.
+      console: console of the progress; the terminal's error stream by default.
 
     Returns:
       The tiny LM of both heads' best checkpoints.

@@ -19,15 +19,15 @@ from jaxllm.training.elastic.tiny_lm.batches import DecisionRows, ScoreBatch
 from jaxllm.training.elastic.tiny_lm.self_labels import Answers, allowed_choices, lightest
 from jaxllm.training.loop.checkpoints import Params
 
-# Rows that are scored in one dispatch.
+# Number of rows that are scored in one dispatch.
 _SCORED_ROWS = 32
 
 
 def keep_scores(
     cfg: TlmConfig, params: Mapping[str, Any], reader: TinyReader, questions: Sequence[Question]
 ) -> list[np.ndarray]:
-    """How likely each token of each question's prompt should be kept, under the loosest SLO: `[T]` float64
-    per question (see `TinyReader.keep_likely`)."""
+    """Returns the probability of keeping each token of each question's prompt, under the loosest SLO: `[T]`
+    float64 per question (see `TinyReader.keep_likely`)."""
     rows = [reader.rows(each.prompt) for each in questions]
     tokens, mask = (np.concatenate([row[i] for row in rows]) for i in range(2))
     tokens = marked(tokens, SLOS[0], reader.mark_ids)
@@ -42,9 +42,8 @@ def keep_scores(
 def keep_metrics(
     cfg: TlmConfig, params: Mapping[str, Any], batches: Iterable[ScoreBatch]
 ) -> dict[str, float]:
-    """Accuracy on labelled tokens, kept where the odds are more than even, and precision, recall and F1 of
-    kept
-    ones; `majority` is the accuracy, `kept_f1` the F1, of giving all tokens one label."""
+    """Returns accuracy on labelled tokens, kept if that is more likely than not, and precision, recall and
+    F1 of kept ones; `majority` is the accuracy, `kept_f1` the F1, of giving all tokens one label."""
     score = _scorer(cfg)
     counts = np.zeros((2, 2))
     for batch in batches:
@@ -68,7 +67,7 @@ def keep_metrics(
 def decided(
     params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: DTypeLike = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """The decision of questions of R rows each, in one piece as it is in service.
+    """The decision of questions of R rows each, in one piece as in service.
 
     Args:
       params: of the tiny LM.
@@ -99,9 +98,10 @@ def decisions(cfg: TlmConfig, params: Mapping[str, Any], rows: DecisionRows) -> 
 
 
 def decision_metrics(chosen: np.ndarray, labels: np.ndarray, slos: Sequence[Slo]) -> dict[str, Any]:
-    """Shares of decisions with the labelled level, the labelled prompt ratio and both, and both by SLO.
+    """Returns shares of decisions with the labelled level, the labelled prompt ratio and both, and both by
+    SLO.
 
-    `majority` is the share for a choice by the SLO alone, the commonest label of each.
+    `majority` is the share for a choice by only the SLO, the commonest label of each.
 
     Args:
       chosen, labels: `[N, S, 2]` int.
@@ -128,17 +128,17 @@ def answer_metrics(
     levels: Sequence[int],
     prompt_ratios: Sequence[float],
 ) -> dict[str, dict[str, float]]:
-    """Shares of questions that decisions answer right within each SLO.
+    """Returns shares of questions that decisions answer right within each SLO.
 
     Args:
-      answers: of N questions.
+      answers: answers to N questions.
       chosen: `[N, S, 2]` int, the decisions; one that does not meet its SLO is replaced by the default.
       slos: S objectives.
-      levels, prompt_ratios: what the classes stand for.
+      levels, prompt_ratios: meanings of the classes.
 
     Returns:
-      By SLO the share of questions answered right with what was `decided`, with the `default`, and with what
-      is `best` for each.
+      The share of questions answered right with the choice that was `decided`, the `default`, and the
+      `best` choice for each, by SLO.
     """
     correct, shares = answers.correct, answers.shares
     choices = (slos, levels, prompt_ratios, shares)

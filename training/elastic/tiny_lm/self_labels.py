@@ -1,10 +1,10 @@
 """Labels the tiny LM's decisions by an elastic model's own answers.
 
-Self-induced labelling (ELMS, arXiv 2409.09071, section 3.3): a question with a right answer is put to every
-sub-model with its prompt at every length. The label of a question under an SLO is the lightest choice that
-meets the SLO and still answers right; where none does, the SLO's default: the largest sub-model that meets
-it, with the longest prompt that does. `answer` finds which choices answer right, `lightest` makes labels of
-that; `jaxllm.training.elastic.tiny_lm.run` trains on them.
+Self-induced labelling (ELMS, arXiv 2409.09071, section 3.3): every sub-model answers a question with a
+right answer, with its prompt at every length. The label of a question under an SLO is the lightest choice
+that meets the SLO and still answers right; if none does, the SLO's default: the largest sub-model that
+meets it, with the longest prompt that does. `answer` finds the choices that answer right, `lightest` makes
+labels from them; `jaxllm.training.elastic.tiny_lm.run` trains on them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxllm.steps.model import score_branches
 from jaxllm.tasks.shortened import Question, shorten
 from jaxllm.text.tokenizer import Tokenizer
 
-# Two lengths of rows, so two compilations a level: most questions are short.
+# Two lengths of rows, so two compilations per level: most questions are short.
 SHORT_ROW_TOKENS = 256
 DISPATCH_TOKENS = 2048
 
@@ -56,12 +56,12 @@ class ElasticModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answers:
-    """The answers of sub-models to questions.
+    """Answers of sub-models to questions.
 
     Attributes:
       correct: `[N, levels, prompt_ratios]` bool.
       shares: `[N, prompt_ratios]` float64, share of each prompt's tokens that stayed: more than its ratio
-        where more must stay.
+        if more must stay.
     """
 
     correct: np.ndarray
@@ -75,22 +75,22 @@ def lightest(
     prompt_ratios: Sequence[float],
     shares: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The label of every question under every SLO.
+    """Returns the label of every question under every SLO.
 
-    Lighter means a lower nominal TTFT; of equal ones the smaller level is lighter, because its further tokens
-    take less time.
+    Lighter means a lower nominal TTFT; of equal ones the smaller level is lighter, because its further
+    tokens are faster.
 
     Args:
       correct: `[N, levels, prompt_ratios]` bool, choices that answer right.
       slos: S objectives.
-      levels: in percent, ascending.
-      prompt_ratios: ascending.
-      shares: `[N, prompt_ratios]`, share of the prompt's tokens that stay at each ratio; None for the ratios
-        themselves.
+      levels: levels in percent, ascending.
+      prompt_ratios: prompt ratios, ascending.
+      shares: `[N, prompt_ratios]`, share of the prompt's tokens that stay at each ratio; None for the
+        ratios themselves.
 
     Returns:
-      `[N, S, 2]` int32, the places of the level and of the prompt ratio. Where no choice meets an SLO, the
-      least.
+      `[N, S, 2]` int32, the indices of the level and of the prompt ratio. If no choice meets an SLO, the
+      lowest.
 
     Raises:
       ConfigError: `correct` has another shape, or levels or ratios do not ascend.
@@ -121,7 +121,8 @@ def allowed_choices(
     prompt_ratios: Sequence[float],
     shares: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Choices that meet each SLO with the tokens that prompts keep: `[N, S, levels, prompt_ratios]` bool.
+    """Returns the choices that meet each SLO with the tokens left in prompts: `[N, S, levels,
+    prompt_ratios]` bool.
 
     Arguments are those of `lightest`; without shares N is 1.
     """
@@ -143,22 +144,22 @@ def answer(
     row_tokens: Sequence[int] = (),
     on_answered: OnAnswered | None = None,
 ) -> Answers:
-    """Puts questions to every sub-model, with their prompts at every length.
+    """Lets every sub-model answer questions, with their prompts at every length.
 
-    An answer is right if the likeliest option is; of equally likely ones the first counts.
+    An answer is right if the most likely option is; of equally likely ones the first counts.
 
     Args:
-      model: with all of `levels`.
-      questions: N.
-      scores: for each question `[T]`, by which tokens of its prompt are kept (see `keep_tokens`).
-      levels: in percent.
+      model: elastic model with all of `levels`.
+      questions: N questions.
+      scores: `[T]` for each question, scores that tokens of its prompt are kept by (see `keep_tokens`).
+      levels: levels in percent.
       prompt_ratios: shares of the prompt, in (0, 1].
       row_tokens: lengths of rows, ascending, one compilation for each and level; by default
         `SHORT_ROW_TOKENS` and the model's window.
-      on_answered: called with (level, tokens scored, tokens in all) after each dispatch.
+      on_answered: callback for (level, tokens scored, number of tokens) after each dispatch.
 
     Raises:
-      ConfigError: a question does not fit the longest row, or a level is none of the model's.
+      ConfigError: a question does not fit the longest row, or the model lacks a level.
     """
     window = model.cfg.window_tokens
     lengths = tuple(row_tokens) or (*(each for each in (SHORT_ROW_TOKENS,) if each < window), window)
@@ -166,7 +167,7 @@ def answer(
         shorten(model.tokenizer, question, each, prompt_ratios)
         for question, each in zip(questions, scores, strict=True)
     ]
-    # The same tokens may stay at several ratios: such prompts are asked once.
+    # The same tokens may stay at several ratios: such prompts are answered once.
     keys = [
         (number, each) for number, (prompts, _) in enumerate(shortened) for each in dict.fromkeys(prompts)
     ]
@@ -194,7 +195,7 @@ def _default(allowed: np.ndarray) -> np.ndarray:
 
 
 def _last(flags: np.ndarray) -> np.ndarray:
-    """The place of the last True along the last axis; 0 where there is none."""
+    """Returns the index of the last True along the last axis; 0 if there is none."""
     last = flags.shape[-1] - 1 - flags[..., ::-1].argmax(-1)
     return np.where(flags.any(-1), last, 0)
 

@@ -1,5 +1,4 @@
-"""Reads everything that a tiny LM's training needs, before anything is trained, so that mistakes show at
-once."""
+"""Reads all inputs of a tiny LM's training before it begins, so that mistakes show at once."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,15 +21,15 @@ from jaxllm.training.elastic.tiny_lm.start import Start
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TinyLmSources:
-    """The inputs of a recipe, read for one large model.
+    """Inputs of a recipe, read for one large model.
 
     Attributes:
-      recipe: the run.
+      recipe: recipe of the run.
       start: the tiny LM before its training.
-      texts: for each file of shorter versions, the rows to train on and those held out.
-      questions: of all tasks, to learn decisions from.
-      used: of all tasks, to learn the words from that the elastic model uses.
-      identity: names and digests of all inputs, which a run's folder is claimed with.
+      texts: training and held-out rows, for each file of shorter versions.
+      questions: questions of all tasks, to learn decisions from.
+      used: questions of all tasks, to learn the words from that the elastic model uses.
+      identity: names and digests of all inputs, to claim a run's folder with.
     """
 
     recipe: TinyLmRecipe
@@ -52,14 +51,14 @@ class TinyLmSources:
         """Reads all inputs of a run.
 
         Args:
-          recipe: the run.
-          data: the folder that the recipe's files are in.
-          tokenizer: the large model's.
-          window_tokens: the large model's; longer questions are left out.
-          encoder: a MobileBERT folder to start from; None trains the recipe's encoder from nothing.
+          recipe: recipe of the run.
+          data: folder of the recipe's files.
+          tokenizer: tokenizer of the large model.
+          window_tokens: window of the large model; longer questions are left out.
+          encoder: MobileBERT folder to start from; None trains the recipe's encoder from scratch.
 
         Raises:
-          ConfigError: a file is missing, malformed or holds too little, or the encoder is too small.
+          ConfigError: a file is missing, malformed or too small, or the encoder is too small.
           CheckpointError: the encoder cannot be read.
         """
         rows = [_aligned(data / path) for path in recipe.compressions]

@@ -32,13 +32,13 @@ from jaxllm.training.settings import TrainSettings
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """A tiny LM before its training.
+    """Tiny LM before its training.
 
     Attributes:
       cfg: its config, with a vocabulary that includes the marks.
-      params: float32.
-      mark_ids: the token of each of `marks()`.
-      own: its own tokenizer; None where it shares the large model's.
+      params: float32 parameters.
+      mark_ids: token of each of `marks()`.
+      own: its own tokenizer; None if it shares the large model's.
     """
 
     cfg: TlmConfig
@@ -48,15 +48,15 @@ class Start:
 
     @classmethod
     def of(cls, recipe: TinyLmRecipe, tokenizer: Tokenizer, encoder: Path | None = None) -> "Start":
-        """Random parameters, or a trained encoder's under both heads.
+        """Makes random parameters, or uses a trained encoder under both heads.
 
-        Marks are tokens that the tokenizer reserves for them, or new ones behind its vocabulary; their
+        Marks are tokens that the tokenizer reserves for them, or new ones after its vocabulary; their
         embeddings are orthogonal.
 
         Args:
-          recipe: the run.
-          tokenizer: the large model's.
-          encoder: a MobileBERT folder with its tokenizer; None trains the recipe's encoder from nothing.
+          recipe: recipe of the run.
+          tokenizer: tokenizer of the large model.
+          encoder: MobileBERT folder with its tokenizer; None trains the recipe's encoder from scratch.
 
         Raises:
           ConfigError: there is no encoder to train, or its vocabulary or window is too small.
@@ -76,7 +76,7 @@ class Start:
             wide = {name: jnp.asarray(value, jnp.float32) for name, value in trained.items()}
             params: Any = tlm.tlm_from_encoder(wide, cfg, key)
         elif recipe.encoder is not None:
-            # The model's vocabulary replaces the recipe's: nothing was trained with that.
+            # The model's vocabulary replaces the recipe's, which nothing was trained with.
             words = dataclasses.replace(recipe.encoder, vocab_size=tokenizer.vocab_size)
             cfg = TlmConfig(encoder=words, **sizes)
             params = tlm.init_tlm(cfg, key)
@@ -100,20 +100,20 @@ class Start:
         return cls(cfg, params, ids, own)
 
     def reader(self, row_tokens: int) -> TinyReader:
-        """How it reads prompts in rows of such a length."""
+        """Reader of prompts in rows of that length."""
         own = None if self.own is None else Tokenizer(self.own)
         return TinyReader(own, self.mark_ids, row_tokens)
 
 
 def _reserved(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens that a tokenizer reserves for marks; empty where it lacks one."""
+    """Returns the tokens that a tokenizer reserves for marks; empty if it lacks one."""
     ids = [tokenizer.encode(mark, add_special_tokens=False) for mark in marks()]
     whole = all(len(each) == 1 for each in ids) and len({each[0] for each in ids}) == len(ids)
     return tuple(each[0] for each in ids) if whole else ()
 
 
 def score_job(start: Start, settings: TrainSettings) -> Job:
-    """The job that trains the score head and the layers that both heads share."""
+    """Returns the job that trains the score head and the layers that both heads share."""
     cfg, dtype = start.cfg, jnp.dtype(settings.computed_in)
 
     def losses(params: Params, frozen: Any, batch: ScoreBatch) -> tuple[jax.Array, jax.Array]:
@@ -124,7 +124,7 @@ def score_job(start: Start, settings: TrainSettings) -> Job:
 
 
 def decide_job(start: Start, trained: Mapping[str, Any], settings: TrainSettings) -> Job:
-    """The job that trains the decision head over `trained`, the parameters of a `score_job`."""
+    """Returns the job that trains the decision head over `trained`, the parameters of a `score_job`."""
     cfg, dtype = start.cfg, jnp.dtype(settings.computed_in)
     own = {name: value for name, value in start.params.items() if name.startswith("decide.")}
 

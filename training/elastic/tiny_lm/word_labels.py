@@ -1,12 +1,13 @@
-"""Labels the words of a question that speak for its right answer, for the tiny LM's score head.
+"""Labels the words of a question that support its right answer, for the tiny LM's score head.
 
-Shortened texts (`keep_labels`) show what people keep who know no task. The words that an elastic model needs
-follow from the model itself, as its decisions do (`self_labels`). What each token adds to the right answer's
-log-likelihood is found by integrated gradients (arXiv 1703.01365, equation 1): the embeddings of droppable
-words move together from the mean of all embeddings, which says nothing, to their own, and each word has its
-share in the gain. That approximates leaving out one word after another at a fraction of the cost; a gradient
-at the whole question alone does not, since an answer that is sure hardly changes with any one word. The label
-of a word is its support divided by the largest in its question.
+Shortened texts (`keep_labels`) show which words people keep without knowing the task. The words that an
+elastic model needs follow from the model itself, as its decisions do (`self_labels`). Each token's
+contribution to the right answer's log-likelihood is found by integrated gradients (arXiv 1703.01365,
+equation 1): the embeddings of droppable words move together from the mean of all embeddings, which is
+uninformative, to their own, and each word has its share in the gain. That approximates leaving out one word
+after another at a fraction of the cost; a gradient at only the whole question does not, since a confident
+answer hardly changes with any one word. The label of a word is its support divided by the largest in its
+question.
 """
 
 import dataclasses
@@ -31,9 +32,9 @@ from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel
 
 _SHORTEST_ROW = 64
 _DISPATCH_TOKENS = 2048
-# Points at which the gradient is taken; more change the result hardly at all.
+# Number of points of the gradient; more hardly change the result.
 STEPS = 4
-# Called with (questions done, questions in all).
+# Callback for (questions done, number of questions).
 OnMeasured = Callable[[int, int], None]
 
 
@@ -48,13 +49,13 @@ def token_support(
 
     Args:
       model: the elastic model.
-      questions: with options.
-      steps: places on the way from the mean embedding to the token's own.
-      on_measured: called after each dispatch.
+      questions: questions with options.
+      steps: number of points on the way from the mean embedding to the token's own.
+      on_measured: callback after each dispatch.
 
     Returns:
-      For each question `[T]` float32, in nats, below 0 for tokens against the answer, and 0 for those that
-      must stay. With enough steps they add up to what all of them together change.
+      `[T]` float32 for each question, in nats, below 0 for tokens against the answer, and 0 for those that
+      must stay. With enough steps their sum is the joint effect of all tokens.
 
     Raises:
       ConfigError: a question is longer than the model's window, or the model's loss is not finite.
@@ -87,16 +88,15 @@ def question_score_rows(
     source: int,
     weight: float = 1.0,
 ) -> ScoreBatch:
-    """Rows of questions whose words are labelled by their support: 1 for the word that supports the answer
-    most,
-    0 for words without support or against it.
+    """Makes rows of questions with words labelled by their support: 1 for the word that supports the answer
+    most, 0 for words without support or against it.
 
     Args:
-      questions: N.
-      support: of each question's tokens (see `token_support`).
-      reader: of rows.
-      source: the number of these rows' source.
-      weight: of each label.
+      questions: N questions.
+      support: support of each question's tokens (see `token_support`).
+      reader: reader of rows.
+      source: number of these rows' source.
+      weight: weight of each label.
 
     Raises:
       ConfigError: no question has more than one droppable word.
@@ -149,13 +149,14 @@ def _asked(model: ElasticModel, question: Question) -> _Asked:
     both = branching(model.tokenizer, question.example)
     answer = both.branches[question.example.options.index(question.example.answer)]
     tokens, free = np.array([*both.trunk, *answer], np.int32), ~question.prompt.forced
-    # A tokenizer may join the prompt's end to an option's beginning: options are scored from before that.
+    # A tokenizer may join the prompt's end to an option's beginning: options are scored from before the join.
     shared = min(len(both.trunk), len(free))
     return _Asked(tokens, np.append(free[:shared], np.zeros(len(tokens) - shared, bool)), len(answer))
 
 
 def _row_length(tokens: int, window: int) -> int:
-    """The shortest row that holds so many tokens: few lengths, so that there are few compilations.
+    """Returns the length of the shortest row for so many tokens: few lengths, so that there are few
+    compilations.
 
     The last token is predicted and never an input, so a row needs one token less.
     """
@@ -170,7 +171,7 @@ def _row_length(tokens: int, window: int) -> int:
 def _support_of_rows(
     model: ElasticModel, asked: Sequence[_Asked], rows: int, length: int, steps: int
 ) -> np.ndarray:
-    """`[rows, length]` float32, of which the first are those asked."""
+    """Returns `[rows, length]` float32; the first rows are those asked."""
     tokens, targets = np.zeros((2, rows, length), np.int32)
     free, weights = np.zeros((rows, length), bool), np.zeros((rows, length), np.float32)
     for row, each in enumerate(asked):
