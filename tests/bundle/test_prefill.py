@@ -19,12 +19,8 @@ from tests.tiny import write_tiny_bundle
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return write_tiny_bundle(
-        tmp_path_factory.mktemp("prefill") / "plain.jaxllm",
-        "int8",
-        params=outlying(),
-        parts={"other": Part({"a": 1})},
-    )
+    path = tmp_path_factory.mktemp("prefill") / "plain.jaxllm"
+    return write_tiny_bundle(path, "int8", params=outlying(), parts={"other": Part({"a": 1})})
 
 
 def rewritten(plain, tmp_path, parts) -> Bundle:
@@ -33,7 +29,7 @@ def rewritten(plain, tmp_path, parts) -> Bundle:
     return Bundle.open(tmp_path / "m.jaxllm")
 
 
-def test_it_comes_back(plain, tmp_path):
+def test_it_comes_back_and_weights_stay_byte_for_byte(plain, tmp_path):
     known = calibrated()
     bundle = rewritten(plain, tmp_path, prefill_parts(known, {"tokens": 7}))
     bundle.verify()
@@ -48,11 +44,9 @@ def test_it_comes_back(plain, tmp_path):
             np.testing.assert_array_equal(own, other)
     assert prefill_facts(bundle)["tokens"] == 7
     assert bundle.layout.parts["other"].facts == {"a": 1}
-
-
-def test_weights_stay_byte_for_byte(plain, tmp_path):
-    bundle = rewritten(plain, tmp_path, prefill_parts(calibrated()))
     with Bundle.open(plain) as source:
+        assert read_prefill(source) is None
+        assert prefill_facts(source) == {}
         assert source.layout.tensors.keys() == bundle.layout.tensors.keys()
         for name in source.layout.tensors:
             for own, other in zip(leaves(bundle.stored(name)), leaves(source.stored(name)), strict=True):
@@ -71,12 +65,6 @@ def test_a_file_may_be_rewritten_in_its_place(plain, tmp_path):
     with Bundle.open(path) as source:
         rewrite_bundle(path, source, prefill_parts(calibrated()))
     assert read_prefill(Bundle.open(path)) is not None
-
-
-def test_no_calibration(plain):
-    with Bundle.open(plain) as bundle:
-        assert read_prefill(bundle) is None
-        assert prefill_facts(bundle) == {}
 
 
 def test_no_shadow_at_all(plain, tmp_path):
@@ -114,22 +102,14 @@ ROWS = calibrated().rows[LAYER, 0][0]
     ("facts", "arrays", "message"),
     [
         ({"levels": []}, {}, "levels are"),
-        ({"levels": ["100"]}, {}, "levels are"),
-        ({"levels": [100, 50]}, {}, "levels are"),
         ({"levels": [50, 100]}, {}, "steps must be"),
         ({"levels": 5}, {}, "malformed"),
         ({"shadowed": [True]}, {}, "whether they have a shadow"),
-        ({"shadowed": [1, 0]}, {}, "whether they have a shadow"),
         ({"losses": {"100": [0.1]}}, {}, "no pairs"),
         ({"losses": {"100": [float("nan"), 0]}}, {}, "no pairs"),
-        ({"losses": {"all": [0, 0]}}, {}, "malformed"),
-        ({"losses": 3}, {}, "malformed"),
         ({}, {"steps": np.zeros((1, 2, 4), np.float32)}, "steps are not all in"),
-        ({}, {"steps": np.full((1, 2, 4), np.nan, np.float32)}, "steps are not all in"),
         ({}, {"steps": np.ones((1, 2, 4), np.float16)}, "steps must be"),
         ({}, {f"channels.{LAYER}.0": CHANNELS + 64}, "not different ones of 64"),
-        ({}, {f"channels.{LAYER}.0": np.zeros_like(CHANNELS)}, "not different ones"),
-        ({}, {f"channels.{LAYER}.0": CHANNELS - 99}, "not different ones"),
         ({}, {f"channels.{LAYER}.0": CHANNELS.astype(np.float32)}, "channels of layer"),
         ({}, {f"rows.{LAYER}.0.0": ROWS[:, :-1]}, "must be float16"),
         ({}, {f"rows.{LAYER}.0.0": ROWS * np.float16(np.nan)}, "NaN or infinity"),
