@@ -69,13 +69,9 @@ def build(folder: Path, compiler: str, of_file: dict[str, list[str]], *flags: st
 def run(*command: Any, **environment: str) -> str:
     """What a command prints, run in the repository; its complaint is the test's."""
     done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+        [str(part) for part in command], cwd=ROOT, env=os.environ | environment, capture_output=True,
+        text=True, timeout=1500,
+    )  # fmt: skip
     assert done.returncode == 0, f"{done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
     return done.stdout
 
