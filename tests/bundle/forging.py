@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxllm.bundle import WEIGHT_FORMATS, Bundle, WeightFormat
+from jaxllm.bundle import WEIGHT_FORMATS, Bundle, Part, WeightFormat, rewrite_bundle
 from jaxllm.bundle.layout import HEADER, MAGIC, VERSION
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import BundleError
@@ -91,6 +91,13 @@ def forge(path: Path, manifest: Any) -> Path:
     header = HEADER.pack(MAGIC, VERSION, 0, offset, len(end), hashlib.sha256(end).digest())
     path.write_bytes(header + raw[HEADER.size : offset] + end)
     return path
+
+
+def rewritten(source: Path, path: Path, parts: Mapping[str, Part]) -> Bundle:
+    """A bundle with the weights of another one and other parts, opened."""
+    with Bundle.open(source) as bundle:
+        rewrite_bundle(path, bundle, parts)
+    return Bundle.open(path)
 
 
 def same_bits(a: Any, b: Any) -> bool:

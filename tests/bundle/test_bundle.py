@@ -207,11 +207,8 @@ def test_any_change_changes_the_fingerprint(tmp_path: Path) -> None:
     variants += [{"cfg": dataclasses.replace(TINY, norm_eps=2e-5), "params": params_of(TINY)}]
     files = tiny_tokenizer()
     parts = {
-        "tokenizer_json": f"{files.tokenizer_json} ",
-        "chat_template": None,
-        "eos_ids": (),
-        "bos_id": None,
-    }
+        "tokenizer_json": f"{files.tokenizer_json} ", "chat_template": None, "eos_ids": (), "bos_id": None,
+    }  # fmt: skip
     variants += [
         {"tokenizer": dataclasses.replace(files, **{name: value})}
         for name, value in (parts | {"special": {}}).items()

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.bundle import Bundle, Part, rewrite_bundle
+from jaxllm.bundle import Bundle, Part
 from jaxllm.bundle.calibrations import prefill_facts, prefill_parts, read_prefill
 from jaxllm.bundle.levels import read_ladder
 from jaxllm.errors import BundleError
 from jaxllm.int8_prefill.recipe import MOST_LOSS
+from tests.bundle.forging import rewritten
 from tests.int8_prefill.calibrated import calibrated, outlying
 from tests.tiny import write_tiny_bundle
 
@@ -23,15 +24,9 @@ def plain(tmp_path_factory):
     return write_tiny_bundle(path, "int8", params=outlying(), parts={"other": Part({"a": 1})})
 
 
-def rewritten(plain, tmp_path, parts) -> Bundle:
-    with Bundle.open(plain) as source:
-        rewrite_bundle(tmp_path / "m.jaxllm", source, parts)
-    return Bundle.open(tmp_path / "m.jaxllm")
-
-
 def test_it_comes_back_and_weights_stay_byte_for_byte(plain, tmp_path):
     known = calibrated()
-    bundle = rewritten(plain, tmp_path, prefill_parts(known, {"tokens": 7}))
+    bundle = rewritten(plain, tmp_path / "m", prefill_parts(known, {"tokens": 7}))
     bundle.verify()
     found = read_prefill(bundle)
     assert found is not None
@@ -59,19 +54,23 @@ def leaves(value):
     return [value] if isinstance(value, np.ndarray) else [np.asarray(value.data), np.asarray(value.scale)]
 
 
-def test_a_file_may_be_rewritten_in_its_place(plain, tmp_path):
-    path = tmp_path / "own.jaxllm"
-    shutil.copy(plain, path)
-    with Bundle.open(path) as source:
-        rewrite_bundle(path, source, prefill_parts(calibrated()))
-    assert read_prefill(Bundle.open(path)) is not None
-
-
-def test_no_shadow_at_all(plain, tmp_path):
-    known = dataclasses.replace(calibrated(), shadowed=(False, False), channels={}, rows={})
-    found = read_prefill(rewritten(plain, tmp_path, prefill_parts(known)))
-    assert found is not None
-    assert found.shadowed == (False, False)
+def test_other_calibrations_come_back(plain, tmp_path):
+    """One without a shadow, and one of older versions, which said how many rows should stay in memory; in a
+    file that is rewritten in its place."""
+    none = dataclasses.replace(calibrated(), shadowed=(False, False), channels={}, rows={})
+    part = prefill_parts(calibrated())["prefill"]
+    older = Part(part.facts, {**part.arrays, "hot": np.ones((2, 4), np.int32)})
+    path = Path(shutil.copy(plain, tmp_path / "own"))
+    for parts, known in ((prefill_parts(none), none), ({"prefill": older}, calibrated())):
+        bundle = rewritten(path, path, parts)
+        found = read_prefill(bundle)
+        assert found is not None
+        assert (found.shadowed, found.row_bytes) == (known.shadowed, known.row_bytes)
+    raw = bytearray(path.read_bytes())
+    raw[bundle.layout.segments["part.prefill"].offset + 5] ^= 1
+    (tmp_path / "bad").write_bytes(raw)
+    with pytest.raises(BundleError, match="is corrupt"):
+        read_prefill(Bundle.open(tmp_path / "bad"))
 
 
 @pytest.mark.parametrize("name", ["default", "draft", "medium", "small"])
@@ -82,15 +81,6 @@ def test_packaged_models_can_be_read_in_integers(name):
     assert found is not None
     assert found.levels == ((100,) if ladder is None else ladder.levels)
     assert max(map(found.loss, found.levels)) <= MOST_LOSS
-
-
-def test_what_older_versions_wrote_is_read(plain, tmp_path):
-    """They said besides how many rows should stay in memory."""
-    part = prefill_parts(calibrated())["prefill"]
-    older = Part(part.facts, {**part.arrays, "hot": np.ones((2, 4), np.int32)})
-    found = read_prefill(rewritten(plain, tmp_path, {"prefill": older}))
-    assert found is not None
-    assert found.row_bytes == calibrated().row_bytes
 
 
 LAYER = calibrated().shadowed.index(True)
@@ -120,14 +110,4 @@ def test_forged_parts_are_refused(plain, tmp_path, facts, arrays, message):
     part = prefill_parts(calibrated())["prefill"]
     forged = Part({**part.facts, **facts}, {**part.arrays, **arrays})
     with pytest.raises(BundleError, match=message):
-        read_prefill(rewritten(plain, tmp_path, {"prefill": forged}))
-
-
-def test_damage_is_seen(plain, tmp_path):
-    bundle = rewritten(plain, tmp_path, prefill_parts(calibrated()))
-    at = bundle.layout.segments["part.prefill"].offset
-    raw = bytearray(bundle.path.read_bytes())
-    raw[at + 5] ^= 1
-    (tmp_path / "bad.jaxllm").write_bytes(raw)
-    with pytest.raises(BundleError, match="is corrupt"):
-        read_prefill(Bundle.open(tmp_path / "bad.jaxllm"))
+        read_prefill(rewritten(plain, tmp_path / "m", {"prefill": forged}))

@@ -95,7 +95,7 @@ def test_a_level_takes_the_beginnings_of_arrays():
         ({"levels": {}}, "no whole model"),
         ({"context_tokens": 1 << 20}, "context_tokens has 1048576"),
         (
-            {"files": {name: {"size_bytes": 1, "xxh3_128": ""} for name in ("../x", TOKENIZER)}},
+            {"files": {name: {"size_bytes": 1, "xxh3_128": ""} for name in ("../x", "x.bin", TOKENIZER)}},
             "not a file of",
         ),
         ({"extra": 1}, "malformed"),
