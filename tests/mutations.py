@@ -56,10 +56,10 @@ MUTATIONS = (
     ),
     _mutation(
         "kernels: a batch's rows use the units of their neighbour",
-        "jaxllm/kernels/used_units.py",
+        "jaxllm/kernels/native_call.py",
         "value(self.counts)[1 + row]",
         "value(self.counts)[row]",
-        "tests/kernels/test_row_units.py",
+        "tests/steps/test_batch.py::test_rows_of_different_levels_share_products",
     ),
     _mutation(
         "kv: a token does not attend to itself",

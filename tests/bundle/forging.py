@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxllm.bundle import WEIGHT_FORMATS, Bundle, WeightFormat
+from jaxllm.bundle import WEIGHT_FORMATS, Bundle, Part, WeightFormat, rewrite_bundle
 from jaxllm.bundle.layout import HEADER, MAGIC, VERSION
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import BundleError
@@ -19,52 +19,21 @@ from tests.tiny import TINY, random_params, write_tiny_bundle
 
 # Everything that a decoder may have besides: biases, learned positions, post norms, a tied head.
 ORNATE = ModelConfig(
-    model_type="ornate",
-    vocab_size=37,
-    hidden_size=24,
-    layers=12,
-    heads=6,
-    kv_heads=3,
-    head_dim=4,
-    ffn_size=20,
-    window_tokens=9,
-    activation="gelu_tanh",
-    gated_ffn=False,
-    norm="layer",
-    learned_positions=True,
-    attention_windows=(0, 3) * 6,
-    logit_softcap=30.0,
-    embed_scale=24**0.5,
-    qkv_bias=True,
-    o_bias=True,
-    ffn_bias=True,
-    qk_norm=False,
-    post_norms=True,
-    tied_head=True,
-)
+    model_type="ornate", vocab_size=37, hidden_size=24, layers=12, heads=6, kv_heads=3, head_dim=4,
+    ffn_size=20, window_tokens=9, activation="gelu_tanh", gated_ffn=False, norm="layer",
+    learned_positions=True, attention_windows=(0, 3) * 6, logit_softcap=30.0, embed_scale=24**0.5,
+    qkv_bias=True, o_bias=True, ffn_bias=True, qk_norm=False, post_norms=True, tied_head=True,
+)  # fmt: skip
 # Small enough that a test can write it a thousand times.
 MICRO = ModelConfig(
-    model_type="llama",
-    vocab_size=8,
-    hidden_size=8,
-    layers=1,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    ffn_size=6,
-    window_tokens=8,
-    rope=RopeConfig(dim=4),
-)
+    model_type="llama", vocab_size=8, hidden_size=8, layers=1, heads=2, kv_heads=1, head_dim=4, ffn_size=6,
+    window_tokens=8, rope=RopeConfig(dim=4),
+)  # fmt: skip
 # Experts in one layer of two, which do not fill whole panels.
 MIXED = dataclasses.replace(
-    MICRO,
-    layers=2,
-    attention_windows=(),
-    experts=3,
-    experts_per_token=2,
-    expert_ffn_size=20,
+    MICRO, layers=2, attention_windows=(), experts=3, experts_per_token=2, expert_ffn_size=20,
     sparse_layers=(False, True),
-)
+)  # fmt: skip
 CONFIGS = {"tiny": TINY, "ornate": ORNATE, "micro": MICRO, "mixed": MIXED}
 every_format = pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 every_config = pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
@@ -122,6 +91,13 @@ def forge(path: Path, manifest: Any) -> Path:
     header = HEADER.pack(MAGIC, VERSION, 0, offset, len(end), hashlib.sha256(end).digest())
     path.write_bytes(header + raw[HEADER.size : offset] + end)
     return path
+
+
+def rewritten(source: Path, path: Path, parts: Mapping[str, Part]) -> Bundle:
+    """A bundle with the weights of another one and other parts, opened."""
+    with Bundle.open(source) as bundle:
+        rewrite_bundle(path, bundle, parts)
+    return Bundle.open(path)
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -10,34 +10,31 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.bundle import WEIGHT_FORMATS, Bundle, WeightFormat, segment_of, write_bundle
+from jaxllm.bundle import WEIGHT_FORMATS, Bundle, WeightFormat, segment_of
 from jaxllm.bundle.layout import ALIGN, HEADER, PAGE
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError
 from jaxllm.models import parameters
 from jaxllm.quant import Bfloat16Bits, quantize, to_blocks
-from tests.bundle.forging import MICRO, every_config, every_format, params_of, same_bits, write
+from tests.bundle.forging import CONFIGS, MICRO, every_config, every_format, params_of, same_bits, write
 from tests.kernels.switching import NATIVE
 from tests.tiny import TINY, tiny_tokenizer
 
 # What is written comes back.
 
 
-@every_config
-def test_f32_comes_back_bit_for_bit(tmp_path: Path, cfg: ModelConfig) -> None:
-    with Bundle.open(write(tmp_path / "m", "f32", cfg)) as bundle:
+@pytest.mark.parametrize(
+    ("cfg", "source"),
+    [*((cfg, np.float32) for cfg in CONFIGS.values()), (MICRO, ml_dtypes.bfloat16), (MICRO, np.float16)],
+)
+def test_f32_comes_back_bit_for_bit(tmp_path: Path, cfg: ModelConfig, source: Any) -> None:
+    """And every narrower type widens exactly."""
+    params = {name: value.astype(source) for name, value in params_of(cfg).items()}
+    with Bundle.open(write(tmp_path / "m", "f32", cfg, params=params)) as bundle:
         loaded = bundle.load()
     assert list(loaded) == list(parameters.param_specs(cfg))
-    for name, value in params_of(cfg).items():
-        assert same_bits(loaded[name], value), name
-
-
-@pytest.mark.parametrize("source", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_every_source_type_widens_exactly(tmp_path: Path, source: Any) -> None:
-    params = {name: value.astype(source) for name, value in params_of(MICRO).items()}
-    with Bundle.open(write(tmp_path / "m", "f32", MICRO, params=params)) as bundle:
-        for name, value in bundle.load().items():
-            assert same_bits(value, params[name].astype(np.float32)), name
+    for name, value in params.items():
+        assert same_bits(loaded[name], value.astype(np.float32)), name
 
 
 @every_config
@@ -105,12 +102,7 @@ def test_a_bundle_is_as_small_as_its_format(tmp_path: Path) -> None:
 
 
 def test_progress_of_loading(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    write_bundle(
-        path, cfg=TINY, params=params_of(TINY).items(), weights="int4", tokenizer=tiny_tokenizer(),
-        name="tiny",
-    )  # fmt: skip
-    with Bundle.open(path) as bundle:
+    with Bundle.open(write(tmp_path / "m", "int4")) as bundle:
         loaded: list[tuple[str, int]] = []
         bundle.load(on_segment=lambda name, size: loaded.append((name, size)))
         verified: list[tuple[str, int]] = []
@@ -123,8 +115,10 @@ def test_progress_of_loading(tmp_path: Path) -> None:
 # Where things stand.
 
 
-@every_format
-@every_config
+@pytest.mark.parametrize(
+    ("cfg", "weights"),
+    [(list(CONFIGS.values())[at % len(CONFIGS)], weights) for at, weights in enumerate(WEIGHT_FORMATS)],
+)
 def test_places(tmp_path: Path, cfg: ModelConfig, weights: WeightFormat) -> None:
     """Segments in the order in which a step reads them, tensors in order inside, all aligned."""
     path = write(tmp_path / "m", weights, cfg)
@@ -205,23 +199,19 @@ def test_the_same_model_makes_the_same_bytes(tmp_path: Path, weights: WeightForm
 def test_any_change_changes_the_fingerprint(tmp_path: Path) -> None:
     def changed(name: str) -> dict[str, np.ndarray]:
         params = {each: value.copy() for each, value in params_of(TINY).items()}
-        bits = params[name].reshape(-1).view(np.uint32)
-        bits[-1] ^= 1
+        params[name].reshape(-1).view(np.uint32)[-1] ^= 1
         return params
 
     variants: list[dict[str, Any]] = [{}, {"weights": "bf16"}, {"name": "other"}]
     variants += [{"params": changed(name)} for name in parameters.param_specs(TINY)]
     variants += [{"cfg": dataclasses.replace(TINY, norm_eps=2e-5), "params": params_of(TINY)}]
     files = tiny_tokenizer()
+    parts = {
+        "tokenizer_json": f"{files.tokenizer_json} ", "chat_template": None, "eos_ids": (), "bos_id": None,
+    }  # fmt: skip
     variants += [
-        {"tokenizer": dataclasses.replace(files, **change)}
-        for change in (
-            {"tokenizer_json": files.tokenizer_json + " "},
-            {"chat_template": None},
-            {"eos_ids": ()},
-            {"bos_id": None},
-            {"special": {}},
-        )
+        {"tokenizer": dataclasses.replace(files, **{name: value})}
+        for name, value in (parts | {"special": {}}).items()
     ]
     found = [fingerprint(write(tmp_path / "m", **variant)) for variant in variants]
     assert len(set(found)) == len(variants)

@@ -48,14 +48,6 @@ def test_every_flip_in_header_and_manifest_is_caught_at_opening(tmp_path: Path, 
             refused(path, when=open_only)
 
 
-def test_text_mode_copies_are_seen(tmp_path: Path, micro_file: Path) -> None:
-    raw = micro_file.read_bytes()
-    for copied in (raw.replace(b"\r\n", b"\n"), raw.replace(b"\n", b"\r\n"), raw.replace(b"\r", b"")):
-        path = tmp_path / "copied"
-        path.write_bytes(copied)
-        refused(path, "not a jaxllm bundle", when=open_only)
-
-
 @every_format
 def test_flips_in_a_segment_are_caught_when_it_is_read(tmp_path: Path, weights: WeightFormat) -> None:
     path = write(tmp_path / "m", weights)
@@ -99,19 +91,18 @@ def test_verify_reads_again_what_was_loaded(tmp_path: Path, micro_file: Path) ->
             bundle.verify()
 
 
-@pytest.mark.parametrize("version", [0, VERSION + 1, 2**32 - 1])
-def test_other_versions_are_named(micro_file: Path, version: int) -> None:
-    raw = bytearray(micro_file.read_bytes())
-    raw[8:12] = version.to_bytes(4, "little")
-    micro_file.write_bytes(raw)
-    refused(micro_file, f"version {version}", f"version {VERSION}", "prepare it again", when=open_only)
-
-
-def test_other_files_are_not_bundles(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    for content in (b"GGUF" + bytes(200), b"PK\x03\x04" * 50, MAGIC.lower() + bytes(100), b"\0" * 5000):
-        path.write_bytes(content)
-        refused(path, "not a jaxllm bundle", "jaxllm prepare", when=open_only)
+def test_other_versions_and_other_files_are_named(micro_file: Path) -> None:
+    """Also copies in text mode."""
+    raw = micro_file.read_bytes()
+    for version in (0, VERSION + 1, 2**32 - 1):
+        micro_file.write_bytes(raw[:8] + version.to_bytes(4, "little") + raw[12:])
+        said = f"version {version}", f"version {VERSION}", "prepare it again"
+        refused(micro_file, *said, when=open_only)
+    copies = raw.replace(b"\r\n", b"\n"), raw.replace(b"\n", b"\r\n"), raw.replace(b"\r", b"")
+    others = b"GGUF" + bytes(200), b"PK\x03\x04" * 50, MAGIC.lower() + bytes(100), b"\0" * 5000
+    for content in (*copies, *others):
+        micro_file.write_bytes(content)
+        refused(micro_file, "not a jaxllm bundle", "jaxllm prepare", when=open_only)
 
 
 def test_no_length_in_a_header_is_allocated(tmp_path: Path, micro_file: Path) -> None:

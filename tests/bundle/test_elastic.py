@@ -27,6 +27,10 @@ def adapter_of(cfg: ModelConfig):
     return jax.device_get(init_adapter(cfg, LoraConfig(rank=2), jax.random.key(0)))
 
 
+def read_50(bundle: Bundle):
+    return read_recovery(bundle, 50)
+
+
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
     adapter = adapter_of(sub_config(TINY, LADDER, 50))
@@ -79,35 +83,52 @@ def test_an_adapter_that_half_precision_cannot_hold_stays_as_it_is(tmp_path):
         np.testing.assert_array_equal(recovery.adapter[name], value)
 
 
-@pytest.mark.parametrize("change", ["groups.0", "neurons.1", None])
-def test_an_order_of_another_model_is_refused(tmp_path, change):
-    parts = elastic_parts(LADDER, order=ORDER)
-    arrays = dict(parts["elastic"].arrays)
-    if change is None:
-        del arrays["groups.1"]
-    else:
-        arrays[change] = np.zeros_like(arrays[change])
-    path = write_tiny_bundle(tmp_path / "bad.jaxllm", parts={"elastic": Part(parts["elastic"].facts, arrays)})
-    with pytest.raises(BundleError, match="order of units is malformed"):
-        read_order(Bundle.open(path))
+ADAPTER = adapter_of(sub_config(TINY, LADDER, 50))
+NAME = "layers.0.attn.q"
+RIGHT = ADAPTER[f"{NAME}.right"]
 
 
-@pytest.mark.parametrize("kind", ["flat", "deep", "bytes", "nan", "stranger"])
-def test_malformed_adapters_are_refused(tmp_path, kind):
-    adapter = dict(adapter_of(sub_config(TINY, LADDER, 50)))
-    name = "layers.0.attn.q"
-    right = adapter[f"{name}.right"]
-    changes = {
-        "flat": {f"{name}.right": right.reshape(-1)},
-        "deep": {f"{name}.right": right[None]},
-        "bytes": {f"{name}.right": right.astype(np.uint8)},
-        "nan": {f"{name}.right": np.full_like(right, np.nan)},
-        "stranger": {"layers.9.attn.q.left": right, "layers.9.attn.q.right": right},
-    }
-    parts = elastic_parts(LADDER, {50: Recovery({**adapter, **changes[kind]}, 1.0)})
+def order(**change):
+    part = elastic_parts(LADDER, order=ORDER)["elastic"]
+    arrays = {**part.arrays, **{name.replace("_", "."): each for name, each in change.items()}}
+    arrays = {name: each for name, each in arrays.items() if each is not None}
+    return {"elastic": Part(part.facts, arrays)}
+
+
+def recovery(change):
+    return elastic_parts(LADDER, {50: Recovery({**ADAPTER, **change}, 1.0)})
+
+
+OF_ORDER, OF_ADAPTER = "order of units is malformed", "the adapter of level 50 is malformed"
+MALFORMED = {
+    "groups of nothing": (order(groups_0=np.zeros_like(ORDER.groups[0])), read_order, OF_ORDER),
+    "no neurons": (order(neurons_1=np.zeros_like(ORDER.neurons[1])), read_order, OF_ORDER),
+    "an order of fewer layers": (order(groups_1=None), read_order, OF_ORDER),
+    "a flat side": (recovery({f"{NAME}.right": RIGHT.reshape(-1)}), read_50, OF_ADAPTER),
+    "a side of bytes": (recovery({f"{NAME}.right": RIGHT.astype(np.uint8)}), read_50, OF_ADAPTER),
+    "a side of NaN": (recovery({f"{NAME}.right": np.full_like(RIGHT, np.nan)}), read_50, OF_ADAPTER),
+    "a stranger": (
+        recovery({"layers.9.attn.q.left": RIGHT, "layers.9.attn.q.right": RIGHT}), read_50, OF_ADAPTER
+    ),
+    "a text as scaling": ({"recovery.50": Part({"scaling": "2"})}, read_50, "scaling"),
+    "no scaling": ({"recovery.50": Part({"scaling": None})}, read_50, "scaling"),
+    "an endless scaling": ({"recovery.50": Part({"scaling": 10**400})}, read_50, "scaling"),
+    "no facts": ({"elastic": Part({})}, read_ladder, "levels are malformed"),
+    "no whole model": (
+        {"elastic": Part({"ladder": {"levels": [50], "anchors": []}})}, read_ladder, "that end with 100"
+    ),
+    "an anchor behind the last": (
+        {"elastic": Part({"ladder": {"levels": [50, 100], "anchors": [9]}})}, read_ladder, "is an anchor"
+    ),
+    "a list of levels": ({"elastic": Part({"ladder": [1]})}, read_ladder, "malformed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "read", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_parts_are_refused(tmp_path, parts, read, message):
     path = write_tiny_bundle(tmp_path / "bad.jaxllm", parts=parts)
-    with pytest.raises(BundleError, match="the adapter of level 50 is malformed"):
-        read_recovery(Bundle.open(path), 50)
+    with pytest.raises(BundleError, match=message):
+        read(Bundle.open(path))
 
 
 def test_the_model_itself_is_the_same(elastic, tmp_path):
@@ -119,28 +140,6 @@ def test_the_model_itself_is_the_same(elastic, tmp_path):
     assert read_ladder(plain) is None
     with pytest.raises(ConfigError, match="has no levels, only the whole model; make an elastic bundle"):
         require_level(plain, 50)
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({}, "levels are malformed"),
-        ({"ladder": {"levels": [50], "anchors": []}}, "that end with 100"),
-        ({"ladder": {"levels": [50, 100], "anchors": [9]}}, "layer 9 is an anchor"),
-        ({"ladder": [1]}, "malformed"),
-    ],
-)
-def test_malformed_levels_are_refused(tmp_path, facts, message):
-    path = write_tiny_bundle(tmp_path / "bad.jaxllm", parts={"elastic": Part(facts)})
-    with pytest.raises(BundleError, match=message):
-        read_ladder(Bundle.open(path))
-
-
-@pytest.mark.parametrize("scaling", ["2", None, float("nan"), 10**400, True])
-def test_a_malformed_scaling_is_refused(tmp_path, scaling):
-    path = write_tiny_bundle(tmp_path / "bad.jaxllm", parts={"recovery.50": Part({"scaling": scaling})})
-    with pytest.raises(BundleError, match="scaling"):
-        read_recovery(Bundle.open(path), 50)
 
 
 def test_arrays_of_a_part_are_plain_numbers(tmp_path):

@@ -10,16 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import xxhash
 
 from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.bundle.calibrations import expert_parts, read_path_counts, read_token_experts
 from jaxllm.bundle.layout import HEADER, PAGE
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError
+from jaxllm.experts.prediction import PathCounts, TokenExperts
 from jaxllm.models import decoder
 from tests.bundle.forging import (
     MICRO,
+    MIXED,
     ORNATE,
     forge,
     manifest_at,
@@ -36,18 +40,12 @@ Manifest = dict[str, Any]
 
 HOSTILE_BYTES = {
     "empty": b"",
-    "not JSON": b"\x93NUMPY",
     "not UTF-8": b'{"name": "\xff"}',
     "cut": b'{"name": "tiny", "weights": ',
     "nested lists": b"[" * 200_000,
-    "nested objects": b'{"a":' * 200_000,
-    "nested and closed": b"[" * 200_000 + b"]" * 200_000,
     "nested model": b'{"name":"m","weights":"f32","model":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "long number": b'{"name": ' + b"9" * 100_000 + b"}",
     "null": b"null",
-    "a list": b"[]",
-    "a text": b'"manifest"',
-    "a number": b"1e999",
     "not a number": b"NaN",
 }
 
@@ -57,23 +55,22 @@ def test_manifests_that_are_no_object(micro_file: Path, raw: bytes) -> None:
     refused(forge(micro_file, raw), when=open_only)
 
 
-def _move(name: str, offset: Any) -> Callable[[Manifest], None]:
-    return lambda m: m["tensors"][name]["data"].update(offset=offset)
+Edit = Callable[[Manifest], Any]
 
 
-def _shape(name: str, shape: Any) -> Callable[[Manifest], None]:
-    return lambda m: m["tensors"][name]["data"].update(shape=shape)
+def _tensor(name: str, **change: Any) -> Edit:
+    return lambda m: m["tensors"][name].update(change)
 
 
-def _dtype(name: str, dtype: Any) -> Callable[[Manifest], None]:
-    return lambda m: m["tensors"][name]["data"].update(dtype=dtype)
+def _data(name: str, **change: Any) -> Edit:
+    return lambda m: m["tensors"][name]["data"].update(change)
 
 
-def _segment(at: int, **change: Any) -> Callable[[Manifest], None]:
+def _segment(at: int, **change: Any) -> Edit:
     return lambda m: m["segments"][at].update(change)
 
 
-def _model(**change: Any) -> Callable[[Manifest], None]:
+def _model(**change: Any) -> Edit:
     return lambda m: m["model"].update(change)
 
 
@@ -81,180 +78,206 @@ def _rename(m: Manifest) -> None:
     m["tensors"]["haed"] = m["tensors"].pop("head")
 
 
-def _reorder(m: Manifest) -> None:
-    m["tensors"] = dict(reversed(m["tensors"].items()))
+def _shift(name: str, array: str, by: int) -> Edit:
+    def edit(m: Manifest) -> None:
+        m["tensors"][name][array]["offset"] += by
+
+    return edit
 
 
-def _swap_segments(m: Manifest) -> None:
-    m["tensors"]["head"]["segment"] = "embed"
-
-
-def _drop_segment(at: int) -> Callable[[Manifest], None]:
-    return lambda m: m["segments"].pop(at)
-
-
-HOSTILE: dict[str, tuple[str, Callable[[Manifest], Any]]] = {
-    "tensor before its segment": ("outside its segment", _move("head", 0)),
-    "tensor in another segment": ("outside its segment", _move("head", PAGE)),
-    "tensor behind the file": ("outside its segment", _move("head", 1 << 40)),
-    "tensor past 64 bits": ("outside its segment", _move("head", 1 << 200)),
-    "negative offset": ("malformed place", _move("head", -64)),
-    "fractional offset": ("malformed place", _move("head", 64.0)),
-    "boolean offset": ("malformed place", _move("head", True)),
-    "infinite offset": ("malformed place", _move("head", float("inf"))),
-    "text offset": ("malformed place", _move("head", "64")),
-    "null offset": ("malformed place", _move("head", None)),
-    "misaligned offset": (
-        "not aligned",
-        lambda m: m["tensors"]["layers.0.attn_norm.scale"]["data"].update(
-            offset=m["tensors"]["layers.0.attn_norm.scale"]["data"]["offset"] + 4
-        ),
-    ),
-    "negative shape": ("malformed place", _shape("head", [-8, -8])),
-    "huge shape": ("outside its segment", _shape("head", [1 << 40, 1 << 40])),
-    "shape past 64 bits": ("outside its segment", _shape("head", [1 << 100, 1 << 100])),
-    "no elements": ("must be float32", _shape("head", [1 << 100, 0])),
-    "empty shape": ("must be float32", _shape("head", [])),
-    "flat shape": ("must be float32", _shape("head", [64])),
-    "transposed shape": ("must be float32", _shape("layers.0.ffn.up", [8, 6])),
-    "text shape": ("malformed place", _shape("head", "88")),
-    "nested shape": ("malformed place", _shape("head", [[8], 8])),
-    "number as shape": ("malformed manifest", _shape("head", 8)),
-    "null shape": ("malformed manifest", _shape("head", None)),
-    "integers without scales": ("must be float32", _dtype("head", "int8")),
-    "unknown dtype": ("'complex128' is not one", _dtype("head", "complex128")),
-    "object dtype": ("'object' is not one", _dtype("head", "object")),
-    "list as dtype": ("malformed manifest", _dtype("head", ["float32"])),
-    "narrow vector": ("must be float32", _dtype("final_norm.scale", "bfloat16")),
-    "no tensors": ("do not match the config", lambda m: m["tensors"].clear()),
+# What JUNK below is not: values that could be right elsewhere, and what is missing, double or out of order.
+HOSTILE: dict[str, tuple[str, Edit]] = {
+    "tensor before its segment": ("outside its segment", _data("head", offset=0)),
+    "tensor in another segment": ("outside its segment", _data("head", offset=PAGE)),
+    "tensor behind the file": ("outside its segment", _data("head", offset=1 << 40)),
+    "negative offset": ("malformed place", _data("head", offset=-64)),
+    "misaligned offset": ("not aligned", _shift("layers.0.attn_norm.scale", "data", 4)),
+    "huge shape": ("outside its segment", _data("head", shape=[1 << 40, 1 << 40])),
+    "no elements": ("must be float32", _data("head", shape=[1 << 100, 0])),
+    "transposed shape": ("must be float32", _data("layers.0.ffn.up", shape=[8, 6])),
+    "nested shape": ("malformed place", _data("head", shape=[[8], 8])),
+    "number as shape": ("malformed manifest", _data("head", shape=8)),
+    "integers without scales": ("must be float32", _data("head", dtype="int8")),
+    "unknown dtype": ("'complex128' is not one", _data("head", dtype="complex128")),
+    "narrow vector": ("must be float32", _data("final_norm.scale", dtype="bfloat16")),
     "missing tensor": ("differing: ['head']", lambda m: m["tensors"].pop("head")),
-    "extra tensor": (
-        "differing: ['more']",
-        lambda m: m["tensors"].update(more=copy.deepcopy(m["tensors"]["head"])),
-    ),
+    "extra tensor": ("differing: ['more']", lambda m: m["tensors"].update(more=m["tensors"]["head"])),
     "renamed tensor": ("differing: ['haed', 'head']", _rename),
-    "tensors out of order": ("do not match the config", _reorder),
-    "list of tensors": ("malformed manifest", lambda m: m.update(tensors=list(m["tensors"].items()))),
-    "null tensor": ("malformed manifest", lambda m: m["tensors"].update(head=None)),
-    "text as tensor": ("", lambda m: m["tensors"].update(head="data")),
-    "tensor with more keys": ("malformed manifest", lambda m: m["tensors"]["head"].update(code="import os")),
-    "tensor without data": ("malformed manifest", lambda m: m["tensors"]["head"].update(data=None)),
-    "tensor without segment": ("malformed manifest", lambda m: m["tensors"]["head"].pop("segment")),
-    "tensor of an unknown segment": (
-        "outside its segment",
-        lambda m: m["tensors"]["head"].update(segment="heap"),
+    "tensors out of order": (
+        "do not match the config", lambda m: m.update(tensors=dict(reversed(m["tensors"].items())))
     ),
-    "tensor of another layer's segment": ("outside its segment", _swap_segments),
-    "no tokenizer": ("tokenizer is missing", _drop_segment(0)),
-    "no last segment": ("outside its segment", _drop_segment(-1)),
-    "no segments": ("tokenizer is missing", lambda m: m["segments"].clear()),
-    "segment before the file": ("malformed segment", _segment(0, offset=-4096)),
+    "tensor with more keys": ("malformed manifest", _tensor("head", code="import os")),
+    "tensor of an unknown segment": ("outside its segment", _tensor("head", segment="heap")),
+    "tensor of another layer's segment": ("outside its segment", _tensor("head", segment="embed")),
+    "no tokenizer": ("tokenizer is missing", lambda m: m["segments"].pop(0)),
+    "no last segment": ("outside its segment", lambda m: m["segments"].pop()),
     "segment over the header": ("outside the file", _segment(0, offset=0)),
-    "segment behind the file": ("outside the file", _segment(0, offset=1 << 60)),
     "segment past the end": ("outside the file", _segment(-1, size_bytes=1 << 60)),
     "negative segment": ("malformed segment", _segment(0, size_bytes=-1)),
-    "fractional segment": ("malformed segment", _segment(0, size_bytes=4096.0)),
-    "text in a segment": ("malformed segment", _segment(0, offset="4096")),
-    "null checksum": ("malformed segment", _segment(0, xxh3_128=None)),
     "other checksum": ("'tokenizer' is corrupt", _segment(0, xxh3_128="")),
-    "nameless segment": ("malformed manifest", lambda m: m["segments"][0].pop("name")),
-    "list as segment name": ("malformed", _segment(0, name=[])),
-    "number as segment": ("malformed manifest", lambda m: m["segments"].append(5)),
-    "null segments": ("malformed manifest", lambda m: m.update(segments=None)),
     "unknown weights": ("weights 'f64' is not one of", lambda m: m.update(weights="f64")),
-    "null weights": ("weights None is not one of", lambda m: m.update(weights=None)),
-    "null model": ("malformed manifest", lambda m: m.update(model=None)),
     "empty model": ("malformed model config", lambda m: m.update(model={})),
     "unknown model key": ("malformed model config", _model(trust_remote_code=True)),
     "another vocabulary": ("embed.tokens must be", _model(vocab_size=9)),
-    "another width": ("must be float32", _model(hidden_size=16)),
     "more layers": ("do not match the config", _model(layers=2, attention_windows=[])),
-    "most layers": ("do not match the config", _model(layers=4096, attention_windows=[])),
     "too many layers": ("layers must be", _model(layers=1 << 60)),
-    "no layers": ("layers must be", _model(layers=0)),
-    "text as width": ("hidden_size must be", _model(hidden_size="8")),
     "flag as width": ("hidden_size must be", _model(hidden_size=True)),
-    "null norm_eps": ("", _model(norm_eps=None)),
-    "text as scale": ("embed_scale", _model(embed_scale="1")),
-    "not a number as scale": ("embed_scale", _model(embed_scale=float("nan"))),
     "endless whole scale": ("embed_scale", _model(embed_scale=10**400)),
-    "endless scale": ("attention_scale", _model(attention_scale=float("inf"))),
-    "list as scale": ("attention_scale", _model(attention_scale=[1])),
-    "text as flag": ("qk_norm", _model(qk_norm="no")),
-    "fractional window": ("attention_windows", _model(attention_windows=[0.5])),
     "list as window": ("attention_windows", _model(attention_windows=[[1]])),
-    "number as model type": ("model_type", _model(model_type=5)),
-    "text as rope": ("malformed model config", _model(rope="yes")),
-    "list as rope base": ("theta", _model(rope={"dim": 4, "theta": [1]})),
     "endless rope base": ("theta", _model(rope={"dim": 4, "theta": float("inf")})),
+    "experts apart where there are none": (
+        "experts_apart is True in a model of 0", lambda m: m.update(experts_apart=True)
+    ),
+}  # fmt: skip
+UP = "layers.0.ffn.up"
+
+
+def _array(array: str, dtype: str, *shape: int) -> Edit:
+    return _tensor(UP, **{array: {"offset": PAGE, "dtype": dtype, "shape": [*shape]}})
+
+
+QUANTIZED: dict[str, tuple[str, Edit]] = {
+    "width of the other bits": ("", _tensor(UP, bits=8)),
+    "axis of the other role": ("", _tensor("layers.0.ffn.down", axis=-1)),
+    "columns of version 1": ("", _tensor(UP, columns=8)),
+    "columns in place of blocks": ("", _array("data", "uint8", 6, 32)),
+    "a block too many": ("", _array("data", "uint8", 1, 2, 256)),
+    "a panel too few": ("", _array("data", "uint8", 0, 1, 256)),
+    "signed nibbles": ("", _array("data", "int8", 1, 1, 256)),
+    "groups that there are not": ("", _tensor(UP, group=4)),
+    "endless group": ("", _tensor(UP, group=1 << 62)),
+    "no scales": ("", _tensor(UP, scale=None)),
+    "scales of integers": ("", _array("scale", "int8", 1, 1, 16)),
+    "wide scales of groups": ("", _array("scale", "float32", 1, 1, 16)),
+    "scales that are cut short": ("", _array("scale", "float16", 1, 1, 8)),
+}
+LOW = "layers.0.attn.q"
+
+
+def _low(**change: Any) -> Edit:
+    return lambda m: m["tensors"][LOW]["low"].update(change)
+
+
+def _place_of_segment(name: str, other: str) -> Edit:
+    def edit(m: Manifest) -> None:
+        segments = {each["name"]: each for each in m["segments"]}
+        segments[name]["offset"] = segments[other]["offset"]
+
+    return edit
+
+
+def _without_segment(name: str) -> Edit:
+    return lambda m: m.update(segments=[each for each in m["segments"] if each["name"] != name])
+
+
+PLANES: dict[str, tuple[str, Edit]] = {
+    "in the high planes' segment": (
+        "", lambda m: m["tensors"][LOW]["low"].update(offset=m["tensors"][LOW]["data"]["offset"])
+    ),
+    "of another layer": ("", _shift(LOW, "low", 1 << 20)),
+    "not aligned": ("", _shift(LOW, "low", 1)),
+    "signed": ("", _low(dtype="int8")),
+    "of no shape": ("", _low(shape=[])),
+    "endless": ("", _low(shape=[1 << 62, 1 << 62])),
+    "not there": ("", lambda m: m["tensors"][LOW].pop("low")),
+    "of a vector": (
+        "", lambda m: m["tensors"]["layers.0.attn_norm.scale"].update(low=m["tensors"][LOW]["low"])
+    ),
+    "without scales": ("", lambda m: m["tensors"][LOW].pop("scale")),
+    "of eight bits": ("", _tensor(LOW, bits=8)),
+    "of other groups": ("", _tensor(LOW, group=32)),
+    "without a segment": ("", _without_segment("layers.0.low")),
+    "whose segment comes first": ("", _place_of_segment("layers.0.low", "layers.0")),
+}  # fmt: skip
+EXPERT, NEIGHBOUR = "layers.1.experts.0.gate", "layers.1.experts.1.gate"
+
+
+def _counts(name: str, **change: Any) -> Edit:
+    return lambda m: m["parts"]["experts"]["tensors"][name]["data"].update(change)
+
+
+EXPERTS: dict[str, tuple[str, Edit]] = {
+    "in its neighbour's segment": ("outside its segment", _tensor(EXPERT, segment="layers.1.experts.1")),
+    "where its neighbour is": (
+        "outside its segment",
+        lambda m: m["tensors"][EXPERT].update(
+            {each: m["tensors"][NEIGHBOUR][each] for each in ("data", "scale", "bits")}
+        ),
+    ),
+    "at its neighbour's width": ("quantized in a way", _tensor(EXPERT, bits=4)),
+    "missing": ("parameters do not match", lambda m: m["tensors"].pop(EXPERT)),
+    "one too many": (
+        "parameters do not match",
+        lambda m: m["tensors"].update({"layers.1.experts.3.gate": m["tensors"][EXPERT]}),
+    ),
+    "more than the router knows": ("do not match", _model(experts=4)),
+    "without a segment": ("outside its segment", _without_segment("layers.1.experts.0")),
+    "all together": ("parameters do not match", lambda m: m.update(experts_apart=False)),
+    "apart by a number": ("experts_apart is 1", lambda m: m.update(experts_apart=1)),
+    "counts beyond their segment": ("outside its segment", _counts("alone", shape=[1, 1 << 40])),
+    "counts of a type that there is not": ("not one a bundle may hold", _counts("pairs", dtype="int128")),
 }
 
 
-@pytest.mark.parametrize(("part", "edit"), HOSTILE.values(), ids=HOSTILE)
-def test_hostile_manifests_are_refused(micro_file: Path, part: str, edit: Callable[[Manifest], Any]) -> None:
-    manifest = manifest_of(micro_file)
+def write_mixture(path: Path) -> Path:
+    """A mixture whose three experts have widths of their own, and counts of one layer's visits."""
+    counts = PathCounts(
+        np.ones((1, 3), np.float32), np.zeros((1, 3, 3), np.float32), np.full((1, 0), -1, np.int32),
+        np.zeros((1, 0, 3), np.float32),
+    )  # fmt: skip
+    tokens = TokenExperts(np.array([1, 2], np.int32), np.zeros((1, 2, MIXED.experts_per_token), np.uint8))
+    bits, parts = np.array([[8, 4, 2]]), expert_parts(counts, tokens=tokens)
+    return write(path, "int8", MIXED, expert_bits=bits, parts=parts)
+
+
+WRITTEN: dict[str, tuple[Callable[[Path], Path], dict[str, tuple[str, Edit]]]] = {
+    "floats": (lambda path: write(path, cfg=MICRO), HOSTILE),
+    "quantized": (lambda path: write(path, "int4", MICRO), QUANTIZED),
+    "low planes": (lambda path: write(path, "int8-nested", MICRO), PLANES),
+    "experts": (write_mixture, EXPERTS),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, (_, edits) in WRITTEN.items() for name in edits]
+)
+def test_hostile_manifests_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+    made, edits = WRITTEN[kind]
+    path, (part, edit) = made(tmp_path / "m.jaxllm"), edits[name]
+    manifest = manifest_of(path)
     edit(manifest)
     # At opening; only a segment's checksum is compared later.
-    when = use if part.endswith("corrupt") else open_only
-    refused(forge(micro_file, manifest), part, when=when)
+    refused(forge(path, manifest), part, when=use if part.endswith("corrupt") else open_only)
 
 
-HOSTILE_QUANTIZATION: dict[str, tuple[str, dict[str, Any]]] = {
-    "bits": ("layers.0.ffn.up", {"bits": 5}),
-    "fractional bits": ("layers.0.ffn.up", {"bits": 4.0}),
-    "null bits": ("layers.0.ffn.up", {"bits": None}),
-    "width of the other bits": ("layers.0.ffn.up", {"bits": 8}),
-    "axis": ("layers.0.ffn.up", {"axis": 0}),
-    "axis of the other role": ("layers.0.ffn.down", {"axis": -1}),
-    "columns of version 1": ("layers.0.ffn.up", {"columns": 8}),
-    "no axis": ("layers.0.ffn.up", {"axis": None}),
-    "columns in place of blocks": (
-        "layers.0.ffn.up",
-        {"data": {"offset": PAGE, "dtype": "uint8", "shape": [6, 32]}},
-    ),
-    "a block too many": (
-        "layers.0.ffn.up",
-        {"data": {"offset": PAGE, "dtype": "uint8", "shape": [1, 2, 256]}},
-    ),
-    "a panel too few": (
-        "layers.0.ffn.up",
-        {"data": {"offset": PAGE, "dtype": "uint8", "shape": [0, 1, 256]}},
-    ),
-    "signed nibbles": (
-        "layers.0.ffn.up",
-        {"data": {"offset": PAGE, "dtype": "int8", "shape": [1, 1, 256]}},
-    ),
-    "group": ("layers.0.ffn.up", {"group": 4}),
-    "negative group": ("layers.0.ffn.up", {"group": -32}),
-    "endless group": ("layers.0.ffn.up", {"group": 1 << 62}),
-    "fractional group": ("layers.0.ffn.up", {"group": 32.0}),
-    "text group": ("layers.0.ffn.up", {"group": "32"}),
-    "no scales": ("layers.0.ffn.up", {"scale": None}),
-    "scales of integers": (
-        "layers.0.ffn.up",
-        {"scale": {"offset": PAGE, "dtype": "int8", "shape": [1, 1, 16]}},
-    ),
-    "scales of columns": (
-        "layers.0.ffn.up",
-        {"scale": {"offset": PAGE, "dtype": "float16", "shape": [6, 1]}},
-    ),
-    "wide scales of groups": (
-        "layers.0.ffn.up",
-        {"scale": {"offset": PAGE, "dtype": "float32", "shape": [1, 1, 16]}},
-    ),
-    "scales that are cut short": (
-        "layers.0.ffn.up",
-        {"scale": {"offset": PAGE, "dtype": "float16", "shape": [1, 1, 8]}},
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "change"), HOSTILE_QUANTIZATION.values(), ids=HOSTILE_QUANTIZATION)
-def test_hostile_quantization_is_refused(tmp_path: Path, name: str, change: dict[str, Any]) -> None:
-    path = write(tmp_path / "m", "int4", MICRO)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("alone", [3, 1]), ("after_one", [1, 9]), ("pairs", [0]), ("tokens", [1]), ("token_experts", [2, 1])],
+)
+def test_counts_of_another_model_are_refused(tmp_path: Path, name: str, shape: list[int]) -> None:
+    path = write_mixture(tmp_path / "m.jaxllm")
+    with Bundle.open(path) as bundle:
+        assert read_path_counts(bundle).alone.tolist() == [[1.0, 1.0, 1.0]]
+        assert read_token_experts(bundle).tokens.tolist() == [1, 2]
     manifest = manifest_of(path)
-    manifest["tensors"][name].update(change)
-    refused(forge(path, manifest), when=open_only)
+    _counts(name, shape=shape)(manifest)
+
+    def read(path: Path) -> None:
+        with Bundle.open(path) as bundle:
+            read_path_counts(bundle)
+            read_token_experts(bundle)
+
+    refused(forge(path, manifest), "make it again with `jaxllm calibrate experts`", when=read)
+
+
+def test_a_damaged_low_plane_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "nested", "int8-nested", MICRO)
+    with Bundle.open(path) as bundle:
+        at = bundle.layout.segments["layers.0.low"].offset
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    refused(path, "segment 'layers.0.low' is corrupt", "copy the file again", when=use)
 
 
 @pytest.mark.parametrize("name", ["final_norm.scale", "embed.positions", "layers.0.attn.q_bias"])
@@ -351,11 +374,9 @@ def test_any_value_anywhere_is_refused_or_runs(tmp_path: Path, weights: WeightFo
 
 HOSTILE_TOKENIZERS = {
     "empty": b"",
-    "not JSON": b"GGUF",
     "not UTF-8": b'"\xff\xfe"',
     "nested": b"[" * 200_000,
     "a list": b"[]",
-    "no tokenizer": b"{}",
     "more keys": b'{"tokenizer_json": "{}", "auto_map": "evil.py"}',
     "null": b'{"tokenizer_json": null}',
     "text as id": b'{"tokenizer_json": "{}", "eos_ids": ["</s>"]}',

@@ -48,22 +48,22 @@ def test_a_bundle_that_does_not_say_its_rows_has_those_of_its_version(tmp_path, 
     assert again.row_tokens == rows
 
 
-def test_none(tmp_path):
+def test_none_and_one_of_a_bundle_without_levels(tmp_path):
     assert read_tiny_lm(written(tmp_path, {})) is None
+    bundle = Bundle.open(write_tiny_bundle(tmp_path / "m.jaxllm", parts=tiny_lm_parts(TINY_LM)))
+    with pytest.raises(BundleError, match=r"lacks \[50\]"):
+        read_tiny_lm(bundle)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"levels": (100, 50)}, "levels must be ascending"),
-        ({"levels": (50, 100.0)}, "levels must be ascending"),
         ({"levels": (100,)}, "its 2 levels"),
         ({"prompt_ratios": (0, 0.5, 1)}, r"prompt ratios must be ascending numbers in \(0, 1\]"),
         ({"mark_ids": (1,) * 18}, "18 different tokens"),
         ({"mark_ids": tuple(range(VOCAB_SIZE - 17, VOCAB_SIZE + 1))}, "18 different tokens"),
-        ({"row_tokens": 2}, "rows must have 3 to 64 tokens"),
         ({"row_tokens": 65}, "rows must have 3 to 64 tokens"),
-        ({"row_tokens": 8.0}, "rows must have 3 to 64 tokens"),
         ({"params": {}}, "disagree on"),
         ({"params": {**TINY_LM.params, "embed.types": np.zeros((2, 9), np.float32)}}, "embed.types must be"),
         ({"params": {**TINY_LM.params, "score.keep": np.zeros((1, 16), np.int8)}}, "got int8"),
@@ -86,13 +86,9 @@ def forged(facts: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Part]:
         ({"config": "missing"}, {}, "config"),
         ({"config": {"encoder": 1}}, {}, "malformed"),
         ({"levels": 5}, {}, "malformed"),
-        ({"levels": [[50], 100]}, {}, "malformed"),
-        ({"prompt_ratios": [None, 0.5, 1]}, {}, "prompt ratios"),
         ({"mark_ids": ["a"] * 18}, {}, "for its marks"),
-        ({"row_tokens": "8"}, {}, "rows must have"),
         ({"levels": [60, 100]}, {}, r"lacks \[60\]"),
         ({"own_tokenizer": True}, {}, "disagree on whether it has a tokenizer"),
-        ({}, {"tokenizer": np.zeros(3, np.uint8)}, "disagree on whether it has a tokenizer"),
         ({"own_tokenizer": True}, {"tokenizer": np.zeros(3, np.uint8)}, "tokenizer is malformed"),
         ({"own_tokenizer": True}, {"tokenizer": np.zeros(3, np.float32)}, "must be bytes"),
         ({}, {"score.keep": np.zeros((1, 9), np.float32)}, "must be floats of shape"),
@@ -111,9 +107,3 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     small = dataclasses.replace(TINY_LM, cfg=cfg, params=random_tlm(cfg))
     with pytest.raises(BundleError, match="it is of another model"):
         read_tiny_lm(written(tmp_path, tiny_lm_parts(small)))
-
-
-def test_a_bundle_without_levels_has_the_whole_model_alone(tmp_path):
-    bundle = Bundle.open(write_tiny_bundle(tmp_path / "m.jaxllm", parts=tiny_lm_parts(TINY_LM)))
-    with pytest.raises(BundleError, match=r"lacks \[50\]"):
-        read_tiny_lm(bundle)

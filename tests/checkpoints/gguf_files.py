@@ -144,11 +144,9 @@ def config_keys(cfg: ModelConfig) -> dict[str, Any]:
         keys["final_logit_softcapping"] = cfg.logit_softcap
     if cfg.model_type == "granite":
         keys |= {
-            "embedding_scale": cfg.embed_scale,
-            "residual_scale": 1.0,
-            "attention.scale": cfg.attention_scale,
+            "embedding_scale": cfg.embed_scale, "residual_scale": 1.0, "attention.scale": cfg.attention_scale,
             "logit_scale": 1.0 / cfg.logit_scale,
-        }
+        }  # fmt: skip
     if cfg.model_type == "stablelm":
         keys["use_parallel_residual"] = False
     return keys
@@ -181,11 +179,7 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
 def _sentence_pieces(tokens: list[str], scores: list[float]) -> dict[str, Any]:
     types = [6 if len(each) == 6 and each.startswith("<0x") else 1 for each in tokens]
     return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": [2, 3, 3, *types[3:]],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-    }
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3, *types[3:]], "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip

@@ -184,23 +184,6 @@ def _change_tokenizer(data: dict[str, Any], places: list[tuple[Any, ...]], draw:
     return _junk_at(data, draw.choice(places), draw)
 
 
-def templates(seed: int) -> Iterator[tuple[str, str]]:
-    """A name, and a chat template."""
-    yield from TEMPLATES.items()
-    draw = random.Random(seed)
-    pieces = [
-        *TEMPLATES.values(),
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{{",
-        "%}",
-        "{% set x =",
-    ]
-    while True:
-        first, second = draw.choice(pieces)[:2000], draw.choice(pieces)[:2000]
-        at = draw.randrange(len(first) + 1)
-        yield "spliced", first[:at] + second[draw.randrange(len(second) + 1) :]
-
-
 Change = Callable[[Path], None]
 
 

@@ -46,27 +46,25 @@ def read(path, weights=None):
     return cfg, dict(read_gguf_params(file, cfg, weights))
 
 
-@pytest.fixture(scope="module")
-def stories(stories_folder):
-    return stories_folder
-
-
 # Stories260K: every type
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-def test_numbers_are_those_of_the_blocks(stories, tmp_path, kind):
+def test_numbers_are_those_of_the_blocks(stories_folder, tmp_path, kind):
     """Bit for bit what the `gguf` package makes of the same blocks."""
-    path = write_model(tmp_path / "m.gguf", stories, kind)
+    path = write_model(tmp_path / "m.gguf", stories_folder, kind)
     cfg, params = read(path)
-    assert cfg == read_config(stories)
+    assert cfg == read_config(stories_folder)
     own = {each.name: each for each in gguf.GGUFReader(path).tensors}
     wide = {
         name: gguf.quants.dequantize(np.asarray(each.data), each.tensor_type).astype(np.float32)
         for name, each in own.items()
     }
     floats = write_file(
-        tmp_path / "wide.gguf", "llama", {**config_keys(cfg), **tokenizer_keys(stories, cfg.vocab_size)}, wide
+        tmp_path / "wide.gguf",
+        "llama",
+        {**config_keys(cfg), **tokenizer_keys(stories_folder, cfg.vocab_size)},
+        wide,
     )
     expected = read(floats)[1]
     for name, param in params.items():
@@ -74,42 +72,32 @@ def test_numbers_are_those_of_the_blocks(stories, tmp_path, kind):
     quantized = kind.startswith("Q")
     assert isinstance(params["layers.0.attn.q"], QArray) == quantized
     if kind == "F32":
-        for name, value in read_params(stories, cfg):
+        for name, value in read_params(stories_folder, cfg):
             np.testing.assert_array_equal(values(params[name]), value, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
-def test_prepared_bundle_gives_the_logits_of_its_numbers(stories, tmp_path, kind):
-    path = write_model(tmp_path / "m.gguf", stories, kind)
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("F16", "f32"), ("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4-min")]
+)
+def test_a_prepared_bundle_has_its_numbers(stories_folder, tmp_path, kind, weights):
+    path = write_model(tmp_path / "m.gguf", stories_folder, kind)
     cfg, params = read(path)
     prepare(path, tmp_path / "m.jaxllm")
-    tokens = np.asarray([Tokenizer(read_tokenizer(stories)).encode(TEXT)], np.int32)
-
-    @jit
-    def logits(params):
-        return decoder.logits(params, decoder.forward_documents(params, tokens, cfg=cfg), cfg=cfg)
-
-    expected = np.asarray(logits({name: jnp.asarray(values(param)) for name, param in params.items()}))
     with Bundle.open(tmp_path / "m.jaxllm") as bundle:
         assert bundle.cfg == cfg
-        assert bundle.layout.weights == {
-            "F16": "f32", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4-min"
-        }[kind]  # fmt: skip
+        assert bundle.layout.weights == weights
         for name, tensor in bundle.layout.tensors.items():
             if isinstance(params[name], QArray):
                 assert (tensor.bits, tensor.group) == (8 if kind == "Q8_0" else 4, 32)
-        loaded = bundle.load()
-    stored = {name: dequantize(each, jnp.float32) for name, each in loaded.items()}
+        stored = {name: dequantize(each, jnp.float32) for name, each in bundle.load().items()}
     for name, param in params.items():
         np.testing.assert_array_equal(np.asarray(stored[name]), values(param), err_msg=name)
-    # The native kernels round activations to 8 bits where weights are quantized.
-    assert relative(np.asarray(logits(loaded)), expected) < 0.05
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-def test_an_embedding_in_parts_is_stored_as_one(stories, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["BF16", "Q4_1"])
+def test_an_embedding_in_parts_is_stored_as_one(stories_folder, tmp_path, monkeypatch, kind):
     """Byte for byte; what was read is given back before the next parameter."""
-    path = write_model(tmp_path / "m.gguf", stories, kind)
+    path = write_model(tmp_path / "m.gguf", stories_folder, kind)
     prepare(path, tmp_path / "whole.jaxllm")
     monkeypatch.setattr(quant_weights, "PART_NUMBERS", 48 * 64)
     file, dropped = read_gguf(path), []
@@ -123,8 +111,8 @@ def test_an_embedding_in_parts_is_stored_as_one(stories, tmp_path, monkeypatch, 
     assert (tmp_path / "parts.jaxllm").read_bytes() == (tmp_path / "whole.jaxllm").read_bytes()
 
 
-def test_pages_that_were_read_are_given_back(stories, tmp_path):
-    path = write_model(tmp_path / "m.gguf", stories)
+def test_pages_that_were_read_are_given_back(stories_folder, tmp_path):
+    path = write_model(tmp_path / "m.gguf", stories_folder)
     file = read_gguf(path)
     before = {name: np.array(each.data) for name, each in file.tensors.items()}
     if mapped_bytes(path) is None:
@@ -134,17 +122,6 @@ def test_pages_that_were_read_are_given_back(stories, tmp_path):
     assert mapped_bytes(path) == 0
     for name, each in file.tensors.items():
         np.testing.assert_array_equal(each.data, before[name])
-
-
-@pytest.mark.parametrize(("kind", "most"), [("Q6_K", 0.01), ("Q5_0", 0.01), ("Q5_K", 0.012)])
-def test_other_blocks_become_groups_of_eight_bits(tmp_path, kind, most):
-    """With the error that the documents state, of a model whose rows divide into blocks of 256."""
-    path, expected = wide_model(tmp_path, kind)
-    _, params = read(path)
-    found = params["layers.0.ffn.down"]
-    assert isinstance(found, QArray)
-    assert (found.bits, found.group) == (8, 32)
-    assert relative(values(found), expected["layers.0.ffn.down"]) < most
 
 
 def test_scales_and_minima_of_six_bits_are_rounded_to_halves(tmp_path):
@@ -160,25 +137,24 @@ def test_scales_and_minima_of_six_bits_are_rounded_to_halves(tmp_path):
     assert relative(values(found), wide) < 3e-4
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K"])
-def test_blocks_of_fewer_bits_are_a_choice(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "weights", "most"),
+    [
+        ("Q6_K", None, 0.01), ("Q5_0", None, 0.01), ("Q5_K", None, 0.012), ("Q2_K", "int8", 0.012),
+        ("Q3_K", "int8", 0.012), ("Q4_K", "int8", 0.012), ("Q4_1", "int8", 0.012), ("Q6_K", "int8", 0.012),
+    ],
+)  # fmt: skip
+def test_other_blocks_become_groups_of_eight_bits(tmp_path, kind, weights, most):
+    """With the error that the documents state, of a model whose rows divide into blocks of 256; those of
+    fewer bits, or with minima, by option."""
     path, expected = wide_model(tmp_path, kind)
-    with pytest.raises(CheckpointError, match=rf"blocks of {kind}, .* choose --weights int8 .*0\.7 %"):
-        read(path)
-    _, params = read(path, "int8")
-    found = params["layers.0.ffn.down"]
-    assert isinstance(found, QArray)
-    assert relative(values(found), expected["layers.0.ffn.down"]) < 0.012
-
-
-@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1", "Q5_K", "Q6_K"])
-def test_blocks_with_minima_become_eight_bits_by_option(tmp_path, kind):
-    path, expected = wide_model(tmp_path, kind)
-    _, params = read(path, "int8")
-    found = params["layers.0.ffn.down"]
+    if kind in ("Q2_K", "Q3_K"):
+        with pytest.raises(CheckpointError, match=rf"blocks of {kind}, .* choose --weights int8 .*0\.7 %"):
+            read(path)
+    found = read(path, weights)[1]["layers.0.ffn.down"]
     assert isinstance(found, QArray)
     assert (found.bits, found.group, found.minimum) == (8, 32, None)
-    assert relative(values(found), expected["layers.0.ffn.down"]) < 0.012
+    assert relative(values(found), expected["layers.0.ffn.down"]) < most
 
 
 def relative(got, expected):
@@ -213,9 +189,9 @@ def wide_model(tmp_path, kind):
 # Tokenizers
 
 
-def test_sentence_pieces_are_rebuilt(stories, tmp_path):
-    file = read_gguf(write_model(tmp_path / "m.gguf", stories))
-    ours, theirs = Tokenizer(read_gguf_tokenizer(file, 512)), Tokenizer(read_tokenizer(stories))
+def test_sentence_pieces_are_rebuilt(stories_folder, tmp_path):
+    file = read_gguf(write_model(tmp_path / "m.gguf", stories_folder))
+    ours, theirs = Tokenizer(read_gguf_tokenizer(file, 512)), Tokenizer(read_tokenizer(stories_folder))
     assert ours.same_tokens(theirs)
     assert (ours.bos_id, ours.eos_ids) == (theirs.bos_id, theirs.eos_ids)
     for text in (TEXT, "", " ", "  a", "</s> x", "ünïcödé 語", "tab\tnew\nline"):
@@ -249,19 +225,14 @@ def test_byte_pairs_are_rebuilt(tmp_path, split):
     model = json.loads(plain.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
-    keys = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": split,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3, *[1] * (len(tokens) - 1)],
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.chat_template": "{{ messages }}",
-    }
-    file = read_gguf(
-        write_file(tmp_path / "m.gguf", "qwen2", keys, {"token_embd.weight": np.zeros((500, 8))})
-    )
-    files = read_gguf_tokenizer(file, 500)
+    own = {
+        "model": "gpt2", "pre": split, "tokens": tokens, "token_type": [3, *[1] * (len(tokens) - 1)],
+        "merges": merges, "eos_token_id": 0,
+    }  # fmt: skip
+    keys = {f"tokenizer.ggml.{name}": value for name, value in own.items()}
+    keys["tokenizer.chat_template"] = "{{ messages }}"
+    path = write_file(tmp_path / "m.gguf", "qwen2", keys, {"token_embd.weight": np.zeros((500, 8))})
+    files = read_gguf_tokenizer(read_gguf(path), 500)
     ours = Tokenizer(files)
     assert (files.eos_ids, files.bos_id, files.chat_template) == ((0,), None, "{{ messages }}")
     for text in (TEXT, "12345 cats", "  two  spaces\n\n", "x<|end|>y", "don't, WE'LL"):
@@ -279,11 +250,9 @@ FAMILY_VARIANTS = (
 )  # fmt: skip
 # What llama.cpp fixes by architecture, or the file has as float32, and the tiny variants have otherwise.
 _FIXED = {
-    "gemma2": {"attention_scale"},
-    "gemma3": {"attention_scale", "attention_windows"},
-    "smollm3": {"rope_layers"},
-    "granite": {"embed_scale", "norm_eps"},
-}
+    "gemma2": {"attention_scale"}, "gemma3": {"attention_scale", "attention_windows"},
+    "smollm3": {"rope_layers"}, "granite": {"embed_scale", "norm_eps"},
+}  # fmt: skip
 
 
 # Whose variants have biases, which neither llama.cpp nor published models have.
@@ -316,9 +285,7 @@ def test_experts_keep_their_blocks(tmp_path, variant):
     for kind, bits in (("Q8_0", 8), ("Q4_0", 4), ("MXFP4", 8)):
         path = write_model(tmp_path / f"{kind}.gguf", folder, kind)
         cfg, params = read(path)
-        tensor = next(
-            each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_down_exps.weight"
-        )
+        tensor = {each.name: each for each in gguf.GGUFReader(path).tensors}["blk.1.ffn_down_exps.weight"]
         found = params["layers.1.experts.down"]
         assert isinstance(found, QArray)
         assert (found.bits, found.shape) == (bits, (4, 64, cfg.hidden_size))
@@ -326,12 +293,12 @@ def test_experts_keep_their_blocks(tmp_path, variant):
         np.testing.assert_array_equal(values(found), expected.swapaxes(1, 2))
 
 
-def test_factors_of_frequencies(stories, tmp_path):
+def test_factors_of_frequencies(stories_folder, tmp_path):
     """As files of Llama 3.1 have them: they divide the inverse frequencies."""
-    cfg = read_config(stories)
-    tensors = gguf_tensors(cfg, dict(read_params(stories, cfg)))
+    cfg = read_config(stories_folder)
+    tensors = gguf_tensors(cfg, dict(read_params(stories_folder, cfg)))
     tensors["rope_freqs.weight"] = np.asarray([1, 1, 2, 8], np.float32)
-    keys = {**config_keys(cfg), **tokenizer_keys(stories, cfg.vocab_size)}
+    keys = {**config_keys(cfg), **tokenizer_keys(stories_folder, cfg.vocab_size)}
     found, _ = read(write_file(tmp_path / "m.gguf", "llama", keys, tensors))
     assert found.rope == RopeConfig(dim=8, factors=(1.0, 1.0, 2.0, 8.0))
     plain = inverse_frequencies(RopeConfig(dim=8))[0]
@@ -339,10 +306,9 @@ def test_factors_of_frequencies(stories, tmp_path):
     assert ModelConfig.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-@pytest.mark.parametrize("kind", ["F16"])
-def test_greedy_tokens_are_those_of_llama_cpp(stories, tmp_path, kind):
+def test_greedy_tokens_are_those_of_llama_cpp(stories_folder, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
-    path = write_model(tmp_path / "m.gguf", stories, kind)
+    path = write_model(tmp_path / "m.gguf", stories_folder, "F16")
     cfg, params = read(path)
     theirs = llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1)
     ids = theirs.tokenize(b"Once upon a time")

@@ -54,7 +54,6 @@ def text(value):
     ("data", "match"),
     [
         (b"", "no GGUF file"),
-        (b"GGML", "no GGUF file"),
         (b"GGUF", "truncated"),
         (b"GGUF" + struct.pack("<I", 1), "version 1"),
         (b"GGUF" + struct.pack(">I", 3), "big-endian"),
@@ -62,7 +61,6 @@ def text(value):
         (_HEAD + struct.pack("<QQ", 0, 1 << 60), "metadata keys, above"),
         (_HEAD + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1 << 62), "text of .* bytes"),
         (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<I", 99), "type 99"),
-        (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 8, 1 << 60), "array of"),
         (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 4, 1 << 60), "truncated"),
         (_HEAD + struct.pack("<QQ", 0, 1) + text(b"a") + struct.pack("<IIQ", 9, 9, 4), "array of"),
         (_HEAD + struct.pack("<QQ", 0, 2) + 2 * (text(b"a") + struct.pack("<II", 4, 1)), "'a' twice"),
@@ -89,7 +87,6 @@ def test_hostile_headers(tmp_path, data, match):
     [
         ({"block_count": 3}, "lacks the tensor blk.2"),
         ({"block_count": 4096}, "4096 layers"),
-        ({"block_count": 0}, "0 layers"),
         ({"embedding_length": 32}, "where the metadata implies"),
         ({"embedding_length": None}, "lacks the metadata key"),
         ({"attention.head_count": 2**31}, "heads"),
@@ -102,7 +99,6 @@ def test_hostile_headers(tmp_path, data, match):
         ({"attention.head_count_kv": [2, 1]}, "differs from layer to layer"),
         ({"tokenizer.ggml.model": None}, "no tokenizer"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
-        ({"tokenizer.ggml.tokens": None}, "tokens must be"),
         ({"tokenizer.ggml.tokens": ["a"] * 96}, "distinct"),
         ({"tokenizer.ggml.scores": [0.0]}, "scores must be an array of"),
         ({"tokenizer.ggml.token_type": [77] * 96}, "token_type"),
@@ -126,28 +122,28 @@ def test_unknown_key_can_be_ignored(tmp_path, parts):
     assert read_gguf_config(file, ignore_keys=["llama.something.new"]).layers == keys["block_count"]
 
 
-def test_tensors(tmp_path, parts):
-    keys, tensors = parts
-    fewer = {name: value for name, value in tensors.items() if name != "blk.1.ffn_up.weight"}
-    refused(write_file(tmp_path / "a.gguf", "llama", keys, fewer), r"lacks the tensor blk\.1\.ffn_up\.weight")
-    more = {**tensors, "blk.0.attn_sinks.weight": np.zeros(4)}
-    refused(write_file(tmp_path / "b.gguf", "llama", keys, more), r"holds blk\.0\.attn_sinks\.weight")
-    refused(write_file(tmp_path / "c.gguf", "mamba", keys, tensors), "'mamba' are not supported")
-    wrong = {**tensors, "rope_freqs.weight": np.ones(3, np.float32)}
-    refused(write_file(tmp_path / "d.gguf", "llama", keys, wrong), r"rope_freqs\.weight is F32")
-    none = {name: value for name, value in tensors.items() if name != "token_embd.weight"}
-    refused(write_file(tmp_path / "e.gguf", "llama", keys, none), r"lacks the tensor token_embd\.weight")
+SINKS, UP, TABLE = "blk.0.attn_sinks.weight", "blk.1.ffn_up.weight", "token_embd.weight"
 
 
-def test_scales_that_are_not_finite(tmp_path, parts):
+@pytest.mark.parametrize(
+    ("architecture", "change", "match"),
+    [
+        ("llama", {UP: None}, r"lacks the tensor blk\.1\.ffn_up\.weight"),
+        ("llama", {TABLE: None}, r"lacks the tensor token_embd\.weight"),
+        ("llama", {SINKS: np.zeros(4)}, r"holds blk\.0\.attn_sinks\.weight"),
+        ("mamba", {}, "'mamba' are not supported"),
+        ("llama", {"rope_freqs.weight": np.ones(3, np.float32)}, r"rope_freqs\.weight is F32"),
+        (
+            "llama",
+            {UP: (np.full((80, 68), 0xFF, np.uint8), "Q8_0")},
+            r"ffn_up\.weight: a scale is not finite",
+        ),
+    ],
+)
+def test_tensors(tmp_path, parts, architecture, change, match):
     keys, tensors = parts
-    name = "blk.0.ffn_up.weight"
-    rows, columns = tensors[name].shape
-    raw = np.full((rows, columns // 32 * 34), 0xFF, np.uint8)
-    refused(
-        write_file(tmp_path / "m.gguf", "llama", keys, {**tensors, name: (raw, "Q8_0")}),
-        r"blk\.0\.ffn_up\.weight: a scale is not finite",
-    )
+    given = {name: each for name, each in {**tensors, **change}.items() if each is not None}
+    refused(write_file(tmp_path / "m.gguf", architecture, keys, given), match)
 
 
 def test_split_files(tmp_path, parts):
@@ -177,16 +173,13 @@ def test_split_files(tmp_path, parts):
     refused(paths[0], "truncated")
 
 
-def test_files_of_other_kinds(tmp_path):
+def test_files_of_other_kinds_and_what_is_not_prepared_of_one(tmp_path, parts):
     missing = tmp_path / "none.gguf"
     assert not is_gguf(missing)
     with pytest.raises(CheckpointError, match="no such file"):
         read_gguf(missing)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_gguf(tmp_path)
-
-
-def test_experts_are_laid_apart_in_a_second_step(tmp_path, parts):
     path = write_file(tmp_path / "m.gguf", "llama", *parts)
     with pytest.raises(CheckpointError, match="second step"):
         prepare(path, tmp_path / "m.jaxllm", expert_bits=4)
@@ -197,22 +190,9 @@ def test_experts_are_laid_apart_in_a_second_step(tmp_path, parts):
 # Mutations
 
 _NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    8,
-    9,
-    31,
-    255,
-    1 << 16,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 63),
+    0, 1, 2, 3, 8, 9, 31, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 63,
     (1 << 64) - 1,
-)
+)  # fmt: skip
 
 
 def mutated(draw, data, header_bytes):

@@ -82,18 +82,14 @@ def test_damaged_mxfp4(tmp_path, part, spoil, match):
     assert "\n" not in str(caught.value)
 
 
-def test_scales_of_mxfp4_below_float16_are_rounded_to_its_least(tmp_path):
-    write_mxfp4(tmp_path / "q")
-    path = tmp_path / "q" / "model.safetensors"
-    stored = load_file(path)
-    name = "model.layers.0.mlp.experts.down_proj"
-    stored[f"{name}_scales"][:] = 103
-    write_safetensors(path, stored)
-    found = dict(read_params(tmp_path / "q", GPT_OSS))["layers.0.experts.down"]
-    assert np.abs(found).max() == 6 * 2.0**-24
-    np.testing.assert_array_equal(found % 2.0**-24, 0)
-
-
-def test_mutated_folders_give_one_line(tmp_path):
+def test_scales_below_float16_are_rounded_to_its_least_and_mutated_folders_give_one_line(tmp_path):
     write_mxfp4(tmp_path / "q")
     mutate(tmp_path / "q")
+    write_mxfp4(tmp_path / "p")
+    path = tmp_path / "p" / "model.safetensors"
+    stored = load_file(path)
+    stored["model.layers.0.mlp.experts.down_proj_scales"][:] = 103
+    write_safetensors(path, stored)
+    found = dict(read_params(tmp_path / "p", GPT_OSS))["layers.0.experts.down"]
+    assert np.abs(found).max() == 6 * 2.0**-24
+    np.testing.assert_array_equal(found % 2.0**-24, 0)

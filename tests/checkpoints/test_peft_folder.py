@@ -52,10 +52,24 @@ def our_logits(cfg, params, adapter, scaling):
     return np.asarray(whole(params, {name: jnp.asarray(value) for name, value in adapter.items()}))
 
 
-@pytest.mark.parametrize("stabilized", [False, True])
-def test_peft_loads_what_we_write(model, tmp_path, stabilized):
+def random_peft(folder, config):
+    """A model with an adapter of PEFT whose factors are random."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    with tiny_hf.quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = peft.get_peft_model(tiny_hf.load(folder), config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            if "lora_" in name:
+                value.copy_(0.2 * torch.randn(value.shape, generator=generator))
+    return made
+
+
+def test_peft_loads_what_we_write(model, tmp_path):
     peft = pytest.importorskip("peft")
     folder, cfg, params = model
+    stabilized = cfg.model_type in ("qwen3", "gpt2")
     lora = LoraConfig(rank=3, alpha=5, targets=LORA.targets, rank_stabilized=stabilized)
     adapter = random_adapter(cfg, lora)
     write_adapter(tmp_path, cfg, lora, adapter, base=str(folder))
@@ -76,22 +90,14 @@ def test_peft_loads_what_we_write(model, tmp_path, stabilized):
 
 def test_we_read_what_peft_writes(model, tmp_path):
     peft = pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
     folder, cfg, params = model
     names = {"gpt2": ["c_attn", "c_fc", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
     targets = names.get(cfg.model_type, ["q_proj", "v_proj", "fc1" if cfg.model_type == "opt" else "up_proj"])
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=targets, rank_pattern={targets[0]: 2}, alpha_pattern={targets[0]: 9}
     )
-    with tiny_hf.quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = peft.get_peft_model(tiny_hf.load(folder), config).eval()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, value in theirs.named_parameters():
-                if "lora_" in name:
-                    value.copy_(0.2 * torch.randn(value.shape, generator=generator))
-        theirs.save_pretrained(tmp_path)
+    theirs = random_peft(folder, config)
+    theirs.save_pretrained(tmp_path)
     lora, adapter = read_adapter(tmp_path, cfg)
     assert (lora.rank, lora.alpha) == (4, 6)
     found = our_logits(cfg, params, adapter, lora.scaling)
@@ -107,17 +113,11 @@ def llama(tmp_path_factory):
 
 def their_adapter(folder, to, change=None, **keys):
     """An adapter with random factors that PEFT writes, and all weights as PEFT merges it after reading it."""
-    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
     with tiny_hf.quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         base = {name: value.numpy().copy() for name, value in tiny_hf.load(folder).state_dict().items()}
-        made = peft.get_peft_model(tiny_hf.load(folder), peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **keys}))
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, value in made.named_parameters():
-                if "lora_" in name:
-                    value.copy_(0.2 * torch.randn(value.shape, generator=generator))
-        made.save_pretrained(to)
+        random_peft(folder, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **keys})).save_pretrained(to)
         if change:
             config = json.loads((to / CONFIG_FILE).read_text())
             (to / CONFIG_FILE).write_text(json.dumps(config | change))
@@ -146,20 +146,15 @@ def assert_merged_alike(folder, adapter_folder, base, merged, tmp_path):
     [
         {"alpha_pattern": {r"layers\.1\..*(q_proj|v_proj)": 64}},
         {"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj": 64, "q_proj": 3}},
-        {"alpha_pattern": {"model.layers.0.self_attn.q_proj": 64, "v_proj": 3}},
         # The dot of a key is any character, and the first key that matches counts.
         {"alpha_pattern": {"layers.0.self.attn.v_proj": 64, "v_proj": 3, ".*": 2}},
-        {"alpha_pattern": {"proj": 64, "self_attn": 64}},
         {"rank_pattern": {r"layers\.\d+\.self_attn\.(q|k)_proj": 2}, "alpha_pattern": {".*q.*": 20}},
         {"rank_pattern": {".*v_proj": 9}, "use_rslora": True, "alpha_pattern": {".*q_proj": 20}},
         {"lora_alpha": 0, "alpha_pattern": {"v_proj": 12}},
         {"target_modules": r".*layers\.1\.(self_attn\.[qk]_proj|mlp\.up_proj)"},
         {"target_modules": "all-linear"},
         {"layers_to_transform": [1]},
-        {"layers_to_transform": 0, "layers_pattern": "layers"},
         {"exclude_modules": r".*layers\.0.*"},
-        {"exclude_modules": ["v_proj"]},
-        {"init_lora_weights": "orthogonal"},
         {"init_lora_weights": "mica"},
         {"init_lora_weights": "gaussian", "use_rslora": True, "lora_dropout": 0.1},
     ],
@@ -217,40 +212,23 @@ def test_a_round_trip_keeps_every_bit(cfg, tmp_path):
     [
         ({"peft_type": "IA3"}, "plain LoRA"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'"),
-        ({"init_lora_weights": "OLoRA"}, "init_lora_weights 'OLoRA'"),
-        ({"init_lora_weights": "corda", "corda_config": {}}, "init_lora_weights 'corda'"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "init_lora_weights 'loftq'"),
-        ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga'"),
-        ({"init_lora_weights": 1}, "init_lora_weights 1"),
-        ({"kasa_config": {"beta": 1.0}}, "kasa_config"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
         ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
-        ({"arrow_config": {}}, "arrow_config"),
-        ({"monteclora_config": {}}, "monteclora_config"),
-        ({"velora_config": {"num_groups": 4}}, "velora_config"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"use_future": True}, "unknown key 'use_future'"),
         ({"use_rslora": "yes"}, "use_rslora"),
         ({"r": 0}, "r 0"),
-        ({"rank_pattern": {"q_proj": 0}}, "rank 0"),
         ({"rank_pattern": {"(": 3}}, "no regular expression"),
         ({"target_modules": "(a+)+$"}, "does not select"),
         ({"target_modules": 5}, "target_modules of an adapter"),
-        ({"layers_to_transform": ["0"]}, "layers_to_transform of an adapter"),
-        ({"layers_to_transform": [7]}, "does not select"),
-        ({"exclude_modules": ["q_proj"]}, "does not select"),
         ({"rank_pattern": {".*": 2}}, "has rank 3"),
         ({"use_dora": True}, "use_dora True"),
         ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": "8"}, "rank of an adapter"),
-        ({"r": None}, "rank of an adapter"),
-        ({"lora_alpha": None}, "alpha must be"),
-        ({"lora_alpha": 10**400}, "alpha must be"),
         ({"lora_alpha": 1e308}, "alpha must be"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern of an adapter must be an object"),
-        ({"alpha_pattern": {"q_proj": "4"}}, "alpha must be"),
         ({"alpha_pattern": {"q_proj": 1e39}}, "alpha must be"),
     ],
 )
@@ -262,22 +240,17 @@ def test_other_adapters_are_refused_by_name(tmp_path, change, message):
         read_adapter(tmp_path, TINY)
 
 
-def test_an_expression_without_end_is_stopped(tmp_path, monkeypatch):
+def test_an_expression_without_end_is_stopped_and_keys_without_effect_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(expressions, "_LIMIT_S", 1.0)
     write_adapter(tmp_path, TINY, LORA, random_adapter(TINY, LORA))
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    config["alpha_pattern"] = {r"([a-z_0-9.]+)+!": 3}
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    more = {"task_type": None, "use_future": False, "future_config": None, "eva_config": {"rho": 2.0}}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | more))
+    assert read_adapter(tmp_path, TINY)[0].rank == LORA.rank
+    more = {"alpha_pattern": {r"([a-z_0-9.]+)+!": 3}}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | more))
     with pytest.raises(ConfigError, match="takes longer than 1 seconds"):
         read_adapter(tmp_path, TINY)
-
-
-def test_keys_without_effect_are_read(tmp_path):
-    write_adapter(tmp_path, TINY, LORA, random_adapter(TINY, LORA))
-    config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    config |= {"task_type": None, "use_future": False, "future_config": None, "eva_config": {"rho": 2.0}}
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
-    assert read_adapter(tmp_path, TINY)[0].rank == LORA.rank
 
 
 def test_damaged_and_foreign_folders_are_refused(tmp_path):

@@ -32,21 +32,10 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 32], "act
 
 
 def compressed(form, **weights):
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": 32,
-        **weights,
-    }
-    group = {"targets": ["Linear"], "input_activations": None, "weights": weights}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    known = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "input_activations": None, "weights": known | weights}
+    groups = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {"quant_method": "compressed-tensors", "format": form, **groups}
 
 
 def words(values, bits, axis):
@@ -135,14 +124,12 @@ CASES = {
     "compressed 4 bits": (compressed("pack-quantized"), as_compressed, 4),
     "compressed 8 bits": (compressed("pack-quantized", num_bits=8), as_compressed, 8),
     "compressed per channel": (
-        compressed("int-quantized", num_bits=8, strategy="channel", group_size=None),
-        as_compressed,
-        8,
+        compressed("int-quantized", num_bits=8, strategy="channel", group_size=None), as_compressed, 8
     ),
     "bitsandbytes": (BNB, as_bnb, 8),
     "fp8": (FP8, as_fp8, 8),
     "fp8 per matrix": ({**FP8, "weight_block_size": None, "activation_scheme": "static"}, as_fp8, 8),
-}
+}  # fmt: skip
 
 
 def write(folder, of, pack):
@@ -219,13 +206,6 @@ def stored_with_minima(value):
     return isinstance(value, QArray) and value.minimum is not None
 
 
-def test_other_widths_are_made_of_the_numbers(tmp_path):
-    write(tmp_path / "q", GPTQ, as_gptq)
-    prepare(tmp_path / "q", tmp_path / "m.jaxllm", weights="f32")
-    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
-        assert bundle.layout.tensors["layers.0.ffn.up"].bits == 0
-
-
 def test_the_lowest_of_256_levels_is_a_step_higher(tmp_path):
     of, pack, _ = CASES["compressed per channel"]
     write(tmp_path / "q", of, pack)
@@ -246,20 +226,15 @@ def test_the_lowest_of_256_levels_is_a_step_higher(tmp_path):
     [
         ({"quant_method": "hqq"}, "'hqq' .* read are gptq, awq"),
         ({"bits": 4}, "unknown kind.*float weights"),
-        ([1], "must be an object"),
         ({**GPTQ, "desc_act": True}, "desc_act.*act-order is not read"),
         ({**GPTQ, "bits": 3}, "3 bits"),
-        ({**GPTQ, "group_size": 24}, "groups of 24"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "'marlin' is not read"),
         ({**GPTQ, "something_new": 1}, "--ignore-config-key quantization_config.something_new"),
         ({**AWQ, "version": "gemv"}, "version.*gemm checkpoint"),
         ({**BNB, "load_in_4bit": True}, "load_in_4bit.*8 bits, or GPTQ"),
         ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
-        ({**FP8, "fmt": "e5m2"}, "only e4m3"),
         (compressed("pack-quantized", symmetric=False), "symmetric"),
         (compressed("pack-quantized", actorder="group"), "act-order"),
-        (compressed("pack-quantized", type="float"), "only integers"),
-        (compressed("pack-quantized", strategy="tensor"), "'tensor'"),
         (compressed("float-quantized"), "'float-quantized'"),
         ({**compressed("pack-quantized"), "config_groups": {}}, "one group"),
     ],
@@ -272,10 +247,13 @@ def test_other_kinds_are_refused_by_name(tmp_path, of, match):
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_key_can_be_ignored(tmp_path):
+def test_unknown_key_can_be_ignored_and_other_widths_are_made_of_the_numbers(tmp_path):
     write(tmp_path / "q", {**GPTQ, "something_new": 1}, as_gptq)
-    assert read_config(tmp_path / "q", ignore_keys=["quantization_config.something_new"]) == CFG
-    prepare(tmp_path / "q", tmp_path / "m.jaxllm", ignore_keys=["quantization_config.something_new"])
+    ignored = {"ignore_keys": ["quantization_config.something_new"]}
+    assert read_config(tmp_path / "q", **ignored) == CFG
+    prepare(tmp_path / "q", tmp_path / "m.jaxllm", weights="f32", **ignored)
+    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
+        assert bundle.layout.tensors["layers.0.ffn.up"].bits == 0
 
 
 @pytest.mark.parametrize(
@@ -301,7 +279,7 @@ def test_damaged_tensors(tmp_path, part, value, match):
         dict(read_params(tmp_path / "q", read_config(tmp_path / "q")))
 
 
-@pytest.mark.parametrize("case", ["gptq", "awq", "compressed 4 bits", "bitsandbytes", "fp8"])
+@pytest.mark.parametrize("case", ["gptq", "compressed 4 bits", "bitsandbytes", "fp8"])
 def test_mutated_folders_give_one_line(tmp_path, case):
     of, pack, _ = CASES[case]
     write(tmp_path / "q", of, pack)

@@ -5,10 +5,12 @@ import io
 
 import jax
 import numpy as np
+import pytest
 
 from jaxllm.bundle.levels import Recovery, elastic_parts, tiny_lm_parts
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.export.device.opening import open_device
 from jaxllm.models.lora import LoraConfig, init_adapter
 from jaxllm.models.tiny_lm import TlmConfig
 from jaxllm.serving.ground.options import EngineOptions
@@ -67,3 +69,19 @@ def models_of(path, folder):
 
     litertlm_peek.peek_litertlm_file(str(path), str(folder), io.StringIO())
     return [each.read_bytes() for each in sorted(folder.glob("*.tflite"))]
+
+
+def exported(kind, subject, folder, plan):
+    """Programs of a format, "stablehlo" or "tflite", or of its precision, "tflite int8", opened as a device
+    does; skips where its packages are missing."""
+    if kind == "stablehlo":
+        pytest.importorskip("flatbuffers")
+        from jaxllm.export.stablehlo import export_stablehlo
+
+        export_stablehlo(subject, folder, plan, platforms=("cpu",))
+    else:
+        pytest.importorskip("litert_converter")
+        from jaxllm.export.tflite import export_tflite
+
+        export_tflite(subject, folder, plan, precision=kind.partition(" ")[2] or "f32")
+    return open_device(folder, threads=1)

@@ -8,14 +8,13 @@ from jaxllm import Engine
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextGone, ProgramError
 from jaxllm.export.device.contexts import ProgramContexts
-from jaxllm.export.device.opening import open_device
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.folder_format.adapters import adapter_file
 from jaxllm.export.input_adapters import AdapterOptions
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.elastic.coarse_profile import measure_coarsely
-from tests.export.models import CHUNKS, CONFIG, CONTEXT, OPTIONS, PROMPTS, write_adapters, write_elastic
+from tests.export.models import CHUNKS, CONFIG, CONTEXT, OPTIONS, PROMPTS, exported, write_adapters
 
 PLAN = ExportPlan(
     context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(), verify_tokens=(8,), levels=(40,)
@@ -24,20 +23,14 @@ NAMES = (None, "mail", "notes", "mail", None)
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    """Its level 40 has an adapter of its own."""
-    return write_elastic(tmp_path_factory.mktemp("adapted") / "tiny.jaxllm")
-
-
-@pytest.fixture(scope="module")
 def given(tmp_path_factory):
     return write_adapters(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
-def wanted(bundle, given):
+def wanted(elastic, given):
     """The live engine's answers by adapter and level."""
-    live = Engine.open(bundle, options=dataclasses.replace(OPTIONS, adapter_rank=4))
+    live = Engine.open(elastic, options=dataclasses.replace(OPTIONS, adapter_rank=4))
     found = {}
     for name in (None, *given):
         live.set_adapter(None if name is None else given[name])
@@ -47,20 +40,10 @@ def wanted(bundle, given):
 
 
 @pytest.fixture(scope="module", params=["stablehlo", "tflite"])
-def engine(request, bundle, given, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("programs") / "adapters"
-    subject = read_subject(bundle, levels=(40,), inputs=AdapterOptions(given=given))
-    if request.param == "stablehlo":
-        pytest.importorskip("flatbuffers")
-        from jaxllm.export.stablehlo import export_stablehlo
-
-        export_stablehlo(subject, folder, PLAN, platforms=("cpu",))
-    else:
-        pytest.importorskip("litert_converter")
-        from jaxllm.export.tflite import export_tflite
-
-        export_tflite(subject, folder, PLAN)
-    return open_device(folder, threads=1)
+def engine(request, elastic, given, tmp_path_factory):
+    """Of a bundle whose level 40 has an adapter of its own."""
+    subject = read_subject(elastic, levels=(40,), inputs=AdapterOptions(given=given))
+    return exported(request.param, subject, tmp_path_factory.mktemp("programs") / "adapters", PLAN)
 
 
 def answers(engine, level):
@@ -76,9 +59,12 @@ def test_text_is_the_live_engines_with_each_adapter_and_none(engine, wanted, com
         assert count() == 0
 
 
-def test_adapters_of_other_names_are_refused(engine):
+def test_adapters_of_other_names_and_sizes_are_refused(engine):
     with pytest.raises(ConfigError, match="no adapter 'other', but mail, notes; export the model"):
         engine.set_adapter("other")
+    inputs = engine.model.executor.manifest.adapters
+    with pytest.raises(ProgramError, match=f"{adapter_file('mail')} has 4 bytes, not"):
+        inputs.parsed("mail", bytes(4))
 
 
 def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
@@ -99,15 +85,9 @@ def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
     contexts.close()
 
 
-def test_a_rank_bounds_what_is_given(bundle, given):
+def test_a_rank_bounds_what_is_given(elastic, given):
     with pytest.raises(ConfigError, match="mail has rank 4, and programs take up to 2"):
-        read_subject(bundle, inputs=AdapterOptions(given=given, rank=2))
+        read_subject(elastic, inputs=AdapterOptions(given=given, rank=2))
     with pytest.raises(ConfigError, match="name an adapter, or give --adapter-rank"):
         AdapterOptions()
-    assert read_subject(bundle, inputs=AdapterOptions(rank=2)).adapters.inputs.names == ()
-
-
-def test_an_adapter_of_another_size_is_refused(engine):
-    inputs = engine.model.executor.manifest.adapters
-    with pytest.raises(ProgramError, match=f"{adapter_file('mail')} has 4 bytes, not"):
-        inputs.parsed("mail", bytes(4))
+    assert read_subject(elastic, inputs=AdapterOptions(rank=2)).adapters.inputs.names == ()

@@ -14,7 +14,7 @@ from jaxllm.export.signatures import ExportPlan
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.text.tokenizer import Tokenizer
-from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS
+from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, exported
 from tests.tiny import tiny_params, tiny_tokenizer
 
 BLOCK = 4
@@ -60,14 +60,18 @@ def engine():
     return engine
 
 
-@pytest.mark.parametrize("tokens", [[], [1, CFG.vocab_size], [-2], [1] * (BLOCK + 1)])
-def test_tokens_that_no_block_may_give(engine, monkeypatch, tokens):
-    def wrong(signature, caches, *_):
-        return np.array(tokens, np.int32), caches
+def test_tokens_that_no_block_may_give(engine, monkeypatch):
+    for tokens in ([], [1, CFG.vocab_size], [-2], [1] * (BLOCK + 1)):
 
-    monkeypatch.setattr(engine.model.executor, "run_block", wrong)
-    with pytest.raises(ProgramError, match="block_4 gave"):
-        engine.generate(PROMPTS[1], CONFIG)
+        def wrong(signature, caches, *_, tokens=tokens):
+            return np.array(tokens, np.int32), caches
+
+        monkeypatch.setattr(engine.model.executor, "run_block", wrong)
+        with pytest.raises(ProgramError, match="block_4 gave"):
+            engine.generate(PROMPTS[1], CONFIG)
+    for block in (1, 65, -1):
+        with pytest.raises(ConfigError, match="block_tokens must be 2 to 64"):
+            ExportPlan(block_tokens=block)
 
 
 def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
@@ -90,26 +94,9 @@ def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
     assert sum(dispatched) == sum(map(len, one_by_one)) - len(one_by_one)
 
 
-def test_stablehlo(subject, one_by_one, tmp_path):
-    pytest.importorskip("flatbuffers")
-    from jaxllm.export.stablehlo import export_stablehlo
-
+@pytest.mark.parametrize("kind", ["stablehlo", "tflite"])
+def test_programs_that_were_exported(kind, subject, one_by_one, tmp_path):
+    """Those of TFLite have no loops."""
     whole = dataclasses.replace(subject, levels={100: subject.levels[100]})
-    export_stablehlo(whole, tmp_path / "programs", PLAN, platforms=("cpu",))
-    assert said(open_program(tmp_path / "programs")) == one_by_one
-
-
-def test_tflite_without_loops(subject, one_by_one, tmp_path):
-    pytest.importorskip("litert_converter")
-    from jaxllm.export.device.opening import open_device
-    from jaxllm.export.tflite import export_tflite
-
-    whole = dataclasses.replace(subject, levels={100: subject.levels[100]})
-    export_tflite(whole, tmp_path / "programs", PLAN)
-    assert said(open_device(tmp_path / "programs")) == one_by_one
-
-
-@pytest.mark.parametrize("block", [1, 65, -1])
-def test_blocks_that_cannot_be(block):
-    with pytest.raises(ConfigError, match="block_tokens must be 2 to 64"):
-        ExportPlan(block_tokens=block)
+    opened = exported(kind, whole, tmp_path / "programs", PLAN)
+    assert said(open_program(tmp_path / "programs") if kind == "stablehlo" else opened) == one_by_one

@@ -187,14 +187,8 @@ def test_the_suite_of_a_device_passes_there(python, folder, tmp_path):
     room = Path("tests/export/device")
     files = [str(room / f"test_{each}.py") for each in ("command", "contexts", "opening", "service")]
     plugins = [
-        "--noconftest",
-        "-p",
-        "tests.export.device.conftest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:anyio",
-    ]
+        "--noconftest", "-p", "tests.export.device.conftest", "-p", "no:cacheprovider", "-p", "no:anyio",
+    ]  # fmt: skip
     done = subprocess.run(
         [str(python), "-m", "pytest", "-q", *plugins, f"--basetemp={tmp_path / 'its'}", *files],
         env={FOLDER_VARIABLE: str(folder), "JAXLLM_CACHE": str(tmp_path / "cache")},

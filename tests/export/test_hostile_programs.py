@@ -198,7 +198,7 @@ def test_manifests_that_say_anything_at_all(copy):
         assert "\n" not in refusal(copy)
 
 
-def test_files_that_are_none(copy):
+def test_files_that_are_none_and_caches_larger_than_this_machine(copy, monkeypatch):
     for name in ("weights.safetensors", "tokenizer.json", MANIFEST):
         path = copy / name
         kept = path.read_bytes()
@@ -209,9 +209,6 @@ def test_files_that_are_none(copy):
         path.unlink()
         path.write_bytes(kept)
     open_executor(copy)
-
-
-def test_caches_larger_than_this_machine(copy, monkeypatch):
     monkeypatch.setattr("jaxllm.export.programs.executor.memory_bytes", lambda: 1000)
     with pytest.raises(BudgetExceeded, match=r"caches of 64 tokens take .*--context"):
         open_program(copy)

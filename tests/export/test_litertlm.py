@@ -75,11 +75,9 @@ def assert_same_texts(bundle, live, tmp_path):
 @pytest.fixture(scope="module")
 def runtime(bundle, tmp_path_factory):
     return litert_lm.Engine(
-        str(bundle),
-        backend=litert_lm.Backend.CPU(),
-        max_num_tokens=CONTEXT,
+        str(bundle), backend=litert_lm.Backend.CPU(), max_num_tokens=CONTEXT,
         cache_dir=str(tmp_path_factory.mktemp("runtime")),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

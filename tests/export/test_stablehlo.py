@@ -12,26 +12,24 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, ProgramError
-from jaxllm.export.folder_format.manifest import LEFT, WEIGHTS, Manifest
+from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
+from jaxllm.export.folder_format.manifest import WEIGHTS, Manifest, StoredFile
 from jaxllm.export.folder_format.weights import read_weights, write_weights
-from jaxllm.export.programs.live import LiveExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.export.programs.stablehlo import StableHloExecutor
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
-from jaxllm.export.subject import read_subject
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.sampling import Sampling
 from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
 from jaxllm.serving.engine.engine import Engine
-from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import prefill_prompt
 from tests.export.conftest import PLAN
-from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers, write_elastic
-from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS, answers
+from tests.tiny import tiny_params
 
 pytest.importorskip("flatbuffers")
 ROOT = Path(__file__).parents[2]
@@ -44,32 +42,17 @@ def engine(stablehlo):
     return engine
 
 
-def test_the_answers_are_the_live_engines(engine, live):
+def test_levels_read_the_same_weights_and_answer_as_the_live_engine(engine, live):
     assert answers(engine) == live[100]
-
-
-def test_a_level_reads_the_same_weights_and_answers_as_the_live_level(engine, live):
-    part = engine.at(40)
-    assert answers(part) == live[40]
+    assert answers(engine.at(40)) == live[40]
     weights = engine.model.executor._weights
-    cut = whole = 0
-    for name, array in weights[40].items():
-        if name not in weights[100]:
-            continue
-        whole += array.shape == weights[100][name].shape
-        cut += array.shape != weights[100][name].shape
+    both = [name for name in weights[40] if name in weights[100]]
+    assert {weights[40][name].shape == weights[100][name].shape for name in both} == {True, False}
+    for name in both:
         here, there = (each[name].unsafe_buffer_pointer() for each in (weights[40], weights[100]))
-        assert here == there or array.nbytes % 64, name
-    assert cut
-    assert whole
-
-
-def test_a_live_executor_answers_alike(engine):
-    params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
-    executor = LiveExecutor(
-        "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,)
-    )
-    assert answers(Engine(ProgramModel(executor, engine.tokenizer))) == answers(engine)
+        assert here == there or weights[40][name].nbytes % 64, name
+    with pytest.raises(ConfigError, match=r"level 70 was not exported, only 40, 100"):
+        engine.at(70)
 
 
 @pytest.mark.slow
@@ -89,23 +72,11 @@ def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
     assert count() == 0
 
 
-def test_caches_are_donated(engine):
-    table = engine.runner
-    cache = table.start(4)
-    buffers = list(cache.caches.values())
-    prefill_prompt(table, cache, [1, 2, 3], 0)
-    assert all(each.is_deleted() for each in buffers)
-
-
 def test_caches_are_as_short_as_a_sequence_and_grow_with_it(engine):
-    table, ran = engine.runner, []
-    run = engine.model.executor.run
+    table, executor, ran = engine.runner, engine.model.executor, []
+    run = executor.run
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            engine.model.executor,
-            "run",
-            lambda signature, *rest: ran.append(signature.name) or run(signature, *rest),
-        )
+        patched.setattr(executor, "run", lambda each, *rest: ran.append(each.name) or run(each, *rest))
         engine.generate(PROMPTS[3], CONFIG)
     # How many tokens a call decodes is a matter of time: caches grow when they could not hold them all.
     grown = ran.index("decode")
@@ -116,36 +87,23 @@ def test_caches_are_as_short_as_a_sequence_and_grow_with_it(engine):
     cache = table.make_room(table.start(4), 33)
     assert {rows.shape[2] for rows in cache.caches.values()} == {CONTEXT}
     assert table.make_room(cache, 4).capacity_tokens == CONTEXT
+    # They are donated.
+    cache = table.start(4)
+    buffers = list(cache.caches.values())
+    prefill_prompt(table, cache, [1, 2, 3], 0)
+    assert all(each.is_deleted() for each in buffers)
 
 
 def test_one_request_waits_for_programs_of_one_length_alone(stablehlo):
     table = ProgramRunner(StableHloExecutor(Manifest.read(stablehlo), stablehlo))
-    assert [each.name for each in table.request_signatures(5, 12)] == [
-        "cache_32_prefill_16",
-        "cache_32_decode",
-    ]
+    short = ["cache_32_prefill_16", "cache_32_decode"]
+    assert [each.name for each in table.request_signatures(5, 12)] == short
     assert [each.name for each in table.request_signatures(1, 5)] == ["cache_32_decode"]
     wanted = table.request_signatures(5, 60)
     assert [each.name for each in wanted] == ["prefill_16", "decode"]
     table.executor.prepare(wanted)
     # What is ready is used, though a shorter one would do.
     assert table.start(5).capacity_tokens == CONTEXT
-
-
-def test_a_second_turn_feeds_only_what_is_new(engine):
-    session = Session()
-    first = engine.stream(PROMPTS[1], CONFIG, session=session).result()
-    longer = [*first.sequence, 5, 6]
-    second = engine.stream(longer, CONFIG, session=session).result()
-    assert second.reused_tokens == len(first.sequence) - 1
-    assert second.tokens == engine.generate(longer, CONFIG).tokens
-
-
-def test_a_draw_is_that_of_its_seed(engine):
-    config = GenerationConfig(max_tokens=12, ignore_eos=True, sampling=Sampling(temperature=1.0, seed=3))
-    drawn = engine.generate(PROMPTS[1], config).tokens
-    assert drawn == engine.generate(PROMPTS[1], config).tokens
-    assert drawn != engine.generate(PROMPTS[1], CONFIG).tokens
 
 
 def test_an_answer_ends_with_the_window_and_a_prompt_must_fit_it(engine):
@@ -188,25 +146,15 @@ print(*sys.modules)
 
 def test_programs_run_without_the_code_that_made_them(stablehlo, live):
     done = subprocess.run(
-        [sys.executable, "-c", _ALONE, str(stablehlo)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
+        [sys.executable, "-c", _ALONE, str(stablehlo)], capture_output=True, text=True, check=True, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    )  # fmt: skip
     said, modules = done.stdout.splitlines()
     assert [int(each) for each in said.split()] == live[100][1]
     unwanted = (
-        "flax.",
-        "jaxllm.export.stablehlo.",
-        "jaxllm.export.signatures.",
-        "jaxllm.bundle.",
-        "jaxllm.models.decoder.",
-        "jaxllm.models.layer.",
-        "jaxllm.nn.linear.",
-        "jaxllm.steps.model.",
-    )
+        "flax.", "jaxllm.export.stablehlo.", "jaxllm.export.signatures.", "jaxllm.bundle.",
+        "jaxllm.models.decoder.", "jaxllm.models.layer.", "jaxllm.nn.linear.", "jaxllm.steps.model.",
+    )  # fmt: skip
     assert not [name for name in modules.split() if f"{name}.".startswith(unwanted)]
 
 
@@ -247,33 +195,25 @@ def test_one_artifact_serves_all_platforms(subject):
 # What is refused
 
 
-def copied(folder, tmp_path):
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
-def test_weights_of_another_bundle(stablehlo, subject, tmp_path):
-    folder = copied(stablehlo, tmp_path)
-    write_weights(folder / WEIGHTS, subject.arrays, model="another")
-    with pytest.raises(ProgramError):
-        open_program(folder)
-    # Even if somebody fits the manifest to it.
-    manifest = Manifest.read(stablehlo)
-    from jaxllm.export.folder_format.manifest import StoredFile
-
-    files = {**manifest.files, WEIGHTS: StoredFile.of(folder / WEIGHTS)}
-    dataclasses.replace(manifest, files=files).write(folder)
-    with pytest.raises(ProgramError, match="another bundle"):
-        open_program(folder)
-
-
-def test_a_corrupt_program(stablehlo, tmp_path):
-    folder = copied(stablehlo, tmp_path)
+def test_folders_of_other_weights_programs_and_devices(stablehlo, subject, tmp_path):
+    folder, manifest = Path(shutil.copytree(stablehlo, tmp_path / "copy")), Manifest.read(stablehlo)
     raw = bytearray((folder / "decode.jaxexport").read_bytes())
     raw[len(raw) // 2] ^= 1
     (folder / "decode.jaxexport").write_bytes(raw)
     engine = open_program(folder)
     with pytest.raises(ProgramError, match=r"decode\.jaxexport: the checksum is wrong"):
         engine.warm_up()
+    write_weights(folder / WEIGHTS, subject.arrays, model="another")
+    with pytest.raises(ProgramError):
+        open_program(folder)
+    # Even if somebody fits the manifest to it.
+    files = {**manifest.files, WEIGHTS: StoredFile.of(folder / WEIGHTS)}
+    dataclasses.replace(manifest, files=files).write(folder)
+    with pytest.raises(ProgramError, match="another bundle"):
+        open_program(folder)
+    dataclasses.replace(manifest, files=files, platforms=("tpu",)).write(folder)
+    with pytest.raises(ConfigError, match=r"exported for tpu, this device is cpu; .*--platform cpu"):
+        open_program(folder)
 
 
 def test_a_program_that_computes_something_else_is_not_exported(stablehlo, subject):
@@ -283,18 +223,6 @@ def test_a_program_that_computes_something_else_is_not_exported(stablehlo, subje
     other = dataclasses.replace(subject, arrays=arrays)
     with pytest.raises(ProgramError, match="decode differs from its step"):
         verify(stablehlo, decode, other, PLAN, precision="f32")
-
-
-def test_programs_for_other_devices(stablehlo, tmp_path):
-    folder = copied(stablehlo, tmp_path)
-    dataclasses.replace(Manifest.read(folder), platforms=("tpu",)).write(folder)
-    with pytest.raises(ConfigError, match=r"exported for tpu, this device is cpu; .*--platform cpu"):
-        open_program(folder)
-
-
-def test_a_level_that_was_not_exported(engine):
-    with pytest.raises(ConfigError, match=r"level 70 was not exported, only 40, 100"):
-        engine.at(70)
 
 
 def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeypatch):
@@ -310,30 +238,19 @@ def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeyp
         open_program(stablehlo)
 
 
-def test_an_output_that_exists_and_a_platform_that_does_not(subject, tmp_path):
+def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ProgramError("no")
+
     with pytest.raises(ConfigError, match="exists already"):
         export_stablehlo(subject, tmp_path, PLAN)
     with pytest.raises(ConfigError, match="got abacus"):
         export_stablehlo(subject, tmp_path / "out", PLAN, platforms=("abacus",))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_export_leaves_nothing(subject, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise ProgramError("no")
-
     monkeypatch.setattr("jaxllm.export.stablehlo.verify", fail)
+    least = dataclasses.replace(PLAN, verify_tokens=(), cache_tokens=())
     with pytest.raises(ProgramError):
-        export_stablehlo(subject, tmp_path / "out", PLAN, platforms=("cpu",))
+        export_stablehlo(subject, tmp_path / "out", least, platforms=("cpu",))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_widths_that_only_native_kernels_read(tmp_path):
-    path = write_tiny_bundle(tmp_path / "four.jaxllm", "int4")
-    with pytest.raises(ConfigError, match=r"int4 weights.*native-only width"):
-        read_subject(path)
-    with pytest.raises(CheckpointError, match="jaxllm prepare"):
-        read_subject(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -353,46 +270,3 @@ def test_widths_that_only_native_kernels_read(tmp_path):
 def test_plans_that_cannot_be(options, part):
     with pytest.raises(ConfigError, match=part):
         ExportPlan(**options).resolved(CFG)
-
-
-def test_adapters_are_at_half_precision_where_nothing_is_lost(subject, tmp_path):
-    other = read_subject(write_elastic(tmp_path / "tiny.jaxllm", scaling=0.3), levels=(40,))
-    sides = [name for name in subject.arrays if name.startswith("level_40.")]
-    for name in sides:
-        assert subject.arrays[name].dtype == np.float16, name
-        # Scaled by three tenths, left sides are halves no more.
-        assert other.arrays[name].dtype == (np.float32 if name.endswith(LEFT) else np.float16), name
-        ratio = np.float32(0.3) / np.float32(0.5) if name.endswith(LEFT) else 1
-        wide = subject.arrays[name].astype(np.float32)
-        np.testing.assert_allclose(other.arrays[name], wide * ratio, rtol=1e-6, err_msg=name)
-    assert sides
-
-
-def test_int8_weights_come_as_the_floats_that_they_stand_for(tmp_path):
-    from jaxllm.bundle import Bundle
-    from jaxllm.quant import dequantize
-
-    path = write_tiny_bundle(tmp_path / "eight.jaxllm", "int8")
-    arrays = read_subject(path).arrays
-    with Bundle.open(path) as bundle:
-        for name, weight in bundle.load().items():
-            np.testing.assert_array_equal(arrays[name], dequantize(weight, jax.numpy.float32), err_msg=name)
-
-
-def test_an_adapter_is_folded_in_and_makes_another_model(tmp_path):
-    from jaxllm.checkpoints.peft import write_adapter
-    from jaxllm.models.lora import LoraConfig, merge
-    from tests.models.test_lora import random_adapter
-
-    path = write_tiny_bundle(tmp_path / "tiny.jaxllm")
-    lora = LoraConfig(rank=2, alpha=4, targets=("attn.q", "ffn.down"))
-    adapter = random_adapter(TINY, lora, 0)
-    write_adapter(tmp_path / "adapter", TINY, lora, adapter)
-    plain, adapted = read_subject(path), read_subject(path, adapter=tmp_path / "adapter")
-    assert plain.model != adapted.model
-    wanted = merge(
-        {name: jax.numpy.asarray(value) for name, value in plain.arrays.items()}, adapter, lora.scaling
-    )
-    for name, array in adapted.arrays.items():
-        np.testing.assert_allclose(array, wanted[name], rtol=1e-6, err_msg=name)
-    assert (adapted.arrays["layers.0.attn.q"] != plain.arrays["layers.0.attn.q"]).any()

@@ -6,9 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Manifest
+from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Manifest, StoredFile
 from jaxllm.export.programs.litert import LiteRtExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.programs.packed import PackedFolder
@@ -67,9 +66,6 @@ def w8a8(whole, tmp_path_factory):
 
 def test_the_answers_are_the_live_engines(engine, live):
     assert answers(engine) == live[100]
-
-
-def test_a_level_answers_as_the_live_level(engine, live):
     assert answers(engine.at(40)) == live[40]
 
 
@@ -243,14 +239,10 @@ def test_sharing_changes_no_answer_and_is_done(tflite):
 # What is refused
 
 
-def test_a_mixture_of_experts():
+def test_mixtures_of_experts_precisions_and_their_text(whole, tmp_path):
     cfg = dataclasses.replace(CFG, model_type="mixtral", experts=4, experts_per_token=2)
     with pytest.raises(ConfigError, match="mixture of experts"):
         require_holdable(cfg)
-    assert isinstance(cfg, ModelConfig)
-
-
-def test_precisions_and_their_text(whole, tmp_path):
     with pytest.raises(ConfigError, match="not bf16"):
         export_tflite(whole, tmp_path / "x", PLAN, precision="bf16")
     with pytest.raises(ConfigError, match="calibrate"):
@@ -263,8 +255,6 @@ def test_a_corrupt_model(tflite, tmp_path):
     (tmp_path / FILE).write_bytes(b"no model")
     with pytest.raises(ProgramError, match="checksum"):
         LiteRtExecutor(manifest, tmp_path)
-    from jaxllm.export.folder_format.manifest import StoredFile
-
     files = {**manifest.files, FILE: StoredFile.of(tmp_path / FILE)}
     with pytest.raises(ProgramError, match="LiteRT refuses it"):
         LiteRtExecutor(dataclasses.replace(manifest, files=files), tmp_path)

@@ -8,7 +8,6 @@ import pytest
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ProgramError
-from jaxllm.export.device.opening import open_device
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER, parse_tokenizer
@@ -22,7 +21,7 @@ from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
-from tests.export.models import CHUNKS, CONTEXT, write_planned
+from tests.export.models import CHUNKS, CONTEXT, exported, write_planned
 from tests.tiny import tiny_tokenizer
 
 WORDS = [
@@ -31,12 +30,9 @@ WORDS = [
 ]  # fmt: skip
 # So slow that the time to plan does not count.
 PROFILE = DeviceProfile(
-    levels=(40, WHOLE),
-    tokens=(1, 1000),
-    chunk_tokens=(1,),
-    ttft_ms=((400.0, 400_000.0), (1000.0, 1_000_000.0)),
-    tpot_ms=((1600.0,) * 2, (4000.0,) * 2),
-)
+    levels=(40, WHOLE), tokens=(1, 1000), chunk_tokens=(1,),
+    ttft_ms=((400.0, 400_000.0), (1000.0, 1_000_000.0)), tpot_ms=((1600.0,) * 2, (4000.0,) * 2),
+)  # fmt: skip
 SLOS = [Slo(ttft=ttft, tpot=tpot) for ttft in (0.2, 0.35, 0.5, 0.7, 0.9) for tpot in (0.3, 0.6, 0.9)]
 
 
@@ -48,20 +44,9 @@ def planned(tmp_path_factory):
 @pytest.fixture(scope="module", params=["stablehlo", "tflite", "tflite int8"])
 def service(request, planned, tmp_path_factory):
     """Of the programs, planned by a profile of theirs."""
-    folder = tmp_path_factory.mktemp("programs") / "tiny-lm"
     subject = read_subject(planned[0], levels=(40,))
     plan = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(), levels=(40,))
-    if request.param == "stablehlo":
-        pytest.importorskip("flatbuffers")
-        from jaxllm.export.stablehlo import export_stablehlo
-
-        export_stablehlo(subject, folder, plan, platforms=("cpu",))
-    else:
-        pytest.importorskip("litert_converter")
-        from jaxllm.export.tflite import export_tflite
-
-        export_tflite(subject, folder, plan, precision=request.param.partition(" ")[2] or "f32")
-    engine = open_device(folder, threads=1)
+    engine = exported(request.param, subject, tmp_path_factory.mktemp("programs") / "tiny-lm", plan)
     return ProgramService(engine, measure_coarsely(engine))
 
 

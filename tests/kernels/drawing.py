@@ -20,17 +20,8 @@ from tests.quick_jit import jit
 Width = tuple[int, int] | tuple[str]
 NESTED, HIGH, MINIMA = ("nested",), ("high",), ("minima",)
 WIDTHS: tuple[Width, ...] = (
-    (8, 0),
-    (8, 32),
-    (8, 64),
-    (4, 32),
-    (4, 64),
-    (2, 32),
-    (2, 64),
-    NESTED,
-    HIGH,
-    MINIMA,
-)
+    (8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64), NESTED, HIGH, MINIMA,
+)  # fmt: skip
 
 
 def weight_of(
@@ -100,15 +91,24 @@ def placed(weight: Any) -> Any:
     return jax.tree.map(jnp.asarray, weight)
 
 
+def compiled(door: Callable[..., Any], *args: Any) -> Callable[..., dict[str, Any]]:
+    """One graph for all arguments of the shapes of these, which gives what each set of native kernels gives,
+    by name."""
+    graph = jit(lambda *args: door(*args)).lower(*args).compile() if NATIVE else None
+
+    def run(*args: Any) -> dict[str, Any]:
+        found = {}
+        for name in NATIVE:
+            with kernels_of(name):
+                found[name] = jax.tree.map(np.array, graph(*args))
+        return found
+
+    return run
+
+
 def answers(door: Callable[..., Any], *args: Any, xla: bool = False) -> dict[str, Any]:
-    """What each set of native kernels gives, by name: one graph, run by all; and with `xla`, what a process
-    without them gives."""
-    found = {}
-    if NATIVE:
-        graph = jit(lambda *args: door(*args)).lower(*args).compile()
-    for name in NATIVE:
-        with kernels_of(name):
-            found[name] = jax.tree.map(np.array, graph(*args))
+    """What each set of native kernels gives, by name; and with `xla`, what a process without them gives."""
+    found = compiled(door, *args)(*args)
     if xla:
         with pytest.MonkeyPatch.context() as patch:
             fall_back(patch)

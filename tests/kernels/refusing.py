@@ -57,8 +57,6 @@ def refuse(part: str, *call: Any, **attributes: Any) -> None:
 
 
 NOTHING = zeros(0)
-# What the messages say.
-FIT, ROW = "a weight's shape does not fit", "at least one row"
 
 
 def formats(bits: int = 8, group: int = 0) -> dict[str, Any]:
@@ -67,28 +65,10 @@ def formats(bits: int = 8, group: int = 0) -> dict[str, Any]:
 
 # 20 outputs × 70 inputs: 2 panels, 3 blocks.
 DATA, SCALE = zeros(2, 3, 512, dtype=I8), zeros(32)
-NARROW, GROUPED = zeros(2, 3, 256, dtype=np.uint8), zeros(2, 3, 16, dtype=F16)
 X, Y = zeros(4, 70), zeros(4, 20)
-UP = [DATA, SCALE]
 
 # No counts: all units and ranks are used, and all rows.
 COUNTS = LIVE = zeros(0, dtype=I32)
 # No steps: activations have scales of their own.
 STEPS = zeros(0)
-USED = dict(units_at=np.int64(-1))
-
-
-def unadapted(weights: list[Any]) -> list[Any]:
-    """Data and scales of some weights, with no low planes and no adapters beside them."""
-    pairs = [weights[at : at + 2] for at in range(0, len(weights), 2)]
-    return [part for pair in pairs for part in (*pair, NOTHING, NOTHING, NOTHING)]
-
-
-def outwards(norm: Any, *weights: Any) -> list[Any]:
-    """Operands of `to_units` and of `feed_forward`: without counts, steps and adapters."""
-    return [norm, COUNTS, STEPS, *unadapted([*weights])]
-
-
-def inwards(*weight: Any) -> list[Any]:
-    """Operands of `from_units`: without an adapter, counts and steps."""
-    return [*unadapted([*weight]), COUNTS, STEPS]
+UNITS = dict(eps=F32(0), units=np.int64(1), units_at=np.int64(-1), shadowed=False)

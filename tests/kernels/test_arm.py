@@ -16,23 +16,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What setup.py makes for Arm, every file of it."""
     folder = tmp_path_factory.mktemp("arm")
     c_compiler = COMPILER.replace("g++", "gcc")
+    places = ("--build-lib", folder / "lib", "--build-temp", folder / "temp")
     run(
-        *(
-            sys.executable,
-            "setup.py",
-            "build_ext",
-            "--build-lib",
-            folder / "lib",
-            "--build-temp",
-            folder / "temp",
-        ),
-        _PYTHON_HOST_PLATFORM="linux-aarch64",
-        JAXLLM_NATIVE="1",
-        CC=c_compiler,
-        CXX=COMPILER,
-        LDSHARED=f"{c_compiler} -shared",
+        *(sys.executable, "setup.py", "build_ext", *places), _PYTHON_HOST_PLATFORM="linux-aarch64",
+        JAXLLM_NATIVE="1", CC=c_compiler, CXX=COMPILER, LDSHARED=f"{c_compiler} -shared",
         LDCXXSHARED=f"{COMPILER} -shared",
-    )
+    )  # fmt: skip
     return folder
 
 

@@ -13,12 +13,11 @@ from jaxllm.kernels import native, native_products
 from jaxllm.nn import linear
 from jaxllm.quant import take_units
 from tests.kernels import oracle
-from tests.kernels.drawing import WIDTHS, afresh, answers, floats, jit, placed, weight_of
-from tests.kernels.switching import NATIVE, kernels_of, needs_native, threads_of
+from tests.kernels.drawing import WIDTHS, afresh, answers, compiled, floats, placed, weight_of
+from tests.kernels.switching import NATIVE, needs_native, threads_of
 
 pytestmark = needs_native
 every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
-every_kernels = pytest.mark.parametrize("kernels", NATIVE)
 
 
 def to_units(x, weight):
@@ -51,34 +50,30 @@ def same(first, second):
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
-@every_width
-@pytest.mark.parametrize("rows", [1, 35])
+@pytest.mark.parametrize(
+    ("rows", "width"), [((1, 35)[at % 2], each) for at, each in enumerate(WIDTHS)], ids=str
+)
 def test_threads_change_nothing(rows, width):
     """To the last bit: sums are taken in one order, whoever takes them."""
     door, args = products_of(rows, width)
-    graph = jit(door).lower(*args).compile()
-    for kernels in NATIVE:
-        with kernels_of(kernels):
-            found = []
-            for count in (1, 2, 3, 1):
-                with threads_of(count):
-                    assert native.threads() == count
-                    found.append(jax.tree.map(np.array, graph(*args)))
-        for other in found[1:]:
-            same(found[0], other)
+    run, found = compiled(door, *args), []
+    for count in (1, 2, 3, 1):
+        with threads_of(count):
+            assert native.threads() == count
+            found.append(run(*args))
+    for other in found[1:]:
+        same(found[0], other)
 
 
-@every_kernels
-def test_the_same_again(kernels):
+def test_the_same_again():
     """However often, with other shapes in between, whose scratch is larger or smaller."""
     door, args = products_of(17, (8, 0))
     other, more = products_of(3, (4, 32))
-    graph, between = jit(door).lower(*args).compile(), jit(other).lower(*more).compile()
-    with kernels_of(kernels):
-        first = jax.tree.map(np.array, graph(*args))
-        for _ in range(5):
-            between(*more)
-            same(first, graph(*args))
+    run, between = compiled(door, *args), compiled(other, *more)
+    first = run(*args)
+    for _ in range(5):
+        between(*more)
+        same(first, run(*args))
 
 
 @every_width
@@ -86,9 +81,8 @@ def test_a_row_is_the_same_in_any_company(width):
     """Alone (a decode step) or among others (a drafted tree), to the last bit; of prompts at fewer than 8
     bits but for what widening the weights costs."""
     draw = np.random.default_rng(0)
-    rows = 33
     out, stack = weight_of(draw, (70, 300), width, -1), weight_of(draw, (3, 100, 70), width, -2)
-    x = floats(draw, rows, 300)
+    x = floats(draw, 33, 300)
 
     def rowwise(x, weight):
         if weight.axis == -1:
@@ -96,34 +90,20 @@ def test_a_row_is_the_same_in_any_company(width):
         return native_products.from_units(x, weight, residual=x[:, :70], rowwise=True)
 
     for weight, segments in ((out, 1), (stack, 3)):
-        together = answers(rowwise, x, weight)
         door = to_units if weight.axis == -1 else native_products.from_units
-        prompt = answers(door, x, weight)
-        for row in (0, 5, 32):
-            alone, decoded = (answers(each, x[row : row + 1], weight) for each in (rowwise, door))
-            known = oracle.product(oracle.known(x), weight, kernels="native", segments=segments)
-            room = known.error[row]
-            if width[0] != 8:
-                dense = [oracle.matrix(weight, widened=widened) for widened in (False, True)]
-                seen = oracle.rounded(oracle.known(x), segments).value
-                room = room + np.abs(seen[row] @ (dense[1] - dense[0]))
-            for kernels in NATIVE:
-                np.testing.assert_array_equal(alone[kernels][0], together[kernels][row], err_msg=kernels)
-                off = np.abs(decoded[kernels][0] - prompt[kernels][row].astype(np.float64))
-                assert np.all(off <= room), (kernels, door.__name__)
-
-
-@pytest.mark.parametrize("rows", [1, 15])
-@every_width
-def test_processors_agree(width, rows):
-    """Whole numbers are summed exactly everywhere; floats round by some 1e-7."""
-    draw = np.random.default_rng(1)
-    for shape, axis, segments in (((70, 600), -1, 1), ((3, 200, 70), -2, 3)):
-        weight, x = weight_of(draw, shape, width, axis), floats(draw, rows, 600)
-        found = answers(to_units if axis == -1 else native_products.from_units, x, weight)
+        together, prompt = (answers(each, x, weight) for each in (rowwise, door))
+        alone, decoded = (compiled(each, x[:1], weight) for each in (rowwise, door))
+        seen = oracle.rounded(oracle.known(x), segments).value
         room = oracle.product(oracle.known(x), weight, kernels="native", segments=segments).error
-        for kernels in NATIVE[1:]:
-            assert np.all(np.abs(found[kernels].astype(np.float64) - found[NATIVE[0]]) <= room)
+        if width[0] != 8:
+            dense = [oracle.matrix(weight, widened=widened) for widened in (False, True)]
+            room = room + np.abs(seen @ (dense[1] - dense[0]))
+        for row in (0, 5, 32):
+            one, step = (run(x[row : row + 1], weight) for run in (alone, decoded))
+            for kernels in NATIVE:
+                np.testing.assert_array_equal(one[kernels][0], together[kernels][row], err_msg=kernels)
+                off = np.abs(step[kernels][0] - prompt[kernels][row].astype(np.float64))
+                assert np.all(off <= room[row]), (kernels, door.__name__)
 
 
 # Smaller models
@@ -155,12 +135,11 @@ def test_a_prefix_of_units_is_a_smaller_weight(width, axis, units, more, other, 
     assert_prefix(weight, x, units, fresh)
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
 @every_width
-def test_a_prefix_of_kv_heads_is_a_smaller_weight(width, axis):
+def test_a_prefix_of_kv_heads_is_a_smaller_weight(width):
     draw = np.random.default_rng(0)
-    weight = weight_of(draw, (4, 41, 50), width, axis)
-    for units in (1, 3):
+    for axis, units in ((-1, 1), (-2, 3)):
+        weight = weight_of(draw, (4, 41, 50), width, axis)
         fresh = placed(afresh(take_units(weight, units)))
         assert_prefix(weight, floats(draw, 3, 50 if axis == -1 else units * 41), units, fresh)
 
@@ -179,27 +158,20 @@ def test_a_prefix_reads_nothing_else():
             same(clean, got)
 
 
-def test_a_prefix_is_read_in_place():
+def test_weights_and_their_prefixes_are_read_in_place():
     """No copy in the graph either: nothing of the weights' size is held while it runs."""
     draw = np.random.default_rng(0)
-    for axis in (-1, -2):
-        weight = take_units(weight_of(draw, (1024, 512), (8, 0), axis), 512)
-        x = floats(draw, 1, 512)
-        graph = jax.jit(to_units if axis == -1 else native_products.from_units).lower(x, weight).compile()
-        assert graph.memory_analysis().temp_size_in_bytes < 16 << 10
-
-
-def test_doors_of_a_graph_read_in_place():
-    draw = np.random.default_rng(0)
-    weights = linear.FeedForward(
-        up=weight_of(draw, (512, 256), (8, 0), -1),
-        down=weight_of(draw, (512, 256), (8, 0), -2),
-        activation="relu",
-    )
-    norm = linear.Norm(scale=floats(draw, 256), bias=None, eps=1e-5)
+    norm = linear.Norm(scale=floats(draw, 512), bias=None, eps=1e-5)
+    up, down = (weight_of(draw, (1024, 512), (8, 0), axis) for axis in (-1, -2))
+    block = linear.FeedForward(up=up, down=down, activation="relu")
 
     def door(x, norm, weights):
         return linear.feed_forward(x, norm, weights, add_input=True)
 
-    graph = jax.jit(door).lower(floats(draw, 1, 256), norm, weights).compile()
-    assert graph.memory_analysis().temp_size_in_bytes < 16 << 10
+    for step, *weights in (
+        (to_units, take_units(up, 512)),
+        (native_products.from_units, take_units(down, 512)),
+        (door, norm, block),
+    ):
+        graph = jax.jit(step).lower(floats(draw, 1, 512), *weights).compile()
+        assert graph.memory_analysis().temp_size_in_bytes < 16 << 10

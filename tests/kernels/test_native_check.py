@@ -69,13 +69,9 @@ def build(folder: Path, compiler: str, of_file: dict[str, list[str]], *flags: st
 def run(*command: Any, **environment: str) -> str:
     """What a command prints, run in the repository; its complaint is the test's."""
     done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+        [str(part) for part in command], cwd=ROOT, env=os.environ | environment, capture_output=True,
+        text=True, timeout=1500,
+    )  # fmt: skip
     assert done.returncode == 0, f"{done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
     return done.stdout
 
@@ -122,5 +118,5 @@ def test_buffers_before_forbidden_pages(as_shipped):
 def test_older_processors_run_what_they_have(as_shipped, processor, kernels):
     """One library for all: nothing of the newer files may run there, not even to say that it is there."""
     # The emulator loads whole registers where the processor loads one number.
-    out = run(X86_EMULATOR, "-cpu", processor, as_shipped, 3, 3, NATIVE_CHECK_SLACK="64")
-    assert out == f"3 cases with {kernels}\n"
+    out = run(X86_EMULATOR, "-cpu", processor, as_shipped, 1, 3, NATIVE_CHECK_SLACK="64")
+    assert out == f"1 cases with {kernels}\n"

@@ -73,10 +73,8 @@ def begun(cfg, params, row, *, dtype="float16", mass=True):
     return np.int32(row + 1), cache, jax.tree.map(jnp.asarray, sampler_state(sampling, prompt[0], V, 7 + row))
 
 
-def padding(cfg, **kinds):
-    cache = new_cache(
-        cfg, batch=1, tokens=CAPACITY, dtype=jnp.dtype(kinds.get("dtype", "float16")), mass=True
-    )
+def padding(cfg):
+    cache = new_cache(cfg, batch=1, tokens=CAPACITY, dtype=jnp.dtype("float16"), mass=True)
     return np.int32(0), cache, jax.tree.map(jnp.asarray, sampler_state(Sampling(), [], V, 0))
 
 
@@ -122,9 +120,15 @@ def test_eight_rows():
     check(cfg, params, rows, [(stops(), 1 + row % BLOCK) for row in range(8)])
 
 
-def test_rows_go_on_from_dispatch_to_dispatch():
+@pytest.fixture
+def two():
+    """A model, and two rows of it."""
     cfg, params = model("llama", 8)
-    rows = [begun(cfg, params, row) for row in range(2)]
+    return cfg, params, [begun(cfg, params, row) for row in range(2)]
+
+
+def test_rows_go_on_from_dispatch_to_dispatch(two):
+    cfg, params, rows = two
     for limits in ((3, 1), (BLOCK, 4)):
         ends = [(stops(), limit) for limit in limits]
         found, counts, caches, samplers = check(cfg, params, rows, ends)
@@ -132,9 +136,8 @@ def test_rows_go_on_from_dispatch_to_dispatch():
         rows = list(zip(map(np.asarray, last), caches, samplers, strict=True))
 
 
-def test_a_row_ends_at_its_own_stop_token():
-    cfg, params = model("llama", 8)
-    rows = [begun(cfg, params, row) for row in range(2)]
+def test_a_row_ends_at_its_own_stop_token(two):
+    cfg, params, rows = two
     found, *_ = check(cfg, params, rows, [(stops(), BLOCK)] * 2)
     # Stop ids of the other row are no stop for this one.
     second = int(found[1, 2])
@@ -144,9 +147,8 @@ def test_a_row_ends_at_its_own_stop_token():
     assert second in found[0].tolist() or int(counts[0]) == BLOCK
 
 
-def test_a_row_whose_logits_are_not_finite_ends_alone():
-    cfg, params = model("llama", 8)
-    rows = [begun(cfg, params, row) for row in range(2)]
+def test_a_row_whose_logits_are_not_finite_ends_alone(two):
+    cfg, params, rows = two
     broken = dataclasses.replace(rows[0][2], penalized=jnp.array(True), bias=jnp.full(V, -jnp.inf))
     rows[0] = (*rows[0][:2], broken)
     found, counts, *_ = check(cfg, params, rows, [(stops(), BLOCK)] * 2)
@@ -154,10 +156,9 @@ def test_a_row_whose_logits_are_not_finite_ends_alone():
     assert counts.tolist() == [1, BLOCK]
 
 
-def test_a_full_cache_beside_one_with_room():
+def test_a_full_cache_beside_one_with_room(two):
     """What ended at the end of its cache writes nothing while others go on."""
-    cfg, params = model("llama", 8)
-    rows = [begun(cfg, params, row) for row in range(2)]
+    cfg, params, rows = two
     token, cache, sampler = rows[0]
     rows[0] = token, dataclasses.replace(cache, length=jnp.int32(CAPACITY - 2)), sampler
     _, _, after, _ = check(cfg, params, rows, [(stops(), 2), (stops(), BLOCK)])
@@ -186,15 +187,13 @@ def test_caches_stay_where_they_are():
     cfg, params = model("llama", 8)
 
     def compiled(tokens):
-        caches = tuple(
-            new_cache(cfg, batch=1, tokens=tokens, dtype=jnp.dtype("float16"), mass=False) for _ in range(4)
-        )
+        kind = dict(batch=1, tokens=tokens, dtype=jnp.dtype("float16"), mass=False)
+        caches = tuple(new_cache(cfg, **kind) for _ in range(4))
         states = tuple(jax.tree.map(jnp.asarray, sampler_state(Sampling(), [], V, 0)) for _ in range(4))
         step = functools.partial(decode_rows, cfg=cfg, block=BLOCK, dtype=jnp.dtype("float32"))
         ends = RowLimits(np.stack([stops()] * 4), np.full(4, BLOCK, np.int32))
-        lowered = jax.jit(step, donate_argnums=(2,)).lower(
-            params, np.zeros(4, np.int32), caches, states, ends
-        )
+        given = (params, np.zeros(4, np.int32), caches, states, ends)
+        lowered = jax.jit(step, donate_argnums=(2,)).lower(*given)
         return lowered.compile().memory_analysis(), sum(each.nbytes for each in jax.tree.leaves(caches))
 
     (short, _), (long, size) = compiled(64), compiled(4096)
@@ -258,8 +257,6 @@ def test_weights_that_xla_multiplies_are_refused():
     params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
     rows = [padding(LLAMA)] * 2
     tokens, caches, samplers = zip(*rows, strict=True)
-    ends = RowLimits(np.stack([stops()] * 2), np.ones(2, np.int32))
+    ends, how = RowLimits(np.stack([stops()] * 2), np.ones(2, np.int32)), {"dtype": jnp.dtype("float32")}
     with pytest.raises(ConfigError, match="one by one"):
-        decode_rows(
-            params, np.array(tokens), caches, samplers, ends, cfg=LLAMA, block=2, dtype=jnp.dtype("float32")
-        )
+        decode_rows(params, np.array(tokens), caches, samplers, ends, cfg=LLAMA, block=2, **how)

@@ -1,5 +1,6 @@
 """Contexts on a device: swapped under a budget, restored after a restart, the same answers."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -24,9 +25,8 @@ CHUNK_BYTES = 2 * 4 * CFG.layers * CFG.kv_heads * CHUNK_TOKENS * CFG.head_dim
 
 @pytest.fixture
 def contexts(engine, tmp_path):
-    with_room = ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
-    yield with_room
-    with_room.close()
+    with reopened(engine, tmp_path) as with_room:
+        yield with_room
 
 
 def created(contexts, app, **options):
@@ -35,6 +35,26 @@ def created(contexts, app, **options):
 
 def opened(contexts, app, name):
     return ProgramContext(contexts, contexts.record(app, name))
+
+
+@contextlib.contextmanager
+def reopened(engine, tmp_path, budget_bytes=1 << 20):
+    """The contexts of the store, as another process has them."""
+    again = ProgramContexts(engine, tmp_path / "store", budget_bytes=budget_bytes)
+    yield again
+    again.close()
+
+
+def begun(contexts, turn, **options):
+    """The name of a context with one turn, and the turn's answer; the process has ended."""
+    context = created(contexts, "app", **options)
+    answer = context.generate(turn, config=CONFIG).result()
+    contexts.close()
+    return context.name, answer
+
+
+def go_on(contexts, name):
+    return opened(contexts, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
 
 
 def uninterrupted(engine, first, level=100):
@@ -51,51 +71,45 @@ def uninterrupted(engine, first, level=100):
 
 def test_three_contexts_in_a_budget_of_four_chunks(engine, tmp_path):
     wanted = [uninterrupted(engine, turn) for turn in TURNS]
-    contexts = ProgramContexts(engine, tmp_path / "store", budget_bytes=4 * CHUNK_BYTES)
-    made = [created(contexts, "app") for _ in TURNS]
-    first = [each.generate(turn, config=CONFIG).result() for each, turn in zip(made, TURNS, strict=True)]
-    assert [each.tokens for each in first] == [each[0] for each in wanted]
-    assert contexts.memory.resident_bytes <= 4 * CHUNK_BYTES
-    second = [each.generate(TURNS[0][:5], config=CONFIG).result() for each in made]
-    assert [each.tokens for each in second] == [each[1] for each in wanted]
-    assert contexts.memory.evicted > 0
-    assert [each.reused_tokens for each in second] == [CHUNK_TOKENS] * 3
-    contexts.close()
+    with reopened(engine, tmp_path, 4 * CHUNK_BYTES) as contexts:
+        made = [created(contexts, "app") for _ in TURNS]
+        first = [each.generate(turn, config=CONFIG).result() for each, turn in zip(made, TURNS, strict=True)]
+        assert [each.tokens for each in first] == [each[0] for each in wanted]
+        assert contexts.memory.resident_bytes <= 4 * CHUNK_BYTES
+        second = [each.generate(TURNS[0][:5], config=CONFIG).result() for each in made]
+        assert [each.tokens for each in second] == [each[1] for each in wanted]
+        assert contexts.memory.evicted > 0
+        assert [each.reused_tokens for each in second] == [CHUNK_TOKENS] * 3
+    with reopened(engine, tmp_path, CHUNK_BYTES - 1) as none, pytest.raises(BudgetExceeded):
+        created(none, "app").generate(TURNS[0], config=CONFIG).result()
 
 
 def test_a_restart_restores_to_the_bit(engine, contexts, tmp_path):
-    name = created(contexts, "app").name
-    wanted = uninterrupted(engine, TURNS[1])
-    answer = opened(contexts, "app", name).generate(TURNS[1], config=CONFIG).result()
+    name, answer = begun(contexts, TURNS[1])
     rows = engine.runner.rows(answer.session.cache, CHUNK_TOKENS)
-    contexts.close()
-    again = ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
-    answer = opened(again, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
-    assert answer.tokens == wanted[1]
-    assert (answer.restoration.resident, answer.restoration.read) == (0, CHUNK_TOKENS)
-    # All tokens but those of the chunk; the last of the first answer was never fed.
-    assert answer.restoration.computed == len(TURNS[1]) + CONFIG.max_tokens - CHUNK_TOKENS
-    restored = engine.runner.rows(answer.session.cache, CHUNK_TOKENS)
-    assert all((rows[each] == restored[each]).all() for each in rows)
-    again.close()
+    with reopened(engine, tmp_path) as again:
+        answer = go_on(again, name)
+        assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
+        assert (answer.restoration.resident, answer.restoration.read) == (0, CHUNK_TOKENS)
+        # All tokens but those of the chunk; the last of the first answer was never fed.
+        assert answer.restoration.computed == len(TURNS[1]) + CONFIG.max_tokens - CHUNK_TOKENS
+        restored = engine.runner.rows(answer.session.cache, CHUNK_TOKENS)
+        assert all((rows[each] == restored[each]).all() for each in rows)
 
 
 def test_a_damaged_chunk_is_computed_again(engine, contexts, tmp_path):
-    name = created(contexts, "app").name
-    opened(contexts, "app", name).generate(TURNS[2], config=CONFIG).result()
-    contexts.close()
+    name, _ = begun(contexts, TURNS[2])
     (segment,) = (tmp_path / "store").rglob(f"*{SUFFIX}")
     raw = bytearray(segment.read_bytes())
     raw[-1000] ^= 255
     raw[4096] ^= 255
     segment.write_bytes(raw)
-    again = ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
-    answer = opened(again, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
-    assert answer.tokens == uninterrupted(engine, TURNS[2])[1]
-    assert answer.restoration.read == 0
-    # The chunk is stored anew, beside the next.
-    assert again.record("app", name).bits == (RAW, RAW)
-    again.close()
+    with reopened(engine, tmp_path) as again:
+        answer = go_on(again, name)
+        assert answer.tokens == uninterrupted(engine, TURNS[2])[1]
+        assert answer.restoration.read == 0
+        # The chunk is stored anew, beside the next.
+        assert again.record("app", name).bits == (RAW, RAW)
 
 
 def updated(folder, tmp_path, files=(), change=lambda manifest: manifest):
@@ -112,70 +126,53 @@ def updated(folder, tmp_path, files=(), change=lambda manifest: manifest):
 
 
 def test_an_update_of_the_loop_leaves_chunks_and_profile(engine, folder, contexts, tmp_path):
-    name = created(contexts, "app").name
-    opened(contexts, "app", name).generate(TURNS[1], config=CONFIG).result()
-    contexts.close()
+    name, _ = begun(contexts, TURNS[1])
     loop = updated(folder, tmp_path, {LOOP: "modules", MAIN: "what starts them"})
     assert profile_path(loop) == profile_path(engine)
-    again = ProgramContexts(loop, tmp_path / "store", budget_bytes=1 << 20)
-    answer = opened(again, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
-    assert (answer.restoration.read, answer.restoration.moved) == (CHUNK_TOKENS, ())
-    assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
-    again.close()
+    with reopened(loop, tmp_path) as again:
+        answer = go_on(again, name)
+        assert (answer.restoration.read, answer.restoration.moved) == (CHUNK_TOKENS, ())
+        assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
 
 
 def test_a_context_of_other_programs_is_computed_again_from_its_tokens(engine, folder, contexts, tmp_path):
     """Until then it is as it was: its own programs find its chunks."""
-    name = created(contexts, "app").name
-    opened(contexts, "app", name).generate(TURNS[1], config=CONFIG).result()
-    contexts.close()
+    name, _ = begun(contexts, TURNS[1])
     other = updated(folder, tmp_path, {"more.weights": "of a new version"})
     assert profile_path(other) != profile_path(engine)
-    again = ProgramContexts(other, tmp_path / "store", budget_bytes=1 << 20)
-    assert len(opened(again, "app", name).tokens) == len(TURNS[1]) + CONFIG.max_tokens
-    again.close()
-    back = ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
-    assert back.record("app", name).bits == (RAW,)
-    back.close()
-    again = ProgramContexts(other, tmp_path / "store", budget_bytes=1 << 20)
-    answer = opened(again, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
-    assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
-    assert answer.restoration.moved == ("model",)
-    assert answer.restoration.computed == len(TURNS[1]) + CONFIG.max_tokens
-    assert opened(again, "app", name).generate([5], config=CONFIG).result().restoration.moved == ()
-    assert again.record("app", name).bits == (RAW, RAW)
-    again.close()
+    with reopened(other, tmp_path) as again:
+        assert len(opened(again, "app", name).tokens) == len(TURNS[1]) + CONFIG.max_tokens
+    with reopened(engine, tmp_path) as back:
+        assert back.record("app", name).bits == (RAW,)
+    with reopened(other, tmp_path) as again:
+        answer = go_on(again, name)
+        assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
+        assert answer.restoration.moved == ("model",)
+        assert answer.restoration.computed == len(TURNS[1]) + CONFIG.max_tokens
+        assert opened(again, "app", name).generate([5], config=CONFIG).result().restoration.moved == ()
+        assert again.record("app", name).bits == (RAW, RAW)
 
 
 def test_a_context_of_a_level_that_is_gone_goes_on_with_the_whole_model(engine, folder, contexts, tmp_path):
-    name = created(contexts, "app", level=40).name
-    first = opened(contexts, "app", name).generate(TURNS[1], config=CONFIG).result()
-    contexts.close()
+    name, first = begun(contexts, TURNS[1], level=40)
 
     def whole_alone(manifest):
         kept = tuple(each for each in manifest.signatures if each.level == 100)
         return dataclasses.replace(manifest, levels={100: manifest.levels[100]}, signatures=kept)
 
-    again = ProgramContexts(
-        updated(folder, tmp_path, change=whole_alone), tmp_path / "store", budget_bytes=1 << 20
-    )
-    answer = opened(again, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
-    assert answer.restoration.moved == ("level",)
-    assert answer.tokens == engine.stream([*first.sequence, *TURNS[0][:5]], CONFIG).result().tokens
-    again.close()
+    with reopened(updated(folder, tmp_path, change=whole_alone), tmp_path) as again:
+        answer = go_on(again, name)
+        assert answer.restoration.moved == ("level",)
+        assert answer.tokens == engine.stream([*first.sequence, *TURNS[0][:5]], CONFIG).result().tokens
 
 
 def test_tokens_of_another_tokenizer_are_refused(folder, contexts, tmp_path):
-    name = created(contexts, "app").name
-    opened(contexts, "app", name).generate(TURNS[1], config=CONFIG).result()
-    contexts.close()
+    name, _ = begun(contexts, TURNS[1])
     stored = json.loads((folder / TOKENIZER).read_text())
     stored["tokenizer_json"] = stored["tokenizer_json"].replace(" ", "", 1) + " "
     other = updated(folder, tmp_path, {TOKENIZER: json.dumps(stored)})
-    again = ProgramContexts(other, tmp_path / "store", budget_bytes=1 << 20)
-    with pytest.raises(ContextGone, match="of another tokenizer"):
+    with reopened(other, tmp_path) as again, pytest.raises(ContextGone, match="of another tokenizer"):
         opened(again, "app", name)
-    again.close()
 
 
 def test_a_level_of_its_own(engine, contexts):
@@ -206,10 +203,3 @@ def test_what_is_gone(contexts):
     context.delete()
     with pytest.raises(ContextGone):
         context.generate([1, 2])
-
-
-def test_a_budget_that_no_chunk_fits(engine, tmp_path):
-    contexts = ProgramContexts(engine, tmp_path / "store", budget_bytes=CHUNK_BYTES - 1)
-    with pytest.raises(BudgetExceeded):
-        created(contexts, "app").generate(TURNS[0], config=CONFIG).result()
-    contexts.close()

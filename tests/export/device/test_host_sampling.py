@@ -35,11 +35,8 @@ def drawn_logits(seed: int, rows: int = 1) -> np.ndarray:
 @pytest.mark.parametrize(("seed", "drawn"), [(0, 0), (1 << 40 | 7, 3), ((1 << 64) - 1, 1 << 20)])
 def test_random_numbers_are_jax_s(seed, drawn):
     key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
-    whole = jax.random.bits(
-        jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"), drawn),
-        (1, VOCAB),
-        jnp.uint32,
-    )
+    wrapped = jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32")
+    whole = jax.random.bits(jax.random.fold_in(wrapped, drawn), (1, VOCAB), jnp.uint32)
     folded = np.concatenate(host_sampling.threefry(key, np.zeros(1, np.uint32), np.array([drawn], np.uint32)))
     high, low = host_sampling.threefry(folded, np.zeros(VOCAB, np.uint32), np.arange(VOCAB, dtype=np.uint32))
     np.testing.assert_array_equal(high ^ low, np.asarray(whole)[0])
@@ -49,17 +46,17 @@ def test_random_numbers_are_jax_s(seed, drawn):
         np.testing.assert_allclose(found, noise[tokens], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_tokens_are_those_of_the_compiled_sampler(name):
-    live = here = sampler_state(SAMPLINGS[name], [3, 5, 11], VOCAB, seed=1234567890123)
+def test_tokens_are_those_of_the_compiled_sampler():
     compiled = jax.jit(sample)
-    for turn in range(40):
-        logits = drawn_logits(turn)
-        token, live = compiled(logits, live)
-        ours, here = host_sampling.sample(logits[0], here)
-        assert ours == int(token[0])
-    assert int(here.drawn) == int(live.drawn) == 40
-    np.testing.assert_array_equal(here.counts, np.asarray(live.counts))
+    for name, sampling in SAMPLINGS.items():
+        live = here = sampler_state(sampling, [3, 5, 11], VOCAB, seed=1234567890123)
+        for turn in range(40):
+            logits = drawn_logits(turn)
+            token, live = compiled(logits, live)
+            ours, here = host_sampling.sample(logits[0], here)
+            assert ours == int(token[0]), name
+        assert int(here.drawn) == int(live.drawn) == 40
+        np.testing.assert_array_equal(here.counts, np.asarray(live.counts))
 
 
 def test_top_k_keeps_ties():
@@ -68,13 +65,12 @@ def test_top_k_keeps_ties():
     assert np.isfinite(kept).tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_give_no_token(bad, temperature):
-    logits = drawn_logits(0)[0]
-    logits[7] = bad
-    state = sampler_state(Sampling(temperature=temperature), [], VOCAB, seed=0)
-    assert host_sampling.choose(logits, state) == NO_TOKEN
+def test_logits_that_are_not_finite_give_no_token():
+    for bad, temperature in ((np.nan, 0.0), (np.inf, 0.0), (np.nan, 1.0), (np.inf, 1.0)):
+        logits = drawn_logits(0)[0]
+        logits[7] = bad
+        state = sampler_state(Sampling(temperature=temperature), [], VOCAB, seed=0)
+        assert host_sampling.choose(logits, state) == NO_TOKEN
 
 
 @pytest.mark.parametrize("name", ["drawn", "penalties", "all"])

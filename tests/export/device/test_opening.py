@@ -63,25 +63,20 @@ def test_memory_is_bound(folder):
     assert needed > 4 * caches + (folder / weights_file(manifest)).stat().st_size
 
 
-@pytest.mark.parametrize(("there", "fits"), [("2.3.0", True), ("2.10", True), ("2.2.9", False)])
-def test_a_runtime_must_not_be_older(folder, monkeypatch, there, fits):
-    manifest = dataclasses.replace(
-        Manifest.read(folder), format="tflite", made_with={"ai-edge-litert": "2.3.0"}
-    )
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: there)
-    if fits:
+def test_a_runtime_must_be_there_and_not_older(folder, monkeypatch):
+    made_with = {"ai-edge-litert": "2.3.0"}
+    manifest = dataclasses.replace(Manifest.read(folder), format="tflite", made_with=made_with)
+    for there in ("2.3.0", "2.10"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, there=there: there)
         require_runtime(folder, manifest)
-        return
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.2.9")
     with pytest.raises(ProgramError, match=r"tried with ai-edge-litert 2\.3\.0, and 2\.2\.9 here is older"):
         require_runtime(folder, manifest)
 
-
-def test_a_runtime_must_be_there(folder, monkeypatch):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    manifest = dataclasses.replace(Manifest.read(folder), format="tflite")
     with pytest.raises(ConfigError, match="ai-edge-litert, which is not installed"):
         require_runtime(folder, manifest)
 

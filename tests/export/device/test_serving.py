@@ -55,43 +55,30 @@ async def events_of(ticket):
 
 
 @in_loop
-async def test_a_call_is_told_from_its_start_to_its_end(engine, backend):
-    first, *pieces, last = await events_of(backend.submit(call()))
-    assert isinstance(first, Started)
-    assert isinstance(last, Ended)
-    assert (first.prompt_tokens, first.level, first.source) == (3, 100, "unplanned")
-    assert all(isinstance(each, Piece) for each in pieces)
-    tokens = [token for each in pieces for token in each.tokens]
-    assert tokens == engine.generate([1, 2, 3], CONFIG).tokens
-    assert (last.tokens, last.finish_reason, last.met) == (6, "length", None)
-
-
-@in_loop
-async def test_calls_at_once_take_turns(engine, backend):
+async def test_calls_at_once_are_told_from_start_to_end(engine, backend):
     tickets = [backend.submit(call((n, 2, 3), request_id=str(n))) for n in (5, 6)]
     for ticket, n in zip(tickets, (5, 6), strict=True):
-        pieces = [each for each in await events_of(ticket) if isinstance(each, Piece)]
+        first, *pieces, last = await events_of(ticket)
+        assert isinstance(first, Started)
+        assert isinstance(last, Ended)
+        assert (first.prompt_tokens, first.level, first.source) == (3, 100, "unplanned")
+        assert all(isinstance(each, Piece) for each in pieces)
         tokens = [token for each in pieces for token in each.tokens]
         assert tokens == engine.generate([n, 2, 3], CONFIG).tokens
+        assert (last.tokens, last.finish_reason, last.met) == (6, "length", None)
 
 
 @in_loop
-async def test_a_short_call_is_answered_beside_a_long_one(backend):
+async def test_a_short_call_is_answered_beside_a_long_one_and_a_prefix_is_reused(backend):
     long = backend.submit(call(config=GenerationConfig(max_tokens=50, ignore_eos=True)))
     events = long.events()
     await anext(events)
-    assert isinstance((await events_of(backend.submit(call((7, 8, 9)))))[-1], Ended)
+    (first, *_, last) = await events_of(backend.submit(call((*range(1, 21),))))
+    assert isinstance(last, Ended)
     assert long.run.stage != "ended"
     assert [each async for each in events][-1].tokens == 50
-
-
-@in_loop
-async def test_a_prefix_is_reused(backend):
-    prompt = (*range(1, 21),)
-    (first, *_, last) = await events_of(backend.submit(call(prompt)))
-    again, *_ = await events_of(backend.submit(call(prompt)))
+    again, *_ = await events_of(backend.submit(call((*range(1, 21),))))
     assert (first.reused_tokens, again.reused_tokens) == (0, 19)
-    assert last.tokens == 6
 
 
 @in_loop
