@@ -27,7 +27,6 @@ from jaxllm.serving.server.opening import live_turns
 from jaxllm.serving.server.peer import PeerOptions, protocol
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
-from jaxllm.text.tokenizer_files import TokenizerFiles
 from tests.serving.server.executors import make_executor
 from tests.tiny import END_ID, write_tiny_bundle
 
@@ -36,18 +35,15 @@ WINDOW = 128
 WHOLE = {"logit_bias": {str(END_ID): -100}, "temperature": 0}
 
 
-def open_tiny(
-    folder: Path, *, adapter_rank: int = 0, tokenizer: TokenizerFiles | None = None, **options: Any
-) -> LLMService:
+def open_tiny(folder: Path, *, adapter_rank: int = 0) -> LLMService:
     """A service with contexts in `folder`."""
     parts = elastic_parts(Ladder(levels=(50, 100)))
-    path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts, tokenizer=tokenizer)
+    path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts)
     engine = EngineOptions(
         context_tokens=WINDOW, cache_tokens=(WINDOW,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0,
         batch_rows=(2,), adapter_rank=adapter_rank,
     )  # fmt: skip
-    contexts = ContextOptions(folder=folder / "contexts", **options)
-    return LLMService.open(path, options=engine, contexts=contexts)
+    return LLMService.open(path, options=engine, contexts=ContextOptions(folder=folder / "contexts"))
 
 
 class ContextService:
@@ -91,7 +87,12 @@ class ContextService:
         before = {"folder": contexts.options.folder, "encryption": contexts.options.encryption}
         contexts.close()
         self.service.contexts = Contexts(self.service.engine, ContextOptions(**before | options))
+        self.service.engine.set_adapter(None)
         self.begin()
+
+    def without_adapter(self) -> None:
+        """Takes away the adapter of the last call, as a call without one does."""
+        self.executor.work("mail", lambda: self.executor.adapters.use("")).result(60)
 
     def http(self, app: str, **headers: str) -> httpx.Client:
         """A client of an app; closed at the end."""

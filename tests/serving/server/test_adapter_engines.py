@@ -25,7 +25,7 @@ PROMPT = "the quick brown fox"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["drafts", "streamed"])
+@pytest.mark.parametrize("how", ["drafts", pytest.param("streamed", marks=pytest.mark.campaign)])
 def test_each_call_has_its_adapter(tmp_path, how):
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=DEEP)
     given = {}

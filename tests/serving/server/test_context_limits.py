@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import errno
+import functools
 import threading
 
 import httpx
@@ -80,13 +81,9 @@ def test_many_requests_for_contexts_are_bounded(served, monkeypatch):
     held = served.executor.work("spy", lambda: enter.wait(20))
     try:
         with concurrent.futures.ThreadPoolExecutor(24) as pool:
-            asked = [
-                pool.submit(
-                    httpx.get, f"{served.url}/v1/contexts", timeout=60,
-                    headers={"x-api-key": served.keys["mail"]},
-                )
-                for _ in range(24)
-            ]  # fmt: skip
+            key = {"x-api-key": served.keys["mail"]}
+            ask = functools.partial(httpx.get, f"{served.url}/v1/contexts", timeout=60, headers=key)
+            asked = [pool.submit(ask) for _ in range(24)]
             done, _ = concurrent.futures.wait(asked, timeout=60, return_when="FIRST_COMPLETED")
             assert {each.result().status_code for each in done} == {429}
             enter.set()

@@ -14,7 +14,7 @@ def failing():
     raise ConfigError("no")
 
 
-def test_functions_run_in_order_and_tell_their_errors():
+def test_functions_run_in_order_and_tell_their_errors_and_long_ones_alone():
     work, done = EngineWork(), []
     first = work.add("a", lambda: done.append(1) or threading.get_ident())
     second = work.add("b", failing)
@@ -27,10 +27,7 @@ def test_functions_run_in_order_and_tell_their_errors():
     with pytest.raises(ConfigError, match="no"):
         second.result(0)
     assert done == [1]
-
-
-def test_one_that_takes_long_is_the_only_one_of_its_turn():
-    work = EngineWork()
+    # One that takes long is the only one of its turn.
     for app in ("a", "b"):
         work.add(app, lambda: time.sleep(0.03))
     assert [*work.run()] == ["a"]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +11,16 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.experts.counts import ExpertCounts
+from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.host.process_memory import process_memory, resident_bytes
-from jaxllm.serving.server.holdings import ContextChunks, Drafts, ExpertBuffer, ResidentLayers
+from jaxllm.serving.server.holdings import (
+    ContextChunks,
+    Drafts,
+    ExpertBuffer,
+    ResidentLayers,
+    storage_figures,
+)
 from jaxllm.serving.server.memory import Governor, GovernorOptions
 
 
@@ -59,11 +68,8 @@ def test_it_looks_once_in_an_interval(world):
 
 
 def test_kinds_shrink_in_their_order_however_they_are_given(world):
-    experts, drafts, contexts = (
-        Memory("experts", 400, 100),
-        Memory("drafts", 200),
-        Memory("contexts", 300, 50),
-    )
+    experts, drafts = Memory("experts", 400, 100), Memory("drafts", 200)
+    contexts = Memory("contexts", 300, 50)
     governor = governor_of(world, experts, drafts, contexts)
     assert not governor.step()
     world.fixed, world.now = 400, 1.0
@@ -95,7 +101,10 @@ def test_a_budget_that_is_too_small_is_told_once(world, caplog):
     ]
 
 
-def test_figures(world):
+def test_figures_and_kinds(world):
+    for names in (("caches",), ("contexts", "contexts")):
+        with pytest.raises(ConfigError, match="different ones of prefixes, contexts, drafts"):
+            governor_of(world, *(Memory(name, 1) for name in names))
     governor = governor_of(world, Memory("contexts", 300, 50))
     governor.step()
     figures = governor.figures({"weights": 70})
@@ -109,12 +118,6 @@ def test_figures(world):
     world.pressure, world.now = 0.02, 1.0
     governor.step()
     assert governor.figures()["pressure"] == 0.02
-
-
-@pytest.mark.parametrize("names", [("caches",), ("contexts", "contexts")])
-def test_kinds_are_checked(world, names):
-    with pytest.raises(ConfigError, match="different ones of prefixes, contexts, drafts"):
-        governor_of(world, *(Memory(name, 1) for name in names))
 
 
 def test_the_process_is_measured():
@@ -139,42 +142,36 @@ def test_contexts_give_chunks_back():
     assert holding.least_bytes == 200
 
 
-def test_experts_are_adapted():
+def test_experts_drafts_and_layers_are_holdings():
     cache = SimpleNamespace(
-        taken_bytes=5, budget_bytes=9, resize=lambda limit: setattr(cache, "budget_bytes", limit)
+        taken_bytes=5, budget_bytes=9, resize=lambda limit: setattr(cache, "budget_bytes", limit),
+        counts=ExpertCounts(visits=9, hits=6, foreseen=2, read_bytes=300),
+    )  # fmt: skip
+    streamed = ExpertWeights.__new__(ExpertWeights)
+    streamed.cache = cache
+    holding = ExpertBuffer(
+        SimpleNamespace(cache=cache, store=SimpleNamespace(least_bytes=lambda: 2), budget_bytes=9)
     )
-    weights = SimpleNamespace(cache=cache, store=SimpleNamespace(least_bytes=lambda: 2), budget_bytes=9)
-    holding = ExpertBuffer(weights)
     assert (holding.size_bytes, holding.limit_bytes, holding.least_bytes, holding.most_bytes) == (5, 9, 2, 9)
     holding.resize(3)
     assert holding.limit_bytes == 3
-
-
-def test_drafts_stop_where_not_all_of_their_memory_may_be_there():
-    said = []
-    speculation = SimpleNamespace(draft=said.append)
-    memory = SimpleNamespace(size_bytes=70, most_bytes=100)
-    holding = Drafts(speculation, memory, contextlib.nullcontext())
+    assert storage_figures(SimpleNamespace(streamed=streamed)) == {
+        "experts": {"visits": 9, "hits": 6, "foreseen": 2}, "read_bytes": {"experts": 300}
+    }  # fmt: skip
+    assert storage_figures(SimpleNamespace(streamed=None)) == {}, "weights in memory are not read"
+    # Drafts stop where not all of their memory may be there.
+    said, memory = [], SimpleNamespace(size_bytes=70, most_bytes=100)
+    holding = Drafts(SimpleNamespace(draft=said.append), memory, contextlib.nullcontext())
     assert (holding.size_bytes, holding.limit_bytes, holding.most_bytes) == (70, 100, 100)
     for limit in (99, 0, 100):
         holding.resize(limit)
-    assert said == [False, False, True]
-    assert holding.limit_bytes == 100
-
-
-def test_layers_are_resized_under_the_models_lock():
-    locked, asked = [], []
-
-    @contextlib.contextmanager
-    def lock():
-        locked.append(True)
-        yield
-        locked.append(False)
-
+    assert (said, holding.limit_bytes) == ([False, False, True], 100)
+    # Layers are resized under the model's lock.
+    lock, asked = threading.Lock(), []
     weights = SimpleNamespace(
         plan=SimpleNamespace(resident_bytes=50), resident_bytes=50,
-        resize=lambda limit: asked.append((limit, locked[-1])),
+        resize=lambda limit: asked.append((limit, lock.locked())),
     )  # fmt: skip
-    holding = ResidentLayers(weights, lock())
+    holding = ResidentLayers(weights, lock)
     holding.resize(20)
     assert (asked, holding.limit_bytes, holding.most_bytes) == ([(20, True)], 20, 50)

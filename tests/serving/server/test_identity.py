@@ -37,15 +37,11 @@ def bearer(key: str) -> tuple[bytes, bytes]:
     return (b"authorization", f"Bearer {key}".encode())
 
 
-def test_the_kernel_names_the_process() -> None:
+def test_rules(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert credentials_of(ours) == HERE
-
-
-def test_rules() -> None:
-    exe = os.readlink(f"/proc/{os.getpid()}/exe")
-    uid = HERE.uid
+        assert credentials_of(ours) == HERE, "the kernel names the process"
+    exe, uid = os.readlink(f"/proc/{os.getpid()}/exe"), HERE.uid
     assert app_of(HERE, {}) == f"uid-{uid}"
     assert app_of(HERE, {f"uid:{uid}": "user", "uid:99999": "other"}) == "user"
     for rule in (f"exe:{exe}", f"uid:{uid},exe:{exe}", f"exe:{sys.executable}"):
@@ -57,11 +53,9 @@ def test_rules() -> None:
     assert app_of(elsewhere, {f"uid:{OTHER_USER},exe:{exe}": "program"}) == "program"
     # A process that is gone.
     assert app_of(Credentials(2**22 + 1, uid, 0), {f"exe:{exe}": "program"}) == f"uid-{uid}"
-
-
-def test_a_program_is_its_file_and_not_its_name(tmp_path: Path) -> None:
+    # A program is its file and not its name.
     copy = tmp_path / "mail"
-    copy.symlink_to(os.readlink(f"/proc/{os.getpid()}/exe"))
+    copy.symlink_to(exe)
     assert app_of(HERE, {f"exe:{copy}": "program"}) == "program"
     copy.unlink()
     copy.write_bytes(b"another file")
@@ -87,41 +81,24 @@ def test_who_may_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             identity.operates(unknown)
 
 
-@pytest.mark.parametrize(
-    "rule", ["", "uid:", "uid:-1", "uid:01", "exe:mail", "user:root", "uid:1;exe:/x", "uid:1,"]
-)
-def test_malformed_rules_are_refused(rule: str) -> None:
-    with pytest.raises(ConfigError, match="a rule for apps is"):
-        PeerOptions(apps={rule: "mail"})
+def test_malformed_rules_and_options_are_refused() -> None:
+    for rule in ("", "uid:", "uid:-1", "uid:01", "exe:mail", "user:root", "uid:1;exe:/x", "uid:1,"):
+        with pytest.raises(ConfigError, match="a rule for apps is"):
+            PeerOptions(apps={rule: "mail"})
+    wrong: list[dict[str, Any]] = [
+        {"apps": {"uid:1": "a b"}}, {"head_timeout_s": 0}, {"body_timeout_s": True}, {"head_timeout_s": "1"},
+        {"connections": -1},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(ConfigError, match=next(iter(options)) if "apps" not in options else "name"):
+            PeerOptions(**options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"apps": {"uid:1": "a b"}}, {"head_timeout_s": 0}, {"body_timeout_s": True}, {"head_timeout_s": "1"}],
-)
-def test_malformed_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        PeerOptions(**options)
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True),
-        ("10.0.0.1", False), ("0.0.0.0", False), ("::", False), ("::ffff:10.0.0.1", False),
-        ("localhost", False), ("", False),
-    ],
-)  # fmt: skip
-def test_loopback(address: str, expected: bool) -> None:
-    assert is_loopback(address) == expected
-
-
-def test_over_a_socket_keys_are_not_looked_at(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    key, _ = add_key(path, "mail")
-    peer = Peer(credentials=HERE, app="uid-7")
-    for headers in ((), (bearer(key),), (bearer("wrong"),)):
-        assert Identity(keys=KeyFile(path)).identify(scope(peer, *headers)) == "uid-7"
+def test_loopback() -> None:
+    for address in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"):
+        assert is_loopback(address), address
+    for address in ("10.0.0.1", "0.0.0.0", "::", "::ffff:10.0.0.1", "localhost", ""):
+        assert not is_loopback(address), address
 
 
 def test_without_keys_the_loopback_is_local(tmp_path: Path) -> None:
@@ -139,11 +116,8 @@ def test_with_keys_a_key_is_needed(tmp_path: Path) -> None:
     identity = Identity(keys=KeyFile(path))
     assert identity.identify(scope(LOOPBACK)) == "local"
     key, _ = add_key(path, "mail")
-    good: Sequence[tuple[bytes, bytes]] = (
-        bearer(key),
-        (b"x-api-key", key.encode()),
-        (b"authorization", b"bearer   " + key.encode()),
-    )
+    lower = (b"authorization", b"bearer   " + key.encode())
+    good: Sequence[tuple[bytes, bytes]] = (bearer(key), (b"x-api-key", key.encode()), lower)
     for peer in (LOOPBACK, Peer(address="10.0.0.1"), None):
         for header in good:
             assert identity.identify(scope(peer, header)) == "mail"
@@ -155,15 +129,14 @@ def test_with_keys_a_key_is_needed(tmp_path: Path) -> None:
                 identity.identify(scope(peer, header))
             assert caught.value.code == "invalid_api_key"
             assert key not in str(caught.value)
+    # Over a socket keys are not looked at.
+    for headers in ((), (bearer(key),), (bearer("wrong"),)):
+        assert identity.identify(scope(Peer(credentials=HERE, app="uid-7"), *headers)) == "uid-7"
     # The same key twice is one key; two keys are none.
     assert identity.identify(scope(LOOPBACK, good[0], good[1])) == "mail"
     with pytest.raises(Unauthorized):
         identity.identify(scope(LOOPBACK, good[0], (b"x-api-key", b"other")))
-
-
-def test_a_file_that_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    key, _ = add_key(path, "mail")
+    # A file that cannot be read lets nobody in.
     path.chmod(0o644)
     with pytest.raises(Unauthorized) as caught:
         Identity(keys=KeyFile(path)).identify(scope(LOOPBACK, bearer(key)))
@@ -184,8 +157,7 @@ def test_addresses_to_listen_on(tmp_path: Path) -> None:
 
 
 def test_an_app_is_found_once_for_a_request() -> None:
-    asked = scope(LOOPBACK)
-    identity = Identity()
+    asked, identity = scope(LOOPBACK), Identity()
     assert identity.identify(asked) == "local"
     identity.options = IdentityOptions(local_app="other")
     assert identity.identify(asked) == "local"

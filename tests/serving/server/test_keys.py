@@ -36,6 +36,8 @@ def test_a_key_is_of_its_app_and_is_not_stored(path: Path) -> None:
 
 def test_changes_are_seen_at_once(path: Path) -> None:
     keys = KeyFile(path)
+    with pytest.raises(ConfigError, match="no key 'mail'"):
+        remove_keys(path, "mail")
     assert not keys.needed()
     key, stored = add_key(path, "mail")
     assert keys.needed()
@@ -70,15 +72,10 @@ def test_operators(path: Path) -> None:
         read_keys(path)
 
 
-def test_unknown_keys_cannot_be_removed(path: Path) -> None:
-    with pytest.raises(ConfigError, match="no key 'mail'"):
-        remove_keys(path, "mail")
-
-
-@pytest.mark.parametrize("app", ["", "a b", "../x", "x" * 65, "-x", "é", "a\n", "a/b"])
-def test_an_app_has_a_plain_name(path: Path, app: str) -> None:
-    with pytest.raises(ConfigError, match="an app's name has"):
-        add_key(path, app)
+def test_an_app_has_a_plain_name(path: Path) -> None:
+    for app in ("", "a b", "../x", "x" * 65, "-x", "é", "a\n", "a/b"):
+        with pytest.raises(ConfigError, match="an app's name has"):
+            add_key(path, app)
     assert not path.exists()
 
 
@@ -112,18 +109,16 @@ def test_a_damaged_file_lets_nobody_in(path: Path, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("field", ["id", "app", "sha256", "created_s"])
-def test_a_malformed_key_is_refused(path: Path, field: str) -> None:
+def test_a_malformed_key_and_a_pipe_are_refused(path: Path) -> None:
     add_key(path, "mail")
-    facts = json.loads(path.read_bytes())
-    facts["keys"][0][field] = ["x"]
-    path.write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="not a file of API keys"):
-        read_keys(path)
-
-
-def test_a_pipe_is_refused(path: Path) -> None:
-    path.parent.mkdir()
+    for field in ("id", "app", "sha256", "created_s"):
+        facts = json.loads(path.read_bytes())
+        facts["keys"][0][field] = ["x"]
+        (path.parent / field).write_text(json.dumps(facts))
+        (path.parent / field).chmod(0o600)
+        with pytest.raises(ConfigError, match="not a file of API keys"):
+            read_keys(path.parent / field)
+    path.unlink()
     os.mkfifo(path, 0o600)
     with pytest.raises(ConfigError, match="not a regular file"):
         read_keys(path)

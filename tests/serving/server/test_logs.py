@@ -57,18 +57,22 @@ def test_a_record_is_one_line(lines):
     assert (second["message"], "request_id" in second) == ("later", False)
 
 
-def test_errors_have_their_traceback_and_long_texts_an_end(lines):
+def test_errors_and_warnings_are_lines_and_long_texts_have_an_end(lines):
     try:
         raise ValueError("x" * 50_000)
     except ValueError:
         logging.getLogger("jaxllm").exception("y" * 50_000)
-    (line,) = lines()
-    assert len(line["message"]) == 4000
-    assert len(line["error"]) == 16_000
-    assert lines()[0]["level"] == "error"
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        warnings.warn("of a library", stacklevel=1)
+    line, told = lines()
+    assert (len(line["message"]), len(line["error"]), line["level"]) == (4000, 16_000, "error")
+    assert (told["logger"], told["level"]) == ("py.warnings", "warning")
+    assert "of a library" in told["message"]
 
 
-def test_tasks_have_each_their_request(lines):
+def test_tasks_and_threads_name_the_calls_that_they_serve(lines):
     async def work(name):
         with logs.request(served(name, f"app of {name}")):
             await asyncio.sleep(0)
@@ -78,19 +82,14 @@ def test_tasks_have_each_their_request(lines):
         await asyncio.gather(work("r1"), work("r2"))
 
     asyncio.run(both())
-    assert [(each["request_id"], each["app"]) for each in lines()] == [
-        ("r1", "app of r1"),
-        ("r2", "app of r2"),
-    ]
-
-
-def test_a_thread_names_the_calls_that_it_serves(lines):
+    told = [(each["request_id"], each["app"]) for each in lines()]
+    assert told == [("r1", "app of r1"), ("r2", "app of r2")]
     calls = [
         Call(app=app, request_id=name, prompt="my secret", config=GenerationConfig())
         for name, app in (("r1.a", "mail"), ("r1.b", "mail"), ("r2.a", "notes"))
     ]
     logging.getLogger("serving").error("failed", extra=logs.named(calls))
-    (line,) = lines()
+    line = lines()[-1]
     assert (line["request_id"], line["app"]) == ("r1.a r1.b r2.a", "mail notes")
     assert logs.named([]) == {}
 
@@ -136,14 +135,13 @@ for _ in range(1000):
 logs.stop_logs(handler)
 print("ends", flush=True)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.wait(60) == 0
-        assert process.communicate()[0] == "ends\n"
-    finally:
-        process.kill()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        try:
+            assert process.wait(60) == 0
+            assert process.communicate()[0] == "ends\n"
+        finally:
+            process.kill()
 
 
 def test_a_reader_that_leaves_costs_its_lines_alone():
@@ -154,13 +152,3 @@ def test_a_reader_that_leaves_costs_its_lines_alone():
         logging.getLogger("serving").info("to nobody")
         logs.stop_logs(handler)
     assert handler.dropped == 1
-
-
-def test_warnings_are_lines_too(lines):
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        logging.captureWarnings(True)
-        warnings.warn("of a library", stacklevel=1)
-    (line,) = lines()
-    assert (line["logger"], line["level"]) == ("py.warnings", "warning")
-    assert "of a library" in line["message"]

@@ -4,24 +4,19 @@ import asyncio
 import dataclasses
 import time
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
-from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.host.machine import memory_bytes
 from jaxllm.serving.server import holdings
 from jaxllm.serving.server import memory as memories
 from jaxllm.serving.server.calls import Call, Ended
-from jaxllm.serving.server.holdings import engine_bytes, service_memory
+from jaxllm.serving.server.holdings import engine_bytes, service_memory, storage_figures
 from jaxllm.serving.server.memory import Governor, MemoryOptions, ServiceMemory
-from jaxllm.serving.server.prefix_sessions import PrefixSessions
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.service import LLMService
 from jaxllm.serving.weights.footprint import fixed_bytes
 from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.serving.server.executors import make_executor
@@ -53,16 +48,9 @@ def world():
     return World()
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("memory")
-    options = EngineOptions(
-        context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
-    )
-    path = write_tiny_bundle(folder / "tiny.jaxllm")
-    made = LLMService.open(path, options=options, contexts=ContextOptions(folder=folder / "contexts"))
-    yield made
-    made.close()
+@pytest.fixture
+def service(plain_service):
+    return plain_service
 
 
 def answered(executor, prompt, app="mail"):
@@ -131,6 +119,7 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
     world.layers, world.fixed = streamed, 0
     sizes, limits = [], []
     # What else takes memory, at each look: room for prefixes, for half of the layers, for none, for all.
+    before = storage_figures(engine.model)["read_bytes"]["weights"]
     for fixed, looks in ((0, 1), (3.5 * most, 1), (4 * most, 1), (0, 40)):
         world.fixed = int(fixed)
         for _ in range(looks):
@@ -142,6 +131,8 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
     assert (sizes[0], sizes[2], sizes[3]) == (most, 0, most)
     assert 0 < sizes[1] <= most // 2
     assert limits == [most, 0, 0, most]
+    # What was read of storage meanwhile is told.
+    assert storage_figures(engine.model)["read_bytes"]["weights"] > before
     engine.close()
 
 
@@ -257,31 +248,3 @@ def test_the_engines_part_of_the_budget(monkeypatch):
         engine_bytes(300)
     with pytest.raises(ConfigError, match="prefix_bytes must be"):
         MemoryOptions(prefix_bytes=-1)
-
-
-RUNNER: Any = SimpleNamespace(weights_version=(100, 0))
-
-
-def session(first, tokens=20, size=100):
-    made = Session(tokens=[*range(first, first + tokens)], weights_version=(100, 0))
-    made.cache = np.zeros(size, np.uint8)  # pyright: ignore
-    return made
-
-
-def test_an_app_gives_up_its_own_prefixes_before_others():
-    sessions = PrefixSessions(450, lambda app: 250 if app == "small" else 0)
-    sessions.keep("mail", "", session(0))
-    for first in (100, 200, 300):
-        sessions.keep("small", "", session(first))
-    assert (len(sessions), sessions.size_bytes) == (3, 300)
-    taken = sessions.take("small", "", tuple(range(100, 120)), RUNNER)
-    assert taken.cache is None
-    sessions.keep("small", "", session(400, size=251))
-    assert len(sessions) == 3
-    for first in (500, 600):
-        sessions.keep("mail", "", session(first))
-    # Beyond the limit of all, the least recently used goes, whoever's it is.
-    assert sessions.take("mail", "", tuple(range(20)), RUNNER).cache is None
-    assert sessions.size_bytes == 400
-    sessions.resize(0)
-    assert (len(sessions), sessions.size_bytes) == (0, 0)

@@ -23,8 +23,9 @@ def values(metrics):
     }
 
 
-def test_a_call_from_its_first_to_its_last_event():
-    metrics = Metrics(dict)
+def used(snapshot=dict):
+    """Metrics of a service that one call has used, and others that did not end well."""
+    metrics = Metrics(snapshot)
     metrics.accepted("mail")
     metrics.started("mail", STARTED)
     metrics.dispatched(Dispatch(kind="decode", rows=3, took_ms=40.0, tokens=12))
@@ -33,7 +34,11 @@ def test_a_call_from_its_first_to_its_last_event():
     metrics.refused("mail", "full")
     metrics.failed("mail", "ContextGone")
     metrics.cancelled("mail")
-    got, app = values(metrics), ("app", "mail")
+    return metrics
+
+
+def test_a_call_from_its_first_to_its_last_event():
+    got, app = values(used()), ("app", "mail")
     assert got["jaxllm_calls_accepted_total", app] == 1
     assert got["jaxllm_calls_refused_total", app, ("reason", "full")] == 1
     assert got["jaxllm_calls_failed_total", app, ("kind", "ContextGone")] == 1
@@ -84,13 +89,9 @@ def test_figures_become_gauges():
     assert got["jaxllm_expert_hit_rate",] == pytest.approx(109_322 / 120_400)
     assert got["jaxllm_read_bytes_total", ("what", "contexts")] == 310 << 20
     assert got["jaxllm_grammars_total", ("outcome", "ended")] == 2
-
-
-def test_a_service_without_figures_has_no_gauges():
-    assert values(Metrics(dict)) == {}
-    assert "jaxllm_expert_hit_rate" not in {
-        key[0] for key in values(Metrics(lambda: {"experts": {"visits": 0}}))
-    }
+    # What is missing is no error, nor is no visit.
+    none = values(Metrics(lambda: {"experts": {"visits": 0}}))
+    assert "jaxllm_expert_hit_rate" not in {key[0] for key in none}
 
 
 def test_apps_beyond_the_limit_are_one_label():
@@ -118,38 +119,22 @@ def test_kinds_of_errors_are_bounded_and_names_are_escaped():
         Names(0)
 
 
-def test_services_share_nothing():
-    one, other = Metrics(dict), Metrics(dict)
-    one.accepted("mail")
-    assert values(other) == {}
-
-
-def test_threads_may_count_at_once():
-    metrics = Metrics(dict)
-
-    def count():
-        for _ in range(500):
-            metrics.ended("mail", ENDED)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
+def test_services_share_nothing_and_threads_may_count_at_once():
+    metrics, other = Metrics(dict), Metrics(dict)
+    threads = [
+        threading.Thread(target=lambda: [metrics.ended("mail", ENDED) for _ in range(500)]) for _ in range(4)
+    ]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
     assert values(metrics)["jaxllm_answer_tokens_total", ("app", "mail")] == 4 * 500 * 21
+    assert values(other) == {}
 
 
 def test_the_guide_names_metrics_that_exist():
-    metrics = Metrics(lambda: FIGURES)
-    metrics.accepted("mail")
-    metrics.started("mail", STARTED)
-    metrics.dispatched(Dispatch(kind="prefill", rows=1, took_ms=1.0, chunk_tokens=16, mode="float"))
-    metrics.ended("mail", ENDED)
-    metrics.refused("mail", "full")
-    metrics.failed("mail", "ContextGone")
-    metrics.cancelled("mail")
     guide = (Path(__file__).parents[3] / "docs/guides/dashboard.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(jaxllm_\w+)`", guide))
     assert len(named) > 20
-    known = {key[0] for key in values(metrics)}
+    known = {key[0] for key in values(used(lambda: FIGURES))}
     assert {name for name in named if not {name, f"{name}_count"} & known} == set()

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,34 +26,27 @@ from tests.tiny import write_tiny_bundle
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def coarse(tmp_path_factory):
+    """An engine and what was measured of it."""
     parts = elastic_parts(Ladder(levels=(50, 100)))
     path = write_tiny_bundle(tmp_path_factory.mktemp("refining") / "tiny.jaxllm", parts=parts)
     options = EngineOptions(
         context_tokens=64, chunk_tokens=(16,), decode_block=4, levels=(50,), buckets_bytes=0
     )
-    return Engine.open(path, options=options)
+    engine = Engine.open(path, options=options)
+    return engine, measure_coarsely(engine)
 
 
 @pytest.fixture
-def service(engine):
-    profile = measure_coarsely(engine)
-    margin = SafetyMargin()
-    return LLMService.of_engine(engine, Planner(profile, engine.levels, safety_margin=margin), profile)
-
-
-class Clock:
-    """A clock that stands still until it is told to go on."""
-
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
+def service(coarse):
+    engine, profile = coarse
+    planner = Planner(profile, engine.levels, safety_margin=SafetyMargin())
+    return LLMService.of_engine(engine, planner, profile)
 
 
 def test_it_waits_until_nothing_was_asked_for_a_while_and_drops_what_was_disturbed(service, compiles):
-    clock = Clock()
-    work = ProfileRefinement(service, service.use_profile, quiet_s=2.0, clock=clock)
+    clock = SimpleNamespace(now_s=0.0)
+    work = ProfileRefinement(service, service.use_profile, quiet_s=2.0, clock=lambda: clock.now_s)
     assert work.facts() == {"kind": "coarse", "runs_done": 0, "runs": 2 * 3 * 6}
     assert not work.step()
     clock.now_s = 3.0

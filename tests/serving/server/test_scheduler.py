@@ -33,7 +33,7 @@ def call(number, app, *, at, prefill_ms, tokens=20, priority="foreground"):
 def work_of(each, options):
     ttft, tpot = options.ttft_ms(each["priority"]), options.tpot_ms(each["priority"])
     decodes = each["begun"] and each["prefill"] <= 0
-    stage = "start" if not each["begun"] else "decode" if decodes else "prefill"
+    stage = ("decode" if decodes else "prefill") if each["begun"] else "start"
     due = each["last"] + BLOCK_TOKENS * tpot if decodes else each["at"] + ttft
     return Work(
         id=each["id"], app=each["app"], priority=each["priority"], since_ms=each["last"], due_ms=due,
@@ -145,18 +145,15 @@ def test_runs_decode_together():
 
 
 def test_runs_of_one_adapter_decode_together():
-    def row(number, adapter, due):
-        return Work(
-            id=number, app="a", since_ms=0.0, due_ms=due, stage="decode", token_ms=10.0, tpot_ms=200.0,
-            batchable=True, adapter=adapter,
-        )  # fmt: skip
-
-    rows = [row(1, "", 30.0), row(2, "formal", 10.0), row(3, "", 20.0), row(4, "formal", 40.0)]
-    rows.append(row(5, "x", 50.0))
-    assert next_action(Queue(now_ms=0.0, work=rows), OPTIONS) == Action("decode", (2, 4))
-    left = [each for each in rows if each.adapter != "formal"]
-    assert next_action(Queue(now_ms=0.0, work=left), OPTIONS) == Action("decode", (3, 1))
-    assert next_action(Queue(now_ms=0.0, work=rows[-1:]), OPTIONS) == Action("step", (5,))
+    rows = [
+        work(number, due_ms=due, stage="decode", token_ms=10.0, tpot_ms=200.0, batchable=True, adapter=name)
+        for number, name, due in (
+            (1, "", 30.0), (2, "formal", 10.0), (3, "", 20.0), (4, "formal", 40.0), (5, "x", 50.0)
+        )
+    ]  # fmt: skip
+    assert decide(*rows) == Action("decode", (2, 4))
+    assert decide(*(each for each in rows if each.adapter != "formal")) == Action("decode", (3, 1))
+    assert decide(rows[-1]) == Action("step", (5,))
     # Batches of different adapters take their times one after the other.
     prefill = dataclasses.replace(rows[0], id=9, stage="prefill", left_ms=100.0)
     plain = [dataclasses.replace(each, adapter="") for each in rows]
@@ -230,22 +227,21 @@ def test_options_are_checked(wrong):
 def closed_loop(*, batched, clients=8, calls=160, prefill_ms=245.0, token_ms=12.2, answer=32):
     """Clients that call again as soon as they are answered: times to the first token and of whole answers. A
     dispatch takes 50 ms, or one token of all its rows."""
-    now, ttfts, answers = 0.0, [], []
+    now, ttfts, answers, tpot = 0.0, [], [], OPTIONS.foreground_tpot_ms
     running = {number: {"at": 20.0 * number, "first": None, "told": 0} for number in range(clients)}
-    began = clients
+
+    def work_of(number, at, first, told):
+        if first is None:
+            stage, due, left = "start", at + OPTIONS.foreground_ttft_ms, prefill_ms
+        else:
+            stage, due, left = "finish" if told >= answer else "decode", first + told * tpot, token_ms
+        return work(
+            number, since_ms=at, due_ms=due, left_ms=left, stage=stage, token_ms=token_ms, tpot_ms=tpot,
+            batchable=batched,
+        )  # fmt: skip
+
     while len(answers) < calls:
-        work = [
-            Work(
-                id=number, app="a", since_ms=each["at"],
-                due_ms=each["at"] + OPTIONS.foreground_ttft_ms if each["first"] is None
-                else each["first"] + each["told"] * OPTIONS.foreground_tpot_ms,
-                left_ms=prefill_ms if each["first"] is None else token_ms,
-                stage="start" if each["first"] is None else "finish" if each["told"] >= answer else "decode",
-                token_ms=token_ms, tpot_ms=OPTIONS.foreground_tpot_ms, batchable=batched,
-            )
-            for number, each in running.items() if each["at"] <= now
-        ]  # fmt: skip
-        action = next_action(Queue(now_ms=now, work=work), OPTIONS)
+        action = decide(*(work_of(n, **each) for n, each in running.items() if each["at"] <= now), now_ms=now)
         rows = [running[number] for number in action.ids]
         if action.kind == "idle":
             now = min(each["at"] for each in running.values())
@@ -255,8 +251,7 @@ def closed_loop(*, batched, clients=8, calls=160, prefill_ms=245.0, token_ms=12.
             ttfts.append(now - rows[0]["at"])
         elif rows[0]["told"] >= answer:
             answers.append(now - running.pop(action.ids[0])["at"])
-            running[began] = {"at": now, "first": None, "told": 0}
-            began += 1
+            running[clients + len(answers) - 1] = {"at": now, "first": None, "told": 0}
         else:
             step_ms = token_ms * (1 + ROW_SHARE * (len(rows) - 1))
             tokens = max(1, int(50 / step_ms))

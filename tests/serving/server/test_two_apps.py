@@ -14,13 +14,9 @@ SECRET = "the password is swordfish"
 # Of an app's contexts none has this name.
 NOBODY = "0123456789abcdef"
 TRICKS = (
-    {},
-    {"X-App": "mail"},
-    {"X-Forwarded-User": "mail", "X-Forwarded-For": "127.0.0.1"},
-    {"jaxllm.app": "mail"},
-    {"Cookie": "app=mail"},
-    {"X-Request-Id": "mail"},
-)
+    {}, {"X-App": "mail"}, {"X-Forwarded-User": "mail", "X-Forwarded-For": "127.0.0.1"},
+    {"jaxllm.app": "mail"}, {"Cookie": "app=mail"}, {"X-Request-Id": "mail"},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -150,7 +146,7 @@ def test_nor_does_any_while_the_context_answers(apps, monkeypatch):
 
 def test_prompts_of_others_are_never_reused(apps):
     mail, spy = apps
-    for number in range(8):
+    for number in range(3):
         said = f"{number} {SECRET}"
         body = {"prompt": said, "max_tokens": 4, "prompt_cache_key": "mail", **WHOLE}
         reused = [json.loads(each.post("/v1/completions", json=body).text)["jaxllm"]["reused_tokens"]

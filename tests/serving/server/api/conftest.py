@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2
 import pytest
 import uvicorn
 
@@ -43,6 +44,14 @@ class Served:
         self.http = httpx.Client(
             transport=httpx.HTTPTransport(uds=path), base_url="http://localhost", timeout=20
         )
+
+    def own(self, base: str = "") -> dict[str, Any]:
+        """What OpenAI's and Anthropic's clients of the app `app` are made with."""
+        transport = httpx2.HTTPTransport(uds=self.path)
+        return {
+            "api_key": "app", "base_url": f"http://localhost{base}", "max_retries": 0,
+            "http_client": httpx2.Client(transport=transport),
+        }  # fmt: skip
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return self.http.post(path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
