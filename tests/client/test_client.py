@@ -3,13 +3,10 @@
 import asyncio
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 
 import jaxllm
 from jaxllm.client import AsyncClient, Busy, Client, Context, ServiceError
@@ -18,25 +15,18 @@ from jaxllm.errors import (
     ConfigError,
     ContextGone,
     ContextOverflow,
-    JaxllmError,
     ObjectiveMissed,
     TemplateError,
 )
 from tests.client.small_service import APP, CONTEXTS, GONE, SEEN
+from tests.serving.server.running import running
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = str(tmp_path_factory.mktemp("s") / "s")
-    server = uvicorn.Server(uvicorn.Config(APP, uds=path, lifespan="off", log_config=None, ws="none"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-        assert thread.is_alive()
-    yield path
-    server.should_exit = True
-    thread.join()
+    with running(APP, uds=path):
+        yield path
 
 
 @pytest.fixture
@@ -51,7 +41,7 @@ def sent() -> dict[str, Any]:
     return SEEN[-1][1]
 
 
-def test_a_call_streams_and_has_its_plan_and_cost(client: Client) -> None:
+def test_a_call_streams_and_has_its_plan_and_cost(client: Client, path: str) -> None:
     answer = client.call("Hello?", instruction="Be kind.")
     pieces = list(answer)
     assert pieces == ["Grüße", " an alle"]
@@ -63,6 +53,9 @@ def test_a_call_streams_and_has_its_plan_and_cost(client: Client) -> None:
         "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}],
         "max_tokens": 256, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0,
     }  # fmt: skip
+    with Client(socket=path, api_key="k") as other:
+        assert other.http.get("/v1/models").json()["data"] == [{"id": "default"}]
+        assert sent()["authorization"] == "Bearer k"
 
 
 def test_objectives_are_bound_and_named(client: Client) -> None:
@@ -86,10 +79,13 @@ def test_objectives_are_bound_and_named(client: Client) -> None:
         assert (sent()["slo"], sent()["strict"], sent()["seed"]) == (wire, False, 7)
 
 
-@pytest.mark.parametrize("field", ["n", "tools", "stream", "logprobs"])
-def test_answers_that_cannot_be_shown_are_not_asked_for(client: Client, field: str) -> None:
-    with pytest.raises(ConfigError, match="another client"):
-        client.call("a", **{field: 2})
+def test_what_cannot_be_shown_is_not_asked_for_and_names_stay_in_their_place(client: Client) -> None:
+    for field in ("n", "tools", "stream", "logprobs"):
+        with pytest.raises(ConfigError, match="another client"):
+            client.call("a", **{field: 2})
+    for name in ("x?y#z", "../../v1/models", "é"):
+        with pytest.raises(ConfigError if "/" in name else ContextGone):
+            Context(client, {"id": name}).delete()
     assert SEEN == []
 
 
@@ -115,32 +111,30 @@ def test_errors_are_those_of_one_process(
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (status, code, 3.0)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "kind"), [("break off", ServiceError), ("malformed", ServiceError), ("fail", BudgetExceeded)]
-)
-def test_an_error_in_the_middle_is_raised_after_the_text(
-    client: Client, prompt: str, kind: type[JaxllmError]
-) -> None:
-    answer = client.call(prompt)
-    with pytest.raises(kind):
-        answer.result()
-    assert answer.text == "Grüße an alle"
-    with pytest.raises(kind):
-        next(answer)
+def test_an_error_in_the_middle_is_raised_after_the_text(client: Client) -> None:
+    for prompt, kind in {
+        "break off": ServiceError,
+        "malformed": ServiceError,
+        "fail": BudgetExceeded,
+    }.items():
+        answer = client.call(prompt)
+        with pytest.raises(kind):
+            answer.result()
+        assert answer.text == "Grüße an alle"
+        with pytest.raises(kind):
+            next(answer)
 
 
 def test_a_closed_answer_ends_in_the_service(client: Client) -> None:
-    for end in (lambda answer: answer.close(),):
+    for closed in (True, False):
         GONE.clear()
         answer = client.call("for ever")
         assert next(answer) == "Grüße"
-        end(answer)
+        if closed:
+            answer.close()
+        # Or it is forgotten.
+        del answer
         assert GONE.wait(20)
-    GONE.clear()
-    answer = client.call("for ever")
-    next(answer)
-    del answer
-    assert GONE.wait(20)
 
 
 def test_contexts(client: Client) -> None:
@@ -156,19 +150,6 @@ def test_contexts(client: Client) -> None:
     for ask in (context.delete, context.pin, lambda: context.generate("a"), lambda: client.context("c0")):
         with pytest.raises(ContextGone):
             ask()
-
-
-def test_names_stay_in_their_place(client: Client) -> None:
-    for name in ("x?y#z", "../../v1/models", "é"):
-        with pytest.raises(ConfigError if "/" in name else ContextGone):
-            Context(client, {"id": name}).delete()
-    assert SEEN == []
-
-
-def test_keys_and_what_is_reached_by_httpx(path: str) -> None:
-    with Client(socket=path, api_key="k") as client:
-        assert client.http.get("/v1/models").json()["data"] == [{"id": "default"}]
-        assert sent()["authorization"] == "Bearer k"
 
 
 def test_the_same_for_asyncio(path: str) -> None:

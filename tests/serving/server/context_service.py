@@ -1,15 +1,12 @@
 """Serves a tiny model with contexts over HTTP, as the daemon does, for apps with keys."""
 
-import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from jaxllm import EngineOptions
 from jaxllm.bundle.levels import elastic_parts
@@ -28,6 +25,7 @@ from jaxllm.serving.server.peer import PeerOptions, protocol
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
+from tests.serving.server.running import running
 from tests.tiny import END_ID, write_tiny_bundle
 
 WINDOW = 128
@@ -81,13 +79,13 @@ class ContextService:
 
     def restart(self, **options: Any) -> None:
         """Ends all calls, closes the store and opens it again."""
+        self.without_adapter()
         self.executor.stop(0)
         contexts = self.service.contexts
         assert contexts is not None
         before = {"folder": contexts.options.folder, "encryption": contexts.options.encryption}
         contexts.close()
         self.service.contexts = Contexts(self.service.engine, ContextOptions(**before | options))
-        self.service.engine.set_adapter(None)
         self.begin()
 
     def without_adapter(self) -> None:
@@ -108,21 +106,12 @@ class ContextService:
         """Serves until the end of the block."""
         identity = Identity(keys=KeyFile(self._folder / "keys.json"))
         front = make_app(self.backend, identify=identity.identify, operates=identity.operates)
-        app: Any = Guard(front, identity)
-        config = uvicorn.Config(
-            app, http=protocol(PeerOptions()), ws="none", lifespan="off", log_level="error", access_log=False
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=self._sockets)))
-        thread.start()
-        while not server.started:
-            thread.join(0.01)
-        try:
-            yield self
-        finally:
-            self._clients.close()
-            self.executor.stop(0)
-            server.should_exit = True
-            thread.join()
-            self.backend.close()
-            self.service.close()
+        guarded: Any = Guard(front, identity)
+        with running(guarded, self._sockets, http=protocol(PeerOptions())):
+            try:
+                yield self
+            finally:
+                self._clients.close()
+                self.executor.stop(0)
+        self.backend.close()
+        self.service.close()

@@ -39,7 +39,6 @@ def text(http, adapter="", **more):
 def alone(served, name, prompt, tokens):
     """The tokens of an engine that has one adapter, or none."""
     options, engine = served.executor.adapters.options, served.service.engine
-
     served.without_adapter()
 
     def work():
@@ -216,21 +215,14 @@ def test_options_say_what_the_engine_must_take(served, tmp_path):
     assert shape(given=given)[0] == 4
     assert shape(folder=tmp_path) == (16, LoraConfig.targets, 0)
     assert shape(folder=tmp_path, rank=3, targets=("attn.q",)) == (3, ("attn.q",), 0)
-    for wrong in (
-        {"rank": -1},
-        {"targets": ("x",)},
-        {"limit_bytes": 0},
-        {"most": 0},
-        {"given": {"a b": tmp_path}},
-    ):
+    wrongs = {"rank": -1, "targets": ("x",), "limit_bytes": 0, "most": 0, "given": {"a b": tmp_path}}
+    for name, wrong in wrongs.items():
         with pytest.raises(ConfigError):
-            AdapterOptions(**wrong)
+            AdapterOptions(**{name: wrong})
 
-
-def test_limits_of_memory_and_of_rank_are_told(served):
-    model, given = served.service.engine.model, served.executor.adapters.options.given
-
+    # Limits of memory and of their number are told.
     def opened(**options):
+        model = served.service.engine.model
         return served.executor.work("test", lambda: Adapters(model, AdapterOptions(**options))).result(60)
 
     with pytest.raises(BudgetExceeded, match="of at most 1,000"):

@@ -62,19 +62,6 @@ def test_a_full_disk_answers_507_and_the_service_lives(served, http, monkeypatch
     assert facts(http, name, "hi", 1)["prompt_tokens"] > before
 
 
-def test_encrypted_contexts(served, http, tmp_path):
-    before = served.service.contexts.options.folder
-    served.restart(folder=tmp_path / "sealed", encryption=tmp_path / "keys")
-    try:
-        name = made(http)
-        facts(http, name, [9] * 40, 8)
-        assert list((tmp_path / "keys").iterdir())
-        served.restart()
-        assert facts(http, name, [1])["reused_tokens"] >= 32
-    finally:
-        served.restart(folder=before, encryption=None)
-
-
 def test_many_requests_for_contexts_are_bounded(served, monkeypatch):
     """An app that floods the engine with other work than answers is refused."""
     enter = threading.Event()

@@ -3,16 +3,15 @@
 import contextlib
 import re
 import socket
-import threading
 
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 
 from jaxllm.serving.server.metrics import _FILES, _FOLDER, POLICY, Metrics, metric_routes
 from tests.serving.server.browser import CHROMIUM, Browser
 from tests.serving.server.fake_figures import ENDED, FIGURES, STARTED
+from tests.serving.server.running import running
 
 HOSTILE = '<img src=x onerror="document.title=1">'
 
@@ -23,15 +22,12 @@ def serving(metrics):
     routes = metric_routes(
         metrics, operates=lambda scope: (b"authorization", b"Bearer sesame") in scope["headers"]
     )
-    listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-    listening.close()
+    app = Starlette(routes=routes)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        running(app, [listening], timeout_graceful_shutdown=1),
+    ):
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 def test_operators_read_metrics_and_anyone_loads_the_page():

@@ -15,13 +15,10 @@ from jaxllm.serving.elastic.planner import Load, Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.engine.step import step
-from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.server import executor as executors
 from jaxllm.serving.server.calls import Call, Conversation, Ended, Grammar, Piece, Refused, Started
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
-from tests.tiny import write_tiny_bundle
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
 
@@ -95,29 +92,6 @@ def test_each_dispatch_is_told(executor, dispatches):
     assert all(each.took_ms > 0 for each in dispatches)
 
 
-def test_the_drafted_share_of_an_answer(tmp_path, service, dispatches):
-    path = write_tiny_bundle(tmp_path / "target.jaxllm", "int8")
-    drafts = SpeculationOptions(
-        model=path, trees=TreeShape(nodes=(4, 8), room=16), pausing=False, fallback="fixed", alpha=1e-6
-    )
-    service = LLMService.open(path, options=service.engine.options, speculation=drafts)
-    counts = service.engine.speculation.counts
-    # Opening rehearsed it.
-    before = dataclasses.replace(counts)
-    made = make_executor(service, on_dispatch=dispatches.append)
-    made.start()
-    (events,) = together(made, call(tokens=20))
-    made.stop(60)
-    service.close()
-    accepted = counts.accepted - before.accepted
-    verified = [each for each in dispatches if each.kind == "verify"]
-    assert 0 < accepted < 20
-    assert len(verified) == counts.verifications - before.verifications
-    # Of each verification all tokens but the last were drafted.
-    assert sum(each.tokens for each in verified) == accepted + len(verified)
-    assert events[-1].drafted == accepted / 20
-
-
 def test_an_answer_matches_its_grammar_and_tells_log_probabilities(executor):
     grammar = Grammar(kind="regex", text="[a-c]{5}")
     guided, plain = together(executor, call(grammar=grammar, top_logprobs=2), call())
@@ -132,19 +106,14 @@ def test_an_answer_matches_its_grammar_and_tells_log_probabilities(executor):
         together(executor, call(grammar=Grammar(kind="regex", text="(")))
 
 
-def test_an_objective_is_planned_and_judged(executor):
-    met, missed = together(
-        executor,
-        call(objective=Latency(ttft_ms=1e6, tpot_ms=1e6)),
-        call(objective=Latency(ttft_ms=1e-3, tpot_ms=1e-3)),
-    )
+def test_an_objective_is_planned_and_judged(executor, service, monkeypatch):
+    easy, hard = Latency(ttft_ms=1e6, tpot_ms=1e6), Latency(ttft_ms=1e-3, tpot_ms=1e-3)
+    met, missed = together(executor, call(objective=easy), call(objective=hard))
     assert (met[0].source, met[-1].met) == ("whole", True)
     assert (missed[0].source, missed[-1].met) == ("nearest", False)
     with pytest.raises(JaxllmError, match="no sub-model meets"):
         together(executor, call(objective=Latency(ttft_ms=1e-3, tpot_ms=1.0), strict=True))
-
-
-def test_a_call_that_insists_is_refused_for_now_where_others_take_its_time(executor, service, monkeypatch):
+    # A call that insists is refused for now where others take its time.
     times = whole_cost(service.profile, len(service.engine.tokenizer.encode(PROMPT)), 12)
     insists = call(objective=Latency(ttft_ms=20 * times.ttft_ms, tpot_ms=20 * times.tpot_ms), strict=True)
     assert together(executor, insists)[0][-1].tokens == 12
@@ -154,7 +123,7 @@ def test_a_call_that_insists_is_refused_for_now_where_others_take_its_time(execu
     assert (caught.value.reason, caught.value.retry_after_s) == ("full", max(1.0, 0.03 * times.ttft_ms))
 
 
-def test_an_apps_own_cache_is_used_again_and_no_others(executor):
+def test_an_apps_own_cache_is_used_again_and_no_others(executor, service, monkeypatch):
     long = PROMPT + " and hides"
     together(executor, call(PROMPT))
     (other,) = together(executor, call(long, app="spy"))
@@ -162,20 +131,15 @@ def test_an_apps_own_cache_is_used_again_and_no_others(executor):
     assert other[0].reused_tokens == 0
     assert own[0].reused_tokens > 16
     assert written(own) == written(other)
-
-
-def test_a_plan_knows_what_caches_of_the_app_have(executor, service, monkeypatch):
-    asked = []
-    plan = service.planner.plan
+    # A plan knows what the caches of the app have.
+    asked, plan = [], service.planner.plan
     monkeypatch.setattr(
         service.planner, "plan", lambda *args, **more: asked.append(more["reused"]) or plan(*args, **more)
     )
-    easy = Latency(ttft_ms=1e6, tpot_ms=1e6)
-    long = PROMPT + " of the deep wood"
-    together(executor, call(long, app="fresh", objective=easy))
-    (again,) = together(executor, call(long + " and hides", app="fresh", objective=easy))
-    assert asked[0] == {}
-    assert asked[1] == {100: again[0].reused_tokens}
+    fresh = call(PROMPT + " of the deep wood", app="fresh", objective=Latency(ttft_ms=1e6, tpot_ms=1e6))
+    together(executor, fresh)
+    (again,) = together(executor, dataclasses.replace(fresh, prompt=fresh.prompt + " and hides"))
+    assert asked == [{}, {100: again[0].reused_tokens}]
 
 
 class Half:
@@ -193,24 +157,24 @@ class Half:
         return 0.0
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-def test_plans_drop_words_where_the_call_allows_it(executor, service, monkeypatch, chat):
+def test_plans_drop_words_where_the_call_allows_it(executor, service, monkeypatch):
     # A token takes a second, so that no time that passes here matters.
     slow = DeviceProfile(
         levels=(100,), tokens=(1, 1000), chunk_tokens=(1,), ttft_ms=((1e3, 1e6),), tpot_ms=((1.0, 1.0),)
     )
     monkeypatch.setattr(service, "planner", Planner(slow, (100,), Half(), margin=1.0))
-    user = f"{PROMPT}. And then"
-    prompt = Conversation(messages=({"role": "user", "content": user},)) if chat else user
-    objective = Latency(ttft_ms=25e3, tpot_ms=1e6)
-    kept, allowed = (
-        # Apps whose caches have nothing of it.
-        together(executor, call(prompt, app=f"{chat} {each}", objective=objective, shorten=each))[0]
-        for each in (None, True)
-    )
-    assert (kept[0].source, kept[0].kept_tokens) == ("nearest", kept[0].prompt_tokens)
-    assert (allowed[0].source, allowed[0].prompt_tokens) == ("proposed", kept[0].prompt_tokens)
-    assert 0 < allowed[0].kept_tokens < kept[0].kept_tokens
+    user, objective = f"{PROMPT}. And then", Latency(ttft_ms=25e3, tpot_ms=1e6)
+    for prompt in (user, Conversation(messages=({"role": "user", "content": user},))):
+        kept, allowed = (
+            # Apps whose caches have nothing of it.
+            together(executor, call(prompt, app=f"{type(prompt)} {each}", objective=objective, shorten=each))[
+                0
+            ]
+            for each in (None, True)
+        )
+        assert (kept[0].source, kept[0].kept_tokens) == ("nearest", kept[0].prompt_tokens)
+        assert (allowed[0].source, allowed[0].prompt_tokens) == ("proposed", kept[0].prompt_tokens)
+        assert 0 < allowed[0].kept_tokens < kept[0].kept_tokens
     # Ids have no words, whatever an app is bound to.
     ids = tuple(service.engine.tokenizer.encode(user))
     (whole,) = together(executor, call(ids, objective=objective, shorten=True))

@@ -7,19 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxllm import Engine, EngineOptions, GenerationConfig
+from jaxllm import Engine, EngineOptions
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.host.machine import memory_bytes
 from jaxllm.serving.server import holdings
 from jaxllm.serving.server import memory as memories
-from jaxllm.serving.server.calls import Call, Ended
+from jaxllm.serving.server.calls import Ended
 from jaxllm.serving.server.holdings import engine_bytes, service_memory, storage_figures
 from jaxllm.serving.server.memory import Governor, MemoryOptions, ServiceMemory
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.weights.footprint import fixed_bytes
 from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.serving.server.executors import make_executor
+from tests.serving.server.test_executor import call, read, together
 from tests.tiny import TINY, write_tiny_bundle
 
 LIMIT = 1 << 30
@@ -53,15 +54,8 @@ def service(plain_service):
     return plain_service
 
 
-def answered(executor, prompt, app="mail"):
-    config = GenerationConfig(max_tokens=4, ignore_eos=True)
-    call = Call(app=app, request_id="1", prompt=prompt, config=config)
-
-    async def run():
-        ticket = executor.submit(call, asyncio.get_running_loop())
-        return [event async for event in ticket.events()]
-
-    return asyncio.run(run())
+def answered(executor, prompt):
+    return together(executor, call(prompt, tokens=4))[0]
 
 
 def until(there):
@@ -138,8 +132,7 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
 
 def test_figures_with_and_without_a_limit(service, world):
     free = service_memory(service).figures(7)
-    assert free["limit_bytes"] == 0
-    assert free["process_bytes"] > 1 << 20
+    assert free["process_bytes"] > 1 << 20 > free["limit_bytes"] == 0
     assert set(free["holdings"]) == {"weights", "kv", "prefixes", "contexts"}
     assert free["holdings"]["weights"]["size_bytes"] == service.engine.model.bundle.weight_bytes
     assert free["holdings"]["kv"] == {"size_bytes": 7}
@@ -147,9 +140,8 @@ def test_figures_with_and_without_a_limit(service, world):
     memory.step()
     figures = memory.figures(7)
     assert (figures["process_bytes"], figures["limit_bytes"]) == (LIMIT // 2, LIMIT)
-    assert figures["holdings"]["prefixes"] == {
-        "size_bytes": 0, "limit_bytes": LIMIT // 4, "least_bytes": 0
-    }  # fmt: skip
+    prefixes = {"size_bytes": 0, "limit_bytes": LIMIT // 4, "least_bytes": 0}
+    assert figures["holdings"]["prefixes"] == prefixes
     assert figures["holdings"]["contexts"]["least_bytes"] > 0
 
 
@@ -213,15 +205,14 @@ def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
     executor = make_executor(service, SchedulerOptions())
 
     async def run():
-        loop, config = asyncio.get_running_loop(), GenerationConfig(max_tokens=4, ignore_eos=True)
-        calls = [Call(app="mail", request_id=each, prompt=(1, 2, 3), config=config) for each in "12"]
-        tickets, running = [executor.submit(each, loop) for each in calls], []
+        loop, running = asyncio.get_running_loop(), []
+        tickets = [executor.submit(call((1, 2, 3), tokens=4), loop) for _ in "12"]
         # In place of its thread.
         executor._one_turn()
         while executor._jobs:
             running.append(len(executor.running()))
             executor._one_turn()
-        return running, [[event async for event in each.events()][-1] for each in tickets]
+        return running, [(await read(each))[-1] for each in tickets]
 
     running, ended = asyncio.run(run())
     assert set(running) == {0, 1}

@@ -1,12 +1,11 @@
 """The refinement of a coarse profile: while nothing is asked, never beside a call."""
 
-import asyncio
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from jaxllm import Engine, EngineOptions, GenerationConfig
+from jaxllm import Engine, EngineOptions
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import Slo
@@ -17,11 +16,11 @@ from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import load_profile
 from jaxllm.serving.elastic.safety_margin import SafetyMargin
 from jaxllm.serving.server import idle_work
-from jaxllm.serving.server.calls import Call
 from jaxllm.serving.server.idle_work import ProfileRefinement
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
+from tests.serving.server.test_executor import call, together, written
 from tests.tiny import write_tiny_bundle
 
 
@@ -84,17 +83,11 @@ def test_calls_go_first_in_the_engines_thread(service):
     work = ProfileRefinement(service, service.use_profile, quiet_s=0)
     executor = make_executor(service, SchedulerOptions(), idle_work=[work])
     executor.start()
-    config = GenerationConfig(max_tokens=6, ignore_eos=True)
-    alone = service.engine.stream("hello the", config)
-
-    async def ask():
-        call = Call(app="mail", request_id="1", prompt="hello the", config=config)
-        return [event async for event in executor.submit(call, asyncio.get_running_loop()).events()]
-
+    asked = call("hello the", tokens=6)
+    alone = service.engine.stream("hello the", asked.config).result().tokens
     late_s = time.monotonic() + 60
     while work.facts()["kind"] == "coarse":
-        events = asyncio.run(ask())
-        assert [token for each in events[1:-1] for token in each.tokens] == alone.result().tokens
+        assert written(together(executor, asked)[0])[1] == alone
         assert time.monotonic() < late_s
         time.sleep(0.05)
     executor.stop(0)

@@ -1,14 +1,12 @@
 """One app attacks another's contexts over HTTP: 200 attempts read, name, change and count nothing."""
 
-import concurrent.futures
 import json
 import secrets
-import time
 
 import pytest
 
-from jaxllm.serving.server import executor as executors
 from tests.serving.server.context_service import WHOLE
+from tests.serving.server.talking import slowly, streamed
 
 SECRET = "the password is swordfish"
 # Of an app's contexts none has this name.
@@ -122,26 +120,15 @@ def test_none_of_200_attempts_tells_of_another_apps_contexts(context_service, ap
 def test_nor_does_any_while_the_context_answers(apps, monkeypatch):
     mail, spy = apps
     name = new(mail)
-    real, entered = executors.step, concurrent.futures.Future()
-
-    def slow(run):
-        if not entered.done():
-            entered.set_result(None)
-        time.sleep(0.02)
-        return real(run)
-
-    monkeypatch.setattr(executors, "step", slow)
-    body = {"prompt": "hi", "max_tokens": 60, "stream": True, **WHOLE}
-    with mail.stream("POST", f"/v1/contexts/{name}/generate", json=body) as answer:
-        entered.result(20)
+    with slowly(monkeypatch), streamed(mail, name, 60) as lines:
+        next(lines)
         # Its own app is told that it is busy, no other.
         assert mail.delete(f"/v1/contexts/{name}").status_code == 409
-        quick = list(zip(attempts(name), attempts(NOBODY), strict=True))[:5]
-        for mine, other in quick:
+        for mine, other in [*zip(attempts(name), attempts(NOBODY), strict=True)][:5]:
             found, wanted = answered(spy, *mine), answered(spy, *other)
             assert (found[0], found[1].replace(name, NOBODY), found[2]) == wanted
             assert found[0] == 404
-        assert "[DONE]" in "".join(answer.iter_lines())
+        assert "[DONE]" in "".join(lines)
 
 
 def test_prompts_of_others_are_never_reused(apps):

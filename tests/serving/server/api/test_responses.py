@@ -131,11 +131,12 @@ def test_events_of_a_call(served: Served, client: Any) -> None:
         assert stream.get_final_response().output[1].parsed_arguments == {"q": "a}"}
 
 
-def test_forced_calls_and_formats_have_a_grammar(served: Served, client: Any) -> None:
-    class Person(pydantic.BaseModel):
-        name: str
-        age: int
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
 
+
+def test_forced_calls_and_formats_have_a_grammar(served: Served, client: Any) -> None:
     served.backend = FakeBackend('{"name": "Ada"', ', "age": 36}')
     made = client.responses.parse(model="tiny", input="Who?", text_format=Person)
     assert made.output_parsed == Person(name="Ada", age=36)
@@ -211,10 +212,9 @@ def test_a_conversation_is_a_context(served: Served, client: Any) -> None:
 def test_one_app_never_has_anothers_response(served: Served) -> None:
     mine, other = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
     name = served.post(PATH, {"input": "Hi"}, **mine).json()["id"]
-    for path in (f"{PATH}/{name}", f"{PATH}/{name}/input_items", f"{PATH}/resp_none"):
-        foreign, missing = (
-            served.http.get(each, headers=other) for each in (path, path.replace(name, "resp_none"))
-        )
+    for path in (f"{PATH}/{name}", f"{PATH}/{name}/input_items"):
+        both = (path, path.replace(name, "resp_none"))
+        foreign, missing = (served.http.get(each, headers=other) for each in both)
         assert foreign.status_code == missing.status_code == 404
         assert foreign.text.replace(name, "resp_none") == missing.text
     assert served.http.delete(f"{PATH}/{name}", headers=other).status_code == 404
@@ -279,18 +279,21 @@ def test_the_store_drops_an_apps_oldest_and_no_others() -> None:
     def stored(name: str, size: int = 1) -> StoredResponse:
         return StoredResponse(id=name, response=b" " * size, items=b"")
 
+    def has(app: str, names: str) -> list[bool]:
+        return [name in store._apps.get(app, {}) for name in names]
+
     store = ResponseStore(most=2, most_bytes=10)
     assert store.keep("b", stored("0"))
     for name in "123":
         assert store.keep("a", stored(name))
-    assert [_has(store, "a", name) for name in "0123"] == [False, False, True, True]
+    assert has("a", "0123") == [False, False, True, True]
     assert not store.keep("a", stored("4", 11))
     assert store.keep("a", stored("5", 9))
-    assert [_has(store, "a", name) for name in "2345"] == [False, True, False, True]
+    assert has("a", "2345") == [False, True, False, True]
     assert store.keep("a", stored("6", 10))
-    assert [_has(store, "a", name) for name in "356"] == [False, False, True]
+    assert has("a", "356") == [False, False, True]
     store.delete("a", "6")
-    assert _has(store, "b", "0")
+    assert has("b", "0") == [True]
     assert "a" not in store._apps
 
 
@@ -301,7 +304,3 @@ def test_what_is_too_large_to_be_stored_says_so(served: Served) -> None:
     assert (before["store"], large["store"]) == (True, False)
     assert served.http.get(f"{PATH}/{large['id']}").status_code == 404
     assert served.http.get(f"{PATH}/{before['id']}").status_code == 200
-
-
-def _has(store: ResponseStore, app: str, name: str) -> bool:
-    return name in store._apps.get(app, {})

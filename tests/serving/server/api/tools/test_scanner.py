@@ -32,59 +32,38 @@ def scan(family: Family, text: str, size: int, *, cut: bool = False) -> tuple[st
 FOUND = {"q": 'a } " {'}
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize(
-    ("family", "text", "shown", "number"),
-    [
-        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
-        (HERMES, f"Well. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "Well. ", 2),
-        (HERMES, f"<tool_call>{CALL}</tool_call>done", "done", 1),
-        (HERMES, f"<tool_call>{CALL}", "", 1),
-        (HERMES, "a <tool_call> b", "a <tool_call> b", 0),
-        (HERMES, '<tool_call>{"name": "other"}</tool_call>', '<tool_call>{"name": "other"}</tool_call>', 0),
-        (HERMES, "1 < 2 <too", "1 < 2 <too", 0),
-        (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
-        (LLAMA3, f"<|python_tag|>{CALL}; {CALL.replace('arguments', 'parameters')}", "", 2),
-        (JSON, CALL, "", 1),
-        (JSON, "[1, 2] is a list", "[1, 2] is a list", 0),
-        (JSON, '{"name": "fi', '{"name": "fi', 0),
-        (JSON, " hello {", " hello {", 0),
-        (JSON, "{]", "{]", 0),
-    ],
-)
-def test_calls_are_found(family: Family, text: str, shown: str, number: int, size: int) -> None:
-    assert scan(family, text, size) == (shown, [FOUND] * number)
+NO_TOOL = '<tool_call>{"name": "other"}</tool_call>'
+# Answers, whether each was cut, the text that is shown of it, and how many calls are found.
+ANSWERS = (
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", False, "", 1),
+    (HERMES, f"Well. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", False, "Well. ", 2),
+    (HERMES, f"<tool_call>{CALL}</tool_call>done", False, "done", 1),
+    (HERMES, f"<tool_call>{CALL}", False, "", 1), (HERMES, "a <tool_call> b", False, "a <tool_call> b", 0),
+    (HERMES, NO_TOOL, False, NO_TOOL, 0), (HERMES, "1 < 2 <too", False, "1 < 2 <too", 0),
+    (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", False, "", 2),
+    (LLAMA3, f"<|python_tag|>{CALL}; {CALL.replace('arguments', 'parameters')}", False, "", 2),
+    (JSON, CALL, False, "", 1), (JSON, "[1, 2] is a list", False, "[1, 2] is a list", 0),
+    (JSON, '{"name": "fi', False, '{"name": "fi', 0), (JSON, " hello {", False, " hello {", 0),
+    (JSON, "{]", False, "{]", 0),
+    # No beginning of a call is text where an answer was cut.
+    (HERMES, 'Well. <tool_call>\n{"name": "find", "argum', True, "Well. ", 0),
+    (HERMES, f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"na', True, "", 1),
+    (HERMES, f"<tool_call>{CALL}</tool_c", True, "", 1), (HERMES, "Well. <tool_c", True, "Well. ", 0),
+    (HERMES, "a <tool_call> b", True, "a <tool_call> b", 0),
+    (MISTRAL, f"[TOOL_CALLS][{CALL}, {{", True, "", 0),
+    (MISTRAL, "[TOOL_CA", True, "", 0), (LLAMA3, f'<|python_tag|>{CALL}; {{"name": "fi', True, "", 1),
+    (JSON, '{\n"name" : "find", "arg', True, "", 0), (JSON, '[{"na', True, "", 0),
+    (JSON, '{"name": "other", "n', True, '{"name": "other", "n', 0), (JSON, "[1, 2", True, "[1, 2", 0),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize(
-    ("family", "text", "shown", "number"),
-    [
-        (HERMES, 'Well. <tool_call>\n{"name": "find", "argum', "Well. ", 0),
-        (HERMES, f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"na', "", 1),
-        (HERMES, f"<tool_call>{CALL}</tool_c", "", 1),
-        (HERMES, "Well. <tool_c", "Well. ", 0),
-        (HERMES, "a <tool_call> b", "a <tool_call> b", 0),
-        (MISTRAL, f"[TOOL_CALLS][{CALL}, {{", "", 0),
-        (MISTRAL, "[TOOL_CA", "", 0),
-        (LLAMA3, f'<|python_tag|>{CALL}; {{"name": "fi', "", 1),
-        (JSON, '{\n"name" : "find", "arg', "", 0),
-        (JSON, '[{"na', "", 0),
-        (JSON, '{"name": "other", "n', '{"name": "other", "n', 0),
-        (JSON, "[1, 2", "[1, 2", 0),
-    ],
-)
-def test_no_beginning_of_a_call_is_text_where_an_answer_was_cut(
-    family: Family, text: str, shown: str, number: int, size: int
-) -> None:
-    assert scan(family, text, size, cut=True) == (shown, [FOUND] * number)
+def test_calls_are_found(size: int) -> None:
+    for family, text, cut, shown, number in ANSWERS:
+        assert scan(family, text, size, cut=cut) == (shown, [FOUND] * number), (family.name, text, cut)
 
 
-@given(
-    st.lists(
-        st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", "[", '"', "a", " ", ";", "\\"]), max_size=12
-    )
-)
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", *'{}["a ;\\']), max_size=12))
 @settings(max_examples=50, deadline=None)
 def test_what_is_no_call_stays_text(parts: list[str]) -> None:
     text = "".join(parts)
