@@ -89,9 +89,8 @@ def test_what_cannot_be_shown_is_not_asked_for_and_names_stay_in_their_place(cli
     assert SEEN == []
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
+def test_errors_are_those_of_one_process(client: Client) -> None:
+    for status, code, kind in (
         (400, "invalid_request", ConfigError), (400, "context_length_exceeded", ContextOverflow),
         (400, "template_error", TemplateError), (404, "context_not_found", ContextGone),
         (404, "model_not_found", ConfigError), (422, "objective_missed", ObjectiveMissed),
@@ -99,16 +98,13 @@ def test_what_cannot_be_shown_is_not_asked_for_and_names_stay_in_their_place(cli
         (507, "budget_exceeded", BudgetExceeded), (401, "invalid_api_key", ServiceError),
         (403, "x", ServiceError), (500, "internal_error", ServiceError),
         (409, "context_busy", Busy), (429, "queue_full", Busy), (503, "loading", Busy),
-    ],
-)  # fmt: skip
-def test_errors_are_those_of_one_process(
-    client: Client, status: int, code: str, kind: type[Exception]
-) -> None:
-    with pytest.raises(kind) as caught:
-        client.call(f"status {status} {code}")
-    assert type(caught.value) is kind
-    if isinstance(caught.value, ServiceError):
-        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (status, code, 3.0)
+    ):  # fmt: skip
+        with pytest.raises(kind) as caught:
+            client.call(f"status {status} {code}")
+        assert type(caught.value) is kind
+        if isinstance(caught.value, ServiceError):
+            told = (caught.value.status, caught.value.code, caught.value.retry_after_s)
+            assert told == (status, code, 3.0)
 
 
 def test_an_error_in_the_middle_is_raised_after_the_text(client: Client) -> None:

@@ -69,7 +69,7 @@ class ContextService:
         """Answers calls."""
         adapters = Adapters(self.service.engine.model, self._adapters)
         turns = live_turns(self.service, adapters, self.backend.limits_of)
-        options = SchedulerOptions(batch_rows=2)
+        options = SchedulerOptions(batch_rows=max(self.service.engine.options.batch_rows, default=1))
         self.executor = make_executor(
             self.service, options, contexts=turns, adapters=adapters,
             on_dispatch=self.backend.metrics.dispatched,

@@ -31,8 +31,9 @@ def test_each_call_has_its_adapter_and_drafts_are_told(tmp_path, how, cfg):
         given[name] = tmp_path / name
         write_adapter(given[name], cfg, lora, random_adapter(cfg, lora, seed))
     options = EngineOptions(
-        context_tokens=64, chunk_tokens=(16,), decode_block=4, buckets_bytes=0, adapter_rank=2
-    )
+        context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0,
+        adapter_rank=2,
+    )  # fmt: skip
     engine, wanted = Engine.open(path, options=options), {}
     for name, folder in {"": None, **given}.items():
         engine.set_adapter(folder)

@@ -80,11 +80,13 @@ class Service:
         )  # fmt: skip
         self.url = ""
 
-    def ready(self):
+    def __enter__(self):
         """Waits until it answers over HTTP."""
-        listens = self.process.until(lambda: re.search(r"listening on (http://[\d.:]+)", self.process.text()))
-        self.url = listens[1]
-        self.process.until(lambda: httpx.get(self.url + "/ready", timeout=60).status_code == 200)
+        self.url = self.process.ready()
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
 
     def post(self, **more):
         return httpx.post(self.url + "/v1/completions", json=CALL | more, timeout=60)
@@ -302,9 +304,9 @@ def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_tol
         context = client.new_context()
         told = context.generate("my secret is swordfish", max_tokens=8).result().facts
     (root / "second").mkdir()
-    second = Process(root / "second", "--model", root / "tiny.jaxllm", "--config", service.config)
-    assert second.ended() == 1
-    assert "contexts is in use by another process" in second.text()
+    with Process(root / "second", "--model", root / "tiny.jaxllm", "--config", service.config) as second:
+        assert second.ended() == 1
+        assert "contexts is in use by another process" in second.text()
     with service.streams(2) as streams:
         service.process.signal(signal.SIGTERM)
         systemd.told("STOPPING=1")
@@ -323,8 +325,7 @@ def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_tol
         tmp_path, config, "--socket", tmp_path / "s", "--contexts", root / "contexts",
         model=root / "tiny.jaxllm",
     )  # fmt: skip
-    try:
-        third.ready()
+    with third:
         third.read_again(config.replace("1MB", "2MB"), "contexts may take 2,000,000 bytes")
         with Client(socket=third.path) as client:
             (there,) = client.contexts()
@@ -343,8 +344,6 @@ def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_tol
         third.watch.touch()
         assert third.process.ended() == 1
         assert "the test says so" in third.process.text()
-    finally:
-        third.process.kill()
 
 
 def error_of(lines):
@@ -357,9 +356,7 @@ def error_of(lines):
 @pytest.mark.slow
 def test_a_reader_that_never_reads_holds_up_no_other(tmp_path):
     """And, as the last of this service, what does not end in time is ended when it drains."""
-    service = Service(tmp_path, OPTIONS + "drain_s = 0.5\n")
-    try:
-        service.ready()
+    with Service(tmp_path, OPTIONS + "drain_s = 0.5\n") as service:
         host, port = service.url.removeprefix("http://").split(":")
         with contextlib.ExitStack() as stack:
             for _ in range(4):
@@ -372,15 +369,11 @@ def test_a_reader_that_never_reads_holds_up_no_other(tmp_path):
             service.process.signal(signal.SIGTERM)
             assert "stopped in the middle" in error_of(lines)
         assert service.process.ended() == 0, service.process.text()
-    finally:
-        service.process.kill()
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tmp_path):
-    service = Service(tmp_path, OPTIONS + "drain_s = 60\n")
-    try:
-        service.ready()
+    with Service(tmp_path, OPTIONS + "drain_s = 60\n") as service:
         with service.streams() as (lines,):
             service.process.signal(signal.SIGTERM)
             service.process.until(lambda: "draining" in service.process.text())
@@ -389,8 +382,6 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
             with pytest.raises(httpx.HTTPError):
                 list(lines)
         assert "at once" in service.process.text()
-    finally:
-        service.process.kill()
 
 
 @pytest.mark.parametrize(
@@ -398,22 +389,18 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
 )
 def test_a_model_that_cannot_be_opened_ends_it(tmp_path, name):
     (tmp_path / "broken.jaxllm").write_bytes(b"no bundle")
-    process = Process(tmp_path, "--model", tmp_path / name, "--socket", tmp_path / "s")
-    try:
+    with Process(tmp_path, "--model", tmp_path / name, "--socket", tmp_path / "s") as process:
         assert process.ended() == 1, process.text()
         assert "jaxllm" in process.text().splitlines()[-1]
         assert "Traceback" not in process.text()
-    finally:
-        process.kill()
 
 
 def test_it_answers_and_stops_while_it_loads(tmp_path):
     path = tmp_path / "own"
     app, _ = add_key(tmp_path / "keys.json", "mail")
     operator, _ = add_key(tmp_path / "keys.json", "admin", operator=True)
-    process = Process(tmp_path, "--socket", path, "--http", "127.0.0.1:0", script=LOADING)
-    try:
-        url = process.until(lambda: re.search(r"listening on (http://127[^\s\"]+)", process.text()))[1]
+    with Process(tmp_path, "--socket", path, "--http", "127.0.0.1:0", script=LOADING) as process:
+        url = process.listens()
         for key, status in ((app, 403), (operator, 200)):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.get(url + "/metrics", headers=headers).status_code == status
@@ -431,5 +418,3 @@ def test_it_answers_and_stops_while_it_loads(tmp_path):
         process.signal(signal.SIGINT)
         assert process.ended() == 0, process.text()
         assert not path.exists()
-    finally:
-        process.kill()

@@ -189,9 +189,7 @@ def test_malformed_origins_and_hosts_are_refused() -> None:
             GuardOptions(hosts=(host,))
 
 
-def test_a_client_that_sends_much_sees_why_it_is_refused_within_bounds(
-    context_service: ContextService,
-) -> None:
+def test_who_sends_much_sees_why_it_is_refused_within_bounds(context_service: ContextService) -> None:
     for size in 5 * [1 << 20, 6 << 20]:
         with httpx.Client(base_url=context_service.url, headers={"Authorization": "Bearer no"}) as client:
             got = client.post("/v1/completions", content=b" " * size)

@@ -75,9 +75,7 @@ class Service:
             folder, "--config", config, script=FAULTS,
             environment={"CONTEXTS": str(contexts), "STORE_FAULT": str(self.store_fault)},
         )  # fmt: skip
-        found = self.process.until(lambda: re.search(r"listening on (http://[\d.:]+)", self.process.text()))
-        self.url = found[1]
-        self.process.until(lambda: httpx.get(self.url + "/ready", timeout=60).status_code == 200)
+        self.url = self.process.ready()
 
     def calls(self) -> dict[str, float]:
         """Numbers of calls over all apps: taken, ended, cancelled, failed, judged, met."""

@@ -52,19 +52,16 @@ def test_a_stale_socket_is_replaced_and_nothing_else(tmp_path):
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_bound(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for options, message in (
         ({"http": "0.0.0.0:0"}, "not a loopback address"),
         ({"http": "no.such.host.invalid:0"}, "cannot be listened on"),
         ({"socket": Path("/no/such/folder/s")}, "no socket can be made"),
         ({"socket": Path("x" * 200)}, "the socket cannot be made"),
-    ],
-)
-def test_what_cannot_be_bound(tmp_path, monkeypatch, options, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message), listen(**options):
-        pass
+    ):
+        with pytest.raises(ConfigError, match=message), listen(**options):
+            pass
 
 
 def test_sockets_for_another_process_are_left_alone():
