@@ -18,7 +18,7 @@ from jaxllm.errors import (
     ObjectiveMissed,
     TemplateError,
 )
-from tests.client.small_service import APP, CONTEXTS, GONE, SEEN
+from tests.client.small_service import APP, FRONT, GONE, SEEN
 from tests.serving.server.running import running
 
 
@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def client(path: str) -> Iterator[Client]:
     SEEN.clear()
-    CONTEXTS.clear()
+    FRONT.kept.clear()
     with Client(socket=path) as client:
         yield client
 
@@ -54,16 +54,17 @@ def test_a_call_streams_and_has_its_plan_and_cost(client: Client, path: str) -> 
         "max_tokens": 256, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0,
     }  # fmt: skip
     with Client(socket=path, api_key="k") as other:
-        assert other.http.get("/v1/models").json()["data"] == [{"id": "default"}]
-        assert sent()["authorization"] == "Bearer k"
+        assert other.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        assert other.new_context().name
+        assert client.contexts() == [], "another app's"
 
 
 def test_objectives_are_bound_and_named(client: Client) -> None:
-    assert client.bind("<40,70>", strict=True) == (8, 16)
-    assert SEEN[-1] == ("POST /v1/objective", {"slo": "<40,70>", "strict": True, "shorten": False})
-    assert client.objective()["from"] == "app"
+    assert client.bind("<40,70>", strict=True) == (8,)
+    told = client.objective()
+    assert (told["slo"], told["strict"], told["shorten"], told["from"]) == ("<40,70>", True, False, "app")
     client.unbind()
-    assert SEEN[-1][0] == "DELETE /v1/objective"
+    assert client.objective()["slo"] is None
     # The service knows the app's.
     client.call("a").result()
     assert {"slo", "strict"} & sent().keys() == set()
@@ -137,8 +138,8 @@ def test_contexts(client: Client) -> None:
     context = client.new_context(level=70, pinned=True)
     assert (context.name, context.facts["level"], context.facts["pinned"]) == ("c0", 70, True)
     assert context.generate("And?", slo="<50,50>").result().text == "Grüße an alle"
-    assert SEEN[-1][0] == "/v1/contexts/c0/generate"
-    assert (sent()["prompt"], sent()["slo"]) == ("And?", "<50,50>")
+    call = FRONT.calls[-1]
+    assert (call.context, call.prompt, str(call.objective)) == ("c0", "And?", "<50,50>")
     context.pin(False)
     assert not client.context("c0").facts["pinned"]
     assert [each.name for each in client.contexts()] == ["c0"]
@@ -151,8 +152,8 @@ def test_contexts(client: Client) -> None:
 def test_the_same_for_asyncio(path: str) -> None:
     async def talk() -> None:
         async with AsyncClient(socket=path) as client:
-            assert await client.bind("<40,70>") == (8, 16)
-            assert sent() == {"slo": "<40,70>", "strict": False, "shorten": False}
+            assert await client.bind("<40,70>") == (8,)
+            assert (await client.objective())["strict"] is False
             await client.unbind()
             answer = await client.call("a", adapter="formal")
             assert [piece async for piece in answer] == ["Grüße", " an alle"]
@@ -169,7 +170,6 @@ def test_the_same_for_asyncio(path: str) -> None:
             assert await anext(endless) == "Grüße"
             await endless.aclose()
             assert await asyncio.to_thread(GONE.wait, 20)
-            CONTEXTS.clear()
             context = await client.new_context()
             assert (await (await context.generate("a")).aresult()).text == "Grüße an alle"
             await context.pin()

@@ -46,12 +46,17 @@ def slowly(monkeypatch):
         yield
 
 
+def until(there):
+    """Waits for what comes in a moment."""
+    late_s = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < late_s, "it did not come about"
+        time.sleep(0.01)
+
+
 def idle(served):
     """Waits until the engine has noticed that a client has left."""
-    late_s = time.monotonic() + 30
-    while served.executor.queue().work:
-        assert time.monotonic() < late_s
-        time.sleep(0.01)
+    until(lambda: not served.executor.queue().work)
 
 
 @contextlib.contextmanager

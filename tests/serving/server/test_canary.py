@@ -20,6 +20,7 @@ from jaxllm.serving.server.canary import Canary, EngineFailed
 from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
+from tests.serving.server.talking import until
 from tests.tiny import write_tiny_bundle
 
 
@@ -138,10 +139,7 @@ def test_a_model_file_that_is_touched_ends_the_service(
             assert "context" not in error["message"]
             assert str(path) not in failed.text
             assert (await http.get("/ready")).status_code == 503
-            late_s = time.monotonic() + 300
-            while executor.alive:
-                assert time.monotonic() < late_s
-                await asyncio.sleep(0.05)
+            await asyncio.to_thread(until, lambda: not executor.alive)
             assert (await http.get("/health")).status_code == 503
 
     try:

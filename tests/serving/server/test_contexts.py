@@ -1,6 +1,5 @@
 """Contexts over HTTP: turns, levels, forks, pins, restarts, cancels."""
 
-import asyncio
 import concurrent.futures
 import json
 import re
@@ -13,10 +12,10 @@ from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine import step as batch
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.server.calls import Call
 from jaxllm.serving.server.limits import AppLimits, Limits
 from tests.serving.server.context_service import WHOLE, WINDOW
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed, user
+from tests.serving.server.test_executor import call, together
 from tests.tiny import END_ID
 
 GREEDY = Sampling(logit_bias=((END_ID, -100.0),))
@@ -190,14 +189,7 @@ def test_a_fork_leaves_the_context_as_it_is(served, http):
 
 def forked(served, name, tokens, prompt):
     """The events of a call that forks a context."""
-    config = GenerationConfig(max_tokens=8, ignore_eos=True)
-    call = Call(app="mail", request_id="1", prompt=prompt, config=config, context=name, context_tokens=tokens)
-
-    async def run():
-        ticket = served.executor.submit(call, asyncio.get_running_loop())
-        return [event async for event in ticket.events()]
-
-    return asyncio.run(run())
+    return together(served.executor, call(prompt, tokens=8, context=name, context_tokens=tokens))[0]
 
 
 def test_one_call_at_a_time_in_a_context(served, http, monkeypatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.weights.footprint import fixed_bytes
 from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.serving.server.executors import make_executor
+from tests.serving.server.talking import until
 from tests.serving.server.test_executor import call, read, together
 from tests.tiny import TINY, write_tiny_bundle
 
@@ -56,14 +56,6 @@ def service(plain_service):
 
 def answered(executor, prompt):
     return together(executor, call(prompt, tokens=4))[0]
-
-
-def until(there):
-    """Waits for what the engine's thread does after the last event."""
-    late_s = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < late_s
-        time.sleep(0.01)
 
 
 def test_prefixes_shrink_under_a_small_limit_and_grow_back(service, world):

@@ -2,16 +2,9 @@
 
 import concurrent.futures
 
-import pytest
-
 from jaxllm.serving.server import executor as executors
 
 SHORT = {"temperature": 0, "max_output_tokens": 6}
-
-
-@pytest.fixture
-def http(context_service):
-    return context_service.http("mail")
 
 
 def made(http, status=200, **body):
@@ -38,11 +31,11 @@ def test_a_response_goes_on_at_its_contexts_tip_or_in_a_fork(http):
     made(http, 404, input="x", previous_response_id=after["id"])
 
 
-def test_continuations_at_the_same_time_are_each_right(http, context_service, monkeypatch):
+def test_continuations_at_the_same_time_are_each_right(http, served, monkeypatch):
     """Whichever comes first goes on in the context and the others in forks, as if each was alone; also where
     the first has ended before the next one's turn is taken."""
     said = [f"and {word}" for word in ("the fox", "the dog", "hello", "a cat")]
-    store = context_service.service.contexts.store
+    store = served.service.contexts.store
 
     def prompts(responses):
         """What was answered: the tokens before the answers."""
@@ -56,7 +49,6 @@ def test_continuations_at_the_same_time_are_each_right(http, context_service, mo
         start = made(http, input="the quick brown fox", conversation=own)
         starts.append(start["output"][0]["content"])
         alone += prompts([made(http, input=each, previous_response_id=start["id"])])
-        assert http.delete(f"/v1/contexts/{own}").status_code == 200
     assert starts == starts[:1] * len(said)
     take = executors.Executor._take_turn
 
@@ -77,5 +69,3 @@ def test_continuations_at_the_same_time_are_each_right(http, context_service, mo
         names = [each["conversation"]["id"] for each in raced]
         assert len(set(names)) == len(said)
         assert names.count(name) == 1
-        for each in names:
-            assert http.delete(f"/v1/contexts/{each}").status_code == 200

@@ -1,6 +1,7 @@
 """A scripted backend in memory: says what a script says, and records what it was asked."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -145,7 +146,8 @@ class FakeBackend:
         return self.kept[app, name]
 
     async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        return await self.context(app, name)
+        self.kept[app, name] = dataclasses.replace(await self.context(app, name), pinned=pinned)
+        return self.kept[app, name]
 
     async def delete_context(self, app: str, name: str) -> None:
         await self.context(app, name)

@@ -1,8 +1,6 @@
 """Tests refusals, clients that leave, and that contexts are of one app alone."""
 
 import socket
-import time
-from typing import Any
 
 import pytest
 
@@ -20,6 +18,7 @@ from jaxllm.serving.server.api.params import objective_of
 from jaxllm.serving.server.calls import ContextBusy, Refused
 from tests.serving.server.api.conftest import OPTIONS, Served
 from tests.serving.server.api.fake import FakeBackend
+from tests.serving.server.talking import until
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "tiny", "messages": HI}
@@ -122,10 +121,10 @@ def test_a_client_that_leaves_ends_its_call(
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(served.path)
         client.sendall(head + body)
-        _until(lambda: served.backend.tickets)
+        until(lambda: served.backend.tickets)
         if hangs_at == "decode" and stream == b"true":
             assert client.recv(100)
-    _until(lambda: served.backend.tickets[0].cancelled.is_set())
+    until(lambda: served.backend.tickets[0].cancelled.is_set())
 
 
 def test_a_slow_body_is_let_go(served: Served) -> None:
@@ -166,11 +165,3 @@ def test_forced_calls_have_a_grammar(served: Served) -> None:
     answer = served.post("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}).json()
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert served.backend.calls[0].grammar.text.startswith("start: call")
-
-
-def _until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.02)
-    pytest.fail("it did not come about")
