@@ -1,8 +1,10 @@
-"""The governor: it looks in its interval, resizes in the order of kinds, and tells figures."""
+"""The governor looks in its interval, resizes in the order of kinds, and tells figures; the division of a
+memory budget by hand, and in simulated hours of changing load."""
 
 import contextlib
 import dataclasses
 import logging
+import random
 import threading
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from jaxllm.serving.server.holdings import (
     ResidentLayers,
     storage_figures,
 )
-from jaxllm.serving.server.memory import Governor, GovernorOptions
+from jaxllm.serving.server.memory import Division, Governor, GovernorOptions, Observed, Portion, divide
 
 
 @dataclasses.dataclass
@@ -175,3 +177,130 @@ def test_experts_drafts_and_layers_are_holdings():
     holding = ResidentLayers(weights, lock)
     holding.resize(20)
     assert (asked, holding.limit_bytes, holding.most_bytes) == ([(20, True)], 20, 50)
+
+
+OPTIONS = GovernorOptions(limit_bytes=1000, step=0.1, margin=0.05, calm_s=10.0)
+START = Division(limits={}, allowance_bytes=1000, restless_s=0.0)
+
+
+def portion(name, size, limit, least=0, most=None):
+    return Portion(
+        name=name, size_bytes=size, limit_bytes=limit, least_bytes=least,
+        most_bytes=limit if most is None else most,
+    )  # fmt: skip
+
+
+def seen(taken, now=1.0, pressure=0.0):
+    return Observed(now_s=now, taken_bytes=taken, pressure=pressure)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "limits", "short"),
+    [
+        (600, [100, 200, 0, 100], 0), (650, [50, 200, 0, 100], 0), (700, [20, 180, 0, 100], 0),
+        (850, [20, 30, 0, 100], 0), (900, [20, 30, 0, 50], 0), (960, [20, 30, 0, 40], 50),
+    ],
+)  # fmt: skip
+def test_who_shrinks_first(fixed, limits, short):
+    """What fits stays, and a budget that cannot be kept is told."""
+    names, sizes, least = ("prefixes", "contexts", "drafts", "experts"), (100, 200, 0, 100), (20, 30, 0, 40)
+    portions = [
+        portion(name, size, size, floor) for name, size, floor in zip(names, sizes, least, strict=True)
+    ]
+    got = divide(portions, START, seen(fixed + 400), OPTIONS)
+    assert (list(got.limits.values()), got.short_bytes) == (limits, short)
+    assert got.restless_s == (0.0 if fixed == 600 else 1.0)
+
+
+def test_unused_room_is_not_promised_twice():
+    # Nothing is taken yet, but both could grow to their limits.
+    portions = [portion("contexts", 0, 600), portion("experts", 0, 600)]
+    assert divide(portions, START, seen(0), OPTIONS).limits == {"contexts": 400, "experts": 600}
+
+
+def test_limits_grow_by_steps_when_it_is_calm():
+    portions = [portion("contexts", 10, 10, most=300), portion("experts", 10, 10, most=60)]
+    assert divide(portions, START, seen(500, now=9.9), OPTIONS).limits == {"contexts": 10, "experts": 10}
+    # A step is 100: the last that shrank grows first.
+    assert divide(portions, START, seen(500, now=10.0), OPTIONS).limits == {"contexts": 60, "experts": 60}
+    # Of the 80 that are free, the margin of 50 stays.
+    tight = divide(portions, START, seen(920, now=10.0), OPTIONS)
+    assert tight.limits == {"contexts": 10, "experts": 40}
+
+
+def test_what_grew_does_not_shrink_at_once_again():
+    portions = [portion("contexts", 100, 100, most=900)]
+    division, now, limit = START, 10.0, 100
+    for _ in range(100):
+        division = divide(portions, division, seen(600, now=now), OPTIONS)
+        now, limit = now + 1, division.limits["contexts"]
+        portions = [portion("contexts", 100, limit, most=900)]
+        # Fixed memory differs by less than the margin from look to look.
+        noisy = divide(portions, division, seen(649, now=now), OPTIONS)
+        assert noisy.limits["contexts"] >= limit
+    assert limit == 450
+
+
+def test_pressure_gives_back_step_by_step_and_takes_again():
+    division, limit, limits = START, 400, []
+    for now in range(60):
+        pressure = 0.3 if 5 <= now < 8 else 0.05 if now < 20 else 0.0
+        portions = [portion("contexts", limit, limit, least=50, most=400)]
+        division = divide(portions, division, seen(400 + limit, now=now, pressure=pressure), OPTIONS)
+        limit = division.limits["contexts"]
+        limits.append(limit)
+    # What is taken counts, not what was allowed; a third step may not take the least.
+    assert limits[4:9] == [400, 300, 200, 100, 100]
+    assert limits[8:29] == [100] * 21
+    assert limits[-1] == 400
+    assert sorted(limits[30:]) == limits[30:]
+    assert division.allowance_bytes == 1000
+
+
+def test_simulated_load_stays_within_the_budget():
+    """Running caches come and go, contexts fill what they may: the process never takes more than its limit
+    for longer than a step, the order holds, and limits do not flap."""
+    draw = random.Random(1)
+    options = GovernorOptions(limit_bytes=10_000)
+    division = Division(limits={}, allowance_bytes=10_000, restless_s=0.0)
+    names, least, most = ("prefixes", "contexts", "experts"), (0, 500, 1500), (1000, 3000, 4000)
+    limits, sizes = list(most), [0, 0, 0]
+    fixed = 3000.0
+    over = changes = 0
+    for now in range(20_000):
+        # A load that changes slowly, with calls that come and go.
+        fixed = min(7900, max(2500, fixed + draw.gauss(0, 40)))
+        taken_by_calls = draw.randrange(0, 100)
+        sizes = [min(limit, size + draw.randrange(60)) for limit, size in zip(limits, sizes, strict=True)]
+        taken = int(fixed) + taken_by_calls + sum(sizes)
+        over += taken > options.limit_bytes
+        portions = [
+            portion(name, size, limit, floor, top)
+            for name, size, limit, floor, top in zip(names, sizes, limits, least, most, strict=True)
+        ]
+        division = divide(portions, division, seen(taken, now=float(now)), options)
+        after = [division.limits[name] for name in names]
+        changes += after != limits
+        room = options.limit_bytes - (taken - sum(sizes))
+        assert sum(after) <= max(room, sum(least))
+        assert all(low <= each <= high for low, each, high in zip(least, after, most, strict=True))
+        if any(new < old for new, old in zip(after, limits, strict=True)):
+            # Nobody shrinks before all earlier ones are at their least.
+            first = max(at for at in range(3) if after[at] < limits[at])
+            assert all(after[at] == least[at] for at in range(first))
+            assert not any(new > old for new, old in zip(after, limits, strict=True))
+        limits, sizes = after, [min(size, limit) for size, limit in zip(sizes, after, strict=True)]
+    # Over it only until the next look, which is at once.
+    assert over < 0.05 * 20_000
+    assert changes < 0.3 * 20_000
+
+
+def test_options_are_checked():
+    for wrong, message in (
+        ({"limit_bytes": 0}, "limit_bytes must be at least 1"),
+        ({"step": 0.0}, "step must be between 0 and 1"),
+        ({"margin": 1.5}, "margin must be"), ({"calm_s": -1}, "must not be negative"),
+        ({"pressure_low": 0.2}, "pressure_low must be below"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            GovernorOptions(**{"limit_bytes": 10, **wrong})
