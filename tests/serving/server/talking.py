@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from jaxllm.serving.server import executor as executors
 from tests.serving.server.context_service import WHOLE
@@ -46,7 +47,7 @@ def slowly(monkeypatch):
         yield
 
 
-def until(there):
+def until(there: Callable[[], object]) -> None:
     """Waits for what comes in a moment."""
     late_s = time.monotonic() + 60
     while not there():

@@ -62,7 +62,7 @@ daemon.open_service = lambda *_, **__: time.sleep(3600)
 )
 CALL = {"prompt": "hello", "max_tokens": 100, "logit_bias": {str(END_ID): -100}, "temperature": 0}
 STREAM = CALL | {"stream": True}
-OPTIONS = 'http = "127.0.0.1:0"\ncontext_tokens = 128\nbatch_rows = [2]\n'
+OPTIONS = 'http = "127.0.0.1:0"\ncontext_tokens = 128\nbatch_rows = []\n'
 
 
 class Service:
