@@ -79,10 +79,12 @@ def test_calls_go_first_in_the_engines_thread(service):
     executor.start()
     asked = call("hello the", tokens=6)
     alone = service.engine.stream("hello the", asked.config).result().tokens
-    late_s = time.monotonic() + 60
+    late_s, pause_s = time.monotonic() + 300, 0.05
     while work.facts()["kind"] == "coarse":
         assert written(together(executor, asked)[0])[1] == alone
         assert time.monotonic() < late_s
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        # A call disturbs the run that is being measured; on a busy machine one takes a while.
+        pause_s *= 1.2
     executor.stop(0)
     assert not service.profile.coarse
