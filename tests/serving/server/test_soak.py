@@ -78,7 +78,7 @@ class Service:
         self.url = self.process.ready()
 
     def calls(self) -> dict[str, float]:
-        """Numbers of calls over all apps: taken, ended, cancelled, failed, judged, met."""
+        """Numbers of calls over all apps: accepted, ended, cancelled, failed, judged, met."""
         headers = {"Authorization": f"Bearer {self.operator}"}
         told = httpx.get(self.url + "/metrics", headers=headers, timeout=60)
         assert told.status_code == 200, told.text
@@ -90,7 +90,7 @@ class Service:
             )
             return sum(map(float, found))
 
-        counts = {each: total(f"calls_{each}") for each in ("taken", "ended", "cancelled", "failed")}
+        counts = {each: total(f"calls_{each}") for each in ("accepted", "ended", "cancelled", "failed")}
         return counts | {"judged": total("objectives"), "met": total("objectives", 'met="true"')}
 
     def quiet(self) -> tuple[dict[str, float], int, int, int]:
@@ -98,7 +98,7 @@ class Service:
         late_s = time.monotonic() + QUIET_S
         while True:
             found = self.calls()
-            if found["taken"] == found["ended"] + found["cancelled"] + found["failed"]:
+            if found["accepted"] == found["ended"] + found["cancelled"] + found["failed"]:
                 break
             assert time.monotonic() < late_s, f"calls that do not end: {found}"
             time.sleep(0.2)
