@@ -1,4 +1,5 @@
-"""A small service in place of a real one, for the client: answers by what prompts say, and remembers them."""
+"""A small service for the client: the real front with a scripted backend, but for answers outside of
+contexts, which are as prompts say, and are remembered."""
 
 import asyncio
 import json
@@ -9,17 +10,16 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+
+from jaxllm.serving.server.api.app import make_app
+from tests.serving.server.api.conftest import identify
+from tests.serving.server.api.fake import FakeBackend
 
 SEEN: list[tuple[str, Any]] = []
 PLAN = {"level": 70, "kept_tokens": 4, "source": "tiny LM"}
-CONTEXTS: dict[str, dict[str, Any]] = {}
+FRONT = FakeBackend("Grüße", " an alle")
 GONE = threading.Event()
-
-
-def error(status: int, code: str, message: str = "no", **headers: str) -> Response:
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return JSONResponse(body, status, headers)
 
 
 async def answer(request: Request) -> Response:
@@ -29,7 +29,8 @@ async def answer(request: Request) -> Response:
     prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
     if prompt.startswith("status "):
         _, status, code = prompt.split()
-        return error(int(status), code, **{"retry-after": "3"})
+        told = {"message": "no", "type": "invalid_request_error", "param": None, "code": code}
+        return JSONResponse({"error": told}, int(status), {"retry-after": "3"})
     chat = "messages" in body
 
     def event(text: str | None, **more: Any) -> bytes:
@@ -65,53 +66,10 @@ async def answer(request: Request) -> Response:
     return StreamingResponse(stream(), media_type="text/event-stream")
 
 
-async def contexts(request: Request) -> Response:
-    if request.method == "GET":
-        return JSONResponse({"object": "list", "data": list(CONTEXTS.values())})
-    body = await request.json()
-    name = f"c{len(CONTEXTS)}"
-    CONTEXTS[name] = {
-        "id": name, "tokens": 0, "level": body.get("level", 100), "pinned": body["pinned"],
-        "stored_bytes": 0, "object": "context", "created": 7, "adapter": body.get("adapter", ""),
-    }  # fmt: skip
-    return JSONResponse(CONTEXTS[name])
-
-
-async def context(request: Request) -> Response:
-    name = request.path_params["name"]
-    if name not in CONTEXTS:
-        return error(404, "context_not_found")
-    if request.method == "GET":
-        return JSONResponse(CONTEXTS[name])
-    if request.method == "DELETE":
-        del CONTEXTS[name]
-        return Response(status_code=204)
-    if request.path_params["verb"] == "generate":
-        return await answer(request)
-    CONTEXTS[name]["pinned"] = (await request.json())["pinned"]
-    return JSONResponse(CONTEXTS[name])
-
-
-async def objective(request: Request) -> Response:
-    SEEN.append(
-        (f"{request.method} {request.url.path}", await request.json() if request.method == "POST" else None)
-    )
-    return JSONResponse({"slo": "<40,70>", "strict": True, "from": "app", "unmet_prompt_tokens": [8, 16]})
-
-
-async def told(request: Request) -> Response:
-    SEEN.append((request.url.path, dict(request.headers)))
-    return JSONResponse({"object": "list", "data": [{"id": "default"}]})
-
-
 APP = Starlette(
     routes=[
         Route("/v1/chat/completions", answer, methods=["POST"]),
         Route("/v1/completions", answer, methods=["POST"]),
-        Route("/v1/contexts", contexts, methods=["GET", "POST"]),
-        Route("/v1/contexts/{name}", context, methods=["GET", "DELETE"]),
-        Route("/v1/contexts/{name}/{verb}", context, methods=["POST"]),
-        Route("/v1/objective", objective, methods=["GET", "POST", "DELETE"]),
-        Route("/v1/models", told),
+        Mount("/", make_app(FRONT, identify=identify, operates=lambda scope: False)),
     ]
 )

@@ -1,6 +1,5 @@
-"""Drives a headless Chromium over its debugging pipe: pages, their console, screenshots."""
+"""Drives a headless Chromium over its debugging pipe: pages and their console."""
 
-import base64
 import json
 import os
 import select
@@ -69,18 +68,6 @@ class Browser:
         while not self.value(script):
             assert time.monotonic() < end, f"never true: {script}; {self.problems}"
             time.sleep(0.05)
-
-    def screenshot(self, path, *, whole=True):
-        got = self._call(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole)
-        )
-        path.write_bytes(base64.b64decode(got["data"]))
-
-    def _clip(self, whole):
-        if not whole:
-            return {}
-        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def _call(self, method, **parameters):
         self._number += 1

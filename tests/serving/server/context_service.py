@@ -1,15 +1,12 @@
 """Serves a tiny model with contexts over HTTP, as the daemon does, for apps with keys."""
 
-import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from jaxllm import EngineOptions
 from jaxllm.bundle.levels import elastic_parts
@@ -27,8 +24,8 @@ from jaxllm.serving.server.opening import live_turns
 from jaxllm.serving.server.peer import PeerOptions, protocol
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
-from jaxllm.text.tokenizer_files import TokenizerFiles
 from tests.serving.server.executors import make_executor
+from tests.serving.server.running import running
 from tests.tiny import END_ID, write_tiny_bundle
 
 WINDOW = 128
@@ -36,18 +33,15 @@ WINDOW = 128
 WHOLE = {"logit_bias": {str(END_ID): -100}, "temperature": 0}
 
 
-def open_tiny(
-    folder: Path, *, adapter_rank: int = 0, tokenizer: TokenizerFiles | None = None, **options: Any
-) -> LLMService:
+def open_tiny(folder: Path, *, adapter_rank: int = 0) -> LLMService:
     """A service with contexts in `folder`."""
     parts = elastic_parts(Ladder(levels=(50, 100)))
-    path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts, tokenizer=tokenizer)
+    path = write_tiny_bundle(folder / "tiny.jaxllm", "int8", parts=parts)
     engine = EngineOptions(
         context_tokens=WINDOW, cache_tokens=(WINDOW,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0,
         batch_rows=(2,), adapter_rank=adapter_rank,
     )  # fmt: skip
-    contexts = ContextOptions(folder=folder / "contexts", **options)
-    return LLMService.open(path, options=engine, contexts=contexts)
+    return LLMService.open(path, options=engine, contexts=ContextOptions(folder=folder / "contexts"))
 
 
 class ContextService:
@@ -75,7 +69,7 @@ class ContextService:
         """Answers calls."""
         adapters = Adapters(self.service.engine.model, self._adapters)
         turns = live_turns(self.service, adapters, self.backend.limits_of)
-        options = SchedulerOptions(batch_rows=2)
+        options = SchedulerOptions(batch_rows=max(self.service.engine.options.batch_rows, default=1))
         self.executor = make_executor(
             self.service, options, contexts=turns, adapters=adapters,
             on_dispatch=self.backend.metrics.dispatched,
@@ -85,6 +79,7 @@ class ContextService:
 
     def restart(self, **options: Any) -> None:
         """Ends all calls, closes the store and opens it again."""
+        self.without_adapter()
         self.executor.stop(0)
         contexts = self.service.contexts
         assert contexts is not None
@@ -92,6 +87,10 @@ class ContextService:
         contexts.close()
         self.service.contexts = Contexts(self.service.engine, ContextOptions(**before | options))
         self.begin()
+
+    def without_adapter(self) -> None:
+        """Takes away the adapter of the last call, as a call without one does."""
+        self.executor.work("mail", lambda: self.executor.adapters.use("")).result(60)
 
     def http(self, app: str, **headers: str) -> httpx.Client:
         """A client of an app; closed at the end."""
@@ -107,21 +106,12 @@ class ContextService:
         """Serves until the end of the block."""
         identity = Identity(keys=KeyFile(self._folder / "keys.json"))
         front = make_app(self.backend, identify=identity.identify, operates=identity.operates)
-        app: Any = Guard(front, identity)
-        config = uvicorn.Config(
-            app, http=protocol(PeerOptions()), ws="none", lifespan="off", log_level="error", access_log=False
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=self._sockets)))
-        thread.start()
-        while not server.started:
-            thread.join(0.01)
-        try:
-            yield self
-        finally:
-            self._clients.close()
-            self.executor.stop(0)
-            server.should_exit = True
-            thread.join()
-            self.backend.close()
-            self.service.close()
+        guarded: Any = Guard(front, identity)
+        with running(guarded, self._sockets, http=protocol(PeerOptions())):
+            try:
+                yield self
+            finally:
+                self._clients.close()
+                self.executor.stop(0)
+        self.backend.close()
+        self.service.close()

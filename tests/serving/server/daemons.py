@@ -1,6 +1,7 @@
 """Starts services in processes of their own, for tests."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 120.0
@@ -56,6 +59,22 @@ class Process:
             assert time.monotonic() < late_s, self.text()
             time.sleep(0.02)
         return found
+
+    def listens(self) -> str:
+        """Waits until it listens over TCP: its URL."""
+        return self.until(lambda: re.search(r"listening on (http://[^\s\"]+)", self.text()))[1]
+
+    def ready(self) -> str:
+        """Waits until it answers over HTTP: its URL."""
+        url = self.listens()
+        self.until(lambda: httpx.get(url + "/ready", timeout=60).status_code == 200)
+        return url
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal."""

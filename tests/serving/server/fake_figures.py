@@ -18,10 +18,7 @@ FIGURES = {
         {"app": "keyboard", "level": 30, "count": 1},
     ],
     "memory": {
-        "process_bytes": 1710 * MB,
-        "limit_bytes": 2048 * MB,
-        "pressure": 0.004,
-        "holdings": {
+        "process_bytes": 1710 * MB, "limit_bytes": 2048 * MB, "pressure": 0.004, "holdings": {
             "weights": {"size_bytes": 912 * MB},
             "kv": {"size_bytes": 118 * MB},
             "contexts": {"size_bytes": 143 * MB, "limit_bytes": 256 * MB, "least_bytes": 16 * MB},

@@ -17,22 +17,14 @@ from typing import Any
 import httpx
 
 PROMPTS = ("Once upon a time", "The cat", "Is it so? " * 8, "A long story: " + "and then she said " * 20)
-SLOS: tuple[Any, ...] = (
-    "<100,100>",
-    "<60,80>",
-    "<20,50>",
-    {"ttft_ms": 500, "tpot_ms": 50},
-    {"total_ms": 3000},
-)
+PAIR = {"ttft_ms": 500, "tpot_ms": 50}
+SLOS: tuple[Any, ...] = ("<100,100>", "<60,80>", "<20,50>", PAIR, {"total_ms": 3000})
 ENDED_WITHIN_S = 60.0
 # What a request to a context may get where storage fails, besides a full queue and memory.
 STORAGE_ERRORS = {
-    (500, "storage_failed"),
-    (503, "storage_failed"),
-    (507, "budget_exceeded"),
-    (429, "queue_full"),
+    (500, "storage_failed"), (503, "storage_failed"), (507, "budget_exceeded"), (429, "queue_full"),
     (404, "context_not_found"),
-}
+}  # fmt: skip
 # Opens answers, and is then killed.
 _VICTIM = """
 import socket, sys, time
@@ -75,15 +67,10 @@ class Clients:
         """Lets all clients work for a time, and waits until each has ended."""
         self._stop = False
         kinds: list[tuple[Callable[[httpx.AsyncClient], Awaitable[None]], int, float]] = [
-            (self.asks, 3, 0.1),
-            (self.asks_in_the_background, 1, 0.1),
-            (self.leaves, 2, 0.2),
-            (self.floods, 1, 1.5),
-            (self.reads_slowly, 1, 0.1),
-            (self.never_reads, 1, 0.5),
-            (self.sends_nonsense, 1, 0.2),
-            (self.dies, 1, 2.0),
-        ]
+            (self.asks, 3, 0.1), (self.asks_in_the_background, 1, 0.1), (self.leaves, 2, 0.2),
+            (self.floods, 1, 1.5), (self.reads_slowly, 1, 0.1), (self.never_reads, 1, 0.5),
+            (self.sends_nonsense, 1, 0.2), (self.dies, 1, 2.0),
+        ]  # fmt: skip
         if self._store_fault is not None:
             kinds += [(self.talks_in_a_context, 2, 0.3), (self.breaks_the_storage, 1, 1.0)]
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 
 from jaxllm.serving.server import executor as executors
 from tests.serving.server.context_service import WHOLE
@@ -46,12 +47,17 @@ def slowly(monkeypatch):
         yield
 
 
+def until(there: Callable[[], object]) -> None:
+    """Waits for what comes in a moment."""
+    late_s = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < late_s, "it did not come about"
+        time.sleep(0.01)
+
+
 def idle(served):
     """Waits until the engine has noticed that a client has left."""
-    late_s = time.monotonic() + 30
-    while served.executor.queue().work:
-        assert time.monotonic() < late_s
-        time.sleep(0.01)
+    until(lambda: not served.executor.queue().work)
 
 
 @contextlib.contextmanager

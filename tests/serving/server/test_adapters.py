@@ -6,41 +6,17 @@ import shutil
 import pytest
 
 from jaxllm import GenerationConfig
-from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.lora import LoraConfig
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine import step as batch
 from jaxllm.serving.server.adapters import AdapterOptions, Adapters
 from jaxllm.serving.server.opening import engine_shape
-from tests.models.test_lora import random_adapter
-from tests.serving.server.context_service import WHOLE, ContextService, open_tiny
+from tests.serving.server.context_service import WHOLE
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed
-from tests.tiny import END_ID, TINY
+from tests.tiny import END_ID
 
-RANKS = {"formal": 4, "terse": 2, "other": 4}
 GREEDY = Sampling(logit_bias=((END_ID, -100.0),))
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A service with the adapters `formal` and `terse`, and a folder with `other`."""
-    folder = tmp_path_factory.mktemp("adapters")
-    for seed, (name, rank) in enumerate(RANKS.items()):
-        lora = LoraConfig(rank=rank, alpha=16)
-        write_adapter(folder / "adapters" / name, TINY, lora, random_adapter(TINY, lora, seed))
-    given = {name: folder / "adapters" / name for name in ("formal", "terse")}
-    options = AdapterOptions(given=given, folder=folder / "adapters", most=3)
-    with ContextService(open_tiny(folder, adapter_rank=4), folder, options).serving() as made:
-        yield made
-
-
-@pytest.fixture
-def http(served):
-    http = served.http("mail")
-    yield http
-    for each in http.get("/v1/contexts").json()["data"]:
-        assert http.delete(f"/v1/contexts/{each['id']}").status_code == 200
 
 
 @pytest.fixture
@@ -63,6 +39,7 @@ def text(http, adapter="", **more):
 def alone(served, name, prompt, tokens):
     """The tokens of an engine that has one adapter, or none."""
     options, engine = served.executor.adapters.options, served.service.engine
+    served.without_adapter()
 
     def work():
         engine.set_adapter(options.given[name] if name else None)
@@ -90,6 +67,19 @@ def test_calls_name_adapters_and_get_their_answers(served, http):
     assert contrary.status_code == 400
     models = [each["id"] for each in http.get("/v1/models").json()["data"]]
     assert models == ["tiny", "tiny:formal", "tiny:terse"]
+
+    # Embeddings are of the model without adapters, whatever call came before.
+    def embedded(model, status=200):
+        answer = http.post("/v1/embeddings", json={"input": FOX, "model": model})
+        assert answer.status_code == status, answer.text
+        return answer.json().get("data")
+
+    found = []
+    for name in ("", "formal"):
+        text(http, name)
+        found.append(embedded("tiny"))
+    assert found[0] == found[1]
+    embedded("tiny:formal", 400)
 
 
 def test_rows_of_one_adapter_are_decoded_together_and_others_apart(served, http, monkeypatch, compiles):
@@ -194,27 +184,17 @@ def test_operators_load_and_unload_while_it_answers(served, http, operator, monk
     assert facts(http, name, "and?")["adapter"] == "terse"
 
 
-@pytest.mark.parametrize(
-    ("folder", "status"),
-    [
-        ("nothing", 400), ("..", 400), (".", 400), ("../adapters", 400), ("/etc", 400), ("link", 400),
-        ("empty", 400), ("\0", 400), ("x" * 5000, 400), ("~", 400),
-    ],
-)  # fmt: skip
-def test_only_folders_of_adapters_are_loaded(served, operator, folder, status, tmp_path):
+def test_only_folders_of_adapters_are_loaded_and_names_are_plain(served, operator, tmp_path):
     root = served.executor.adapters.options.folder
     shutil.copytree(root / "other", tmp_path / "elsewhere")
-    (root / "empty").mkdir(exist_ok=True)
-    (root / "link").unlink(missing_ok=True)
+    (root / "empty").mkdir()
     (root / "link").symlink_to(tmp_path / "elsewhere")
-    refused = operator.post("/v1/adapters", json={"name": "bad", "folder": folder})
-    assert refused.status_code == status, refused.text
+    folders = ("nothing", "..", ".", "../adapters", "/etc", "link", "empty", "\0", "x" * 5000, "~")
+    names = ("", "a/b", "..", "a:b", "é", "x" * 65, "-a")
+    for name, folder in (*(("bad", each) for each in folders), *((each, "other") for each in names)):
+        refused = operator.post("/v1/adapters", json={"name": name, "folder": folder})
+        assert refused.status_code == 400, (name, folder, refused.text)
     assert served.executor.adapters.names == ("formal", "terse")
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a:b", "é", "x" * 65, "-a"])
-def test_names_are_plain(operator, name):
-    assert operator.post("/v1/adapters", json={"name": name, "folder": "other"}).status_code == 400
 
 
 def test_options_say_what_the_engine_must_take(served, tmp_path):
@@ -235,21 +215,14 @@ def test_options_say_what_the_engine_must_take(served, tmp_path):
     assert shape(given=given)[0] == 4
     assert shape(folder=tmp_path) == (16, LoraConfig.targets, 0)
     assert shape(folder=tmp_path, rank=3, targets=("attn.q",)) == (3, ("attn.q",), 0)
-    for wrong in (
-        {"rank": -1},
-        {"targets": ("x",)},
-        {"limit_bytes": 0},
-        {"most": 0},
-        {"given": {"a b": tmp_path}},
-    ):
+    wrongs = {"rank": -1, "targets": ("x",), "limit_bytes": 0, "most": 0, "given": {"a b": tmp_path}}
+    for name, wrong in wrongs.items():
         with pytest.raises(ConfigError):
-            AdapterOptions(**wrong)
+            AdapterOptions(**{name: wrong})
 
-
-def test_limits_of_memory_and_of_rank_are_told(served):
-    model, given = served.service.engine.model, served.executor.adapters.options.given
-
+    # Limits of memory and of their number are told.
     def opened(**options):
+        model = served.service.engine.model
         return served.executor.work("test", lambda: Adapters(model, AdapterOptions(**options))).result(60)
 
     with pytest.raises(BudgetExceeded, match="of at most 1,000"):
@@ -258,41 +231,3 @@ def test_limits_of_memory_and_of_rank_are_told(served):
         opened(given={"terse": given["terse"]}, most=1).require_addable("formal")
     with pytest.raises(ConfigError, match="loads no adapters while it runs"):
         AdapterOptions().path("x")
-
-
-def test_a_service_without_adapters_takes_none(context_service):
-    http = context_service.http("admin")
-    assert http.get("/v1/adapters").json()["data"] == []
-    refused = http.post("/v1/adapters", json={"name": "a"})
-    assert refused.status_code == 400
-    assert "--adapters" in refused.json()["error"]["message"]
-    assert http.post("/v1/completions", json={"prompt": "a", "adapter": "a"}).status_code == 404
-
-
-def test_embeddings_are_of_the_model_without_adapters(served, http):
-    def embedded():
-        answer = http.post("/v1/embeddings", json={"input": FOX, "model": "tiny"})
-        assert answer.status_code == 200, answer.text
-        return answer.json()["data"][0]["embedding"]
-
-    before = embedded()
-    text(http, "formal")
-    assert embedded() == before
-    assert http.post("/v1/embeddings", json={"input": FOX, "model": "tiny:formal"}).status_code == 400
-
-
-def test_the_client_names_adapters(served):
-    client = served.client("mail")
-    adapters = client.http.get("/v1/adapters").json()["data"]
-    assert [each["id"] for each in adapters] == ["formal", "terse"]
-    asked = client.complete(FOX, adapter="formal", max_tokens=24, logit_bias={str(END_ID): -100}).result()
-    assert (asked.text, asked.facts["adapter"]) == (alone(served, "formal", FOX, 24).text, "formal")
-    context = client.new_context(adapter="formal")
-    assert context.facts["adapter"] == "formal"
-    # The context's own, where a call names none.
-    assert context.generate(FOX, max_tokens=4).result().facts["adapter"] == "formal"
-    with pytest.raises(ConfigError, match="was made with"):
-        context.generate("and?", adapter="terse")
-    with pytest.raises(ConfigError, match="no adapter 'none'"):
-        client.call("a", adapter="none")
-    context.delete()

@@ -11,12 +11,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.guided.compiler import PreparedGrammar
 from jaxllm.serving.guided.workers import Follower, GrammarLate
 from jaxllm.serving.server.api.errors import api_error
-from jaxllm.serving.server.calls import Ended, Grammar, Piece
+from jaxllm.serving.server.calls import Ended, Grammar
 from jaxllm.serving.server.executor import compile_grammars
 from jaxllm.serving.server.prompts import guided
-from tests.serving.server.test_executor import call, executor, observer, read, service
+from tests.serving.server.test_executor import call, dispatches, executor, read, service, written
 
-__all__ = ["executor", "observer", "service"]
+__all__ = ["dispatches", "executor", "service"]
 
 
 def test_no_call_waits_while_the_grammar_of_another_is_compiled(executor, service, monkeypatch):
@@ -46,10 +46,7 @@ def test_no_call_waits_while_the_grammar_of_another_is_compiled(executor, servic
 
     plain, *guided = asyncio.run(run())
     assert plain[-1].tokens == 12
-    assert ["".join(piece.text for piece in each if isinstance(piece, Piece)) for each in guided] == [
-        "aaa",
-        "bbb",
-    ]
+    assert [written(each)[0] for each in guided] == ["aaa", "bbb"]
 
 
 def test_no_call_waits_for_the_mask_of_another(executor, monkeypatch):
@@ -71,8 +68,7 @@ def test_no_call_waits_for_the_mask_of_another(executor, monkeypatch):
         ended.append(True)
         return await read(guided)
 
-    events = asyncio.run(run())
-    assert re.fullmatch("[ab][cd]", "".join(each.text for each in events if isinstance(each, Piece)))
+    assert re.fullmatch("[ab][cd]", written(asyncio.run(run()))[0])
 
 
 def test_one_grammar_of_an_app_waits_with_its_process_for_its_call_to_begin(service, monkeypatch):

@@ -18,24 +18,17 @@ from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.backend import EngineBackend
 from jaxllm.serving.server.canary import Canary, EngineFailed
 from jaxllm.serving.server.limits import Limits
-from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
+from tests.serving.server.talking import until
 from tests.tiny import write_tiny_bundle
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Engine:
-    def __init__(self) -> None:
-        self.asked = 0
-        self.error: Exception | None = None
+    """Counts what it is asked, at times that a test sets."""
+
+    asked, now = 0, 0.0
+    error: Exception | None = None
 
     def answer(self) -> None:
         self.asked += 1
@@ -43,9 +36,17 @@ class Engine:
             raise self.error
 
 
-def test_calls_that_fail_have_the_engine_answer_once_each() -> None:
-    engine, clock = Engine(), Clock()
-    canary = Canary(engine.answer, clock=clock)
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def canary(engine: Engine) -> Canary:
+    return Canary(engine.answer, clock=lambda: engine.now)
+
+
+def test_calls_that_fail_have_the_engine_answer_once_each(engine: Engine, canary: Canary) -> None:
     for error in (BundleError("changed"), NotFinite("nan"), IndexError("of whatever")):
         canary.failed(error)
         assert canary.suspected
@@ -63,17 +64,15 @@ def test_calls_that_fail_have_the_engine_answer_once_each() -> None:
 def test_the_engine_answers_ids_not_a_text() -> None:
     """A tokenizer may have none for a text: that would end a service whose engine is well."""
     asked: list[object] = []
-    engine = types.SimpleNamespace(generate=lambda prompt, config: asked.append((prompt, config.max_tokens)))
-    service, adapters = types.SimpleNamespace(engine=engine), types.SimpleNamespace(use=asked.append)
+    own = types.SimpleNamespace(generate=lambda prompt, config: asked.append((prompt, config.max_tokens)))
+    service, adapters = types.SimpleNamespace(engine=own), types.SimpleNamespace(use=asked.append)
     canary = Canary.of(service, adapters)  # pyright: ignore[reportArgumentType]
     canary.failed(IndexError("of whatever"))
     canary.step()
     assert asked == ["", ((0,), 1)]
 
 
-def test_an_engine_that_fails_three_times_in_a_row_is_given_up() -> None:
-    engine, clock = Engine(), Clock()
-    canary = Canary(engine.answer, clock=clock)
+def test_an_engine_that_fails_three_times_in_a_row_is_given_up(engine: Engine, canary: Canary) -> None:
     engine.error = BundleError("it was changed in place")
     canary.failed(engine.error)
     # A call that got something proves nothing: others may not.
@@ -82,32 +81,30 @@ def test_an_engine_that_fails_three_times_in_a_row_is_given_up() -> None:
     assert canary.suspected
     canary.step()
     assert engine.asked == 1, "not before some time has passed"
-    clock.now = 2
+    engine.now = 2
     canary.step()
     engine.error = None
-    clock.now = 4
+    engine.now = 4
     canary.step()
     assert not canary.suspected
     engine.error = BundleError("it was changed in place")
     canary.failed(engine.error)
     for now in (4, 6):
-        clock.now = now
+        engine.now = now
         canary.step()
-    clock.now = 8
+    engine.now = 8
     with pytest.raises(EngineFailed, match="cannot answer any more: it was changed in place"):
         canary.step()
 
 
-def test_readiness_asks_where_nobody_was_answered_for_a_while() -> None:
-    engine, clock = Engine(), Clock()
-    canary = Canary(engine.answer, clock=clock)
+def test_readiness_asks_where_nobody_was_answered_for_a_while(engine: Engine, canary: Canary) -> None:
     canary.check()
     assert engine.asked == 0
-    clock.now = 61
+    engine.now = 61
     for _ in range(3):
         canary.check()
     assert engine.asked == 1
-    clock.now, engine.error = 122, OSError("of a device")
+    engine.now, engine.error = 122, OSError("of a device")
     for _ in range(3):
         canary.check()
     assert (engine.asked, canary.suspected) == (2, True)
@@ -119,9 +116,12 @@ def test_a_model_file_that_is_touched_ends_the_service(
     """Its content may be another now: the process that comes next opens it again."""
     monkeypatch.setattr(canaries, "_PAUSE_S", 0.2)
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm")
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
+    # The shapes of the room's plain service.
+    options = EngineOptions(
+        context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
+    )
     service = LLMService.open(path, options=options)
-    executor, backend = make_executor(service, SchedulerOptions()), EngineBackend(Limits())
+    executor, backend = make_executor(service), EngineBackend(Limits())
     executor.start()
     backend.opened(executor, "tiny")
 
@@ -139,10 +139,7 @@ def test_a_model_file_that_is_touched_ends_the_service(
             assert "context" not in error["message"]
             assert str(path) not in failed.text
             assert (await http.get("/ready")).status_code == 503
-            late_s = time.monotonic() + 300
-            while executor.alive:
-                assert time.monotonic() < late_s
-                await asyncio.sleep(0.05)
+            await asyncio.to_thread(until, lambda: not executor.alive)
             assert (await http.get("/health")).status_code == 503
 
     try:
@@ -155,9 +152,8 @@ def test_a_model_file_that_is_touched_ends_the_service(
     assert "changed in place" in caplog.text
 
 
-def test_nobody_has_to_call_to_find_a_touched_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_has_to_call_to_find_a_touched_file(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canaries, "_STALE_S", 0.0)
-    engine = Engine()
     engine.error = BundleError("changed")
     canary = Canary(engine.answer)
     executor = types.SimpleNamespace(

@@ -1,13 +1,16 @@
-"""Limits of what apps take with contexts; a full disk, encrypted storage, floods."""
+"""Limits of what apps take with contexts; a full disk, storage that fails for a while, floods."""
 
 import concurrent.futures
 import errno
+import functools
 import threading
 
 import httpx
+import pytest
 
 from jaxllm.serving.contexts import store as stores
 from jaxllm.serving.server.limits import AppLimits, Limits
+from tests.faults import FailingDevice
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed
 
 
@@ -61,32 +64,15 @@ def test_a_full_disk_answers_507_and_the_service_lives(served, http, monkeypatch
     assert facts(http, name, "hi", 1)["prompt_tokens"] > before
 
 
-def test_encrypted_contexts(served, http, tmp_path):
-    before = served.service.contexts.options.folder
-    served.restart(folder=tmp_path / "sealed", encryption=tmp_path / "keys")
-    try:
-        name = made(http)
-        facts(http, name, [9] * 40, 8)
-        assert list((tmp_path / "keys").iterdir())
-        served.restart()
-        assert facts(http, name, [1])["reused_tokens"] >= 32
-    finally:
-        served.restart(folder=before, encryption=None)
-
-
 def test_many_requests_for_contexts_are_bounded(served, monkeypatch):
     """An app that floods the engine with other work than answers is refused."""
     enter = threading.Event()
     held = served.executor.work("spy", lambda: enter.wait(20))
     try:
         with concurrent.futures.ThreadPoolExecutor(24) as pool:
-            asked = [
-                pool.submit(
-                    httpx.get, f"{served.url}/v1/contexts", timeout=60,
-                    headers={"x-api-key": served.keys["mail"]},
-                )
-                for _ in range(24)
-            ]  # fmt: skip
+            key = {"x-api-key": served.keys["mail"]}
+            ask = functools.partial(httpx.get, f"{served.url}/v1/contexts", timeout=60, headers=key)
+            asked = [pool.submit(ask) for _ in range(24)]
             done, _ = concurrent.futures.wait(asked, timeout=60, return_when="FIRST_COMPLETED")
             assert {each.result().status_code for each in done} == {429}
             enter.set()
@@ -94,3 +80,32 @@ def test_many_requests_for_contexts_are_bounded(served, monkeypatch):
     finally:
         enter.set()
     assert held.result(20)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOSPC, errno.EIO])
+def test_a_context_that_cannot_be_read_for_a_moment_is_not_gone(served, http, error):
+    """There, gone, or not known: none is forgotten for an error."""
+    name, other = made(http), made(http)
+    before = facts(http, name, FOX, 20)["context_tokens"]
+    store = served.service.contexts.store
+    store.wait()
+    with FailingDevice(store.root, at=None) as device:
+        device.fail(error)
+        answers = [
+            *(said(http, each, [5], 1) for each in (name, other, name, other)),
+            http.post(f"/v1/contexts/{other}/pin", json={"pinned": True}),
+            http.delete(f"/v1/contexts/{other}"),
+        ]
+        # One that was never made is gone all the same.
+        assert said(http, "0" * 16, [5], 1).status_code == 404
+    codes = [(each.status_code, each.json()["error"]["code"]) for each in answers if each.status_code != 200]
+    # The catalog is open: some calls need no further file.
+    assert len(codes) >= 3
+    assert set(codes) <= {(500, "storage_failed"), (503, "storage_failed"), (507, "budget_exceeded")}
+    assert all("retry-after" in each.headers for each in answers if each.status_code == 503)
+    # An error of writing in the background is told once.
+    said(http, name, [5], 1)
+    assert facts(http, name, [5], 1)["context_tokens"] >= before
+    assert http.get(f"/v1/contexts/{name}").status_code == 200
+    served.restart()
+    assert facts(http, name, [5], 1)["context_tokens"] >= before

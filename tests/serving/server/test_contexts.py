@@ -15,6 +15,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.server.limits import AppLimits, Limits
 from tests.serving.server.context_service import WHOLE, WINDOW
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed, user
+from tests.serving.server.test_executor import call, together
 from tests.tiny import END_ID
 
 GREEDY = Sampling(logit_bias=((END_ID, -100.0),))
@@ -47,7 +48,7 @@ def test_the_papers_calls(served):
         context.delete()
 
 
-def test_turns_by_every_format(http):
+def test_turns_by_every_format_and_what_is_no_turn_is_refused_and_changes_nothing(http):
     name = made(http)
     system = {"role": "system", "content": "Be short."}
     begun = facts(http, name, [system, user("hello")])
@@ -59,30 +60,20 @@ def test_turns_by_every_format(http):
     results = [{"role": "tool", "tool_call_id": "1", "content": "rain"}, user("so?")]
     assert said(http, name, results, 2).status_code == 200
     assert http.get(f"/v1/contexts/{name}").json()["tokens"] == facts(http, name, [1], 1)["prompt_tokens"] - 1
-
-
-def test_what_is_no_turn_is_refused_and_changes_nothing(http):
-    name = made(http)
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-    facts(http, name, [user("hello")])
     before = http.get(f"/v1/contexts/{name}").json()
     for wrong, more in (
-        ([{"role": "system", "content": "Be long."}, user("hello")], {}),
-        ([user("a"), user("b")], {}),
-        ([user("a"), {"role": "assistant", "content": "b"}], {}),
-        ([user("hello")], {"tools": [tool]}),
-        ([user("hello")], {"slo": {"joules": 2}}),
-        ([user("x" * 4 * WINDOW)], {}),
-        ([70_000], {}),
-        ("  ", {}),
-    ):
+        ([{"role": "system", "content": "Be long."}, user("hello")], {}), ([user("a"), user("b")], {}),
+        ([user("a"), {"role": "assistant", "content": "b"}], {}), ([user("hello")], {"tools": [tool]}),
+        ([user("hello")], {"slo": {"joules": 2}}), ([user("x" * 4 * WINDOW)], {}), ([70_000], {}), ("  ", {}),
+    ):  # fmt: skip
         answer = said(http, name, wrong, 8, **more)
         assert answer.status_code == 400, answer.text
     assert "earlier turns" in said(http, name, [user("a"), user("b")]).json()["error"]["message"]
     assert http.get(f"/v1/contexts/{name}").json() == before
 
 
-def test_a_context_has_its_level_until_an_objective_allows_more(http):
+def test_a_context_has_its_level_until_an_objective_allows_more(served, http):
     assert http.post("/v1/contexts", json={"level": 70}).status_code == 400
     name = made(http, level=50)
     told = facts(http, name, FOX, 20)
@@ -100,9 +91,7 @@ def test_a_context_has_its_level_until_an_objective_allows_more(http):
     told = facts(http, name, "so?")
     assert told["level"] == 100
     assert told["reused_tokens"] > 16
-
-
-def test_a_context_that_changed_its_level_answers_as_a_new_one_of_that_level(served, http):
+    # It answers as a new one of that level.
     name = made(http, level=50)
     facts(http, name, FOX, 20)
     before = served.service.contexts.store.record(name)
@@ -200,18 +189,7 @@ def test_a_fork_leaves_the_context_as_it_is(served, http):
 
 def forked(served, name, tokens, prompt):
     """The events of a call that forks a context."""
-    import asyncio
-
-    from jaxllm.serving.server.calls import Call
-
-    config = GenerationConfig(max_tokens=8, ignore_eos=True)
-    call = Call(app="mail", request_id="1", prompt=prompt, config=config, context=name, context_tokens=tokens)
-
-    async def run():
-        ticket = served.executor.submit(call, asyncio.get_running_loop())
-        return [event async for event in ticket.events()]
-
-    return asyncio.run(run())
+    return together(served.executor, call(prompt, tokens=8, context=name, context_tokens=tokens))[0]
 
 
 def test_one_call_at_a_time_in_a_context(served, http, monkeypatch):

@@ -1,4 +1,5 @@
-"""The service as a process: started by systemd's means, called by real clients, drained, restarted."""
+"""The service as a process: started by systemd's means, called by real clients, drained, restarted, and ended
+when it does not end well."""
 
 import contextlib
 import json
@@ -12,22 +13,41 @@ import httpx
 import openai
 import pytest
 
+from jaxllm.checkpoints.peft import write_adapter
+from jaxllm.client import Client
+from jaxllm.models.lora import LoraConfig
+from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.server.identity import add_key
+from tests.models.test_lora import random_adapter
 from tests.serving.server.daemons import MAIN, Process
-from tests.tiny import write_tiny_bundle
+from tests.serving.server.hard_clients import raw_request
+from tests.tiny import END_ID, TINY, write_tiny_bundle
 
-# Each dispatch takes a while, so that answers run when signals come.
+# Each dispatch takes a while, so that answers run when something happens; where the file is there, the
+# engine's thread dies. The daemon sees it once another file is there, so that calls until then can be tested.
 SLOWLY = (
     """
-import time
+import asyncio, os, time
 from jaxllm.serving.engine import step as batch
-from jaxllm.serving.server import executor
+from jaxllm.serving.server import daemon, executor
+watch = daemon.Daemon._watch
+async def watch_once_told(self):
+    while not os.path.exists(os.environ["WATCH"]):
+        await asyncio.sleep(0.05)
+    await watch(self)
+daemon.Daemon._watch = watch_once_told
 def slow(dispatch):
     def slowly(*arguments):
-        time.sleep(0.1)
+        time.sleep(float(os.environ["DISPATCH_S"]))
         dispatch(*arguments)
     return slowly
 batch.decode_together, executor.step = slow(batch.decode_together), slow(executor.step)
+choose = executor.next_action
+def choose_or_die(*arguments):
+    if os.path.exists(os.environ["DEATH"]):
+        raise MemoryError("the test says so")
+    return choose(*arguments)
+executor.next_action = choose_or_die
 """
     + MAIN
 )
@@ -40,122 +60,162 @@ daemon.open_service = lambda *_, **__: time.sleep(3600)
 """
     + MAIN
 )
-LIMITS = "[limits]\nin_flight = {}\n"
-CALL = {"prompt": "hello", "max_tokens": 100, "logit_bias": {"262": -100}, "temperature": 0}
+CALL = {"prompt": "hello", "max_tokens": 100, "logit_bias": {str(END_ID): -100}, "temperature": 0}
+STREAM = CALL | {"stream": True}
+OPTIONS = 'http = "127.0.0.1:0"\ncontext_tokens = 128\nbatch_rows = []\n'
 
 
 class Service:
-    """The service that the tests of this module share, and both of its ends."""
+    """A slow service of a tiny model; answers operators over its socket `s`."""
+
+    def __init__(self, folder, config, *arguments, model=None, dispatch_s=0.3, **more):
+        self.config, self.path = folder / "service.toml", folder / "s"
+        self.death, self.watch = folder / "death", folder / "watch"
+        self.config.write_text(config)
+        own = {"DEATH": str(self.death), "WATCH": str(self.watch), "DISPATCH_S": str(dispatch_s)}
+        model = model or write_tiny_bundle(folder / "tiny.jaxllm", "int4")
+        self.process = Process(
+            folder, "--model", model, "--config", self.config, *arguments, script=SLOWLY,
+            environment=own | more.pop("environment", {}), **more,
+        )  # fmt: skip
+        self.url = ""
+
+    def __enter__(self):
+        """Waits until it answers over HTTP."""
+        self.url = self.process.ready()
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+
+    def post(self, **more):
+        return httpx.post(self.url + "/v1/completions", json=CALL | more, timeout=60)
+
+    def read_again(self, text, told="limits were read"):
+        """Lets it read other options."""
+        before = self.process.text().count(told)
+        self.config.write_text(text)
+        self.process.signal(signal.SIGHUP)
+        self.process.until(lambda: self.process.text().count(told) > before)
+
+    @contextlib.contextmanager
+    def streams(self, count=1):
+        """The lines of answers that have begun."""
+        with httpx.Client(base_url=self.url, timeout=60) as client, contextlib.ExitStack() as stack:
+            begun = []
+            for _ in range(count):
+                response = stack.enter_context(client.stream("POST", "/v1/completions", json=STREAM))
+                assert response.status_code == 200
+                begun.append(response.iter_lines())
+                next(begun[-1])
+            yield begun
+
+
+class Systemd:
+    """Listens to what a service tells it, and passes it its sockets."""
 
     def __init__(self, folder):
-        self.config, self.path = folder / "service.toml", folder / "s"
-        self.config.write_text("context_tokens = 128\nbatch_rows = [2]\nmemory = '8GB'\n" + LIMITS.format(8))
-        with contextlib.ExitStack() as stack:
-            tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            unix = stack.enter_context(socket.socket(socket.AF_UNIX))
-            unix.bind(str(self.path))
-            unix.listen()
-            self.systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self.systemd.bind(str(folder / "notify"))
-            # Read all the time, as systemd does: ten unread states are all that the system keeps.
-            self._states: queue.Queue[str] = queue.Queue()
-            self._listening = threading.Thread(target=self._listen)
-            self._listening.start()
-            self.url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
-            self.process = Process(
-                folder, "--model", write_tiny_bundle(folder / "tiny.jaxllm", "int4"), "--config", self.config,
-                script=SLOWLY, passed=(tcp, unix),
-                environment={"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "3000000"},
-            )  # fmt: skip
+        self.name = folder / "notify"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(self.name))
+        # Read all the time: ten unread states are all that the system keeps.
+        self._states: queue.Queue[str] = queue.Queue()
+        self._listening = threading.Thread(target=self._listen)
+        self._listening.start()
 
     def _listen(self):
-        with contextlib.suppress(OSError):
-            while told := self.systemd.recv(1000).decode():
-                self._states.put(told)
+        while told := self._socket.recv(1000).decode():
+            self._states.put(told)
 
     def close(self):
-        self.systemd.sendto(b"", self.systemd.getsockname())
+        self._socket.sendto(b"", str(self.name))
         self._listening.join()
-        self.systemd.close()
+        self._socket.close()
 
     def told(self, state):
-        """Waits until systemd has been told of a state."""
+        """Waits until it has been told of a state."""
         while state not in self._states.get(timeout=60):
             pass
 
-    def streams(self, count=1):
-        """Answers that have begun, as their streams, and what closes them."""
-        client = httpx.Client(base_url=self.url, timeout=60)
-        stack = contextlib.ExitStack()
-        stack.enter_context(client)
-        begun = []
-        for _ in range(count):
-            response = stack.enter_context(
-                client.stream("POST", "/v1/completions", json=CALL | {"stream": True})
-            )
-            assert response.status_code == 200
-            lines = response.iter_lines()
-            next(lines)
-            begun.append(lines)
-        return begun, stack
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with a model and adapters."""
+    folder = tmp_path_factory.mktemp("service")
+    write_tiny_bundle(folder / "tiny.jaxllm", "int4")
+    for seed, name in enumerate(("formal", "terse", "late")):
+        lora = LoraConfig(rank=2, alpha=16)
+        write_adapter(folder / "adapters" / name, TINY, lora, random_adapter(TINY, lora, seed))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    made = Service(tmp_path_factory.mktemp("service"))
-    try:
+def systemd(root):
+    with contextlib.closing(Systemd(root)) as made:
         yield made
-    finally:
-        made.process.kill()
-        made.close()
 
 
-def test_it_is_ready_when_warm_and_tells_systemd(service):
+def options(root, in_flight=8, app="other"):
+    """Options of the shared service."""
+    return f"""
+context_tokens = 128
+batch_rows = [2]
+memory = "8GB"
+adapters = "adapters"
+contexts = "contexts"
+context_keys = "{root}/keys"
+[adapter]
+formal = "adapters/formal"
+[objectives]
+{app} = "<40,70>"
+[limits]
+in_flight = {in_flight}
+"""
+
+
+@pytest.fixture(scope="module")
+def service(root, systemd):
+    """The service that the tests of this module share."""
+    with contextlib.ExitStack() as stack:
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        unix = stack.enter_context(socket.socket(socket.AF_UNIX))
+        unix.bind(str(root / "s"))
+        unix.listen()
+        made = Service(
+            # Before those of the file.
+            root, options(root), "--adapter", f"terse={root / 'adapters/terse'}", model=root / "tiny.jaxllm",
+            dispatch_s=0.1, passed=(tcp, unix),
+            environment={"NOTIFY_SOCKET": str(systemd.name), "WATCHDOG_USEC": "3000000"},
+        )  # fmt: skip
+        made.watch.touch()
+        made.url = f"http://127.0.0.1:{tcp.getsockname()[1]}"
+    yield made
+    made.process.kill()
+
+
+def test_it_is_ready_when_warm_and_tells_systemd(service, systemd):
     # A client may connect, and is answered, from the start on.
     assert httpx.get(service.url + "/health", timeout=60).json()["status"] == "ok"
-    service.told("WATCHDOG=1")
-    service.told("READY=1")
+    for state in ("WATCHDOG=1", "READY=1"):
+        systemd.told(state)
     assert httpx.get(service.url + "/ready").status_code == 200
     assert httpx.get(service.url + "/health").json()["profile"]["kind"] in {"coarse", "whole"}
-    service.told("WATCHDOG=1")
-
-
-def test_the_openai_client(service):
-    with openai.OpenAI(base_url=service.url + "/v1", api_key="none") as client:
-        name = client.models.list().data[0].id
-        said = [{"role": "user", "content": "hello"}]
-        answer = client.chat.completions.create(model=name, messages=said, max_tokens=4)  # pyright: ignore
-        assert answer.usage.completion_tokens <= 4
-        text = "".join(
-            each.choices[0].text
-            for each in client.completions.create(
-                model=name, prompt="hello", max_tokens=16, temperature=0, stream=True
-            )
-            if each.choices
-        )
-        assert text
+    systemd.told("WATCHDOG=1")
 
 
 def test_over_the_socket_an_app_is_known_by_its_user(service):
-    transport = httpx.HTTPTransport(uds=str(service.path))
-    with httpx.Client(transport=transport, base_url="http://service") as client:
-        assert client.post("/v1/completions", json=CALL | {"max_tokens": 2}).status_code == 200
-        figures = client.get("/metrics").text
+    with Client(socket=service.path) as client:
+        assert client.complete("hello", max_tokens=2).result().text is not None
+        figures = client.http.get("/metrics").text
     # The kinds of what the engine did, and its memory against the budget.
     assert 'jaxllm_dispatched_tokens_total{kind="prefill"}' in figures
     assert "jaxllm_memory_limit_bytes 8e+09" in figures
     assert 'jaxllm_holding_limit_bytes{holding="prefixes"} 2.68435456e+08' in figures
-    assert re.search(r'jaxllm_calls_ended_total\{app="uid-\d+",\w+="\w+"\} 1.0', figures), figures
-
-
-def test_strange_hosts_and_pages_are_refused(service):
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
-        assert httpx.get(service.url + "/v1/models", headers=headers).status_code == 403
-    assert "<html" in httpx.get(service.url + "/").text
+    assert re.search(r'jaxllm_calls_ended_total\{app="uid-\d+",\w+="\w+"\} \d', figures), figures
 
 
 def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
-    body = {"prompt": "my secret", "max_tokens": 3, "logit_bias": {"262": -100}}
+    body = {"prompt": "my secret", "max_tokens": 3, "logit_bias": {str(END_ID): -100}}
     headers = {"X-Request-Id": "mine-1", "Authorization": "Bearer sesame"}
     answer = httpx.post(service.url + "/v1/completions?q=hidden", json=body, headers=headers)
     assert answer.headers.get_list("x-request-id") == ["mine-1"]
@@ -163,6 +223,9 @@ def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
         service.url + "/v1/models", headers={"Host": "evil.example", "X-Request-Id": "no good"}
     )
     name = refused.headers["x-request-id"]
+    page = httpx.get(service.url + "/v1/models", headers={"Origin": "https://evil.example"})
+    assert page.status_code == 403
+    assert "<html" in httpx.get(service.url + "/").text
     service.process.until(lambda: name in service.process.text())
     log = service.process.text()
     records = [json.loads(line) for line in log.splitlines() if '"jaxllm.access"' in line]
@@ -177,55 +240,167 @@ def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
         assert secret not in log
 
 
-def test_limits_are_read_again_and_counted(service):
+def test_limits_are_read_again_and_counted(service, root):
     log = service.process
     log.until(lambda: "ready:" in log.text())
-    service.config.write_text(LIMITS.format(1))
-    log.signal(signal.SIGHUP)
-    log.until(lambda: "limits were read" in log.text())
-    (first,), stack = service.streams()
-    with stack:
-        refused = httpx.post(service.url + "/v1/completions", json=CALL)
+    service.read_again(options(root, in_flight=1))
+    with service.streams() as (first,):
+        refused = service.post()
         assert refused.status_code == 429
         assert "Retry-After" in refused.headers
         # The end gives back what the call took.
         assert [*first][-2].startswith("data: [DONE]")
-    assert httpx.post(service.url + "/v1/completions", json=CALL | {"max_tokens": 1}).status_code == 200
-    (left,), stack = service.streams()
-    del left
+    assert service.post(max_tokens=1).status_code == 200
     # And so does a client that leaves.
-    stack.close()
+    with service.streams():
+        pass
     log.until(lambda: 'calls_cancelled_total{app="local"} 1.0' in httpx.get(service.url + "/metrics").text)
-    assert httpx.post(service.url + "/v1/completions", json=CALL | {"max_tokens": 1}).status_code == 200
-    service.config.write_text("limits = 1")
-    log.signal(signal.SIGHUP)
-    log.until(lambda: "limits stay as they are" in log.text())
-    service.config.write_text(LIMITS.format(8))
-    log.signal(signal.SIGHUP)
-    log.until(lambda: log.text().count("limits were read") == 2)
+    assert service.post(max_tokens=1).status_code == 200
+    service.read_again("limits = 1", "limits stay as they are")
+    service.read_again(options(root))
 
 
-def test_it_drains_at_sigterm(service):
-    """The last of the shared service."""
-    lines, stack = service.streams(2)
-    with stack:
+@pytest.mark.slow
+def test_adapters_and_objectives_by_options(service, root):
+    with (
+        Client(socket=service.path) as client,
+        openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as ours,
+    ):
+
+        def asked(name):
+            answer = ours.completions.create(
+                model=name, prompt="the quick brown fox", max_tokens=24, temperature=0,
+                logit_bias=CALL["logit_bias"],
+            )  # fmt: skip
+            return answer.choices[0].text
+
+        # Who is on the loopback operates, as long as there are no keys.
+        ours.post("/adapters", body={"name": "late"}, cast_to=object)
+        texts = [asked(name) for name in ("tiny", "tiny:terse", "tiny:late", "tiny")]
+        assert len(set(texts)) == 3
+        assert texts[0] == texts[3]
+        with pytest.raises(openai.NotFoundError, match="no adapter"):
+            asked("tiny:formal")
+        ours.delete("/adapters/late", cast_to=object)
+        context = client.new_context(adapter="terse")
+        assert context.generate("hello there", max_tokens=8).result().facts["adapter"] == "terse"
+        context.delete()
+        # Objectives are the app's, by the options and by itself.
+        assert client.objective()["slo"] is None
+        service.read_again(options(root, app=f"uid-{root.stat().st_uid}"))
+        service.process.until(lambda: client.objective()["slo"] == "<40,70>")
+        told = client.call("hello", max_tokens=2).result().facts
+        assert (told["slo"], told["slo_from"]) == ("<40,70>", "app")
+        client.bind({"total_ms": 1e6})
+        assert client.call("hello", max_tokens=2).result().facts["slo"] == {"total_ms": 1e6}
+
+
+@pytest.mark.slow
+def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_told(
+    service, systemd, root, tmp_path
+):
+    """The last of the shared service; the next one has its contexts, and is the one whose engine dies."""
+    with Client(socket=service.path) as client:
+        context = client.new_context()
+        told = context.generate("my secret is swordfish", max_tokens=8).result().facts
+    (root / "second").mkdir()
+    with Process(root / "second", "--model", root / "tiny.jaxllm", "--config", service.config) as second:
+        assert second.ended() == 1
+        assert "contexts is in use by another process" in second.text()
+    with service.streams(2) as streams:
         service.process.signal(signal.SIGTERM)
-        service.told("STOPPING=1")
-        refused = httpx.post(service.url + "/v1/completions", json=CALL)
+        systemd.told("STOPPING=1")
+        refused = service.post()
         assert refused.status_code == 503, refused.text
         assert httpx.get(service.url + "/ready").status_code == 503
-        for each in lines:
+        for each in streams:
             assert "data: [DONE]" in [*each]
     assert service.process.ended() == 0, service.process.text()
+    with ContextStore(root / "contexts") as store:
+        assert store.records() == []
+        assert "is encrypted" in store.damage()[0].reason
+
+    config = f'{OPTIONS}attend_coded = true\ncontext_keys = "{root}/keys"\ncontext_budget = "1MB"\n'
+    third = Service(
+        tmp_path, config, "--socket", tmp_path / "s", "--contexts", root / "contexts",
+        model=root / "tiny.jaxllm",
+    )  # fmt: skip
+    with third:
+        third.read_again(config.replace("1MB", "2MB"), "contexts may take 2,000,000 bytes")
+        with Client(socket=third.path) as client:
+            (there,) = client.contexts()
+            assert (there.name, there.facts["tokens"]) == (context.name, told["context_tokens"])
+            assert there.generate("and?", max_tokens=4).result().facts["reused_tokens"] >= 16
+            there.delete()
+            assert client.contexts() == []
+        with third.streams() as (lines,):
+            third.death.touch()
+            assert re.search("the engine has failed.*send the request again", error_of(lines))
+        health = httpx.get(third.url + "/health", timeout=60)
+        assert health.status_code == 503, health.text
+        assert httpx.get(third.url + "/ready", timeout=60).status_code == 503
+        refused = third.post()
+        assert refused.status_code == 503, refused.text
+        third.watch.touch()
+        assert third.process.ended() == 1
+        assert "the test says so" in third.process.text()
+
+
+def error_of(lines):
+    """The error that ended a stream."""
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "error" in events[-1], events[-1]
+    return events[-1]["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_reader_that_never_reads_holds_up_no_other(tmp_path):
+    """And, as the last of this service, what does not end in time is ended when it drains."""
+    with Service(tmp_path, OPTIONS + "drain_s = 0.5\n") as service:
+        host, port = service.url.removeprefix("http://").split(":")
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                deaf = stack.enter_context(socket.socket())
+                deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+                deaf.connect((host, int(port)))
+                deaf.sendall(raw_request(STREAM, {}))
+            assert service.post(max_tokens=5).json()["usage"]["completion_tokens"] == 5
+        with service.streams() as (lines,):
+            service.process.signal(signal.SIGTERM)
+            assert "stopped in the middle" in error_of(lines)
+        assert service.process.ended() == 0, service.process.text()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    with Service(tmp_path, OPTIONS + "drain_s = 60\n") as service:
+        with service.streams() as (lines,):
+            service.process.signal(signal.SIGTERM)
+            service.process.until(lambda: "draining" in service.process.text())
+            service.process.signal(signal.SIGTERM)
+            assert service.process.ended() == 1
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+        assert "at once" in service.process.text()
+
+
+@pytest.mark.parametrize(
+    "name", ["broken.jaxllm", pytest.param("nothing.jaxllm", marks=pytest.mark.campaign)]
+)
+def test_a_model_that_cannot_be_opened_ends_it(tmp_path, name):
+    (tmp_path / "broken.jaxllm").write_bytes(b"no bundle")
+    with Process(tmp_path, "--model", tmp_path / name, "--socket", tmp_path / "s") as process:
+        assert process.ended() == 1, process.text()
+        assert "jaxllm" in process.text().splitlines()[-1]
+        assert "Traceback" not in process.text()
 
 
 def test_it_answers_and_stops_while_it_loads(tmp_path):
     path = tmp_path / "own"
     app, _ = add_key(tmp_path / "keys.json", "mail")
     operator, _ = add_key(tmp_path / "keys.json", "admin", operator=True)
-    process = Process(tmp_path, "--socket", path, "--http", "127.0.0.1:0", script=LOADING)
-    try:
-        url = process.until(lambda: re.search(r"listening on (http://127[^\s\"]+)", process.text()))[1]
+    with Process(tmp_path, "--socket", path, "--http", "127.0.0.1:0", script=LOADING) as process:
+        url = process.listens()
         for key, status in ((app, 403), (operator, 200)):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.get(url + "/metrics", headers=headers).status_code == status
@@ -243,5 +418,3 @@ def test_it_answers_and_stops_while_it_loads(tmp_path):
         process.signal(signal.SIGINT)
         assert process.ended() == 0, process.text()
         assert not path.exists()
-    finally:
-        process.kill()

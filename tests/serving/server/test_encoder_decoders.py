@@ -1,20 +1,19 @@
 """The engine's thread with an encoder-decoder: sources as texts and as conversations, in turns."""
 
+import contextlib
 import dataclasses
 
 import pytest
 
-from jaxllm import Engine, EngineOptions
+from jaxllm import EngineOptions
 from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
 from jaxllm.serving.elastic.objectives import Latency
 from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.calls import Conversation, Piece
 from jaxllm.serving.server.limits import AppLimits
 from jaxllm.serving.server.opening import live_turns
-from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.service import LLMService, planner_of
+from jaxllm.serving.server.service import LLMService
 from jaxllm.text.prompts import Prompt
 from tests import tiny_encdec
 from tests.serving.server.executors import make_executor
@@ -23,23 +22,26 @@ from tests.serving.server.test_executor import call, together
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    path = tiny_encdec.write_bundle(
-        tmp_path_factory.mktemp("model") / "t5.jaxllm", prefix="the ", tasks={"greeting": "hello "}
-    )
+    folder = tmp_path_factory.mktemp("model")
+    path = tiny_encdec.write_bundle(folder / "t5.jaxllm", prefix="the ", tasks={"greeting": "hello "})
     options = EngineOptions(context_tokens=48, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
-    engine = Engine.open(path, options=options)
-    profile = measure_coarsely(engine)
-    service = LLMService.of_engine(engine, planner_of(engine, profile), profile)
-    yield service
-    service.close()
+    contexts = ContextOptions(folder=folder / "contexts")
+    with contextlib.closing(LLMService.open(path, options=options, contexts=contexts)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def executor(service):
-    made = make_executor(service, SchedulerOptions())
+    adapters = Adapters(service.engine.model)
+    turns = live_turns(service, adapters, lambda app: AppLimits())
+    made = make_executor(service, adapters=adapters, contexts=turns)
     made.start()
     yield made
     made.stop(0)
+
+
+def tokens_of(events):
+    return [token for each in events if isinstance(each, Piece) for token in each.tokens]
 
 
 def asked(*messages, tools=()):
@@ -57,8 +59,7 @@ def test_sources_are_answered_in_turns(executor, service):
     # The same again takes no cache of the first time.
     for _ in range(2):
         for source, events in zip(sources, together(executor, *calls), strict=True):
-            tokens = [token for each in events if isinstance(each, Piece) for token in each.tokens]
-            assert tokens == service.engine.stream(source, call().config).result().tokens
+            assert tokens_of(events) == service.engine.stream(source, call().config).result().tokens
     assert len(executor.sessions) == 0
 
 
@@ -68,38 +69,25 @@ def test_calls_and_prompts_name_a_task(executor, service):
     calls = [dataclasses.replace(call(each), config=config) for each in ("you", asked(("user", "you")))]
     wanted = service.engine.stream("hello you", plain.config).result().tokens
     for events in together(executor, *calls, dataclasses.replace(calls[1], shorten=True)):
-        assert [token for each in events if isinstance(each, Piece) for token in each.tokens] == wanted
+        assert tokens_of(events) == wanted
     asked_by_name = service.tokenize(Prompt(user="you", task="greeting"))
     assert list(asked_by_name.ids) == service.engine.tokenizer.encode("hello you")
     with pytest.raises(ConfigError, match="the model has no task 'farewell': there are greeting"):
         together(executor, dataclasses.replace(plain, config=dataclasses.replace(config, task="farewell")))
 
 
-def test_contexts_go_on_with_what_the_decoder_says(service, tmp_path):
-    folder = tmp_path / "contexts"
-    kept = LLMService.open(
-        service.engine.model.bundle.path,
-        options=service.engine.options,
-        contexts=ContextOptions(folder=folder),
-    )
-    adapters = Adapters(kept.engine.model)
-    contexts = live_turns(kept, adapters, lambda app: AppLimits())
-    executor = make_executor(kept, SchedulerOptions(), adapters=adapters, contexts=contexts)
-    executor.start()
+def test_contexts_go_on_with_what_the_decoder_says(service, executor):
+    contexts = executor.contexts
+    name = contexts.create("mail").name
 
     def turn(prompt, **more):
-        *_, started, ended = [
-            each
-            for each in together(executor, call(prompt, context=name, **more))[0]
-            if not isinstance(each, Piece)
-        ]
-        return started, ended
+        (events,) = together(executor, call(prompt, context=name, **more))
+        return [each for each in events if not isinstance(each, Piece)][-2:]
 
-    name = contexts.create("mail").name
     first, ended = turn(asked(("user", "quick you")))
     source = service.engine.tokenizer.encode("the quick you")
     assert (first.prompt_tokens, first.context_tokens) == (len(source), 0)
-    assert kept.contexts.record("mail", name).source == tuple(source)
+    assert service.contexts.record("mail", name).source == tuple(source)
     said = service.engine.tokenizer.encode("you", add_special_tokens=False)
     for prompt in ("you", asked(("assistant", "you"))):
         before = len(source) + ended.context_tokens
@@ -108,7 +96,7 @@ def test_contexts_go_on_with_what_the_decoder_says(service, tmp_path):
         assert second.reused_tokens == before - len(source) - 1
     # An empty text goes on.
     _, ended = turn("")
-    tokens = kept.contexts.record("mail", name).tokens
+    tokens = service.contexts.record("mail", name).tokens
     request = service.engine.request(tokens[: -ended.tokens], call().config, source=source)
     assert tuple(service.engine.submit(request).result().tokens) == tokens[-ended.tokens :]
     with pytest.raises(ConfigError, match="has one source, its first turn's"):
@@ -116,20 +104,15 @@ def test_contexts_go_on_with_what_the_decoder_says(service, tmp_path):
     # From the beginning, and in the middle of what it said.
     for count, prompt in ((0, asked(("user", "you"))), (3, asked(("assistant", "you")))):
         _, fork = turn(prompt, context_tokens=count)
-        record = kept.contexts.record("mail", fork.context)
+        record = service.contexts.record("mail", fork.context)
         assert (fork.context != name, record.source == tuple(source)) == (True, count > 0)
-    executor.stop(0)
-    kept.close()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "what"),
-    [
+def test_conversations_that_are_no_source(executor):
+    for prompt, what in (
         (asked(("user", "a"), ("assistant", "b"), ("user", "c")), "no later turns"),
         (asked(("user", "a"), tools=({"name": "f"},)), "tools are not for encoder-decoders"),
         (asked(("user", " ")), "the source is empty"),
-    ],
-)
-def test_conversations_that_are_no_source(executor, prompt, what):
-    with pytest.raises(ConfigError, match=what):
-        together(executor, call(prompt))
+    ):
+        with pytest.raises(ConfigError, match=what):
+            together(executor, call(prompt))

@@ -1,56 +1,44 @@
-"""The engine's thread, with a tiny model: turns, cancels, errors, a full queue, the end."""
+"""The engine's thread, with a tiny model: turns, cancels, errors, other work, a full queue, the end."""
 
 import asyncio
 import dataclasses
 import re
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from jaxllm import EngineOptions, GenerationConfig
+from jaxllm import GenerationConfig
 from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
 from jaxllm.serving.elastic.objectives import Latency, whole_cost
 from jaxllm.serving.elastic.planner import Load, Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.engine.step import step
-from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.server import executor as executors
 from jaxllm.serving.server.calls import Call, Conversation, Ended, Grammar, Piece, Refused, Started
+from jaxllm.serving.server.executor import EngineWork
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
-from tests.tiny import write_tiny_bundle
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    path = write_tiny_bundle(tmp_path_factory.mktemp("executor") / "tiny.jaxllm")
-    options = EngineOptions(context_tokens=128, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
-    return LLMService.open(path, options=options)
-
-
-class Observer:
-    """Remembers dispatches."""
-
-    def __init__(self):
-        self.seen = []
-
-    def dispatched(self, dispatch):
-        self.seen.append(dispatch)
+@pytest.fixture
+def service(plain_service):
+    return plain_service
 
 
 @pytest.fixture
-def observer():
-    return Observer()
+def dispatches():
+    """What the executor has told of them."""
+    return []
 
 
 @pytest.fixture
-def executor(service, observer):
-    made = make_executor(service, SchedulerOptions(queued=4, app_queued=3), on_dispatch=observer.dispatched)
+def executor(service, dispatches):
+    made = make_executor(service, SchedulerOptions(queued=4, app_queued=3), on_dispatch=dispatches.append)
     made.start()
     yield made
     made.stop(0)
@@ -64,6 +52,12 @@ def call(prompt=PROMPT, *, app="mail", tokens=12, **more):
 
 async def read(ticket):
     return [event async for event in ticket.events()]
+
+
+def written(events):
+    """Text and tokens of an answer."""
+    pieces = [each for each in events if isinstance(each, Piece)]
+    return "".join(each.text for each in pieces), [token for each in pieces for token in each.tokens]
 
 
 def together(executor, *calls):
@@ -80,19 +74,16 @@ def test_answers_in_turns_are_those_of_the_engine_alone(executor, service):
         alone = service.engine.stream(prompt, call().config).result()
         assert isinstance(events[0], Started)
         assert isinstance(events[-1], Ended)
-        pieces = [each for each in events if isinstance(each, Piece)]
-        assert "".join(each.text for each in pieces) == alone.text
-        assert [token for each in pieces for token in each.tokens] == alone.tokens
-        assert events[-1].tokens == 12
-        assert events[-1].met is None
+        assert written(events) == (alone.text, alone.tokens)
+        assert (events[-1].tokens, events[-1].met) == (12, None)
         assert events[-1].engine_ttft_ms <= events[-1].ttft_ms
 
 
-def test_each_dispatch_is_told(executor, observer):
+def test_each_dispatch_is_told(executor, dispatches):
     prompt = tuple(range(1, 41))
     together(executor, call(prompt))
     executor.stop(60)
-    told = [(each.kind, each.rows, each.tokens, each.chunk_tokens, each.mode) for each in observer.seen]
+    told = [(each.kind, each.rows, each.tokens, each.chunk_tokens, each.mode) for each in dispatches]
     chunk = ("prefill", 1, 0, 16, "float")
     # The last chunk of a prompt gives the first token.
     assert told[:3] == [chunk, chunk, ("prefill", 1, 1, 16, "float")]
@@ -100,40 +91,14 @@ def test_each_dispatch_is_told(executor, observer):
     decoded = told[3:-1]
     assert {each[0] for each in decoded} == {"decode"}
     assert sum(each[2] for each in decoded) == 11
-    assert all(each.took_ms > 0 for each in observer.seen)
-
-
-def test_the_drafted_share_of_an_answer(tmp_path, observer):
-    path = write_tiny_bundle(tmp_path / "target.jaxllm", "int8")
-    drafts = SpeculationOptions(
-        model=path, trees=TreeShape(nodes=(4, 8), room=16), pausing=False, fallback="fixed", alpha=1e-6
-    )
-    options = EngineOptions(
-        context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
-    )
-    service = LLMService.open(path, options=options, speculation=drafts)
-    counts = service.engine.speculation.counts
-    # Opening rehearsed it.
-    before = dataclasses.replace(counts)
-    made = make_executor(service, SchedulerOptions(), on_dispatch=observer.dispatched)
-    made.start()
-    (events,) = together(made, call(tokens=20))
-    made.stop(60)
-    service.close()
-    accepted = counts.accepted - before.accepted
-    verified = [each for each in observer.seen if each.kind == "verify"]
-    assert 0 < accepted < 20
-    assert len(verified) == counts.verifications - before.verifications
-    # Of each verification all tokens but the last were drafted.
-    assert sum(each.tokens for each in verified) == accepted + len(verified)
-    assert events[-1].drafted == accepted / 20
+    assert all(each.took_ms > 0 for each in dispatches)
 
 
 def test_an_answer_matches_its_grammar_and_tells_log_probabilities(executor):
     grammar = Grammar(kind="regex", text="[a-c]{5}")
     guided, plain = together(executor, call(grammar=grammar, top_logprobs=2), call())
     pieces = [each for each in guided if isinstance(each, Piece)]
-    assert re.fullmatch("[a-c]{5}", "".join(each.text for each in pieces))
+    assert re.fullmatch("[a-c]{5}", written(guided)[0])
     assert guided[-1].finish_reason == "stop"
     told = [each for piece in pieces for each in piece.logprobs or ()]
     assert [each.token for each in told] == [token for piece in pieces for token in piece.tokens]
@@ -143,19 +108,14 @@ def test_an_answer_matches_its_grammar_and_tells_log_probabilities(executor):
         together(executor, call(grammar=Grammar(kind="regex", text="(")))
 
 
-def test_an_objective_is_planned_and_judged(executor):
-    met, missed = together(
-        executor,
-        call(objective=Latency(ttft_ms=1e6, tpot_ms=1e6)),
-        call(objective=Latency(ttft_ms=1e-3, tpot_ms=1e-3)),
-    )
+def test_an_objective_is_planned_and_judged(executor, service, monkeypatch):
+    easy, hard = Latency(ttft_ms=1e6, tpot_ms=1e6), Latency(ttft_ms=1e-3, tpot_ms=1e-3)
+    met, missed = together(executor, call(objective=easy), call(objective=hard))
     assert (met[0].source, met[-1].met) == ("whole", True)
     assert (missed[0].source, missed[-1].met) == ("nearest", False)
     with pytest.raises(JaxllmError, match="no sub-model meets"):
         together(executor, call(objective=Latency(ttft_ms=1e-3, tpot_ms=1.0), strict=True))
-
-
-def test_a_call_that_insists_is_refused_for_now_where_others_take_its_time(executor, service, monkeypatch):
+    # A call that insists is refused for now where others take its time.
     times = whole_cost(service.profile, len(service.engine.tokenizer.encode(PROMPT)), 12)
     insists = call(objective=Latency(ttft_ms=20 * times.ttft_ms, tpot_ms=20 * times.tpot_ms), strict=True)
     assert together(executor, insists)[0][-1].tokens == 12
@@ -165,30 +125,23 @@ def test_a_call_that_insists_is_refused_for_now_where_others_take_its_time(execu
     assert (caught.value.reason, caught.value.retry_after_s) == ("full", max(1.0, 0.03 * times.ttft_ms))
 
 
-def test_an_apps_own_cache_is_used_again_and_no_others(executor):
+def test_an_apps_own_cache_is_used_again_and_no_others(executor, service, monkeypatch):
     long = PROMPT + " and hides"
     together(executor, call(PROMPT))
     (other,) = together(executor, call(long, app="spy"))
     (own,) = together(executor, call(long))
     assert other[0].reused_tokens == 0
     assert own[0].reused_tokens > 16
-    assert [each for each in own if isinstance(each, Piece)] == [
-        each for each in other if isinstance(each, Piece)
-    ]
-
-
-def test_a_plan_knows_what_caches_of_the_app_have(executor, service, monkeypatch):
-    asked = []
-    plan = service.planner.plan
+    assert written(own) == written(other)
+    # A plan knows what the caches of the app have.
+    asked, plan = [], service.planner.plan
     monkeypatch.setattr(
         service.planner, "plan", lambda *args, **more: asked.append(more["reused"]) or plan(*args, **more)
     )
-    easy = Latency(ttft_ms=1e6, tpot_ms=1e6)
-    long = PROMPT + " of the deep wood"
-    together(executor, call(long, app="fresh", objective=easy))
-    (again,) = together(executor, call(long + " and hides", app="fresh", objective=easy))
-    assert asked[0] == {}
-    assert asked[1] == {100: again[0].reused_tokens}
+    fresh = call(PROMPT + " of the deep wood", app="fresh", objective=Latency(ttft_ms=1e6, tpot_ms=1e6))
+    together(executor, fresh)
+    (again,) = together(executor, dataclasses.replace(fresh, prompt=fresh.prompt + " and hides"))
+    assert asked == [{}, {100: again[0].reused_tokens}]
 
 
 class Half:
@@ -206,24 +159,24 @@ class Half:
         return 0.0
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-def test_plans_drop_words_where_the_call_allows_it(executor, service, monkeypatch, chat):
+def test_plans_drop_words_where_the_call_allows_it(executor, service, monkeypatch):
     # A token takes a second, so that no time that passes here matters.
     slow = DeviceProfile(
         levels=(100,), tokens=(1, 1000), chunk_tokens=(1,), ttft_ms=((1e3, 1e6),), tpot_ms=((1.0, 1.0),)
     )
     monkeypatch.setattr(service, "planner", Planner(slow, (100,), Half(), margin=1.0))
-    user = f"{PROMPT}. And then"
-    prompt = Conversation(messages=({"role": "user", "content": user},)) if chat else user
-    objective = Latency(ttft_ms=25e3, tpot_ms=1e6)
-    kept, allowed = (
-        # Apps whose caches have nothing of it.
-        together(executor, call(prompt, app=f"{chat} {each}", objective=objective, shorten=each))[0]
-        for each in (None, True)
-    )
-    assert (kept[0].source, kept[0].kept_tokens) == ("nearest", kept[0].prompt_tokens)
-    assert (allowed[0].source, allowed[0].prompt_tokens) == ("proposed", kept[0].prompt_tokens)
-    assert 0 < allowed[0].kept_tokens < kept[0].kept_tokens
+    user, objective = f"{PROMPT}. And then", Latency(ttft_ms=25e3, tpot_ms=1e6)
+    for prompt in (user, Conversation(messages=({"role": "user", "content": user},))):
+        kept, allowed = (
+            # Apps whose caches have nothing of it.
+            together(executor, call(prompt, app=f"{type(prompt)} {each}", objective=objective, shorten=each))[
+                0
+            ]
+            for each in (None, True)
+        )
+        assert (kept[0].source, kept[0].kept_tokens) == ("nearest", kept[0].prompt_tokens)
+        assert (allowed[0].source, allowed[0].prompt_tokens) == ("proposed", kept[0].prompt_tokens)
+        assert 0 < allowed[0].kept_tokens < kept[0].kept_tokens
     # Ids have no words, whatever an app is bound to.
     ids = tuple(service.engine.tokenizer.encode(user))
     (whole,) = together(executor, call(ids, objective=objective, shorten=True))
@@ -240,12 +193,8 @@ def test_conversations_that_share_an_instruction_reuse_it_each(executor, compile
         # Neither took what the other goes on with.
         again = [together(executor, call(each))[0] for each in (first, second)]
     assert count() == 0
-    # Blocks are as long as the machine's pace allows.
-    tokens = [
-        [token for piece in events if isinstance(piece, Piece) for token in piece.tokens]
-        for events in (*fresh, *seen, *again)
-    ]
-    assert tokens[2:4] == tokens[4:] == tokens[:2]
+    texts = [written(events) for events in (*fresh, *seen, *again)]
+    assert texts[2:4] == texts[4:] == texts[:2]
     assert [events[0].reused_tokens for events in fresh] == [0, 0]
     assert seen[1][0].reused_tokens > 16
     for events in again:
@@ -265,7 +214,7 @@ def test_a_cancel_ends_one_answer_and_no_other(executor):
     assert asyncio.run(run())[-1].tokens == 80
 
 
-def test_an_error_in_the_middle_ends_that_answer_alone(executor, observer, monkeypatch, caplog):
+def test_an_error_in_the_middle_ends_that_answer_alone(executor, dispatches, monkeypatch, caplog):
     real, count = executors.step, [0]
 
     def failing(run):
@@ -279,19 +228,15 @@ def test_an_error_in_the_middle_ends_that_answer_alone(executor, observer, monke
     with pytest.raises(JaxllmError, match="RuntimeError") as caught:
         together(executor, call())
     assert "secret" not in str(caught.value)
-    assert len(observer.seen) == 1
+    assert len(dispatches) == 1
     (record,) = caplog.records
     assert (record.request_id, record.app) == ("1", "mail")
     assert together(executor, call())[0][-1].tokens == 12
 
 
 def test_what_cannot_be_answered_is_refused_at_once(executor):
-    for wrong, error in (
-        (call("x" * 500), ContextOverflow),
-        (call(""), ConfigError),
-        (call((99_999,)), ConfigError),
-        (call(context="c"), ConfigError),
-    ):
+    wrongs = (call(""), call((99_999,)), call(context="c"))
+    for wrong, error in ((call("x" * 500), ContextOverflow), *((each, ConfigError) for each in wrongs)):
         with pytest.raises(error):
             together(executor, wrong)
 
@@ -318,7 +263,7 @@ def test_a_full_queue_and_a_stopping_service_refuse(service):
 
 def test_a_call_that_comes_just_before_a_dispatch_waits_for_the_next(service):
     async def run():
-        made, loop, late = make_executor(service, SchedulerOptions()), asyncio.get_running_loop(), []
+        made, loop, late = make_executor(service), asyncio.get_running_loop(), []
 
         def come():
             # In the engine's thread, after it has accepted calls; a foreground call goes first.
@@ -344,7 +289,7 @@ def test_the_deadline_of_a_stop_ends_what_runs(service, monkeypatch):
     monkeypatch.setattr(executors, "step", slow)
 
     async def run():
-        made = make_executor(service, SchedulerOptions())
+        made = make_executor(service)
         ticket = made.submit(call(tokens=80), asyncio.get_running_loop())
         made.start()
         await asyncio.to_thread(made.stop, 0)
@@ -352,3 +297,41 @@ def test_the_deadline_of_a_stop_ends_what_runs(service, monkeypatch):
 
     with pytest.raises(Refused, match="middle"):
         asyncio.run(run())
+
+
+def failing():
+    raise ConfigError("no")
+
+
+def test_functions_run_in_order_and_tell_their_errors_and_long_ones_alone():
+    work, done = EngineWork(), []
+    first = work.add("a", lambda: done.append(1) or threading.get_ident())
+    second = work.add("b", failing)
+    left = work.add("b", lambda: done.append(3))
+    assert left.cancel()
+    while len(work):
+        took_ms = work.run()
+        assert set(took_ms) <= {"a", "b"}
+    assert first.result(0) == threading.get_ident()
+    with pytest.raises(ConfigError, match="no"):
+        second.result(0)
+    assert done == [1]
+    # One that takes long is the only one of its turn.
+    for app in ("a", "b"):
+        work.add(app, lambda: time.sleep(0.03))
+    assert [*work.run()] == ["a"]
+    assert [*work.run()] == ["b"]
+    assert work.run() == {}
+
+
+def test_an_app_has_a_bounded_number_waiting():
+    work = EngineWork()
+    futures = [work.add("a", lambda: 1) for _ in range(16)]
+    with pytest.raises(Refused, match="16 requests"):
+        work.add("a", lambda: 1)
+    futures.append(work.add("b", lambda: 1))
+    work.fail(Refused("stopping", reason="draining"))
+    for each in futures:
+        with pytest.raises(Refused, match="stopping"):
+            each.result(0)
+    assert not len(work)

@@ -41,39 +41,23 @@ def facts(name: str, *, stored: int = 0, pinned: bool = False) -> ContextFacts:
     return ContextFacts(name=name, tokens=1, level=100, pinned=pinned, stored_bytes=stored)
 
 
-def test_calls_in_flight_are_those_that_have_not_ended() -> None:
-    limits = limiter(in_flight=2)
-    first, second = admit(limits), admit(limits)
-    first.started()
+def test_queued_calls_are_those_that_have_not_started_and_an_end_counts_once() -> None:
+    limits = limiter(queued=1)
+
+    def counts() -> tuple[int, int]:
+        return limits.usage("mail").queued, limits.usage("mail").running
+
+    first = admit(limits)
     assert retry(limits) == 1.0
     admit(limits, app="calendar")
-    second.ended(tokens=0, now_s=1.0)
-    third = admit(limits)
-    assert retry(limits)
-    for each in (first, third):
-        each.ended(tokens=20, now_s=2.0)
-    assert (limits.usage("mail").queued, limits.usage("mail").running) == (0, 0)
-
-
-def test_queued_calls_are_those_that_have_not_started() -> None:
-    limits = limiter(queued=1)
-    first = admit(limits)
-    assert retry(limits)
     first.started()
     first.started()
-    admit(limits)
-    assert (limits.usage("mail").queued, limits.usage("mail").running) == (1, 1)
-
-
-def test_an_end_counts_once() -> None:
-    limits = limiter(in_flight=5)
-    call, other = admit(limits), admit(limits)
+    second = admit(limits)
+    assert counts() == (1, 1)
     for _ in range(3):
-        call.ended(tokens=5, now_s=0.0)
-    call.started()
-    assert (limits.usage("mail").queued, limits.usage("mail").running) == (1, 0)
-    other.started()
-    assert limits.usage("mail").running == 1
+        second.ended(tokens=5, now_s=0.0)
+    second.started()
+    assert counts() == (0, 1)
 
 
 def test_tokens_are_reserved_and_settled() -> None:
@@ -101,12 +85,9 @@ def test_an_answer_may_be_longer_than_a_minute_allows() -> None:
     admit(limits, 80.0, prompt=5, most=5)
 
 
-def test_a_prompt_beyond_a_minute_is_never_taken() -> None:
-    assert retry(limiter(tokens_per_minute=60), prompt=61) is None
-
-
 def test_a_bucket_is_never_more_than_full() -> None:
     limits = limiter(tokens_per_minute=60)
+    assert retry(limits, prompt=61) is None, "a prompt beyond a minute is never taken"
     call = admit(limits, 0.0, prompt=10, most=50)
     call.ended(tokens=0, now_s=1000.0)
     assert limits.usage("mail").tokens == 60
@@ -119,7 +100,7 @@ def test_limits_may_change_while_calls_run() -> None:
     limits = limiter(tokens_per_minute=60, in_flight=3)
     calls = [admit(limits, 0.0, prompt=10, most=10) for _ in range(3)]
     limits.limits = Limits(default=AppLimits(in_flight=1))
-    assert retry(limits)
+    assert retry(limits) == 1.0, "calls in flight are those that have not ended"
     for each in calls:
         each.ended(tokens=20, now_s=0.0)
     admit(limits)
@@ -191,19 +172,14 @@ def test_contexts() -> None:
         check(AppLimits(), there * 100)
 
 
-def test_options_of_contexts_have_the_loosest() -> None:
+def test_limits_are_checked_and_options_of_contexts_have_the_loosest() -> None:
     limits = Limits(default=AppLimits(contexts=2, stored_bytes=100), apps={"mail": AppLimits(contexts=5)})
     assert limits.context_options() == {"contexts_per_app": 5, "app_quota_bytes": 0}
-
-
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AppLimits)])
-@pytest.mark.parametrize("value", [-1, 1.5, True, "1", None])
-def test_malformed_limits_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        AppLimits(**{name: value})
-
-
-def test_unknown_limits_and_apps_are_refused() -> None:
+    wrong: tuple[Any, ...] = (-1, 1.5, True, "1", None)
+    for name in (field.name for field in dataclasses.fields(AppLimits)):
+        for value in wrong:
+            with pytest.raises(ConfigError, match=name):
+                AppLimits(**{name: value})
     assert limits_of({"queued": 3}) == AppLimits(queued=3)
     with pytest.raises(ConfigError, match="no limit 'speed'"):
         limits_of({"speed": 1})

@@ -1,4 +1,5 @@
-"""Logs: one object a line, the request that it belongs to, and nothing of what was said."""
+"""Access records: every request has one, with its calls, its end and its name. Logs: one object a line, with
+the request that it belongs to. Neither has anything of what was said."""
 
 import asyncio
 import io
@@ -15,10 +16,125 @@ import pytest
 from jaxllm import GenerationConfig
 from jaxllm.serving.server import logs
 from jaxllm.serving.server.calls import Call
-from jaxllm.serving.server.logs import Served
+from jaxllm.serving.server.logs import (
+    Access,
+    AccessLog,
+    AccessLogged,
+    CallRecord,
+    Served,
+    current_request,
+    request_id_of,
+)
+from tests.serving.server.fake_figures import ENDED, STARTED
 
 
-def served(request_id, app):
+@pytest.fixture
+def records(caplog):
+    caplog.set_level(logging.INFO)
+    return lambda: caplog.records
+
+
+def served(*calls, app="mail"):
+    made = Served("r1", {"jaxllm.app": app})
+    made.calls += calls
+    return made
+
+
+def fields(record):
+    known = vars(logging.makeLogRecord({}))
+    return {name: value for name, value in vars(record).items() if name not in (*known, "message")}
+
+
+def run(app, *, path="/v1/models", headers=(), **scope):
+    """The messages that an app sends to a request."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    own = {"type": "http", "method": "GET", "path": path, "headers": list(headers), **scope}
+    asyncio.run(AccessLogged(app)(own, receive, send))
+    return sent
+
+
+def answering(status, **more):
+    async def app(scope, receive, send):
+        scope.update(more)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    return app
+
+
+def test_a_record_and_one_of_several_calls_of_which_one_was_cut_short(records):
+    call = CallRecord(started=STARTED, ended=ENDED, tokens=21, outcome="ended")
+    AccessLog().write(
+        Access(served=served(call), method="POST", path="/v1/completions", status=200, total_ms=812.44)
+    )
+    assert fields(records()[0]) == {
+        "request_id": "r1", "app": "mail", "method": "POST", "path": "/v1/completions", "status": 200,
+        "outcome": "ended", "total_ms": 812.4, "tokens": 21, "level_percent": 70, "plan": "proposed",
+        "prompt_tokens": 120, "kept_tokens": 96, "reused_tokens": 64, "queued_ms": 12.0,
+        "finish_reason": "stop", "ttft_ms": 200.0, "tpot_ms": 30.0, "met": True,
+    }  # fmt: skip
+    calls = (CallRecord(started=STARTED, tokens=5), CallRecord(tokens=2, outcome="NotFinite"))
+    AccessLog().write(Access(served=served(*calls), method="POST", path="/", status=200, total_ms=1))
+    told = fields(records()[1])
+    assert (told["calls"], told["tokens"], told["outcome"]) == (2, 7, "NotFinite")
+    assert "finish_reason" not in told
+
+
+def test_outcomes(records):
+    for status, outcome in ((200, "cancelled"), (429, "refused"), (499, "cancelled")):
+        # A call that was cancelled: by its client, or because another of the request was refused.
+        AccessLog().write(
+            Access(served=served(CallRecord()), method="POST", path="/", status=status, total_ms=1)
+        )
+        assert fields(records()[-1])["outcome"] == outcome
+    ends = {200: "ended", 404: "refused", 503: "refused", 500: "failed", 499: "cancelled"}
+    for status, outcome in ends.items():
+        # A request without calls.
+        sent = run(answering(status, **{"jaxllm.app": "notes"}))
+        told = fields(records()[-1])
+        assert (told["status"], told["outcome"], told["app"]) == (status, outcome, "notes")
+        assert (b"x-request-id", told["request_id"].encode()) in sent[0]["headers"]
+
+
+def test_probes_are_told_to_who_debugs_and_what_clients_choose_in_paths_to_nobody(records, caplog):
+    run(answering(200, path_params={"name": "my diary"}), path="/v1/contexts/my diary/pin")
+    run(answering(404), path="/" + 999 * "x")
+    assert [each.path for each in records()] == ["/v1/contexts/{name}/pin", "/" + 199 * "x"]
+    for path in ("/health", "/ready", "/metrics"):
+        run(answering(200), path=path)
+    assert [each.path for each in records()[2:]] == ["/metrics"]
+    caplog.set_level(logging.DEBUG)
+    run(answering(503), path="/ready")
+    assert records()[-1].status == 503
+
+
+def test_an_error_that_nobody_answers_is_told_and_raised(records):
+    async def failing(scope, receive, send):
+        assert current_request().request_id == scope["state"]["request_id"]
+        raise OSError("secret")
+
+    with pytest.raises(OSError, match="secret"):
+        run(failing)
+    assert (records()[0].outcome, records()[0].status) == ("OSError", 0)
+    assert current_request() is None
+
+
+def test_names_that_are_not_clean_are_replaced():
+    name = (b"x-request-id", b"Mail-7.a_b")
+    assert request_id_of({"headers": [name]}) == "Mail-7.a_b"
+    assert request_id_of({"headers": [name, name]}) != "Mail-7.a_b"
+    for given in (b"", b"a b", b"x" * 65, b"a\r\nb", "ä".encode(), b'a"b'):
+        assert request_id_of({"headers": [(b"x-request-id", given)]}) != given.decode("latin-1")
+
+
+def request_of(request_id, app):
     return Served(request_id, {"jaxllm.app": app})
 
 
@@ -42,7 +158,7 @@ def lines():
 
 
 def test_a_record_is_one_line(lines):
-    with logs.request(served("r1", "mail")):
+    with logs.request(request_of("r1", "mail")):
         logging.getLogger("serving.x").warning(
             "a\nforged: %s\x1b[0m\u2028", "b", extra={"chunks": 3, "time": 0}
         )
@@ -57,20 +173,24 @@ def test_a_record_is_one_line(lines):
     assert (second["message"], "request_id" in second) == ("later", False)
 
 
-def test_errors_have_their_traceback_and_long_texts_an_end(lines):
+def test_errors_and_warnings_are_lines_and_long_texts_have_an_end(lines):
     try:
         raise ValueError("x" * 50_000)
     except ValueError:
         logging.getLogger("jaxllm").exception("y" * 50_000)
-    (line,) = lines()
-    assert len(line["message"]) == 4000
-    assert len(line["error"]) == 16_000
-    assert lines()[0]["level"] == "error"
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        warnings.warn("of a library", stacklevel=1)
+    line, told = lines()
+    assert (len(line["message"]), len(line["error"]), line["level"]) == (4000, 16_000, "error")
+    assert (told["logger"], told["level"]) == ("py.warnings", "warning")
+    assert "of a library" in told["message"]
 
 
-def test_tasks_have_each_their_request(lines):
+def test_tasks_and_threads_name_the_calls_that_they_serve(lines):
     async def work(name):
-        with logs.request(served(name, f"app of {name}")):
+        with logs.request(request_of(name, f"app of {name}")):
             await asyncio.sleep(0)
             logging.getLogger("serving").info("works")
 
@@ -78,19 +198,14 @@ def test_tasks_have_each_their_request(lines):
         await asyncio.gather(work("r1"), work("r2"))
 
     asyncio.run(both())
-    assert [(each["request_id"], each["app"]) for each in lines()] == [
-        ("r1", "app of r1"),
-        ("r2", "app of r2"),
-    ]
-
-
-def test_a_thread_names_the_calls_that_it_serves(lines):
+    told = [(each["request_id"], each["app"]) for each in lines()]
+    assert told == [("r1", "app of r1"), ("r2", "app of r2")]
     calls = [
         Call(app=app, request_id=name, prompt="my secret", config=GenerationConfig())
         for name, app in (("r1.a", "mail"), ("r1.b", "mail"), ("r2.a", "notes"))
     ]
     logging.getLogger("serving").error("failed", extra=logs.named(calls))
-    (line,) = lines()
+    line = lines()[-1]
     assert (line["request_id"], line["app"]) == ("r1.a r1.b r2.a", "mail notes")
     assert logs.named([]) == {}
 
@@ -136,14 +251,13 @@ for _ in range(1000):
 logs.stop_logs(handler)
 print("ends", flush=True)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.wait(60) == 0
-        assert process.communicate()[0] == "ends\n"
-    finally:
-        process.kill()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        try:
+            assert process.wait(60) == 0
+            assert process.communicate()[0] == "ends\n"
+        finally:
+            process.kill()
 
 
 def test_a_reader_that_leaves_costs_its_lines_alone():
@@ -154,13 +268,3 @@ def test_a_reader_that_leaves_costs_its_lines_alone():
         logging.getLogger("serving").info("to nobody")
         logs.stop_logs(handler)
     assert handler.dropped == 1
-
-
-def test_warnings_are_lines_too(lines):
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        logging.captureWarnings(True)
-        warnings.warn("of a library", stacklevel=1)
-    (line,) = lines()
-    assert (line["logger"], line["level"]) == ("py.warnings", "warning")
-    assert "of a library" in line["message"]

@@ -2,29 +2,25 @@
 
 import asyncio
 import dataclasses
-import time
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxllm import Engine, EngineOptions, GenerationConfig
+from jaxllm import Engine, EngineOptions
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
-from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.host.machine import memory_bytes
 from jaxllm.serving.server import holdings
 from jaxllm.serving.server import memory as memories
-from jaxllm.serving.server.calls import Call, Ended
-from jaxllm.serving.server.holdings import engine_bytes, service_memory
+from jaxllm.serving.server.calls import Ended
+from jaxllm.serving.server.holdings import engine_bytes, service_memory, storage_figures
 from jaxllm.serving.server.memory import Governor, MemoryOptions, ServiceMemory
-from jaxllm.serving.server.prefix_sessions import PrefixSessions
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.service import LLMService
 from jaxllm.serving.weights.footprint import fixed_bytes
 from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.serving.server.executors import make_executor
+from tests.serving.server.talking import until
+from tests.serving.server.test_executor import call, read, together
 from tests.tiny import TINY, write_tiny_bundle
 
 LIMIT = 1 << 30
@@ -53,35 +49,13 @@ def world():
     return World()
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("memory")
-    options = EngineOptions(
-        context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
-    )
-    path = write_tiny_bundle(folder / "tiny.jaxllm")
-    made = LLMService.open(path, options=options, contexts=ContextOptions(folder=folder / "contexts"))
-    yield made
-    made.close()
+@pytest.fixture
+def service(plain_service):
+    return plain_service
 
 
-def answered(executor, prompt, app="mail"):
-    config = GenerationConfig(max_tokens=4, ignore_eos=True)
-    call = Call(app=app, request_id="1", prompt=prompt, config=config)
-
-    async def run():
-        ticket = executor.submit(call, asyncio.get_running_loop())
-        return [event async for event in ticket.events()]
-
-    return asyncio.run(run())
-
-
-def until(there):
-    """Waits for what the engine's thread does after the last event."""
-    late_s = time.monotonic() + 60
-    while not there():
-        assert time.monotonic() < late_s
-        time.sleep(0.01)
+def answered(executor, prompt):
+    return together(executor, call(prompt, tokens=4))[0]
 
 
 def test_prefixes_shrink_under_a_small_limit_and_grow_back(service, world):
@@ -131,6 +105,7 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
     world.layers, world.fixed = streamed, 0
     sizes, limits = [], []
     # What else takes memory, at each look: room for prefixes, for half of the layers, for none, for all.
+    before = storage_figures(engine.model)["read_bytes"]["weights"]
     for fixed, looks in ((0, 1), (3.5 * most, 1), (4 * most, 1), (0, 40)):
         world.fixed = int(fixed)
         for _ in range(looks):
@@ -142,13 +117,14 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
     assert (sizes[0], sizes[2], sizes[3]) == (most, 0, most)
     assert 0 < sizes[1] <= most // 2
     assert limits == [most, 0, 0, most]
+    # What was read of storage meanwhile is told.
+    assert storage_figures(engine.model)["read_bytes"]["weights"] > before
     engine.close()
 
 
 def test_figures_with_and_without_a_limit(service, world):
     free = service_memory(service).figures(7)
-    assert free["limit_bytes"] == 0
-    assert free["process_bytes"] > 1 << 20
+    assert free["process_bytes"] > 1 << 20 > free["limit_bytes"] == 0
     assert set(free["holdings"]) == {"weights", "kv", "prefixes", "contexts"}
     assert free["holdings"]["weights"]["size_bytes"] == service.engine.model.bundle.weight_bytes
     assert free["holdings"]["kv"] == {"size_bytes": 7}
@@ -156,9 +132,8 @@ def test_figures_with_and_without_a_limit(service, world):
     memory.step()
     figures = memory.figures(7)
     assert (figures["process_bytes"], figures["limit_bytes"]) == (LIMIT // 2, LIMIT)
-    assert figures["holdings"]["prefixes"] == {
-        "size_bytes": 0, "limit_bytes": LIMIT // 4, "least_bytes": 0
-    }  # fmt: skip
+    prefixes = {"size_bytes": 0, "limit_bytes": LIMIT // 4, "least_bytes": 0}
+    assert figures["holdings"]["prefixes"] == prefixes
     assert figures["holdings"]["contexts"]["least_bytes"] > 0
 
 
@@ -222,15 +197,14 @@ def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
     executor = make_executor(service, SchedulerOptions())
 
     async def run():
-        loop, config = asyncio.get_running_loop(), GenerationConfig(max_tokens=4, ignore_eos=True)
-        calls = [Call(app="mail", request_id=each, prompt=(1, 2, 3), config=config) for each in "12"]
-        tickets, running = [executor.submit(each, loop) for each in calls], []
+        loop, running = asyncio.get_running_loop(), []
+        tickets = [executor.submit(call((1, 2, 3), tokens=4), loop) for _ in "12"]
         # In place of its thread.
         executor._one_turn()
         while executor._jobs:
             running.append(len(executor.running()))
             executor._one_turn()
-        return running, [[event async for event in each.events()][-1] for each in tickets]
+        return running, [(await read(each))[-1] for each in tickets]
 
     running, ended = asyncio.run(run())
     assert set(running) == {0, 1}
@@ -257,31 +231,3 @@ def test_the_engines_part_of_the_budget(monkeypatch):
         engine_bytes(300)
     with pytest.raises(ConfigError, match="prefix_bytes must be"):
         MemoryOptions(prefix_bytes=-1)
-
-
-RUNNER: Any = SimpleNamespace(weights_version=(100, 0))
-
-
-def session(first, tokens=20, size=100):
-    made = Session(tokens=[*range(first, first + tokens)], weights_version=(100, 0))
-    made.cache = np.zeros(size, np.uint8)  # pyright: ignore
-    return made
-
-
-def test_an_app_gives_up_its_own_prefixes_before_others():
-    sessions = PrefixSessions(450, lambda app: 250 if app == "small" else 0)
-    sessions.keep("mail", "", session(0))
-    for first in (100, 200, 300):
-        sessions.keep("small", "", session(first))
-    assert (len(sessions), sessions.size_bytes) == (3, 300)
-    taken = sessions.take("small", "", tuple(range(100, 120)), RUNNER)
-    assert taken.cache is None
-    sessions.keep("small", "", session(400, size=251))
-    assert len(sessions) == 3
-    for first in (500, 600):
-        sessions.keep("mail", "", session(first))
-    # Beyond the limit of all, the least recently used goes, whoever's it is.
-    assert sessions.take("mail", "", tuple(range(20)), RUNNER).cache is None
-    assert sessions.size_bytes == 400
-    sessions.resize(0)
-    assert (len(sessions), sessions.size_bytes) == (0, 0)

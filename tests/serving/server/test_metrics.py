@@ -1,17 +1,24 @@
-"""Metrics: what is counted comes out, labels are bounded, and figures that are missing are no error."""
+"""Metrics: what is counted comes out, labels are bounded, and figures that are missing are no error. The page
+that reads them: who may, what it shows in a browser, and what it never does."""
 
+import contextlib
 import dataclasses
 import re
+import socket
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.server.job import Dispatch
-from jaxllm.serving.server.metrics import Metrics, Names
+from jaxllm.serving.server.metrics import _FILES, _FOLDER, POLICY, Metrics, Names, metric_routes
+from tests.serving.server.browser import CHROMIUM, Browser
 from tests.serving.server.fake_figures import ENDED, FIGURES, STARTED
+from tests.serving.server.running import running
 
 
 def values(metrics):
@@ -23,8 +30,9 @@ def values(metrics):
     }
 
 
-def test_a_call_from_its_first_to_its_last_event():
-    metrics = Metrics(dict)
+def used(snapshot=dict):
+    """Metrics of a service that one call has used, and others that did not end well."""
+    metrics = Metrics(snapshot)
     metrics.accepted("mail")
     metrics.started("mail", STARTED)
     metrics.dispatched(Dispatch(kind="decode", rows=3, took_ms=40.0, tokens=12))
@@ -33,7 +41,11 @@ def test_a_call_from_its_first_to_its_last_event():
     metrics.refused("mail", "full")
     metrics.failed("mail", "ContextGone")
     metrics.cancelled("mail")
-    got, app = values(metrics), ("app", "mail")
+    return metrics
+
+
+def test_a_call_from_its_first_to_its_last_event():
+    got, app = values(used()), ("app", "mail")
     assert got["jaxllm_calls_accepted_total", app] == 1
     assert got["jaxllm_calls_refused_total", app, ("reason", "full")] == 1
     assert got["jaxllm_calls_failed_total", app, ("kind", "ContextGone")] == 1
@@ -84,13 +96,9 @@ def test_figures_become_gauges():
     assert got["jaxllm_expert_hit_rate",] == pytest.approx(109_322 / 120_400)
     assert got["jaxllm_read_bytes_total", ("what", "contexts")] == 310 << 20
     assert got["jaxllm_grammars_total", ("outcome", "ended")] == 2
-
-
-def test_a_service_without_figures_has_no_gauges():
-    assert values(Metrics(dict)) == {}
-    assert "jaxllm_expert_hit_rate" not in {
-        key[0] for key in values(Metrics(lambda: {"experts": {"visits": 0}}))
-    }
+    # What is missing is no error, nor is no visit.
+    none = values(Metrics(lambda: {"experts": {"visits": 0}}))
+    assert "jaxllm_expert_hit_rate" not in {key[0] for key in none}
 
 
 def test_apps_beyond_the_limit_are_one_label():
@@ -118,38 +126,88 @@ def test_kinds_of_errors_are_bounded_and_names_are_escaped():
         Names(0)
 
 
-def test_services_share_nothing():
-    one, other = Metrics(dict), Metrics(dict)
-    one.accepted("mail")
-    assert values(other) == {}
-
-
-def test_threads_may_count_at_once():
-    metrics = Metrics(dict)
-
-    def count():
-        for _ in range(500):
-            metrics.ended("mail", ENDED)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
+def test_services_share_nothing_and_threads_may_count_at_once():
+    metrics, other = Metrics(dict), Metrics(dict)
+    threads = [
+        threading.Thread(target=lambda: [metrics.ended("mail", ENDED) for _ in range(500)]) for _ in range(4)
+    ]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
     assert values(metrics)["jaxllm_answer_tokens_total", ("app", "mail")] == 4 * 500 * 21
+    assert values(other) == {}
 
 
 def test_the_guide_names_metrics_that_exist():
-    metrics = Metrics(lambda: FIGURES)
-    metrics.accepted("mail")
-    metrics.started("mail", STARTED)
-    metrics.dispatched(Dispatch(kind="prefill", rows=1, took_ms=1.0, chunk_tokens=16, mode="float"))
-    metrics.ended("mail", ENDED)
-    metrics.refused("mail", "full")
-    metrics.failed("mail", "ContextGone")
-    metrics.cancelled("mail")
     guide = (Path(__file__).parents[3] / "docs/guides/dashboard.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(jaxllm_\w+)`", guide))
     assert len(named) > 20
-    known = {key[0] for key in values(metrics)}
+    known = {key[0] for key in values(used(lambda: FIGURES))}
     assert {name for name in named if not {name, f"{name}_count"} & known} == set()
+
+
+HOSTILE = '<img src=x onerror="document.title=1">'
+
+
+@contextlib.contextmanager
+def serving(metrics):
+    """The address of a server whose operators have the key `sesame`."""
+    routes = metric_routes(
+        metrics, operates=lambda scope: (b"authorization", b"Bearer sesame") in scope["headers"]
+    )
+    app = Starlette(routes=routes)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        running(app, [listening], timeout_graceful_shutdown=1),
+    ):
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_operators_read_metrics_and_anyone_loads_the_page():
+    with serving(Metrics(dict)) as address, httpx.Client(base_url=address, timeout=60) as client:
+        refused = client.get("/metrics")
+        assert (refused.status_code, refused.headers["cache-control"]) == (403, "no-store")
+        assert "--operator" in refused.json()["error"]["message"]
+        assert client.get("/metrics", headers={"Authorization": "Bearer sesame"}).status_code == 200
+        for path in _FILES:
+            page = client.get(path)
+            assert (page.status_code, page.headers["content-security-policy"]) == (200, POLICY)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_it_asks_for_a_key_and_shows_metrics_as_text(tmp_path):
+    metrics, browser = Metrics(lambda: FIGURES), Browser(tmp_path)
+    metrics.accepted(HOSTILE)
+    metrics.started(HOSTILE, STARTED)
+    metrics.ended(HOSTILE, ENDED)
+    with serving(metrics) as address:
+        browser.view(390, 844)
+        browser.open(address)
+        browser.wait("document.getElementById('key-form')?.hidden === false")
+        browser.value("document.getElementById('key').value = 'sesame'")
+        browser.value("document.querySelector('#key-form button').click()")
+        browser.wait("document.getElementById('state').textContent === 'Ready'")
+        assert browser.value("document.getElementById('key-form').hidden")
+        assert HOSTILE in browser.value("document.getElementById('apps').textContent")
+        assert "200 ms" in browser.value("document.getElementById('apps').textContent")
+        assert "912.0 MiB" in browser.value("document.getElementById('memory').textContent")
+        assert browser.value("document.querySelectorAll('main img').length") == 0
+        assert browser.value("document.title") != "1"
+        assert browser.value("document.documentElement.scrollWidth") == 390
+    browser.close()
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    files = {path.name for path in _FOLDER.iterdir()}
+    assert files == {name for name, _ in _FILES.values()}
+    for path in _FOLDER.iterdir():
+        text = path.read_text(encoding="utf-8")
+        addresses = set(re.findall(r"https?://[^\s\"'`<]+", text)) - {"http://www.w3.org/2000/svg"}
+        assert addresses == set(), path.name
+        # The policy forbids markup from text, inline scripts and inline styles.
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\sstyle=|\son\w+=", text
+        )
+    assert (_FOLDER / "index.html").read_text(encoding="utf-8").count("<script") == 1

@@ -20,32 +20,22 @@ def call(app="mail", **more):
     return Call(app=app, request_id="1", prompt="a", config=GenerationConfig(), **more)
 
 
-@pytest.mark.parametrize(
-    ("value", "objective"),
-    [
+def test_objectives_are_written_as_they_are_read():
+    for value, objective in (
         ("<40,70>", Slo(ttft=0.4, tpot=0.7)), ({"ttft_ms": 5, "tpot_ms": 1}, Latency(ttft_ms=5, tpot_ms=1)),
         ({"total_ms": 5}, EndToEnd(total_ms=5)), ({"joules": 2}, EnergyBudget(joules=2)),
-    ],
-)  # fmt: skip
-def test_objectives_are_written_as_they_are_read(value, objective):
-    assert objective_from(value) == objective
-    assert written(objective) == value
-    assert bound(value) == Binding(objective)
-    strict = {"slo": value, "strict": True}
-    assert bound(strict) == Binding(objective, strict=True)
-    assert bound({"slo": value, "shorten": True}) == Binding(objective, shorten=True)
-    if isinstance(value, dict):
-        assert bound(value | {"strict": True}) == Binding(objective, strict=True)
-
-
-@pytest.mark.parametrize(
-    "value", [3, None, {}, "40", "<0,5>", {"ttft_ms": 1}, {"total_ms": -1}, {"total_ms": 10**400}]
-)
-def test_what_is_no_objective_is_refused(value):
-    with pytest.raises(ConfigError):
-        objective_from(value)
-    with pytest.raises(ConfigError):
-        bound({"slo": value})
+    ):  # fmt: skip
+        assert (objective_from(value), written(objective)) == (objective, value)
+        assert bound(value) == Binding(objective)
+        assert bound({"slo": value, "strict": True}) == Binding(objective, strict=True)
+        assert bound({"slo": value, "shorten": True}) == Binding(objective, shorten=True)
+        if isinstance(value, dict):
+            assert bound(value | {"strict": True}) == Binding(objective, strict=True)
+    for wrong in (3, None, {}, "40", "<0,5>", {"ttft_ms": 1}, {"total_ms": -1}, {"total_ms": 10**400}):
+        with pytest.raises(ConfigError):
+            objective_from(wrong)
+        with pytest.raises(ConfigError):
+            bound({"slo": wrong})
 
 
 def test_the_calls_own_objective_goes_before_the_apps():
@@ -66,17 +56,14 @@ def test_the_calls_own_objective_goes_before_the_apps():
     assert bindings.applied(call()) == call()
 
 
-def test_a_bound_budget_of_energy_is_not_for_contexts():
+def test_bound_apps_are_bounded_and_budgets_of_energy_are_not_for_contexts(monkeypatch):
     bindings = Bindings({"mail": Binding(EnergyBudget(joules=2))})
     assert bindings.applied(call(context="a")) == call(context="a")
     assert bindings.applied(call()).objective == EnergyBudget(joules=2)
-
-
-def test_bound_apps_are_bounded(monkeypatch):
     monkeypatch.setattr(objectives, "_MOST_BOUND", 1)
-    bindings, loose = Bindings(), Binding(EndToEnd(total_ms=1))
-    bindings.bind("a", loose)
-    bindings.bind("a", loose)
+    loose = Binding(EndToEnd(total_ms=1))
+    for _ in range(2):
+        bindings.bind("a", loose)
     with pytest.raises(BudgetExceeded):
         bindings.bind("b", loose)
 
@@ -117,25 +104,18 @@ def test_an_app_binds_itself_over_the_wire(served, http):
     assert "slo" not in http.post("/v1/completions", json=body).json()["jaxllm"]
 
 
-@pytest.mark.parametrize(
-    "body", [{}, {"slo": None}, {"slo": "40"}, {"slo": {"ttft_ms": 1}}, {"slo": "<40,70>", "strict": 1},
-             {"slo": "<40,70>", "shorten": "yes"},
-             {"slo": "<40,70>", "app": "spy"}, {"slo": {"joules": 2}}],
-)  # fmt: skip
-def test_what_cannot_be_bound_is_refused(http, body):
-    refused = http.post("/v1/objective", json=body)
-    assert refused.status_code == 400, refused.text
-    assert http.get("/v1/objective").json()["slo"] is None
-
-
-def test_the_header_binds_too(http):
+def test_what_cannot_be_bound_is_refused_and_the_header_binds_too(http):
+    for body in (
+        {}, {"slo": None}, {"slo": "40"}, {"slo": {"ttft_ms": 1}}, {"slo": "<40,70>", "strict": 1},
+        {"slo": "<40,70>", "shorten": "yes"}, {"slo": "<40,70>", "app": "spy"}, {"slo": {"joules": 2}},
+    ):  # fmt: skip
+        refused = http.post("/v1/objective", json=body)
+        assert refused.status_code == 400, refused.text
+        assert http.get("/v1/objective").json()["slo"] is None
     told = http.post("/v1/objective", json={}, headers={"X-SLO": "<40,70>; strict"}).json()
     assert (told["slo"], told["strict"]) == ("<40,70>", True)
     assert http.delete("/v1/objective").json()["slo"] is None
-
-
-def test_what_has_no_words_is_not_shortened(http):
-    refused = http.post(
-        "/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 2, "shorten": True, **WHOLE}
-    )
+    # What has no words is not shortened.
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "shorten": True, **WHOLE}
+    refused = http.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "shorten"), refused.text

@@ -20,7 +20,7 @@ def options(tmp_path, monkeypatch):
     monkeypatch.delenv("JAXLLM_BUCKETS_BYTES")
     parts = elastic_parts(Ladder(levels=(50, 100)))
     model = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", parts=parts)
-    return ServerOptions(model=str(model), context_tokens=128, batch_rows=(2,), contexts=tmp_path / "kept")
+    return ServerOptions(model=str(model), context_tokens=64, batch_rows=(2,), contexts=tmp_path / "kept")
 
 
 def test_a_second_start_compiles_and_measures_nothing(options, compiles, monkeypatch):
@@ -36,7 +36,7 @@ def test_a_second_start_compiles_and_measures_nothing(options, compiles, monkeyp
         assert again.profile == first.profile
         # The first answer and the first embedding of each length, too.
         assert again.engine.stream("hello", level=50).result().tokens
-        for tokens in (1, 20, 128):
+        for tokens in (1, 20, 64):
             embedding = Scorer(again.engine.runner).embedding([3] * tokens)
             while embedding.step():
                 pass

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import httpx
 import pytest
 import uvicorn
 
-from jaxllm.errors import ConfigError
 from jaxllm.serving.server.peer import EXTENSION, PeerOptions, protocol
+from tests.serving.server.running import running
 
 OPTIONS = PeerOptions(apps={f"uid:{os.geteuid()}": "tests"}, head_timeout_s=0.4, body_timeout_s=0.4)
 GET, SLOW = (f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() for path in ("/", "/slow"))
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 # A slow request has arrived, and may be answered.
 ARRIVED, ANSWERED = threading.Semaphore(0), threading.Event()
 
@@ -42,23 +44,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-@contextlib.contextmanager
-def serving(options: PeerOptions = OPTIONS, **where: Any) -> Iterator[uvicorn.Server]:
-    """A server in a thread."""
-    config = uvicorn.Config(
-        app, http=protocol(options), ws="none", lifespan="off", log_config=None, proxy_headers=False, **where
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.005)
-            assert thread.is_alive()
-        yield server
-    finally:
-        server.should_exit = True
-        thread.join()
+def serving(options: PeerOptions = OPTIONS, **where: Any) -> AbstractContextManager[uvicorn.Server]:
+    return running(app, http=protocol(options), proxy_headers=False, **where)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +59,16 @@ def connected(path: str) -> socket.socket:
     found = socket.socket(socket.AF_UNIX)
     found.settimeout(20)
     found.connect(path)
+    return found
+
+
+def answer(connection: socket.socket) -> bytes:
+    """One answer, which may come in parts."""
+    found = b""
+    while not found.endswith(b"}"):
+        part = connection.recv(1 << 16)
+        assert part, "it was closed"
+        found += part
     return found
 
 
@@ -99,22 +96,15 @@ def test_over_tcp_headers_say_nothing() -> None:
     assert facts == {"app": "", "address": "127.0.0.1", "pid": None}
 
 
-@pytest.mark.parametrize(
-    "begin",
-    [
-        b"",
-        b"GET / HTTP/1.1\r\nHost: x\r\n",
-        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n1",
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT",
-    ],
-)
-def test_a_slow_request_is_cut_off(path: str, begin: bytes) -> None:
-    with connected(path) as connection:
-        connection.sendall(begin)
-        assert received(connection).count(b"200 OK") == begin.count(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-
-
-def test_a_request_that_trickles_is_cut_off(path: str) -> None:
+def test_a_slow_request_and_one_that_trickles_are_cut_off(path: str) -> None:
+    post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n1"
+    begins = {b"": 0, b"GET / HTTP/1.1\r\nHost: x\r\n": 0, post: 0, GET + b"GET / HT": 1}
+    with contextlib.ExitStack() as stack:
+        slow = {begin: stack.enter_context(connected(path)) for begin in begins}
+        for begin, connection in slow.items():
+            connection.sendall(begin)
+        for begin, connection in slow.items():
+            assert received(connection).count(b"200 OK") == begins[begin], begin
     with connected(path) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -129,14 +119,10 @@ def test_a_request_that_trickles_is_cut_off(path: str) -> None:
     [
         (b"GET / HTTP/1.1\r\nX: ", b"x" * 4096),
         (b"GET /", b"x" * 4096),
-        (b"GET / HTTP/1.1\r\n", b"X: y\r\n" * 1000),
-        (
-            b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
-            b"X: y\r\n" * 1000,
-        ),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x" * 4096),
+        (b"GET / HTTP/1.1\r\n", b"X: y\r\n" * 1000), (CHUNKED + b"1\r\na\r\n0\r\n", b"X: y\r\n" * 1000),
+        (CHUNKED + b"1;", b"x" * 4096),
     ],
-)
+)  # fmt: skip
 def test_endless_headers_are_refused(path: str, head: bytes, endless: bytes) -> None:
     with connected(path) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -148,9 +134,7 @@ def test_endless_headers_are_refused(path: str, head: bytes, endless: bytes) -> 
 
 def test_a_body_in_tiny_chunks_is_taken(path: str) -> None:
     with connected(path) as connection:
-        connection.sendall(
-            b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
+        connection.sendall(CHUNKED.replace(b"Host", b"Connection: close\r\nHost"))
         connection.sendall(b"1\r\na\r\n" * 30_000 + b"0\r\n\r\n")
         assert received(connection).startswith(b"HTTP/1.1 200 OK")
 
@@ -158,8 +142,8 @@ def test_a_body_in_tiny_chunks_is_taken(path: str) -> None:
 def test_a_connection_is_used_again(path: str) -> None:
     with connected(path) as connection:
         for _ in range(5):
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+            connection.sendall(GET)
+            assert answer(connection).startswith(b"HTTP/1.1 200 OK")
             time.sleep(0.15)
 
 
@@ -182,22 +166,17 @@ def test_idle_connections_give_way_to_new_ones(tmp_path: Path) -> None:
         # Those that have waited longest are gone; one with a request goes on.
         assert [received(each) for each in idle] == [b""] * 3
         ANSWERED.set()
-        assert busy.recv(1 << 16).startswith(b"HTTP/1.1 200")
-
-
-def test_where_all_have_requests_a_further_connection_is_closed(tmp_path: Path) -> None:
-    path = str(tmp_path / "s")
-    with serving(PeerOptions(connections=2), uds=path), contextlib.ExitStack() as stack:
-        busy = [stack.enter_context(connected(path)) for _ in range(2)]
+        assert answer(busy).startswith(b"HTTP/1.1 200")
+        # Where all have requests a further connection is closed.
+        all_busy = [stack.enter_context(connected(path)) for _ in range(4)]
         ANSWERED.clear()
-        stack.callback(ANSWERED.set)
-        for each in busy:
+        for each in all_busy:
             each.sendall(SLOW)
             assert ARRIVED.acquire(timeout=60)
         assert received(stack.enter_context(connected(path))) == b""
         ANSWERED.set()
-        for each in busy:
-            assert each.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        for each in all_busy:
+            assert answer(each).startswith(b"HTTP/1.1 200")
 
 
 def test_files_are_left_for_more_than_connections() -> None:
@@ -212,5 +191,3 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], most_connections())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["16", "900", "644"]
-    with pytest.raises(ConfigError, match="connections must be"):
-        PeerOptions(connections=-1)

@@ -30,8 +30,8 @@ def runner():
     return Runner()
 
 
-def chat(*tokens):
-    cache = np.zeros(SIZE, np.uint8)
+def chat(*tokens, size=SIZE):
+    cache = np.zeros(size, np.uint8)
     return Session(list(tokens), cache, (100, 0))  # pyright: ignore[reportArgumentType]
 
 
@@ -47,23 +47,13 @@ def test_a_conversation_that_goes_on_takes_its_session(runner):
     # Also where its last tokens came back as others.
     sessions.keep("mail", "", own)
     assert sessions.take("mail", "", (*prompt(100, 20), 7, 8), runner) is own
-
-
-def test_another_conversation_gets_a_copy_of_what_both_have(runner):
-    sessions, own = PrefixSessions(10 * SIZE), chat(*prompt(100))
+    # Another conversation gets a copy of what both have.
     sessions.keep("mail", "", own)
     copied = sessions.take("mail", "", prompt(200), runner)
     assert (copied.tokens, copied.weights_version) == ([*SYSTEM], (100, 0))
     assert copied.cache is not own.cache
     assert (len(sessions), runner.forked) == (1, [len(SYSTEM)])
     assert sessions.take("mail", "", (*prompt(100), 7), runner) is own
-
-
-def test_too_little_in_common_is_computed(runner):
-    sessions = PrefixSessions(10 * SIZE)
-    sessions.keep("mail", "", chat(*prompt(100)))
-    assert sessions.take("mail", "", (*SYSTEM[:15], 7), runner).cache is None
-    assert sessions.take("mail", "", (*SYSTEM[:16], 7), runner).tokens == [*SYSTEM[:16]]
 
 
 def test_the_longest_prefix_is_taken_and_of_equal_ones_the_keys(runner):
@@ -85,6 +75,9 @@ def test_no_session_is_of_use_to_another_app_or_level(runner):
         assert sessions.take("spy", "", mine, runner).cache is None
         assert sessions.take("mail", "", mine, Runner(50)).cache is None
     assert runner.forked == []
+    # Too little in common is computed.
+    assert sessions.take("mail", "", (*SYSTEM[:15], 7), runner).cache is None
+    assert sessions.take("mail", "", (*SYSTEM[:16], 7), runner).tokens == [*SYSTEM[:16]]
 
 
 def test_what_would_be_found_is_told_by_weights(runner):
@@ -118,3 +111,21 @@ def test_what_another_session_has_all_of_is_not_kept_twice(runner):
     for tokens in (30, 31):
         sessions.keep("mail", "", chat(*prompt(100, tokens)))
     assert len(sessions) == 2
+
+
+def test_an_app_gives_up_its_own_prefixes_before_others(runner):
+    sessions = PrefixSessions(450, lambda app: 250 if app == "small" else 0)
+    sessions.keep("mail", "", chat(*range(20)))
+    for first in (100, 200, 300):
+        sessions.keep("small", "", chat(*range(first, first + 20)))
+    assert (len(sessions), sessions.size_bytes) == (3, 300)
+    assert sessions.take("small", "", tuple(range(100, 120)), runner).cache is None
+    sessions.keep("small", "", chat(*range(400, 420), size=251))
+    assert len(sessions) == 3
+    for first in (500, 600):
+        sessions.keep("mail", "", chat(*range(first, first + 20)))
+    # Beyond the limit of all, the least recently used goes, whoever's it is.
+    assert sessions.take("mail", "", tuple(range(20)), runner).cache is None
+    assert sessions.size_bytes == 400
+    sessions.resize(0)
+    assert (len(sessions), sessions.size_bytes) == (0, 0)

@@ -2,16 +2,9 @@
 
 import concurrent.futures
 
-import pytest
-
 from jaxllm.serving.server import executor as executors
 
 SHORT = {"temperature": 0, "max_output_tokens": 6}
-
-
-@pytest.fixture
-def http(context_service):
-    return context_service.http("mail")
 
 
 def made(http, status=200, **body):
@@ -38,14 +31,11 @@ def test_a_response_goes_on_at_its_contexts_tip_or_in_a_fork(http):
     made(http, 404, input="x", previous_response_id=after["id"])
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_continuations_at_the_same_time_are_each_right(http, context_service, delay, monkeypatch):
+def test_continuations_at_the_same_time_are_each_right(http, served, monkeypatch):
     """Whichever comes first goes on in the context and the others in forks, as if each was alone; also where
     the first has ended before the next one's turn is taken."""
-    name = http.post("/v1/contexts", json={}).json()["id"]
     said = [f"and {word}" for word in ("the fox", "the dog", "hello", "a cat")]
-    first = made(http, input="the quick brown fox", conversation=name)
-    store = context_service.service.contexts.store
+    store = served.service.contexts.store
 
     def prompts(responses):
         """What was answered: the tokens before the answers."""
@@ -53,28 +43,29 @@ def test_continuations_at_the_same_time_are_each_right(http, context_service, de
         counts = [each["usage"]["input_tokens"] for each in responses]
         return [store.record(name).tokens[:count] for name, count in zip(names, counts, strict=True)]
 
-    alone = []
+    alone, starts = [], []
     for each in said:
         own = http.post("/v1/contexts", json={}).json()["id"]
         start = made(http, input="the quick brown fox", conversation=own)
-        assert start["output"][0]["content"] == first["output"][0]["content"]
+        starts.append(start["output"][0]["content"])
         alone += prompts([made(http, input=each, previous_response_id=start["id"])])
-        assert http.delete(f"/v1/contexts/{own}").status_code == 200
-    if delay:
-        # One at a time: each turn finds another tip than its client knew.
-        take = executors.Executor._take_turn
+    assert starts == starts[:1] * len(said)
+    take = executors.Executor._take_turn
 
-        def late(self, job):
-            while any(each is not job and each.run is not None for each in self._jobs.values()):
-                self._dispatch()
-            take(self, job)
+    def late(self, job):
+        while any(each is not job and each.run is not None for each in self._jobs.values()):
+            self._dispatch()
+        take(self, job)
 
-        monkeypatch.setattr(executors.Executor, "_take_turn", late)
-    with concurrent.futures.ThreadPoolExecutor(len(said)) as pool:
-        raced = list(pool.map(lambda each: made(http, input=each, previous_response_id=first["id"]), said))
-    assert prompts(raced) == alone
-    names = [each["conversation"]["id"] for each in raced]
-    assert len(set(names)) == len(said)
-    assert names.count(name) == 1
-    for each in names:
-        assert http.delete(f"/v1/contexts/{each}").status_code == 200
+    # As they come, and one at a time: each turn finds another tip than its client knew.
+    for taken in (take, late):
+        monkeypatch.setattr(executors.Executor, "_take_turn", taken)
+        name = http.post("/v1/contexts", json={}).json()["id"]
+        first = made(http, input="the quick brown fox", conversation=name)["id"]
+        bodies = [{"input": each, "previous_response_id": first} for each in said]
+        with concurrent.futures.ThreadPoolExecutor(len(said)) as pool:
+            raced = list(pool.map(lambda body: made(http, **body), bodies))
+        assert prompts(raced) == alone
+        names = [each["conversation"]["id"] for each in raced]
+        assert len(set(names)) == len(said)
+        assert names.count(name) == 1

@@ -1,6 +1,10 @@
-"""The options of the service and their file."""
+"""The options of the service, their file, and its sockets: bound once, replaced where they are stale, refused
+where others answer on them."""
 
 import dataclasses
+import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -8,8 +12,11 @@ import pytest
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from jaxllm.serving.elastic.objectives import Binding, Latency
+from jaxllm.serving.server.daemon import Notifier
+from jaxllm.serving.server.identity import Identity
 from jaxllm.serving.server.limits import AppLimits, Limits
 from jaxllm.serving.server.service_options import ServerOptions, address_of, read_options
+from jaxllm.serving.server.sockets import bound, described, passed
 
 FILE = """
 model = "bundles/mine.jaxllm"
@@ -70,9 +77,8 @@ def read(folder: Path, text: str) -> ServerOptions:
 def test_a_file_has_all_options(tmp_path):
     options = read(tmp_path, FILE)
     assert options.model == str(tmp_path / "bundles/mine.jaxllm")
-    assert (options.address, options.socket, options.socket_mode) == (
-        ("::1", 0), tmp_path / "service.sock", 0o660,
-    )  # fmt: skip
+    assert options.address == ("::1", 0)
+    assert (options.socket, options.socket_mode) == (tmp_path / "service.sock", 0o660)
     assert (options.memory, options.context_tokens, options.batch_rows) == (1_500_000_000, 4096, (2, 4))
     assert (options.levels, options.prefix_memory) == ((50, 100), 1_000_000)
     assert {"laptop.local", "127.0.0.1", "[::1]"} <= set(options.guard().hosts)
@@ -88,12 +94,10 @@ def test_a_file_has_all_options(tmp_path):
     assert contexts.encryption == Path("~/keys").expanduser()
     assert options.memory_options().follow_pressure
     adapters = options.adapter_options()
-    assert (adapters.given, adapters.folder) == (
-        {"formal": tmp_path / "adapters/formal"}, tmp_path / "adapters",
-    )  # fmt: skip
-    assert (adapters.rank, adapters.targets, adapters.limit_bytes, adapters.most) == (
-        8, ("attn.q",), 1_000_000, 3,
-    )  # fmt: skip
+    assert adapters.given == {"formal": tmp_path / "adapters/formal"}
+    assert adapters.folder == tmp_path / "adapters"
+    found = (adapters.rank, adapters.targets, adapters.limit_bytes, adapters.most)
+    assert found == (8, ("attn.q",), 1_000_000, 3)
     assert options.objectives == {
         "mail": Binding(Slo(ttft=0.4, tpot=0.7)),
         "keyboard": Binding(Latency(ttft_ms=200, tpot_ms=50), strict=True),
@@ -116,12 +120,9 @@ def test_an_app_has_bounds_unless_a_file_lifts_them(tmp_path):
     assert (contexts.contexts_per_app, contexts.app_quota_bytes) == (256, 4 << 30)
 
 
-def test_an_empty_file_has_the_defaults(tmp_path):
+def test_an_empty_file_has_the_defaults_and_addresses(tmp_path):
     assert read(tmp_path, "") == ServerOptions()
     assert ServerOptions().limits == Limits()
-
-
-def test_addresses():
     assert ServerOptions().address == ("127.0.0.1", 8080)
     assert ServerOptions(socket=Path("s")).address is None
     assert ServerOptions(socket=Path("s"), http="Localhost:1").address == ("localhost", 1)
@@ -131,60 +132,39 @@ def test_addresses():
             address_of(wrong)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("modle = 'x'", "no option 'modle'; there are model, http"),
-        ("model = 3", "model must be text"),
-        ("http = '1'", "HOST:PORT"),
-        ("socket = 1", "socket must be a path"),
-        ("socket_mode = 0o1000", "socket_mode"),
-        ("memory = 'much'", "no size"),
-        ("memory = -1", "memory must be a whole number"),
-        ("context_tokens = -1", "context_tokens"),
-        ("drain_s = -1", "drain_s"),
-        ("drain_s = nan", "drain_s"),
-        ("batch_rows = [3]", "batch_rows"),
-        ("levels = [100, 50]", "levels"),
-        ("levels = [101]", "levels"),
-        ("levels = 50", "levels"),
-        ("prefix_memory = -1", "prefix_memory"),
-        ("batch_rows = [[]]", "batch_rows"),
-        ("batch_rows = 2", "batch_rows"),
-        ("hosts = 'a'", "hosts must be a list"),
-        ("hosts = ['A']", "a host is"),
-        ("origins = ['*']", "an origin is"),
-        ("apps = 1", "apps must be a section"),
-        ("[apps]\nx = 'mail'", "a rule for apps"),
-        ("scheduler = 1", "must be a section"),
-        ("[scheduler]\nqueue = 1", "there is no key of \\[scheduler\\] 'queue'; there are queued"),
-        ("[scheduler]\nqueued = 0", "queued"),
-        ("[limits]\nflight = 1", "no limit 'flight'; limits are"),
-        ("[limits.apps]\nmail = 1", "limits.apps.mail must be a section"),
-        ("[limits.apps.'a b']\nqueued = 1", "app's name"),
-        ("adapters = 1", "adapters must be a path"),
-        ("adapter = 1", "adapter must be a section"),
-        ("[adapter]\n'a b' = 'x'", "an adapter's name"),
-        ("[adapter]\na = 1", "the folder of the adapter 'a' must be a path"),
-        ("adapter_rank = -1", "adapter_rank"),
-        ("adapter_targets = ['x']", "adapter_targets must be names of attn.q"),
-        ("adapter_memory = 0", "adapter_memory"),
-        ("adapter_count = 0", "adapter_count"),
-        ("objectives = 1", "objectives must be a section"),
-        ("[objectives]\nmail = 4", "'mail': slo is"),
-        ("[objectives]\nmail = { slo = '<40,70>', strict = 1 }", "strict must be"),
-        ("[objectives]\n'a b' = '<40,70>'", "app's name"),
-        ("a = [", "is not TOML"),
-        ("a = " + 9999 * "[", "is not TOML"),
-    ],
-)
-def test_what_is_wrong_is_told_with_the_file(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        read(tmp_path, text)
-    assert str(tmp_path / "service.toml") in str(caught.value)
+WRONG = [
+    ("modle = 'x'", "no option 'modle'; there are model, http"), ("model = 3", "model must be text"),
+    ("http = '1'", "HOST:PORT"), ("socket = 1", "socket must be a path"),
+    ("socket_mode = 0o1000", "socket_mode"), ("memory = 'much'", "no size"),
+    ("memory = -1", "memory must be a whole number"), ("context_tokens = -1", "context_tokens"),
+    ("drain_s = -1", "drain_s"), ("drain_s = nan", "drain_s"), ("batch_rows = [3]", "batch_rows"),
+    ("levels = [100, 50]", "levels"), ("levels = [101]", "levels"), ("levels = 50", "levels"),
+    ("prefix_memory = -1", "prefix_memory"), ("batch_rows = [[]]", "batch_rows"),
+    ("batch_rows = 2", "batch_rows"), ("hosts = 'a'", "hosts must be a list"),
+    ("hosts = ['A']", "a host is"), ("origins = ['*']", "an origin is"),
+    ("apps = 1", "apps must be a section"), ("[apps]\nx = 'mail'", "a rule for apps"),
+    ("scheduler = 1", "must be a section"),
+    ("[scheduler]\nqueue = 1", "there is no key of \\[scheduler\\] 'queue'; there are queued"),
+    ("[scheduler]\nqueued = 0", "queued"), ("[limits]\nflight = 1", "no limit 'flight'; limits are"),
+    ("[limits.apps]\nmail = 1", "limits.apps.mail must be a section"),
+    ("[limits.apps.'a b']\nqueued = 1", "app's name"), ("adapters = 1", "adapters must be a path"),
+    ("adapter = 1", "adapter must be a section"), ("[adapter]\n'a b' = 'x'", "an adapter's name"),
+    ("[adapter]\na = 1", "the folder of the adapter 'a' must be a path"),
+    ("adapter_rank = -1", "adapter_rank"),
+    ("adapter_targets = ['x']", "adapter_targets must be names of attn.q"),
+    ("adapter_memory = 0", "adapter_memory"), ("adapter_count = 0", "adapter_count"),
+    ("objectives = 1", "objectives must be a section"), ("[objectives]\nmail = 4", "'mail': slo is"),
+    ("[objectives]\nmail = { slo = '<40,70>', strict = 1 }", "strict must be"),
+    ("[objectives]\n'a b' = '<40,70>'", "app's name"), ("a = [", "is not TOML"),
+    ("a = " + 9999 * "[", "is not TOML"),
+]  # fmt: skip
 
 
-def test_a_missing_file(tmp_path):
+def test_what_is_wrong_is_told_with_the_file(tmp_path):
+    for text, message in WRONG:
+        with pytest.raises(ConfigError, match=message) as caught:
+            read(tmp_path, text)
+        assert str(tmp_path / "service.toml") in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_options(tmp_path / "missing.toml")
 
@@ -194,11 +174,81 @@ def test_options_of_contexts_need_a_folder_for_them(tmp_path):
     kept = ServerOptions(contexts=tmp_path).context_options()
     assert kept is not None
     assert (kept.encryption, kept.budget_bytes) == (None, 256 << 20)
-    for given in (
-        {"context_budget": 1},
-        {"share_across_apps": True},
-        {"attend_coded": True},
-        {"context_keys": tmp_path},
+    options = {"context_budget": 1, "share_across_apps": True, "attend_coded": True, "context_keys": tmp_path}
+    for name, value in options.items():
+        with pytest.raises(ConfigError, match=f"{name} needs a folder"):
+            ServerOptions(**{name: value}).context_options()
+
+
+IDENTITY = Identity()
+
+
+def listen(**options):
+    return bound(ServerOptions(**options), IDENTITY)
+
+
+def test_a_port_and_a_path(tmp_path):
+    path = tmp_path / "s"
+    with listen(http="127.0.0.1:0", socket=path, socket_mode=0o620) as sockets:
+        host, port = sockets[0].getsockname()
+        assert [described(each) for each in sockets] == [f"http://{host}:{port}", f"unix:{path}"]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o620
+        for again in ({"http": f"{host}:{port}"}, {"socket": path}):
+            with pytest.raises(ConfigError, match="another service listens"), listen(**again):
+                pass
+        # The refused one took nothing away.
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
+    with listen(socket=path):
+        assert path.exists()
+
+
+def test_a_stale_socket_is_replaced_and_nothing_else(tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+        stale.listen()
+        with pytest.raises(ConfigError, match="another service"), listen(socket=path):
+            pass
+    with listen(socket=path) as sockets:
+        assert len(sockets) == 1
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="not a socket of this user"), listen(socket=path):
+        pass
+    assert path.read_text() == "mine"
+
+
+def test_what_cannot_be_bound(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for options, message in (
+        ({"http": "0.0.0.0:0"}, "not a loopback address"),
+        ({"http": "no.such.host.invalid:0"}, "cannot be listened on"),
+        ({"socket": Path("/no/such/folder/s")}, "no socket can be made"),
+        ({"socket": Path("x" * 200)}, "the socket cannot be made"),
     ):
-        with pytest.raises(ConfigError, match=f"{next(iter(given))} needs a folder"):
-            ServerOptions(**given).context_options()
+        with pytest.raises(ConfigError, match=message), listen(**options):
+            pass
+
+
+def test_sockets_for_another_process_are_left_alone():
+    environment = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "x"}
+    assert passed(environment) == []
+    assert environment == {}
+    with pytest.raises(ConfigError, match="LISTEN_FDS"):
+        passed({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "none"})
+
+
+def test_states_are_told_to_systemd(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        name = tmp_path / "notify"
+        systemd.bind(str(name))
+        environment = {"NOTIFY_SOCKET": str(name), "WATCHDOG_USEC": "2500000"}
+        notifier = Notifier(environment)
+        assert (environment, notifier.watchdog_s) == ({}, 2.5)
+        notifier.send("READY=1", "STATUS=here")
+        assert systemd.recv(100) == b"READY=1\nSTATUS=here"
+    notifier.send("STOPPING=1")
+    assert Notifier({}).watchdog_s is None
+    other = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}
+    assert Notifier(other).watchdog_s is None

@@ -1,26 +1,20 @@
 """One app attacks another's contexts over HTTP: 200 attempts read, name, change and count nothing."""
 
-import concurrent.futures
 import json
 import secrets
-import time
 
 import pytest
 
-from jaxllm.serving.server import executor as executors
 from tests.serving.server.context_service import WHOLE
+from tests.serving.server.talking import slowly, streamed
 
 SECRET = "the password is swordfish"
 # Of an app's contexts none has this name.
 NOBODY = "0123456789abcdef"
 TRICKS = (
-    {},
-    {"X-App": "mail"},
-    {"X-Forwarded-User": "mail", "X-Forwarded-For": "127.0.0.1"},
-    {"jaxllm.app": "mail"},
-    {"Cookie": "app=mail"},
-    {"X-Request-Id": "mail"},
-)
+    {}, {"X-App": "mail"}, {"X-Forwarded-User": "mail", "X-Forwarded-For": "127.0.0.1"},
+    {"jaxllm.app": "mail"}, {"Cookie": "app=mail"}, {"X-Request-Id": "mail"},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -126,31 +120,20 @@ def test_none_of_200_attempts_tells_of_another_apps_contexts(context_service, ap
 def test_nor_does_any_while_the_context_answers(apps, monkeypatch):
     mail, spy = apps
     name = new(mail)
-    real, entered = executors.step, concurrent.futures.Future()
-
-    def slow(run):
-        if not entered.done():
-            entered.set_result(None)
-        time.sleep(0.02)
-        return real(run)
-
-    monkeypatch.setattr(executors, "step", slow)
-    body = {"prompt": "hi", "max_tokens": 60, "stream": True, **WHOLE}
-    with mail.stream("POST", f"/v1/contexts/{name}/generate", json=body) as answer:
-        entered.result(20)
+    with slowly(monkeypatch), streamed(mail, name, 60) as lines:
+        next(lines)
         # Its own app is told that it is busy, no other.
         assert mail.delete(f"/v1/contexts/{name}").status_code == 409
-        quick = list(zip(attempts(name), attempts(NOBODY), strict=True))[:5]
-        for mine, other in quick:
+        for mine, other in [*zip(attempts(name), attempts(NOBODY), strict=True)][:5]:
             found, wanted = answered(spy, *mine), answered(spy, *other)
             assert (found[0], found[1].replace(name, NOBODY), found[2]) == wanted
             assert found[0] == 404
-        assert "[DONE]" in "".join(answer.iter_lines())
+        assert "[DONE]" in "".join(lines)
 
 
 def test_prompts_of_others_are_never_reused(apps):
     mail, spy = apps
-    for number in range(8):
+    for number in range(3):
         said = f"{number} {SECRET}"
         body = {"prompt": said, "max_tokens": 4, "prompt_cache_key": "mail", **WHOLE}
         reused = [json.loads(each.post("/v1/completions", json=body).text)["jaxllm"]["reused_tokens"]

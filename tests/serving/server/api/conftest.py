@@ -1,22 +1,19 @@
 """Serves the front on a Unix socket, in a thread, with uvicorn."""
 
-import asyncio
-import contextlib
-import shutil
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2
 import pytest
-import uvicorn
 
 from jaxllm.errors import JaxllmError
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.api.requests import ApiOptions
 from tests.serving.server.api.fake import FakeBackend
+from tests.serving.server.running import running
 
 OPTIONS = ApiOptions(body_bytes=1 << 16, body_s=2.0, answers_per_request=4, stored_response_bytes=1 << 18)
 
@@ -44,6 +41,14 @@ class Served:
             transport=httpx.HTTPTransport(uds=path), base_url="http://localhost", timeout=20
         )
 
+    def own(self, base: str = "") -> dict[str, Any]:
+        """What OpenAI's and Anthropic's clients of the app `app` are made with."""
+        transport = httpx2.HTTPTransport(uds=self.path)
+        return {
+            "api_key": "app", "base_url": f"http://localhost{base}", "max_retries": 0,
+            "http_client": httpx2.Client(transport=transport),
+        }  # fmt: skip
+
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return self.http.post(path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
@@ -53,26 +58,16 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def running() -> Iterator[Served]:
+def front() -> Iterator[Served]:
     # Paths of sockets are short.
-    folder = tempfile.mkdtemp(prefix="api", dir="/tmp")
-    served = Served(str(Path(folder) / "s"))
-    app = make_app(served, identify=identify, operates=lambda scope: True, options=OPTIONS)
-    config = uvicorn.Config(app, uds=served.path, log_level="error", access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder)
-        stack.callback(thread.join)
-        stack.callback(setattr, server, "should_exit", True)
-        stack.callback(served.http.close)
-        yield served
+    with tempfile.TemporaryDirectory(prefix="api", dir="/tmp") as folder:
+        served = Served(str(Path(folder) / "s"))
+        app = make_app(served, identify=identify, operates=lambda scope: True, options=OPTIONS)
+        with running(app, uds=served.path), served.http:
+            yield served
 
 
 @pytest.fixture
-def served(running: Served) -> Served:
-    running.backend = FakeBackend()
-    return running
+def served(front: Served) -> Served:
+    front.backend = FakeBackend()
+    return front

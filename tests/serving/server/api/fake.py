@@ -1,26 +1,15 @@
 """A scripted backend in memory: says what a script says, and records what it was asked."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextGone
 from jaxllm.serving.elastic.objectives import Binding
-from jaxllm.serving.server.calls import (
-    AdapterFacts,
-    AdapterGone,
-    Call,
-    ContextBusy,
-    ContextFacts,
-    Conversation,
-    Ended,
-    Event,
-    ModelFacts,
-    Piece,
-    Started,
-    TokenLogprob,
-)
+from jaxllm.serving.server import calls
+from jaxllm.serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, Event, ModelFacts
 from jaxllm.serving.server.objectives import Bindings
 
 
@@ -44,20 +33,20 @@ class FakeTicket:
             await asyncio.Event().wait()
         if backend.error is not None:
             raise backend.error
-        yield Started(
+        yield calls.Started(
             prompt_tokens=7, kept_tokens=7, reused_tokens=3, level=70, source="profile", queued_ms=1.0
         )
         for index, text in enumerate(backend.pieces):
             logprobs = None
             if self._call.top_logprobs is not None:
                 top = tuple((65 + i, -1.0 - i) for i in range(self._call.top_logprobs))
-                logprobs = (TokenLogprob(65, -0.5, top),)
-            yield Piece(text, (65,), logprobs)
+                logprobs = (calls.TokenLogprob(65, -0.5, top),)
+            yield calls.Piece(text, (65,), logprobs)
             if backend.late_error is not None:
                 raise backend.late_error
             if backend.hangs_at == "decode" and index == 0:
                 await asyncio.Event().wait()
-        yield Ended(
+        yield calls.Ended(
             finish_reason=backend.finish_reason, stop_string=backend.stop_string, tokens=len(backend.pieces),
             ttft_ms=5.0, tpot_ms=2.0, engine_ttft_ms=4.0, engine_tpot_ms=2.0, met=True, drafted=0.0,
             seed=self._call.config.sampling.seed or 0, context=self._call.context, context_tokens=9,
@@ -127,7 +116,7 @@ class FakeBackend:
 
     async def unload_adapter(self, app: str, name: str) -> None:
         if self.named.pop(name, None) is None:
-            raise AdapterGone(f"no adapter {name!r}")
+            raise calls.AdapterGone(f"no adapter {name!r}")
 
     def binding(self, app: str) -> tuple[Binding | None, bool]:
         return self.bindings.of(app), self.bindings.is_own(app)
@@ -146,8 +135,7 @@ class FakeBackend:
         facts = ContextFacts(
             name=name, tokens=0, level=level or 100, pinned=pinned, stored_bytes=0, adapter=adapter
         )
-        self.kept[app, name] = facts
-        return facts
+        return self.kept.setdefault((app, name), facts)
 
     async def contexts(self, app: str) -> Sequence[ContextFacts]:
         return [facts for (owner, _), facts in self.kept.items() if owner == app]
@@ -158,15 +146,11 @@ class FakeBackend:
         return self.kept[app, name]
 
     async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        if (app, name) not in self.kept:
-            raise ContextGone("no such context")
+        self.kept[app, name] = dataclasses.replace(await self.context(app, name), pinned=pinned)
         return self.kept[app, name]
 
     async def delete_context(self, app: str, name: str) -> None:
-        if (app, name) not in self.kept:
-            raise ContextGone("no such context")
-        if name == "c9":
-            raise ContextBusy("it is answering")
+        await self.context(app, name)
         del self.kept[app, name]
 
     async def readiness(self) -> Mapping[str, Any]:

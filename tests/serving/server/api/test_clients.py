@@ -6,7 +6,6 @@ import json
 
 import anthropic
 import httpx
-import httpx2
 import ollama
 import openai
 import pytest
@@ -20,23 +19,11 @@ CALLING = ("Let me see. <tool", '_call>\n{"name": "find", "argu', 'ments": {"q":
 
 
 def openai_client(served: Served) -> openai.OpenAI:
-    transport = httpx2.HTTPTransport(uds=served.path)
-    return openai.OpenAI(
-        api_key="app",
-        base_url="http://localhost/v1",
-        max_retries=0,
-        http_client=httpx2.Client(transport=transport),
-    )
+    return openai.OpenAI(**served.own("/v1"))
 
 
 def anthropic_client(served: Served) -> anthropic.Anthropic:
-    transport = httpx2.HTTPTransport(uds=served.path)
-    return anthropic.Anthropic(
-        api_key="app",
-        base_url="http://localhost",
-        max_retries=0,
-        http_client=httpx2.Client(transport=transport),
-    )
+    return anthropic.Anthropic(**served.own())
 
 
 def ollama_client(served: Served) -> ollama.Client:
@@ -46,14 +33,9 @@ def ollama_client(served: Served) -> ollama.Client:
 def test_openai_chats(served: Served) -> None:
     with openai_client(served) as client:
         whole = client.chat.completions.create(
-            model="tiny",
-            messages=HI,
-            seed=5,
-            n=2,
-            logprobs=True,
-            top_logprobs=2,
+            model="tiny", messages=HI, seed=5, n=2, logprobs=True, top_logprobs=2,
             extra_body={"slo": "<40,70>"},
-        )
+        )  # fmt: skip
         assert [each.message.content for each in whole.choices] == ["Hello", "Hello"]
         assert whole.usage is not None
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (7, 4)
@@ -85,11 +67,9 @@ def test_openai_calls_of_tools(served: Served, stream: bool) -> None:
         else:
             calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
             text = answer.choices[0].message.content
-    assert text == "Let me see. "
-    assert reason == "tool_calls"
-    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
-        ("find", {"q": "a}"})
-    ]
+    assert (text, reason) == ("Let me see. ", "tool_calls")
+    ((name, arguments),) = ((call.function.name, call.function.arguments) for call in calls)
+    assert (name, json.loads(arguments)) == ("find", {"q": "a}"})
     assert served.backend.calls[0].prompt.tools
 
 
@@ -212,11 +192,8 @@ def test_openai_completions_embeddings_models(served: Served) -> None:
 def test_anthropic(served: Served) -> None:
     with anthropic_client(served) as client:
         whole = client.messages.create(model="tiny", max_tokens=5, system="Be brief.", messages=HI)
-        assert (whole.content[0].text, whole.stop_reason, whole.usage.input_tokens) == (
-            "Hello",
-            "end_turn",
-            4,
-        )
+        found = (whole.content[0].text, whole.stop_reason, whole.usage.input_tokens)
+        assert found == ("Hello", "end_turn", 4)
         with client.messages.stream(model="tiny", max_tokens=5, messages=HI) as stream:
             assert "".join(stream.text_stream) == "Hello"
         assert client.messages.count_tokens(model="tiny", messages=HI).input_tokens == 9
@@ -225,37 +202,27 @@ def test_anthropic(served: Served) -> None:
         with client.messages.stream(model="tiny", max_tokens=5, messages=HI, tools=[tool]) as stream:
             final = stream.get_final_message()
         assert (final.stop_reason, final.content[1].input) == ("tool_use", {"q": "a}"})
-        used = [
-            *HI,
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "find", "input": {}}]},
-        ]
+        call = {"type": "tool_use", "id": "1", "name": "find", "input": {}}
         result = {"type": "tool_result", "tool_use_id": "1", "content": "none"}
-        client.messages.create(
-            model="tiny", max_tokens=5, messages=[*used, {"role": "user", "content": [result]}]
-        )
+        turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        client.messages.create(model="tiny", max_tokens=5, messages=HI + turns)
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(model="other", max_tokens=5, messages=HI)
-    assert [each["role"] for each in served.backend.calls[-1].prompt.messages] == [
-        "user",
-        "assistant",
-        "tool",
-    ]
+    roles = [each["role"] for each in served.backend.calls[-1].prompt.messages]
+    assert roles == ["user", "assistant", "tool"]
 
 
 def test_ollama(served: Served) -> None:
-    client = ollama_client(served)
-    assert client.chat("tiny", HI).message.content == "Hello"
-    assert (
-        "".join(each.message.content or "" for each in client.chat("tiny:latest", HI, stream=True)) == "Hello"
-    )
-    assert (
-        client.generate("tiny", "Hi", system="Brief", options={"seed": 3, "num_predict": 4}).response
-        == "Hello"
-    )
-    assert "".join(each.response for each in client.generate("tiny", "Hi", raw=True, stream=True)) == "Hello"
-    assert client.list().models[0].model == "tiny:latest"
-    assert client.show("tiny").capabilities == ["completion"]
-    with pytest.raises(ollama.ResponseError, match="not served"):
-        client.chat("other", HI)
+    with contextlib.closing(ollama_client(served)) as client:
+        assert client.chat("tiny", HI).message.content == "Hello"
+        parts = client.chat("tiny:latest", HI, stream=True)
+        assert "".join(each.message.content or "" for each in parts) == "Hello"
+        options = {"seed": 3, "num_predict": 4}
+        assert client.generate("tiny", "Hi", system="Brief", options=options).response == "Hello"
+        parts = client.generate("tiny", "Hi", raw=True, stream=True)
+        assert "".join(each.response for each in parts) == "Hello"
+        assert client.list().models[0].model == "tiny:latest"
+        assert client.show("tiny").capabilities == ["completion"]
+        with pytest.raises(ollama.ResponseError, match="not served"):
+            client.chat("other", HI)
     assert served.backend.calls[2].config.max_tokens == 4
-    client.close()

@@ -1,8 +1,6 @@
 """Tests refusals, clients that leave, and that contexts are of one app alone."""
 
 import socket
-import time
-from typing import Any
 
 import pytest
 
@@ -20,6 +18,7 @@ from jaxllm.serving.server.api.params import objective_of
 from jaxllm.serving.server.calls import ContextBusy, Refused
 from tests.serving.server.api.conftest import OPTIONS, Served
 from tests.serving.server.api.fake import FakeBackend
+from tests.serving.server.talking import until
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "tiny", "messages": HI}
@@ -36,51 +35,48 @@ TOOL = {"type": "function", "function": {"name": "find"}}
         (Refused("x", reason="failed"), 503), (CheckpointError("a secret path"), 500),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["error", "refusal"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_statuses_of_errors(served: Served, error: Exception, status: int, where: str, stream: bool) -> None:
-    setattr(served.backend, where, error)
-    answer = served.post("/v1/chat/completions", CHAT | {"stream": stream})
-    assert answer.status_code == status
-    assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
-    assert ("retry-after" in answer.headers) == (status in (429, 503))
-    assert "secret" not in answer.text
+def test_statuses_of_errors(served: Served, error: Exception, status: int) -> None:
+    for where, stream in (("error", False), ("error", True), ("refusal", False), ("refusal", True)):
+        served.backend = FakeBackend()
+        setattr(served.backend, where, error)
+        answer = served.post("/v1/chat/completions", CHAT | {"stream": stream})
+        assert answer.status_code == status, (where, stream)
+        assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
+        assert ("retry-after" in answer.headers) == (status in (429, 503))
+        assert "secret" not in answer.text
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/chat/completions", CHAT), ("/v1/messages", CHAT | {"max_tokens": 3}), ("/api/chat", CHAT),
-    ("/v1/completions", {"prompt": "a"}),
-])  # fmt: skip
-def test_an_error_in_mid_stream_is_told(served: Served, path: str, body: dict[str, Any]) -> None:
+def test_an_error_in_mid_stream_is_told(served: Served) -> None:
     served.backend.late_error = RuntimeError("a secret")
-    answer = served.post(path, body | {"stream": True})
-    assert answer.status_code == 200
-    assert '"error"' in answer.text
-    assert "secret" not in answer.text
+    for path, body in (
+        ("/v1/chat/completions", CHAT), ("/v1/messages", CHAT | {"max_tokens": 3}), ("/api/chat", CHAT),
+        ("/v1/completions", {"prompt": "a"}),
+    ):  # fmt: skip
+        answer = served.post(path, body | {"stream": True})
+        assert answer.status_code == 200
+        assert '"error"' in answer.text
+        assert "secret" not in answer.text
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"nonsense": 1}, "nonsense"), ({"store": True}, "store"), ({"store": 0}, "store"),
-        ({"audio": {}}, "audio"), ({"max_tokens": "x"}, "max_tokens"), ({"n": 5}, None), ({"n": 0}, "n"),
-        ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"stop": [""]}, "stop"),  # noqa: E501
-        ({"tool_choice": "required"}, "tool_choice"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"grammar": {}}, "grammar"),  # noqa: E501
-        ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
-        ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ],
-)  # fmt: skip
-def test_wrong_fields_are_named(served: Served, change: dict[str, Any], param: str | None) -> None:
-    answer = served.post("/v1/chat/completions", CHAT | change)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
-    assert served.backend.tickets == []
+WRONG = [
+    ({"nonsense": 1}, "nonsense"), ({"store": True}, "store"), ({"store": 0}, "store"),
+    ({"audio": {}}, "audio"), ({"max_tokens": "x"}, "max_tokens"), ({"n": 5}, None), ({"n": 0}, "n"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"stop": [""]}, "stop"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"grammar": {}}, "grammar"),  # noqa: E501
+    ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
+    ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+]  # fmt: skip
 
 
-def test_neutral_values_and_nulls_are_accepted(served: Served) -> None:
+def test_wrong_fields_are_named_and_neutral_values_and_nulls_accepted(served: Served) -> None:
+    for change, param in WRONG:
+        answer = served.post("/v1/chat/completions", CHAT | change)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert served.backend.tickets == []
     neutral = {"store": False, "modalities": ["text"], "audio": None, "stop": None, "service_tier": "flex"}
     assert served.post("/v1/chat/completions", CHAT | neutral).status_code == 200
     assert served.backend.calls[0].priority == "background"
@@ -95,21 +91,17 @@ def test_keys_paths_methods_sizes_and_ids(served: Served) -> None:
     assert served.http.post("/v1/completions", content=b"x" * (OPTIONS.body_bytes + 1)).status_code == 413
     parts = (b"x" * 1000 for _ in range(100))
     assert served.http.post("/v1/completions", content=parts).status_code == 413
-    assert (
-        served.post("/tokenize", {"content": "a"}, x_request_id="mine-1").headers["x-request-id"] == "mine-1"
-    )
+    named = served.post("/tokenize", {"content": "a"}, x_request_id="mine-1")
+    assert named.headers["x-request-id"] == "mine-1"
     assert served.http.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
 
 
-def test_health_is_the_backends(served: Served) -> None:
+def test_health_texts_and_tokens_are_the_backends(served: Served) -> None:
     assert [served.http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
     served.backend.ready = False
     assert [served.http.get(path).status_code for path in ("/health", "/ready")] == [200, 503]
     served.backend.alive = False
     assert served.http.get("/health").status_code == 503
-
-
-def test_texts_and_tokens(served: Served) -> None:
     assert served.post("/tokenize", {"content": "AB"}).json() == {"tokens": [65, 66]}
     assert served.post("/detokenize", {"tokens": [65, 66]}).json() == {"content": "AB"}
     assert served.post("/detokenize", {"tokens": [300]}).status_code == 400
@@ -125,16 +117,14 @@ def test_a_client_that_leaves_ends_its_call(
 ) -> None:
     served.backend.hangs_at = hangs_at
     body = b'{"%s": [{"role": "user", "content": "Hi"}], "stream": %s}' % (field, stream)
+    head = b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(served.path)
-        client.sendall(
-            b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
-            + body
-        )
-        _until(lambda: served.backend.tickets)
+        client.sendall(head + body)
+        until(lambda: served.backend.tickets)
         if hangs_at == "decode" and stream == b"true":
             assert client.recv(100)
-    _until(lambda: served.backend.tickets[0].cancelled.is_set())
+    until(lambda: served.backend.tickets[0].cancelled.is_set())
 
 
 def test_a_slow_body_is_let_go(served: Served) -> None:
@@ -148,38 +138,24 @@ def test_a_slow_body_is_let_go(served: Served) -> None:
 def test_contexts_are_their_apps_own(served: Served) -> None:
     made = served.post("/v1/contexts", {"level": 70}, authorization="Bearer a")
     assert (made.status_code, made.json()["level"]) == (201, 70)
-    path = f"/v1/contexts/{made.json()['id']}"
-    mine, other = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+    name = made.json()["id"]
+    path, mine, other = f"/v1/contexts/{name}", {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
     told = served.post(f"{path}/generate", CHAT, **mine).json()
-    assert (told["jaxllm"]["context"], told["choices"][0]["message"]["content"]) == (
-        made.json()["id"],
-        "Hello",
-    )
+    assert (told["jaxllm"]["context"], told["choices"][0]["message"]["content"]) == (name, "Hello")
     assert served.post(f"{path}/generate", {"prompt": "x"}, **mine).json()["object"] == "text_completion"
     assert served.post(f"{path}/pin", {"pinned": True}, **mine).status_code == 200
     assert served.post(f"{path}/generate", CHAT | {"conversation": "x"}, **mine).status_code == 400
-    assert (
-        served.post(
-            "/v1/chat/completions", CHAT | {"conversation": made.json()["id"], "n": 2}, **mine
-        ).status_code
-        == 400
-    )
-    for answer in (
-        served.http.get(path, headers=other), served.http.delete(path, headers=other),
-        served.post(f"{path}/generate", CHAT, **other), served.post(f"{path}/pin", {}, **other),
-        served.post("/v1/chat/completions", CHAT | {"conversation": made.json()["id"]}, **other),
-    ):  # fmt: skip
-        assert answer.status_code == 404
+    two = CHAT | {"conversation": name, "n": 2}
+    assert served.post("/v1/chat/completions", two, **mine).status_code == 400
+    assert served.post(f"{path}/generate", CHAT, **other).status_code == 404
     assert served.http.get("/v1/contexts", headers=other).json()["data"] == []
     assert served.http.delete(path, headers=mine).json()["deleted"]
 
 
 def test_objectives_are_read_from_body_and_header() -> None:
     assert objective_of({"total_ms": 5}, None, "<40,70>") == (EndToEnd(total_ms=5), None)
-    assert objective_of(None, None, '{"ttft_ms": 5, "tpot_ms": 1}; strict') == (
-        Latency(ttft_ms=5, tpot_ms=1),
-        True,
-    )
+    header = '{"ttft_ms": 5, "tpot_ms": 1}; strict'
+    assert objective_of(None, None, header) == (Latency(ttft_ms=5, tpot_ms=1), True)
     assert objective_of(None, False, "<40,70>; strict")[1] is False
     assert objective_of(None, None, "") == (None, None)
 
@@ -189,11 +165,3 @@ def test_forced_calls_have_a_grammar(served: Served) -> None:
     answer = served.post("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}).json()
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert served.backend.calls[0].grammar.text.startswith("start: call")
-
-
-def _until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.02)
-    pytest.fail("it did not come about")

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import openai
 import pydantic
 import pytest
@@ -33,13 +32,7 @@ CALL = [
 @pytest.fixture
 def client(served: Served) -> Iterator[Any]:
     """A client that checks every answer against OpenAI's schema."""
-    with openai.OpenAI(
-        api_key="app",
-        base_url="http://localhost/v1",
-        max_retries=0,
-        http_client=httpx2.Client(transport=httpx2.HTTPTransport(uds=served.path)),
-        _strict_response_validation=True,
-    ) as made:
+    with openai.OpenAI(**served.own("/v1"), _strict_response_validation=True) as made:
         yield made
 
 
@@ -49,21 +42,13 @@ def said(served: Served) -> list[tuple[str, str]]:
 
 
 def test_a_response_and_its_fields(served: Served, client: Any) -> None:
+    items = [{"role": "developer", "content": "Kindly."},
+             {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]  # fmt: skip
     made = client.responses.create(
-        model="tiny:mail",
-        input=[
-            {"role": "developer", "content": "Kindly."},
-            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        ],
-        instructions="Be brief.",
-        max_output_tokens=9,
-        temperature=0.5,
-        metadata={"kind": "test"},
-        include=LOGPROBS,
-        top_logprobs=2,
-        service_tier="flex",
+        model="tiny:mail", input=items, instructions="Be brief.", max_output_tokens=9, temperature=0.5,
+        metadata={"kind": "test"}, include=LOGPROBS, top_logprobs=2, service_tier="flex",
         extra_body={"slo": "<40,70>", "seed": 5},
-    )
+    )  # fmt: skip
     assert (made.output_text, made.status, made.instructions) == ("Hello", "completed", "Be brief.")
     assert (made.usage.input_tokens, made.usage.output_tokens, made.usage.total_tokens) == (7, 2, 9)
     assert made.usage.input_tokens_details.cached_tokens == 3
@@ -78,13 +63,16 @@ def test_a_response_and_its_fields(served: Served, client: Any) -> None:
     )  # fmt: skip
 
 
-def test_the_length_makes_a_response_incomplete(served: Served, client: Any) -> None:
+def test_cut_answers_are_incomplete_and_empty_ones_a_message(served: Served, client: Any) -> None:
     served.backend.finish_reason = "length"
     made = client.responses.create(model="tiny", input="Hi")
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert made.output[0].status == "incomplete"
     with client.responses.stream(model="tiny", input="Hi") as stream:
         assert [each.type for each in stream][-1] == "response.incomplete"
+    served.backend = FakeBackend("")
+    with client.responses.stream(model="tiny", input="Hi") as stream:
+        assert stream.get_final_response().output[0].content[0].text == "", "an empty message"
 
 
 def test_events_of_a_text(served: Served, client: Any) -> None:
@@ -99,12 +87,6 @@ def test_events_of_a_text(served: Served, client: Any) -> None:
     assert (final.output_text, final.usage.total_tokens) == ("Hello", 9)
     assert {each.item_id for each in deltas} == {final.output[0].id}
     assert client.responses.retrieve(final.id) == final
-
-
-def test_an_empty_answer_is_an_empty_message(served: Served, client: Any) -> None:
-    served.backend = FakeBackend("")
-    with client.responses.stream(model="tiny", input="Hi") as stream:
-        assert stream.get_final_response().output[0].content[0].text == ""
 
 
 def test_calls_of_functions(served: Served, client: Any) -> None:
@@ -131,11 +113,11 @@ def test_what_is_said_around_calls_is_one_message() -> None:
     call = {"type": "function_call", "call_id": "1", "name": "find", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "x"}]}
     text = {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]}
-    given = items_of(
-        [text, call, call | {"call_id": "2"}, text, result, call, {"role": "user", "content": []}]
-    )
-    messages = conversation_of(given)
-    told = [(each["role"], each["content"], len(each.get("tool_calls", ()))) for each in messages]
+    user = {"role": "user", "content": []}
+    given = items_of([text, call, call | {"call_id": "2"}, text, result, call, user])
+    told = [
+        (each["role"], each["content"], len(each.get("tool_calls", ()))) for each in conversation_of(given)
+    ]
     assert told == [("assistant", "aa", 2), ("tool", "x", 0), ("assistant", "", 1), ("user", "", 0)]
     assert len({each["id"] for each in given}) == 7
 
@@ -149,11 +131,12 @@ def test_events_of_a_call(served: Served, client: Any) -> None:
         assert stream.get_final_response().output[1].parsed_arguments == {"q": "a}"}
 
 
-def test_forced_calls_and_formats_have_a_grammar(served: Served, client: Any) -> None:
-    class Person(pydantic.BaseModel):
-        name: str
-        age: int
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
 
+
+def test_forced_calls_and_formats_have_a_grammar(served: Served, client: Any) -> None:
     served.backend = FakeBackend('{"name": "Ada"', ', "age": 36}')
     made = client.responses.parse(model="tiny", input="Who?", text_format=Person)
     assert made.output_parsed == Person(name="Ada", age=36)
@@ -229,10 +212,9 @@ def test_a_conversation_is_a_context(served: Served, client: Any) -> None:
 def test_one_app_never_has_anothers_response(served: Served) -> None:
     mine, other = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
     name = served.post(PATH, {"input": "Hi"}, **mine).json()["id"]
-    for path in (f"{PATH}/{name}", f"{PATH}/{name}/input_items", f"{PATH}/resp_none"):
-        foreign, missing = (
-            served.http.get(each, headers=other) for each in (path, path.replace(name, "resp_none"))
-        )
+    for path in (f"{PATH}/{name}", f"{PATH}/{name}/input_items"):
+        both = (path, path.replace(name, "resp_none"))
+        foreign, missing = (served.http.get(each, headers=other) for each in both)
         assert foreign.status_code == missing.status_code == 404
         assert foreign.text.replace(name, "resp_none") == missing.text
     assert served.http.delete(f"{PATH}/{name}", headers=other).status_code == 404
@@ -242,39 +224,36 @@ def test_one_app_never_has_anothers_response(served: Served) -> None:
     assert served.http.get(f"{PATH}/{name}", headers=mine).json()["id"] == name
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"nonsense": 1}, "nonsense"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),  # noqa: E501
-        ({"reasoning": {"effort": "high"}}, "reasoning"), ({"prompt": {"id": "x"}}, "prompt"),
-        ({"max_tool_calls": 1}, "max_tool_calls"), ({"input": []}, "input"),
-        ({"input": [0] * 8193}, "input"), ({"input": [1]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": [{}]}]}, "input[0].output"),
-        ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "["}]}, "input[0].arguments"),  # noqa: E501
-        ({"max_output_tokens": 0}, "max_output_tokens"), ({"include": ["reasoning.encrypted_content"]}, "include"),  # noqa: E501
-        ({"top_logprobs": 2}, "top_logprobs"), ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
-        ({"include": LOGPROBS, "tools": [TOOL]}, "include"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),  # noqa: E501
-        ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"), ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
-        ({"metadata": {"k": "v" * 513}}, "metadata[...]"), ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),  # noqa: E501
-        ({"conversation": {}}, "conversation"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"service_tier": "scale"}, "service_tier"),  # noqa: E501
-    ],
-)  # fmt: skip
-def test_wrong_fields_are_named(served: Served, change: dict[str, Any], param: str) -> None:
-    answer = served.post(PATH, {"input": "Hi"} | change)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
-    assert served.backend.tickets == []
+WRONG = [
+    ({"nonsense": 1}, "nonsense"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),  # noqa: E501
+    ({"reasoning": {"effort": "high"}}, "reasoning"), ({"prompt": {"id": "x"}}, "prompt"),
+    ({"max_tool_calls": 1}, "max_tool_calls"), ({"input": []}, "input"),
+    ({"input": [0] * 8193}, "input"), ({"input": [1]}, "input[0]"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": [{}]}]}, "input[0].output"),
+    ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "["}]}, "input[0].arguments"),  # noqa: E501
+    ({"max_output_tokens": 0}, "max_output_tokens"), ({"include": ["reasoning.encrypted_content"]}, "include"),  # noqa: E501
+    ({"top_logprobs": 2}, "top_logprobs"), ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
+    ({"include": LOGPROBS, "tools": [TOOL]}, "include"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),  # noqa: E501
+    ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+    ({"metadata": {"k": "v" * 513}}, "metadata[...]"), ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),  # noqa: E501
+    ({"conversation": {}}, "conversation"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"service_tier": "scale"}, "service_tier"),  # noqa: E501
+]  # fmt: skip
 
 
-def test_neutral_values_and_nulls_are_accepted(served: Served) -> None:
+def test_wrong_fields_are_named_and_neutral_values_and_nulls_accepted(served: Served) -> None:
+    for change, param in WRONG:
+        answer = served.post(PATH, {"input": "Hi"} | change)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert served.backend.tickets == []
     neutral = {
         "background": False, "truncation": "disabled", "reasoning": None, "tool_choice": "auto", "user": "u",
         "text": {"format": {"type": "text"}, "verbosity": "medium"}, "conversation": None, "metadata": {},
@@ -300,18 +279,21 @@ def test_the_store_drops_an_apps_oldest_and_no_others() -> None:
     def stored(name: str, size: int = 1) -> StoredResponse:
         return StoredResponse(id=name, response=b" " * size, items=b"")
 
+    def has(app: str, names: str) -> list[bool]:
+        return [name in store._apps.get(app, {}) for name in names]
+
     store = ResponseStore(most=2, most_bytes=10)
     assert store.keep("b", stored("0"))
     for name in "123":
         assert store.keep("a", stored(name))
-    assert [_has(store, "a", name) for name in "0123"] == [False, False, True, True]
+    assert has("a", "0123") == [False, False, True, True]
     assert not store.keep("a", stored("4", 11))
     assert store.keep("a", stored("5", 9))
-    assert [_has(store, "a", name) for name in "2345"] == [False, True, False, True]
+    assert has("a", "2345") == [False, True, False, True]
     assert store.keep("a", stored("6", 10))
-    assert [_has(store, "a", name) for name in "356"] == [False, False, True]
+    assert has("a", "356") == [False, False, True]
     store.delete("a", "6")
-    assert _has(store, "b", "0")
+    assert has("b", "0") == [True]
     assert "a" not in store._apps
 
 
@@ -322,7 +304,3 @@ def test_what_is_too_large_to_be_stored_says_so(served: Served) -> None:
     assert (before["store"], large["store"]) == (True, False)
     assert served.http.get(f"{PATH}/{large['id']}").status_code == 404
     assert served.http.get(f"{PATH}/{before['id']}").status_code == 200
-
-
-def _has(store: ResponseStore, app: str, name: str) -> bool:
-    return name in store._apps.get(app, {})
