@@ -1,5 +1,6 @@
 """Runs all of it: `python -m tests.torture --minutes 20`; prints seeds, keeps what failed."""
 
+import functools
 import json
 import os
 import sys
@@ -72,9 +73,8 @@ def _run(folder, amounts, seed, lanes, kinds, console):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAXLLM_THREADS", "1")
     os.environ["JAXLLM_CACHE"] = str(folder / "cache")
-    from tests.torture.calls import fail_calls, interrupt_calls
     from tests.torture.grammars import send_grammars
-    from tests.torture.kills import kill
+    from tests.torture.kills import harm_calls, kill
     from tests.torture.kinds import KINDS
     from tests.torture.mutations import mutate, replay_regressions
     from tests.torture.outcome import Tally
@@ -98,22 +98,18 @@ def _run(folder, amounts, seed, lanes, kinds, console):
             "mutations": lambda **common: mutate(
                 victims, scratch, tally, cases=amounts["mutations"], lanes=lanes, kinds=chosen, **common
             ),
-            "kills": lambda **common: kill(
-                victims, scratch, tally, kills=amounts["kills"], lanes=2 * lanes, **common
-            ),
-            "faults": lambda **common: fail_calls(
-                victims, scratch, tally, faults=amounts["faults"], lanes=lanes, **common
-            ),
-            "interrupts": lambda **common: interrupt_calls(
-                victims, scratch, tally, interrupts=amounts["interrupts"], lanes=lanes, **common
-            ),
+            "kills": lambda **common: kill(victims, scratch, tally, kills=amounts["kills"], **common),
             "grammars": lambda **common: console.print(
                 send_grammars(None, tally, cases=amounts["grammars"], lanes=lanes, **common).report()
             ),
         }
         for name, amount in amounts.items():
             task = progress.add_task(name, total=amount)
-            parts[name](seed=seed, tick=lambda task=task: progress.advance(task))
+            tick = functools.partial(progress.advance, task)
+            if name in parts:
+                parts[name](seed=seed, tick=tick)
+            else:
+                harm_calls(name, tally, amount=amount, tick=tick)
     return tally
 
 

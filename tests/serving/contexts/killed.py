@@ -15,7 +15,10 @@ _PATIENCE_S = 120
 
 
 def said_until_killed(
-    live: Callable[..., None], *arguments: Any, after_s: float, killed: Callable[[], None] = lambda: None
+    live: Callable[..., None],
+    *arguments: Any,
+    after_s: float | None,
+    killed: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Runs a process, and kills it at some moment.
 
@@ -23,7 +26,7 @@ def said_until_killed(
       live: called there with where it says what it does, and with `arguments`, and never ends by itself. It
         says ("open",) first, and ("failed", why) where it cannot go on.
       arguments: for it.
-      after_s: from when it is open to its kill.
+      after_s: from when it is open to its kill; None for one that kills itself.
       killed: called when it was killed, before what it said is read.
 
     Returns:
@@ -41,7 +44,8 @@ def said_until_killed(
         assert ours.poll(_PATIENCE_S), "the store does not open"
         opened = ours.recv()
         assert opened == ("open",), opened
-        time.sleep(after_s)
+        time.sleep(after_s or 0)
+        said = _rest(ours) if after_s is None else []
     finally:
         # One that has failed already says why below.
         with contextlib.suppress(ProcessLookupError):
@@ -49,7 +53,7 @@ def said_until_killed(
                 os.kill(child.pid, signal.SIGKILL)
         child.join()
     killed()
-    said = _rest(ours)
+    said = said or _rest(ours)
     failed = [each for each in said if each[0] == "failed"]
     assert not failed, failed
     assert child.exitcode == -signal.SIGKILL, f"it ended by itself: exit code {child.exitcode}"

@@ -28,6 +28,7 @@ from jaxllm.serving.contexts.growth import agreeing_record
 from jaxllm.serving.contexts.record import Linked, Origin, Record
 from jaxllm.serving.contexts.saving import ChunkEncoder
 from jaxllm.serving.contexts.store import ContextStore
+from tests.faults import KillingDevice
 from tests.serving.contexts.killed import SERVER, said_until_killed
 
 C = 2
@@ -60,14 +61,15 @@ class Told:
     lives: int = 0
 
 
-def live(told: Told, root: Path, *, seed: int, after_s: float) -> None:
-    """One life: killed so long after the store has opened; then the store is looked at.
+def live(told: Told, root: Path, *, seed: int, after_s: float | None = None, at: int | None = None) -> None:
+    """One life: killed so long after the store has opened, or at an operation; then the store is looked at.
 
     Args:
       told: of the store so far.
       root: of the store.
       seed: of what is done.
-      after_s: until the kill.
+      after_s: until the kill; None for one at an operation.
+      at: number of the file operation, or statement of the catalog, that does not come.
 
     Raises:
       AssertionError: something older was lost, or something is left that no record names.
@@ -78,7 +80,7 @@ def live(told: Told, root: Path, *, seed: int, after_s: float) -> None:
         within.update(phase for phase, running in zip(PHASES, phases, strict=True) if running)
 
     under_way: tuple[str, str, tuple[int, ...] | None] | None = None
-    for what, *rest in said_until_killed(_live, phases, root, seed, after_s=after_s, killed=killed):
+    for what, *rest in said_until_killed(_live, phases, root, seed, at, after_s=after_s, killed=killed):
         if what == "begin":
             # What it does, the context, and its tokens if that ends.
             under_way = tuple(rest)
@@ -266,15 +268,16 @@ def _blobs(source: str, bits: int) -> list[np.ndarray]:
     return [np.resize(pattern, size) + np.uint8(layer) for layer, size in enumerate(ORIGIN.layer_bytes[bits])]
 
 
-def _live(said: Connection, phases: Any, root: Path, seed: int) -> None:
-    """Uses the store for ever."""
+def _live(said: Connection, phases: Any, root: Path, seed: int, at: int | None) -> None:
+    """Uses the store until it is killed."""
     try:
         with ContextStore(root) as store:
             store.sweep()
             life = _Life(said, phases, store, random.Random(seed))
             said.send(("open",))
-            while True:
-                life.act()
+            with KillingDevice(root, at):
+                while True:
+                    life.act()
     except Exception as error:
         said.send(("failed", f"{error!r} at {traceback.format_tb(error.__traceback__)[-3:]}"))
 

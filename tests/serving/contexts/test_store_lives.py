@@ -1,4 +1,5 @@
-"""kill -9 at random moments of one store's many lives: nothing older is lost, and no byte is left over."""
+"""kill -9 at random moments and file operations of one store's many lives: nothing older is lost, and no byte
+is left over."""
 
 import os
 import random
@@ -20,3 +21,12 @@ def test_a_store_outlives_kills(tmp_path, lane):
         live(told, tmp_path / "store", seed=100_000 * lane + number, after_s=draw.uniform(0.0, 0.3))
     print(f"{told.lives} kills, {told.deeds} calls and other deeds had ended, {told.chunks} chunks compared")
     print(f"of the kills within {dict(told.within)}")
+
+
+def test_a_store_outlives_kills_at_file_operations(tmp_path):
+    told = Told()
+    for at in range(1, 145, 3):
+        live(told, tmp_path / "store", seed=at, at=at)
+    assert told.lives == 48
+    assert told.deeds > told.lives
+    assert told.chunks > told.lives
