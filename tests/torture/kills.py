@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from jaxllm.bundle import Bundle
@@ -34,9 +33,7 @@ _ROOMS = {
 }
 
 
-def kill(
-    victims: Path, scratch: Path, tally: Tally, *, kills: int, seed: int, tick: Callable[[], None]
-) -> None:
+def kill(victims: Path, scratch: Path, tally: Tally, *, kills: int, seed: int) -> None:
     """Kills writers of bundles, and services by the tests of contexts: nothing that had ended is lost,
     nothing is half.
 
@@ -46,27 +43,23 @@ def kill(
       tally: counts what came of it.
       kills: how many.
       seed: of the moments.
-      tick: called after each kill.
     """
     writers, draw = max(1, round(kills * _WRITERS)), random.Random(seed)
     for number in range(writers):
         tally.add("kill a writer", f"{seed}:{number}", _writer(victims, scratch / "prepared", draw))
-        tick()
-    harm_calls("kills", tally, amount=kills - writers, tick=tick)
+    harm_calls("kills", tally, kills - writers)
 
 
-def harm_calls(part: str, tally: Tally, *, amount: int, tick: Callable[[], None]) -> None:
+def harm_calls(part: str, tally: Tally, amount: int) -> None:
     """Has the tests of contexts kill, interrupt or fail so many calls: each goes on from before or after."""
     file, name, variable, shared = _ROOMS[part]
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=14400", "-k", name]
     done = subprocess.run(
         [*command, f"tests/serving/contexts/{file}"], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, variable: str(max(1, amount // shared))},
+        env={**os.environ, variable: str(max(8, amount // shared))},
     )  # fmt: skip
     says = " ".join(re.findall(r"^(?:E  |FAILED).*", done.stdout, re.MULTILINE))[:300] or done.stdout[-300:]
     tally.add(part, variable, Outcome(ending="wrong", says=says) if done.returncode else Outcome(ending="ok"))
-    for _ in range(amount):
-        tick()
 
 
 def _writer(victims: Path, folder: Path, draw: random.Random) -> Outcome:

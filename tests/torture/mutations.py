@@ -3,7 +3,7 @@
 import concurrent.futures
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.torture.case import Case
@@ -24,7 +24,6 @@ def mutate(
     seed: int,
     lanes: int,
     kinds: Sequence[Kind] = KINDS,
-    tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Has mutated copies used, `cases` of them divided among kinds by their shares.
 
@@ -36,7 +35,6 @@ def mutate(
       seed: of all of them.
       lanes: processes at a time.
       kinds: of files.
-      tick: called after each case.
     """
     whole = sum(kind.share for kind in kinds)
     planned = [
@@ -52,7 +50,6 @@ def mutate(
                 name = f"{seed}:{kind.name}:{number}"
                 edits, outcome = one_case(victims, copies, victim, kind, random.Random(name))
                 tally.add(kind.name, name, outcome, [each.to_json() for each in edits])
-                tick()
         finally:
             victim.close()
 

@@ -15,7 +15,7 @@ from jaxllm.serving.contexts.saving import make_room
 from jaxllm.serving.contexts.store import ContextStore
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.mutations import stored_record
-from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
+from tests.serving.contexts.talking import TURNS, answers_without_contexts, begun, found, new, say
 from tests.serving.contexts.test_store import ORIGIN
 
 # A segment is written, or a call's chunks are encoded.
@@ -137,10 +137,7 @@ def test_a_switch_to_chunks_where_they_lie_does_not_wait(kept, monkeypatch):
 @both
 def test_tokens_are_there_before_chunks(kept, monkeypatch, what):
     """As a kill in between leaves them."""
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    contexts.store.wait()
+    contexts, context, _ = begun(kept)
     before = context.record.bits
     held = Held(monkeypatch, what)
     say(context, TURNS[0][1] * 5)
@@ -186,8 +183,7 @@ def test_the_next_call_is_told_what_was_not_kept(kept, monkeypatch, what, coded,
     assert answer.restoration.resident == 0
     contexts.store.wait()
     assert contexts.store.verify() == []
-    contexts = kept(coded=coded)
-    contexts._delays[100] = READ
+    contexts = kept(coded=coded, read=True)
     assert say(found(contexts, context), TURNS[0][2]).tokens == wanted[2]
 
 
@@ -229,7 +225,7 @@ def test_what_leaves_memory_is_written_first(kept, monkeypatch):
     later.join()
     contexts.store.wait()
     held.free.clear()
-    say(second, [5] * 20)
+    say(first, [1] * 4)
     held.soon()
     for context in (first, second):
         context.delete()

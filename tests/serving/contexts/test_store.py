@@ -9,7 +9,6 @@ import pytest
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, ContextGone
 from jaxllm.serving.contexts.record import Origin
-from jaxllm.serving.contexts.saving import compact
 from jaxllm.serving.contexts.store import ContextStore
 
 ORIGIN = Origin(
@@ -79,18 +78,6 @@ def test_newer_chunks_take_the_place_of_older_ones(tmp_path):
         holds(store, record.name)
         (folder,) = (tmp_path / "app-a").iterdir()
         assert {each.name for each in folder.iterdir()} == set(record.segments)
-
-
-def test_many_small_files_become_one(tmp_path):
-    with ContextStore(tmp_path) as store:
-        record = store.create("a", ORIGIN)
-        for count in range(1, 12):
-            longer, chunks = grown(record, [8] * count)
-            record = store.commit(longer, {count - 1: chunks[count - 1]})
-        assert len(record.segments) == 11
-        assert len(compact(store, record.name).segments) == 1
-        assert len(holds(store, record.name).bits) == 11
-        assert compact(store, record.name) == store.record(record.name)
 
 
 def test_nothing_is_linked_of_a_context_without_chunks(tmp_path):

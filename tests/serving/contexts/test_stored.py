@@ -8,7 +8,7 @@ from jaxllm.serving.contexts import segment as stored_module
 from jaxllm.serving.contexts.memory import Blobs
 from jaxllm.serving.contexts.segment import OpenSegments, write_segment
 from jaxllm.serving.host.direct_io import Storage
-from tests.serving.contexts.talking import READ, TURNS, found, new, say
+from tests.serving.contexts.talking import TURNS, begun, found
 
 
 def write(path, value):
@@ -60,11 +60,8 @@ def test_blobs_know_where_they_are():
 
 def test_what_was_read_in_one_piece_is_not_kept_for_one_chunk(kept):
     """Each chunk has memory of its own from the first token on."""
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    contexts = kept()
-    contexts._delays[100] = READ
+    contexts, context, _ = begun(kept)
+    contexts = kept(read=True)
     answer = found(contexts, context).generate(TURNS[0][1], max_tokens=6, ignore_eos=True)
     next(answer)
     assert len(answer.restoration.read) == 2
