@@ -73,7 +73,7 @@ def _run(folder, amounts, seed, lanes, kinds, console):
     if not chosen:
         raise click.UsageError(f"there are files of kinds {', '.join(kind.name for kind in KINDS)}")
     tally, victims = Tally(), folder / "victims"
-    wanted = {kind.victim for kind in chosen} | {"folder"} if "mutations" in amounts else {"folder"}
+    wanted = {kind.name for kind in chosen} | {"folder"} if "mutations" in amounts else {"folder"}
     make_victims(victims, wanted)
     scratch = folder / "scratch"
     scratch.mkdir()

@@ -25,7 +25,7 @@ QUICK = [kind for kind in KINDS if kind.name not in ("program", "graphs")]
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torture") / "victims"
-    make_victims(folder, {kind.victim for kind in QUICK})
+    make_victims(folder, {kind.name for kind in QUICK})
     return folder
 
 

@@ -38,8 +38,10 @@ def segments(root):
     return sorted((path.name, path.read_bytes()) for path in root.rglob("*.kv"))
 
 
-def test_what_is_written_is_read(kept):
-    root, record, _ = kept
+def test_what_is_written_is_read_by_its_owner_alone(kept):
+    root, record, own = kept
+    for folder in (root, own.parent, own):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert decoded(encoded(record), "mail", record.name) == record
     assert catalog_document((root / CATALOG).read_bytes()).keys() == {
         path.name for path in root.glob("app-*/*")

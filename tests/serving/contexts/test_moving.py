@@ -1,5 +1,6 @@
 """Contexts of another model or of other settings: their tokens are computed again, and the answer says so."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from jaxllm import Engine
 from jaxllm.errors import ContextGone
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.engine.request import GenerationConfig
 from tests.serving.contexts.conftest import CFG, OPTIONS
 from tests.serving.contexts.mutations import change_record, record_document
@@ -107,30 +107,20 @@ def test_a_call_that_fails_leaves_the_tokens(kept, spoken):
     assert len(say(context, TURNS[0][1]).tokens) == 6
 
 
-@pytest.fixture
-def other_tokenizer(tmp_path):
-    """An engine of the same weights, with other merges."""
+def test_tokens_of_another_tokenizer_mean_nothing(kept, spoken, tmp_path):
+    """Of an engine of the same weights, with other merges."""
     files = tiny_tokenizer()
-    text = files.tokenizer_json.replace('"Ġ"', '"Ġ"', 1) + " "
-    path = write_tiny_bundle(
-        tmp_path / "other.jaxllm", cfg=CFG, params=tiny_params(CFG),
-        tokenizer=dataclasses.replace(files, tokenizer_json=text),
-    )  # fmt: skip
-    return Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec="raw"), warm_up=False)
-
-
-def test_tokens_of_another_tokenizer_mean_nothing(kept, spoken, other_tokenizer):
+    files = dataclasses.replace(files, tokenizer_json=f"{files.tokenizer_json} ")
+    path = write_tiny_bundle(tmp_path / "other.jaxllm", cfg=CFG, params=tiny_params(CFG), tokenizer=files)
+    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec="raw"), warm_up=False)
     contexts = kept()
     contexts.close()
-    contexts = Contexts(other_tokenizer, ContextOptions(folder=contexts.options.folder))
-    try:
+    with contextlib.closing(Contexts(engine, contexts.options)) as contexts:
         with pytest.raises(ContextGone, match="its tokens are of another tokenizer: open it with the model"):
             found(contexts, spoken)
         # It is there, and can be deleted.
         assert [each.name for each in contexts.store.records("mail")] == [spoken.name]
         contexts.delete(spoken.name)
-    finally:
-        contexts.close()
 
 
 def test_records_may_name_no_tokenizer(kept, spoken):

@@ -202,15 +202,3 @@ def test_a_call_that_leaves_nothing_leaves_no_chunks(kept):
     assert contexts.memory.chunks(second.name) == {}
     assert second.tokens == ()
     assert say(second, TURNS[1][0]).tokens == answers_without_contexts(contexts.engine, TURNS[1])[0]
-
-
-def test_shared_blobs_are_evicted_with_the_last_that_has_them(spoken):
-    contexts, mine, _, _ = spoken
-    memory, size = contexts.memory, contexts._chunk_io[100].chunk_bytes(RAW)
-    before = memory.resident_bytes
-    memory.cut(mine[0].name, 0)
-    assert memory.resident_bytes == before - (len(mine[0].record.bits) - COMMON) * size
-    memory.cut(mine[1].name, 0)
-    memory.cut(mine[2].name, 0)
-    assert memory.resident_bytes == 0
-    assert not memory._sharing

@@ -5,7 +5,6 @@ import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.serving.contexts import segment as stored_module
-from jaxllm.serving.contexts.memory import Blobs
 from jaxllm.serving.contexts.segment import OpenSegments, write_segment
 from jaxllm.serving.host.direct_io import Storage
 from tests.serving.contexts.talking import TURNS, begun, found
@@ -49,13 +48,6 @@ def test_no_more_segments_stay_open_than_may(tmp_path, monkeypatch):
     assert len(segments._open) == 2
     segments.close()
     assert not segments._open
-
-
-def test_blobs_know_where_they_are():
-    blobs = Blobs(np.zeros(8, np.uint8) for _ in range(3))
-    places = blobs.extents.astype(np.uint64)
-    assert (places[:, 0] + (places[:, 1] << np.uint64(32))).tolist() == [blob.ctypes.data for blob in blobs]
-    assert places[:, 2].tolist() == [8, 8, 8]
 
 
 def test_what_was_read_in_one_piece_is_not_kept_for_one_chunk(kept):
