@@ -51,10 +51,10 @@ def test_chunks_come_back_as_their_codec_has_them(engine_of):
 
 
 @pytest.mark.slow
-@needs_native
-def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, compiles):
+@pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
+def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, weights, compiles):
     """As a prefill has them: two buckets for three layers, in a pass with room for no more, and for more."""
-    runner = engine_of("raw", "int8").runner
+    runner = engine_of("raw", weights).runner
     assert runner.model.alike == (0, 1, 0)
     chunk_io = ChunkIO(runner)
     cache, rows = prefilled(runner)
@@ -69,7 +69,9 @@ def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, com
                 x, cache = chunk_io.restore_layer(layer, x, at, cache, there)
             assert x.shape == (1, bucket * C, TINY.hidden_size)
             for got, whole in zip(rows_of(cache), rows, strict=True):
-                np.testing.assert_allclose(got[..., :48, :], whole[..., :48, :], atol=2e-3)
+                np.testing.assert_allclose(
+                    got[..., :48, :], whole[..., :48, :], atol=2e-3 if weights == "int8" else 1e-5
+                )
                 assert not got[..., 48:, :].any()
     assert count() == 0
 
@@ -94,19 +96,19 @@ def test_blobs_that_have_not_the_bytes_of_their_width_are_refused(engine_of):
 @needs_native
 def test_a_level_stores_the_heads_that_it_uses(engine_of):
     """Although its cache has room for those of the whole model."""
-    engine = engine_of("raw", "int8", (50,))
+    engine = engine_of("channel", "int8", (50,))
     whole, half = (ChunkIO(engine.runner_at(level)) for level in (100, 50))
     assert half.runner.model.bucket_level == 100
-    assert half.chunk_bytes(RAW) == whole.chunk_bytes(RAW) // 2
+    assert half.chunk_bytes(4) == whole.chunk_bytes(4) // 2
     assert (half.heads, whole.heads) == ((2, 2, 2), (4, 4, 4))
     cache, rows = prefilled(half.runner)
-    loaded = half.load(half.runner.start(60), half.encode(cache, {0: RAW, 2: RAW}))
+    loaded = half.load(half.runner.start(60), half.encode(cache, {0: 8, 2: 8}))
     for got, wanted in zip(rows_of(loaded), rows, strict=True):
         assert got.shape[-3] == 4
         got, unused = got[..., :2, :, :], got[..., 2:, :, :]
         assert not unused.any()
         for there in (slice(16), slice(32, 48)):
-            np.testing.assert_array_equal(got[..., there, :], wanted[..., :2, there, :])
+            np.testing.assert_allclose(got[..., there, :], wanted[..., :2, there, :], atol=0.03)
         assert not got[..., 16:32, :].any()
 
 

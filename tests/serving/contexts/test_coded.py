@@ -46,7 +46,7 @@ def test_density_and_widths_are_those_of_decoded_chunks(kept, codec):
     """Also where chunks in front are stored at fewer bits when a call ends."""
     records = []
     for coded in (False, True):
-        contexts = kept(codec, coded=coded, ratio=0.5, share_beginnings=False)
+        contexts = kept(codec, weights="int8", coded=coded, ratio=0.5, share_beginnings=False)
         first, second = new(contexts), new(contexts)
         for turn in range(3):
             for context, turns in ((first, TURNS[0]), (second, TURNS[1])):
@@ -167,7 +167,7 @@ def test_what_cannot_is_refused_by_name(kept):
 
 def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
     """It calls as many functions however long contexts are, and dispatches nothing."""
-    contexts, calls = kept("kivi", coded=True), []
+    contexts, calls = kept("channel", coded=True), []
     mine = [new(contexts) for _ in range(4)]
     for context, count in zip(mine, (40, 40, 100, 100), strict=True):
         say(context, [7] * count, 1)

@@ -23,8 +23,6 @@ from tests.serving.contexts.talking import TURNS, new, say
 from tests.tiny import tiny_params, write_tiny_bundle
 
 pytestmark = needs_native
-# One cache: how it grows is decoded as it is in `test_coded`.
-SMALL = dataclasses.replace(OPTIONS, cache_tokens=(128,), chunk_tokens=(16,))
 
 
 # Engines by name: their weights, and what they do besides.
@@ -85,7 +83,7 @@ def alike(engine_of, tmp_path):
 
 
 def opened_with(path, given, speculation=None):
-    return Engine.open(path, options=dataclasses.replace(SMALL, **given), speculation=speculation)
+    return Engine.open(path, options=dataclasses.replace(OPTIONS, **given), speculation=speculation)
 
 
 def by_turns(contexts, count=6, **options):

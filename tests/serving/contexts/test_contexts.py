@@ -205,7 +205,7 @@ def test_mass_adds_up_over_calls_and_restarts(kept):
 
 def test_compressed_contexts_come_back_alike(kept):
     """From memory, and from storage over many files that were put together."""
-    contexts = kept("kivi", ratio=0.75)
+    contexts = kept("channel", ratio=0.75)
     one, same, other = (new(contexts) for _ in range(3))
     for turn in range(10):
         for context in (one, same):
@@ -216,7 +216,7 @@ def test_compressed_contexts_come_back_alike(kept):
     say(other, [1], 1)
     first = say(one, [3], 8)
     assert first.restoration.resident == (10 * 8 - 1) // C
-    contexts = kept("kivi", ratio=0.75, read=True)
+    contexts = kept("channel", ratio=0.75, read=True)
     again = say(found(contexts, same), [3], 8)
     assert len(again.restoration.read) == (10 * 8 - 1) // C
     assert again.tokens == first.tokens

@@ -112,7 +112,7 @@ def test_tokens_of_another_tokenizer_mean_nothing(kept, spoken, tmp_path):
     files = tiny_tokenizer()
     files = dataclasses.replace(files, tokenizer_json=f"{files.tokenizer_json} ")
     path = write_tiny_bundle(tmp_path / "other.jaxllm", cfg=CFG, params=tiny_params(CFG), tokenizer=files)
-    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec="raw"), warm_up=False)
+    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec="raw"))
     contexts = kept()
     contexts.close()
     with contextlib.closing(Contexts(engine, contexts.options)) as contexts:
