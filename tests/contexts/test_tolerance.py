@@ -92,15 +92,6 @@ def test_what_widths_keep_decides():
     assert set(allocate(density, 12, sizes=QUARTERS, newest=0)) == {4}
 
 
-def test_denser_is_never_narrower():
-    density = np.random.default_rng(0).random(200)
-    bits = allocate(density, 400, sizes=QUARTERS, newest=0)
-    ordered = bits[np.argsort(-density)]
-    assert np.all(np.diff(ordered) <= 0)
-    assert set(bits) == {8, 4, 2}
-    assert sum(QUARTERS[width] for width in bits) == pytest.approx(400, abs=4)
-
-
 def test_no_chunks_take_no_bits():
     assert allocate(np.zeros(0), 0, sizes=QUARTERS).tolist() == []
 

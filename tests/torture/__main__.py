@@ -9,11 +9,11 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 # What twenty minutes do on two cores.
-_MUTATIONS, _KILLS, _FAULTS, _INTERRUPTS, _GRAMMARS, _MINUTES = 60_000, 1_500, 3_000, 2_250, 2_000, 20.0
+_MINUTES = 20.0
+_AMOUNTS = {"mutations": 60_000, "kills": 1_500, "faults": 3_000, "interrupts": 2_250, "grammars": 2_000}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,11 +22,7 @@ _MUTATIONS, _KILLS, _FAULTS, _INTERRUPTS, _GRAMMARS, _MINUTES = 60_000, 1_500, 3
 )
 @click.option("--seed", type=int, help="of everything; a new one unless given")
 @click.option("--kind", "kinds", multiple=True, help="mutate files of this kind alone; may be repeated")
-@click.option(
-    "--only",
-    type=click.Choice(["mutations", "kills", "faults", "interrupts", "grammars"]),
-    help="one part alone",
-)
+@click.option("--only", type=click.Choice([*_AMOUNTS]), help="one part alone")
 @click.option("--lanes", default=os.cpu_count() or 1, show_default=True, help="processes at a time")
 @click.option(
     "--keep", type=click.Path(path_type=Path), help="folder for mutations that failed, as regressions"
@@ -45,13 +41,7 @@ def main(
     hung or was not caught."""
     seed = int(time.time()) if seed is None else seed
     share = minutes / _MINUTES
-    amounts = {
-        "mutations": round(_MUTATIONS * share),
-        "kills": round(_KILLS * share),
-        "faults": round(_FAULTS * share),
-        "interrupts": round(_INTERRUPTS * share),
-        "grammars": round(_GRAMMARS * share),
-    }
+    amounts = {name: round(amount * share) for name, amount in _AMOUNTS.items()}
     if only is not None:
         amounts = {only: amounts[only]}
     with tempfile.TemporaryDirectory(prefix="jaxllm-torture-") as folder:
@@ -72,9 +62,8 @@ def _run(folder, amounts, seed, lanes, kinds, console):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAXLLM_THREADS", "1")
     os.environ["JAXLLM_CACHE"] = str(folder / "cache")
-    from tests.torture.calls import fail_calls, interrupt_calls
     from tests.torture.grammars import send_grammars
-    from tests.torture.kills import kill
+    from tests.torture.kills import harm_calls, kill
     from tests.torture.kinds import KINDS
     from tests.torture.mutations import mutate, replay_regressions
     from tests.torture.outcome import Tally
@@ -84,36 +73,23 @@ def _run(folder, amounts, seed, lanes, kinds, console):
     if not chosen:
         raise click.UsageError(f"there are files of kinds {', '.join(kind.name for kind in KINDS)}")
     tally, victims = Tally(), folder / "victims"
-    wanted = {kind.victim for kind in chosen} | {"folder"} if "mutations" in amounts else {"folder"}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        making = progress.add_task("victims", total=1)
-        make_victims(victims, wanted)
-        progress.advance(making)
-        scratch = folder / "scratch"
-        scratch.mkdir()
-        if "mutations" in amounts and not kinds:
-            replay_regressions(victims, scratch, tally)
-        parts = {
-            "mutations": lambda **common: mutate(
-                victims, scratch, tally, cases=amounts["mutations"], lanes=lanes, kinds=chosen, **common
-            ),
-            "kills": lambda **common: kill(
-                victims, scratch, tally, kills=amounts["kills"], lanes=2 * lanes, **common
-            ),
-            "faults": lambda **common: fail_calls(
-                victims, scratch, tally, faults=amounts["faults"], lanes=lanes, **common
-            ),
-            "interrupts": lambda **common: interrupt_calls(
-                victims, scratch, tally, interrupts=amounts["interrupts"], lanes=lanes, **common
-            ),
-            "grammars": lambda **common: console.print(
-                send_grammars(None, tally, cases=amounts["grammars"], lanes=lanes, **common).report()
-            ),
-        }
-        for name, amount in amounts.items():
-            task = progress.add_task(name, total=amount)
-            parts[name](seed=seed, tick=lambda task=task: progress.advance(task))
+    wanted = {kind.name for kind in chosen} | {"folder"} if "mutations" in amounts else {"folder"}
+    make_victims(victims, wanted)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    if "mutations" in amounts and not kinds:
+        replay_regressions(victims, scratch, tally)
+    for name, amount in amounts.items():
+        console.print(f"{amount} {name}, seed {seed}")
+        match name:
+            case "mutations":
+                mutate(victims, scratch, tally, cases=amount, seed=seed, lanes=lanes, kinds=chosen)
+            case "kills":
+                kill(victims, scratch, tally, kills=amount, seed=seed)
+            case "grammars":
+                console.print(send_grammars(None, tally, cases=amount, seed=seed, lanes=lanes).report())
+            case _:
+                harm_calls(name, tally, amount)
     return tally
 
 

@@ -13,9 +13,11 @@ import xxhash
 from jaxllm.bundle.layout import HEADER, MAGIC
 from tests.serving.contexts.mutations import (
     catalog_document,
+    segment_body,
     segment_document,
     with_catalog_document,
     with_segment_document,
+    with_signed_blobs,
 )
 
 
@@ -207,6 +209,12 @@ class SegmentFile(Raw):
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
         return with_segment_document(raw, document)
+
+    def body(self, raw: bytes) -> tuple[int, int]:
+        return (segment_body(raw), len(raw)) if self.document(raw) is not None else (0, 0)
+
+    def signed(self, raw: bytes) -> bytes:
+        return with_signed_blobs(raw)
 
 
 class CatalogFile(Raw):

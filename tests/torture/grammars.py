@@ -5,7 +5,6 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from jaxllm import EngineOptions, GenerationConfig
@@ -78,7 +77,6 @@ def send_grammars(
     seed: int,
     lanes: int = 2,
     context_tokens: int = 256,
-    tick: Callable[[], None] = lambda: None,
 ) -> Streams:
     """Sends so many grammars, while two others stream: plain text, and JSON of a schema.
 
@@ -89,14 +87,13 @@ def send_grammars(
       seed: of the grammars.
       lanes: at a time, each of an app.
       context_tokens: of the engine.
-      tick: called after each.
     """
     options = EngineOptions(context_tokens=context_tokens, buckets_bytes=0)
     service, streams = LLMService.open(model, options=options), Streams()
     executor = make_executor(service, SchedulerOptions(), on_dispatch=streams.dispatched)
     executor.start()
     try:
-        asyncio.run(_send(executor, streams, tally, seed, cases, lanes, tick))
+        asyncio.run(_send(executor, streams, tally, seed, cases, lanes))
     finally:
         executor.stop(0)
         service.close()
@@ -106,7 +103,7 @@ def send_grammars(
     return streams
 
 
-async def _send(executor, streams, tally, seed, cases, lanes, tick) -> None:
+async def _send(executor, streams, tally, seed, cases, lanes) -> None:
     stop, left = asyncio.Event(), iter(range(cases))
     others = [
         asyncio.create_task(_stream(executor, streams, stop, "text", None)),
@@ -126,7 +123,6 @@ async def _send(executor, streams, tally, seed, cases, lanes, tick) -> None:
             each = f"{seed}:{number}"
             kind, text = await asyncio.to_thread(hostile, random.Random(each))
             tally.add(kind, each, await _sent(executor, app, kind, text), case=text)
-            tick()
 
     await asyncio.gather(*(lane(f"hostile-{each}") for each in range(lanes)))
     stop.set()

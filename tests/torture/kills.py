@@ -1,26 +1,19 @@
-"""Kills processes at random moments: apps that use contexts, and writers of bundles."""
+"""Kills writers of bundles at random moments, and has tests of contexts kill, interrupt and fail more."""
 
-import concurrent.futures
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from jaxllm.bundle import Bundle
 from jaxllm.errors import JaxllmError
-from jaxllm.serving.ground.options import EngineOptions
-from tests.serving.contexts.dying import Known, live_and_die
 from tests.torture.outcome import Outcome, Tally
 from tests.torture.process import ROOT
 
-_OPTIONS = EngineOptions(
-    context_tokens=128, cache_tokens=(128,), chunk_tokens=(16,), decode_block=4, kv_codec="raw",
-    buckets_bytes=1 << 28,
-)  # fmt: skip
 _PREPARE = """
 import sys
 from pathlib import Path
@@ -31,59 +24,42 @@ while True:
 """
 # Of all kills, those of writers of bundles.
 _WRITERS = 0.1
+# Tests that do more of the same when they are told to: their file, their name, the variable, and by how many
+# cases an amount is shared.
+_ROOMS = {
+    "kills": ("test_dying.py", "kills", "JAXLLM_TEST_KILLS", 1),
+    "interrupts": ("test_interrupts.py", "an_interrupt", "JAXLLM_TEST_PLACES", 8),
+    "faults": ("test_interrupts.py", "a_failing_device", "JAXLLM_TEST_PLACES", 10),
+}
 
 
-def kill(
-    victims: Path,
-    scratch: Path,
-    tally: Tally,
-    *,
-    kills: int,
-    seed: int,
-    lanes: int,
-    tick: Callable[[], None] = lambda: None,
-) -> None:
-    """Kills `kills` processes and looks at what they leave: nothing that had ended is lost, nothing is half.
+def kill(victims: Path, scratch: Path, tally: Tally, *, kills: int, seed: int) -> None:
+    """Kills writers of bundles, and services by the tests of contexts: nothing that had ended is lost,
+    nothing is half.
 
     Args:
       victims: the folder that `make_victims` wrote.
-      scratch: for stores and bundles.
+      scratch: for bundles.
       tally: counts what came of it.
       kills: how many.
       seed: of the moments.
-      lanes: lives at a time, each with a store of its own.
-      tick: called after each kill.
     """
-    writers = max(1, round(kills * _WRITERS))
-
-    def lives(lane: int) -> None:
-        draw, known = random.Random(f"{seed}:{lane}"), Known()
-        for number in range(lane, kills - writers, lanes):
-            name = f"{seed}:{lane}:{number}"
-            tally.add(
-                "kill a service", name, _life(known, victims, scratch / f"lane-{lane}", draw, seed + number)
-            )
-            tick()
-
-    with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
-        for each in [pool.submit(lives, lane) for lane in range(lanes)]:
-            each.result()
-    draw = random.Random(seed)
+    writers, draw = max(1, round(kills * _WRITERS)), random.Random(seed)
     for number in range(writers):
         tally.add("kill a writer", f"{seed}:{number}", _writer(victims, scratch / "prepared", draw))
-        tick()
+    harm_calls("kills", tally, kills - writers)
 
 
-def _life(known: Known, victims: Path, folder: Path, draw: random.Random, seed: int) -> Outcome:
-    began = time.perf_counter()
-    try:
-        live_and_die(
-            known, folder / "store", victims / "model" / "model.jaxllm", _OPTIONS,
-            seed=seed, after_s=draw.uniform(0.0, 0.4), cache=folder / "cache",
-        )  # fmt: skip
-    except AssertionError as error:
-        return Outcome(ending="wrong", says=str(error)[:300])
-    return Outcome(ending="ok", took_s=time.perf_counter() - began)
+def harm_calls(part: str, tally: Tally, amount: int) -> None:
+    """Has the tests of contexts kill, interrupt or fail so many calls: each goes on from before or after."""
+    file, name, variable, shared = _ROOMS[part]
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout=14400", "-k", name]
+    done = subprocess.run(
+        [*command, f"tests/serving/contexts/{file}"], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, variable: str(max(8, amount // shared))},
+    )  # fmt: skip
+    says = " ".join(re.findall(r"^(?:E  |FAILED).*", done.stdout, re.MULTILINE))[:300] or done.stdout[-300:]
+    tally.add(part, variable, Outcome(ending="wrong", says=says) if done.returncode else Outcome(ending="ok"))
 
 
 def _writer(victims: Path, folder: Path, draw: random.Random) -> Outcome:

@@ -27,9 +27,8 @@ class Kind:
     """A kind of file.
 
     Attributes:
-      name: of the kind.
-      victim: its folder among the victims.
-      use: by which its copies are used.
+      name: of the kind, and of its folder among the victims.
+      use: by which its copies are used; that of the kind's name unless it is given.
       codecs: of its files, by pattern.
       values: of keys in its documents that are of interest.
       sign: makes checksums right again that are in another file than what they are of.
@@ -38,8 +37,7 @@ class Kind:
     """
 
     name: str
-    victim: str
-    use: str
+    use: str = ""
     codecs: Mapping[str, Codec]
     values: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     sign: Callable[[Path], None] | None = None
@@ -48,7 +46,7 @@ class Kind:
 
     def files(self, victims: Path) -> dict[str, Codec]:
         """The codec of each of its victim's files."""
-        folder = victims / self.victim
+        folder = victims / self.name
         found = {
             str(path.relative_to(folder)): codec
             for pattern, codec in self.codecs.items()
@@ -60,9 +58,7 @@ class Kind:
 
 
 def _bundle(name: str, share: float) -> Kind:
-    return Kind(
-        name=name, victim=name, use="bundle", codecs={"model.jaxllm": BundleFile()}, share=share, deep=0.03
-    )
+    return Kind(name=name, use="bundle", codecs={"model.jaxllm": BundleFile()}, share=share, deep=0.03)
 
 
 _FOLDER = {"config.json": Json(), "generation_config.json": Json(), "*.safetensors": Safetensors()}
@@ -77,43 +73,26 @@ KINDS: tuple[Kind, ...] = (
     _bundle("mixture", 1.0),
     _bundle("apart", 1.0),
     _bundle("calibrated", 1.5),
-    Kind(name="folder", victim="folder", use="folder", codecs=_FOLDER, values=CONFIG, share=1.5, deep=0.03),
+    Kind(name="folder", codecs=_FOLDER, values=CONFIG, share=1.5, deep=0.03),
     Kind(
-        name="tokenizer",
-        victim="tokenizer",
-        use="tokenizer",
-        codecs=_TOKENIZER_FILES,
-        values=TOKENIZER,
+        name="tokenizer", codecs=_TOKENIZER_FILES, values=TOKENIZER,
         share=2.0,
     ),
     Kind(
-        name="adapter",
-        victim="adapter",
-        use="adapter",
+        name="adapter", values=ADAPTER, share=1.5, deep=0.02,
         codecs={"*.json": Json(), "*.safetensors": Safetensors()},
-        values=ADAPTER,
-        share=1.5,
-        deep=0.02,
     ),
-    Kind(name="contexts", victim="contexts", use="contexts", codecs=_CONTEXTS, share=3.0, deep=0.05),
-    Kind(name="trace", victim="trace", use="trace", codecs={"trace.jsonl": JsonLines()}, share=1.5),
-    Kind(name="profile", victim="profile", use="profile", codecs={"profile.json": CheckedJson()}, share=1.5),
-    Kind(name="recipe", victim="recipe", use="recipe", codecs={"**/*.toml": Toml()}, share=1.0),
+    Kind(name="contexts", codecs=_CONTEXTS, share=3.0, deep=0.05),
+    Kind(name="trace", codecs={"trace.jsonl": JsonLines()}, share=1.5),
+    Kind(name="profile", codecs={"profile.json": CheckedJson()}, share=1.5),
+    Kind(name="recipe", codecs={"**/*.toml": Toml()}, share=1.0),
     Kind(
         name="tasks",
-        victim="tasks",
-        use="tasks",
         codecs={"tasks/*/*.jsonl": JsonLines(), "tasks/ui_automation/*.json": Json()},
-        share=1.0,
     ),
     Kind(
-        name="program",
-        victim="program",
-        use="program",
+        name="program", sign=sign_program, share=0.7, deep=0.1,
         codecs={"*.json": Json(), "*.safetensors": Safetensors(), "**/*.stablehlo": Signed()},
-        sign=sign_program,
-        share=0.7,
-        deep=0.1,
     ),
-    Kind(name="graphs", victim="graphs", use="graphs", codecs={"**/*": Raw()}, share=0.1),
-)
+    Kind(name="graphs", codecs={"**/*": Raw()}, share=0.1),
+)  # fmt: skip

@@ -3,7 +3,7 @@
 import concurrent.futures
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.torture.case import Case
@@ -24,7 +24,6 @@ def mutate(
     seed: int,
     lanes: int,
     kinds: Sequence[Kind] = KINDS,
-    tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Has mutated copies used, `cases` of them divided among kinds by their shares.
 
@@ -36,7 +35,6 @@ def mutate(
       seed: of all of them.
       lanes: processes at a time.
       kinds: of files.
-      tick: called after each case.
     """
     whole = sum(kind.share for kind in kinds)
     planned = [
@@ -52,7 +50,6 @@ def mutate(
                 name = f"{seed}:{kind.name}:{number}"
                 edits, outcome = one_case(victims, copies, victim, kind, random.Random(name))
                 tally.add(kind.name, name, outcome, [each.to_json() for each in edits])
-                tick()
         finally:
             victim.close()
 
@@ -66,7 +63,7 @@ def one_case(
 ) -> tuple[list[Edit], Outcome]:
     """Draws one mutation and has it used."""
     codecs = kind.files(victims)
-    edits = draw_edits(draw, victims / kind.victim, codecs, kind.values)
+    edits = draw_edits(draw, victims / kind.name, codecs, kind.values)
     return edits, use_edited(victims, copies, victim, kind, edits, deep=draw.random() < kind.deep)
 
 
@@ -74,11 +71,11 @@ def use_edited(
     victims: Path, copies: Path, victim: Victim, kind: Kind, edits: Sequence[Edit], *, deep: bool
 ) -> Outcome:
     """Has a victim's copy with these changes used."""
-    apply_edits(victims / kind.victim, edits, kind.files(victims), copies)
+    apply_edits(victims / kind.name, edits, kind.files(victims), copies)
     forged = any(each.kind in ("set", "delete", "body") for each in edits)
     if forged and kind.sign is not None:
         kind.sign(copies)
-    return victim.ask(Case(use=kind.use, path=copies, deep=deep, forged=forged))
+    return victim.ask(Case(use=kind.use or kind.name, path=copies, deep=deep, forged=forged))
 
 
 def replay_regressions(victims: Path, scratch: Path, tally: Tally, *, kinds: Sequence[Kind] = KINDS) -> None:

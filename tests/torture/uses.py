@@ -219,20 +219,6 @@ def use_contexts(case: Case) -> None:
             contexts.close()
 
 
-def use_interrupt(case: Case) -> None:
-    """Interrupts a call (`calls.use_interrupt`)."""
-    from tests.torture import calls
-
-    calls.use_interrupt(case)
-
-
-def use_fault(case: Case) -> None:
-    """Lets a call's device fail (`calls.use_fault`)."""
-    from tests.torture import calls
-
-    calls.use_fault(case)
-
-
 USES: dict[str, Callable[[Case], None]] = {
     "bundle": use_bundle,
     "tokenizer": use_tokenizer,
@@ -245,6 +231,4 @@ USES: dict[str, Callable[[Case], None]] = {
     "program": use_program,
     "graphs": use_graphs,
     "contexts": use_contexts,
-    "interrupt": use_interrupt,
-    "fault": use_fault,
 }

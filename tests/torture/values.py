@@ -10,16 +10,7 @@ _ROTARY = (
 )
 CONFIG: Mapping[str, Sequence[Any]] = {
     "model_type": (
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "olmoe",
-        "gemma2",
-        "phi3",
-        "gpt2",
+        "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma2", "phi3", "gpt2",
     ),
     "rope_scaling": _ROTARY,
     "rope_parameters": _ROTARY,
@@ -28,23 +19,15 @@ CONFIG: Mapping[str, Sequence[Any]] = {
     "dtype": ("F64", "I8", "BF16", "F16", "BOOL", "U8", "F8_E4M3", "X", None, 5),
     "shape": ([], [0], [-1], [1 << 62, 4], [64], "x", [1.5]),
     "data_offsets": ([0, 0], [-4, 4], [1 << 62, 1 << 63], [8, 4], [0, 1 << 40], "x", [0]),
-}
+}  # fmt: skip
 _TEMPLATES = (
-    "{{",
-    "{% for",
-    "",
-    "{{ 'a' * 10**10 }}",
-    "{{ messages[9].content }}",
-    "{{ ''.__class__.__mro__ }}",
+    "{{", "{% for", "", "{{ 'a' * 10**10 }}", "{{ messages[9].content }}", "{{ ''.__class__.__mro__ }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{{ 10 ** 10 ** 9 }}",
-    "{{ 'a'|center(2000000000)|length }}",
+    "{{ 10 ** 10 ** 9 }}", "{{ 'a'|center(2000000000)|length }}",
     "{{ ('\\n'*1000000)|indent(10000)|length }}",
-    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-    5,
-    [],
-)
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", 5, [],
+)  # fmt: skip
 TOKENIZER: Mapping[str, Sequence[Any]] = {
     "chat_template": _TEMPLATES,
     "normalizer": (
@@ -72,18 +55,13 @@ TOKENIZER: Mapping[str, Sequence[Any]] = {
         {"type": "Fuse"},
     ),
     "post_processor": (
-        {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "nope", "type_id": 0}}],
-            "pair": [],
-            "special_tokens": {},
-        },
-        {
-            "type": "TemplateProcessing",
-            "single": [{"Sequence": {"id": "B", "type_id": 0}}],
-            "pair": [],
-            "special_tokens": {},
-        },
+        *(
+            {"type": "TemplateProcessing", "single": [each], "pair": [], "special_tokens": {}}
+            for each in (
+                {"SpecialToken": {"id": "nope", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 0}},
+            )
+        ),
         {"type": "BertProcessing", "sep": ["s", 2**32 - 1], "cls": ["c", 1]},
         None,
     ),

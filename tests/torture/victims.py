@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,17 +37,29 @@ def make_victims(folder: Path, names: Collection[str] = ()) -> None:
     (folder / FACTS).write_text(json.dumps(facts))
 
 
-def _write_plain(folder: Path, _: Path) -> None:
-    from tests.tiny import write_tiny_bundle
-
-    write_tiny_bundle(folder / "model.jaxllm", "int8")
-
-
-def _write_mixture(folder: Path, _: Path) -> None:
+def _write_bundle(folder: Path, _: Path) -> None:
+    """A bundle of the kind that the folder is named after."""
+    from jaxllm.bundle.calibrations import prefill_parts
+    from jaxllm.bundle.levels import elastic_parts, tiny_lm_parts
+    from jaxllm.elastic.ladder import Ladder
     from tests.bundle.forging import MIXED, params_of
+    from tests.int8_prefill.calibrated import calibrated, outlying
     from tests.tiny import write_tiny_bundle
+    from tests.tiny_tlm import tiny_lm
 
-    write_tiny_bundle(folder / "model.jaxllm", "int8", cfg=MIXED, params=params_of(MIXED))
+    weights = "int8"
+    more: dict[str, Any] = {}
+    match folder.name:
+        case "mixture" | "apart":
+            more = {"cfg": MIXED, "params": params_of(MIXED)}
+            if folder.name == "apart":
+                weights, more["expert_bits"] = "f32", np.array([[2, 4, 8]])
+        case "elastic":
+            levels = (40, 70, 100)
+            more["parts"] = elastic_parts(Ladder(levels=levels)) | tiny_lm_parts(tiny_lm(levels, (0.5, 1.0)))
+        case "calibrated":
+            more = {"params": outlying(), "parts": prefill_parts(calibrated())}
+    write_tiny_bundle(folder / "model.jaxllm", weights, **more)
 
 
 def _write_folder(folder: Path, _: Path) -> None:
@@ -59,32 +72,6 @@ def _write_tokenizer(folder: Path, _: Path) -> None:
     _write_folder(folder, _)
     for path in folder.glob("*.safetensors"):
         path.unlink()
-
-
-def _write_elastic(folder: Path, _: Path) -> None:
-    from jaxllm.bundle.levels import elastic_parts, tiny_lm_parts
-    from jaxllm.elastic.ladder import Ladder
-    from tests.tiny import write_tiny_bundle
-    from tests.tiny_tlm import tiny_lm
-
-    parts = elastic_parts(Ladder(levels=(40, 70, 100))) | tiny_lm_parts(tiny_lm((40, 70, 100), (0.5, 1.0)))
-    write_tiny_bundle(folder / "model.jaxllm", "int8", parts=parts)
-
-
-def _write_apart(folder: Path, _: Path) -> None:
-    from tests.bundle.forging import MIXED, params_of
-    from tests.tiny import write_tiny_bundle
-
-    widths = np.array([[2, 4, 8]])
-    write_tiny_bundle(folder / "model.jaxllm", "f32", cfg=MIXED, params=params_of(MIXED), expert_bits=widths)
-
-
-def _write_calibrated(folder: Path, _: Path) -> None:
-    from jaxllm.bundle.calibrations import prefill_parts
-    from tests.int8_prefill.calibrated import calibrated, outlying
-    from tests.tiny import write_tiny_bundle
-
-    write_tiny_bundle(folder / "model.jaxllm", "int8", params=outlying(), parts=prefill_parts(calibrated()))
 
 
 def _write_adapter(folder: Path, _: Path) -> None:
@@ -188,11 +175,7 @@ def _write_contexts(folder: Path, bundle: Path) -> dict[str, list[int]]:
 
 
 _MAKERS: dict[str, Callable[[Path, Path], object]] = {
-    "bundle": _write_plain,
-    "elastic": _write_elastic,
-    "mixture": _write_mixture,
-    "apart": _write_apart,
-    "calibrated": _write_calibrated,
+    **dict.fromkeys(("bundle", "elastic", "mixture", "apart", "calibrated"), _write_bundle),
     "folder": _write_folder,
     "tokenizer": _write_tokenizer,
     "adapter": _write_adapter,

@@ -11,7 +11,7 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.ground.options import EngineOptions
-from tests.serving.contexts.talking import reopening
+from tests.serving.contexts.talking import READ, reopening
 from tests.serving.weights.conftest import budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
@@ -50,11 +50,15 @@ def engine_of(tmp_path_factory):
 
 @pytest.fixture
 def kept(engine_of, tmp_path):
-    """Contexts in a folder of the test's, by codec; opened again by calling again."""
+    """Contexts in a folder of the test's, by codec; opened again by calling again. `read` has nothing be
+    computed that can be read."""
 
-    def opened(codec="raw", weights="f32", levels=(), share=None, coded=False, **options):
+    def opened(codec="raw", weights="f32", levels=(), share=None, coded=False, read=False, **options):
         engine = engine_of(codec, weights, levels, share, coded)
-        return Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
+        contexts = Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
+        if read:
+            contexts._delays[100] = READ
+        return contexts
 
     with reopening(opened) as again:
         yield again

@@ -7,7 +7,6 @@ encoded by one thread and written by another, older ones at fewer bits; contexts
 slide, are pinned, deleted and rewritten as one segment.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from jaxllm.contexts.codecs import WIDTHS
-from jaxllm.contexts.recompute import LOST
 from jaxllm.serving.contexts import saving
 from jaxllm.serving.contexts.growth import agreeing_record
 from jaxllm.serving.contexts.record import Linked, Origin, Record
 from jaxllm.serving.contexts.saving import ChunkEncoder
 from jaxllm.serving.contexts.store import ContextStore
-from tests.serving.contexts.killed import SERVER, said_until_killed
+from tests.faults import KillingDevice
+from tests.serving.contexts.killed import SERVER, Told, live_and_die
 
 C = 2
 ORIGIN = Origin(
@@ -41,90 +40,35 @@ _APPS = ("mail", "calendar")
 _MOST_CONTEXTS, _MOST_CHUNKS = 5, 8
 
 
-@dataclasses.dataclass
-class Told:
-    """What is known of a store from outside, over all lives.
-
-    Attributes:
-      tokens: of each context, as its last deed left it.
-      deeds: that ended.
-      chunks: that were found to be what they should, after all kills.
-      within: how many kills came within a phase.
-      lives: that were ended.
-    """
-
-    tokens: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    deeds: int = 0
-    chunks: int = 0
-    within: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    lives: int = 0
-
-
-def live(told: Told, root: Path, *, seed: int, after_s: float) -> None:
-    """One life: killed so long after the store has opened; then the store is looked at.
+def live(told: Told, root: Path, *, seed: int, after_s: float | None = None, at: int | None = None) -> None:
+    """One life: killed so long after the store has opened, or at an operation; then the store is looked at.
 
     Args:
       told: of the store so far.
       root: of the store.
       seed: of what is done.
-      after_s: until the kill.
+      after_s: until the kill; None for one at an operation.
+      at: number of the file operation, or statement of the catalog, that does not come.
 
     Raises:
       AssertionError: something older was lost, or something is left that no record names.
     """
-    phases, within = SERVER.RawArray("i", len(PHASES)), told.within
+    phases = SERVER.RawArray("i", len(PHASES))
 
     def killed() -> None:
-        within.update(phase for phase, running in zip(PHASES, phases, strict=True) if running)
+        told.within.update(phase for phase, running in zip(PHASES, phases, strict=True) if running)
 
-    under_way: tuple[str, str, tuple[int, ...] | None] | None = None
-    for what, *rest in said_until_killed(_live, phases, root, seed, after_s=after_s, killed=killed):
-        if what == "begin":
-            # What it does, the context, and its tokens if that ends.
-            under_way = tuple(rest)
-            continue
-        assert under_way is not None
-        told.deeds += 1
-        told.tokens |= {rest[0]: rest[1]}
-        if rest[1] is None:
-            del told.tokens[rest[0]]
-        under_way = None
-    told.lives += 1
-    _look(told, root, under_way)
+    live_and_die(told, _live, root, phases, seed, at, after_s=after_s, killed=killed, holds=_holds)
 
 
-def _look(told: Told, root: Path, under_way: tuple[str, str, tuple[int, ...] | None] | None) -> None:
-    with ContextStore(root) as store:
-        assert store.damage() == []
-        store.sweep()
-        there = {record.name: record for record in store.records()}
-        # No byte is left that no record names.
-        wanted = {"catalog.sqlite", "catalog.sqlite-wal", "lock"}
-        for record in there.values():
-            wanted |= {f"app-{record.app}/{record.name}/{each}" for each in record.segments}
-        left = {str(each.relative_to(root)) for each in root.rglob("*") if each.is_file()}
-        assert left == wanted
-        for record in there.values():
-            assert LOST not in record.bits
-            opened = store.open(record.name)
-            right = [_blobs(*each) for each in zip(record.sources, record.bits, strict=False)]
-            for layer in range(len(ORIGIN.heads) if right else 0):
-                # Checksums are checked as they are read.
-                for n, found in enumerate(opened.read(layer, range(len(right)))):
-                    assert found.tobytes() == right[n][layer].tobytes(), f"chunk {n} is another"
-            told.chunks += len(right)
-        if told.lives % 16 == 0:
-            assert store.verify() == []
-    deed, name, coming = under_way or ("", "", None)
-    for each, tokens in told.tokens.items():
-        # What was under way may have ended before that was said.
-        if each == name:
-            assert each in there or deed == "delete"
-            assert each not in there or there[each].tokens in (tokens, coming), f"{each} is neither"
-        else:
-            assert there[each].tokens == tokens, f"{each} is not what it was"
-    assert len(set(there) - set(told.tokens)) <= (deed == "new"), "contexts that nobody made"
-    told.tokens = {each: record.tokens for each, record in there.items()}
+def _holds(store: ContextStore, record: Record) -> int:
+    opened = store.open(record.name)
+    right = [_blobs(*each) for each in zip(record.sources, record.bits, strict=False)]
+    for layer in range(len(ORIGIN.heads) if right else 0):
+        # Checksums are checked as they are read.
+        for n, found in enumerate(opened.read(layer, range(len(right)))):
+            assert found.tobytes() == right[n][layer].tobytes(), f"chunk {n} is another"
+    return len(right)
 
 
 class _Life:
@@ -266,15 +210,16 @@ def _blobs(source: str, bits: int) -> list[np.ndarray]:
     return [np.resize(pattern, size) + np.uint8(layer) for layer, size in enumerate(ORIGIN.layer_bytes[bits])]
 
 
-def _live(said: Connection, phases: Any, root: Path, seed: int) -> None:
-    """Uses the store for ever."""
+def _live(said: Connection, root: Path, phases: Any, seed: int, at: int | None) -> None:
+    """Uses the store until it is killed."""
     try:
         with ContextStore(root) as store:
             store.sweep()
             life = _Life(said, phases, store, random.Random(seed))
             said.send(("open",))
-            while True:
-                life.act()
+            with KillingDevice(root, at):
+                while True:
+                    life.act()
     except Exception as error:
         said.send(("failed", f"{error!r} at {traceback.format_tb(error.__traceback__)[-3:]}"))
 

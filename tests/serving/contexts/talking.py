@@ -54,6 +54,17 @@ def say(context, turn, count=6):
     return context.generate(turn, max_tokens=count, ignore_eos=True).result()
 
 
+def begun(kept, *arguments, **options):
+    """Contexts that are opened, one that has answered a turn, whose chunks are written, and what it should
+    answer to three."""
+    contexts = kept(*arguments, **options)
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    assert say(context, TURNS[0][0]).tokens == wanted[0]
+    contexts.store.wait()
+    return contexts, context, wanted
+
+
 def answers_without_contexts(engine, turns, count=6):
     """The conversation with a cache that stays."""
     session, tokens, answers = Session(), [], []

@@ -1,9 +1,7 @@
-"""Chunks that are written after a call: the answer does not wait, who needs them does, errors are told."""
+"""Chunks that are encoded and written after a call: the answer does not wait, who needs them does, errors are
+told."""
 
 import dataclasses
-import os
-import random
-import shutil
 import threading
 
 import numpy as np
@@ -12,142 +10,225 @@ import pytest
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, CheckpointError
 from jaxllm.serving.contexts import store as store_module
+from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.saving import make_room
 from jaxllm.serving.contexts.store import ContextStore
-from tests.serving.contexts.killed_writes import ORIGIN, check, write_until_killed
+from tests.kernels.switching import needs_native
 from tests.serving.contexts.mutations import stored_record
-from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
+from tests.serving.contexts.talking import TURNS, answers_without_contexts, begun, found, new, say
+from tests.serving.contexts.test_store import ORIGIN
 
-# Kills of a process that writes; a thousand take twelve minutes on two busy cores.
-KILLS = int(os.environ.get("JAXLLM_TEST_WRITE_KILLS", "8"))
+# A segment is written, or a call's chunks are encoded.
+both = pytest.mark.parametrize("what", ["write", "encode"])
 
 
-class Device:
-    """Writes segments when it is told to."""
+class Held:
+    """Writes segments, or encodes chunks, when it is told to, and counts; fails by an error that it has."""
 
-    def __init__(self, monkeypatch):
-        self.free, self.began, self.paths, self.error = threading.Event(), threading.Event(), [], None
-        real = store_module.write_segment
+    def __init__(self, monkeypatch, what="write", *, free=False, error=None):
+        self.free, self.began, self.threads, self.ended = threading.Event(), threading.Event(), [], 0
+        if free or error is not None:
+            self.free.set()
+        owner, name = (store_module, "write_segment") if what == "write" else (ChunkIO, "encode")
+        real = getattr(owner, name)
 
-        def write(path, *rest, **options):
+        def held(*args, **options):
+            self.threads.append(threading.current_thread().name)
             self.began.set()
             assert self.free.wait(60)
-            if self.error is not None:
-                raise self.error
-            self.paths.append(path)
-            return real(path, *rest, **options)
+            if error is not None:
+                raise error
+            done = real(*args, **options)
+            self.ended += 1
+            return done
 
-        monkeypatch.setattr(store_module, "write_segment", write)
+        monkeypatch.setattr(owner, name, held)
+
+    def soon(self):
+        """Lets it go in a moment."""
+        later = threading.Timer(0.2, self.free.set)
+        later.start()
+        return later
 
 
-def test_an_answer_ends_before_its_chunks_are_written(kept, monkeypatch):
+@both
+def test_an_answer_ends_before_its_chunks_are_kept(kept, monkeypatch, what):
     contexts = kept()
     wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
     first, second = new(contexts), new(contexts)
-    device = Device(monkeypatch)
+    held = Held(monkeypatch, what)
     assert say(first, TURNS[0][0]).tokens == wanted[0][0]
-    assert device.began.wait(60)
-    assert not device.paths
+    assert held.began.wait(60)
+    assert not held.ended
     # What is coming is what is told.
     assert len(first.tokens) == len(TURNS[0][0]) + 6
     assert first.record.bits == (RAW,) * (len(first.tokens) // 16)
     assert first.record in contexts.store.records("mail")
-    # Others go on meanwhile.
-    assert say(second, TURNS[1][0]).tokens == wanted[1][0]
-    assert not device.paths
-    later = threading.Thread(target=lambda: (device.began.wait(), device.free.set()))
-    later.start()
+    if what == "write":
+        # Others go on meanwhile.
+        assert say(second, TURNS[1][0]).tokens == wanted[1][0]
+        assert not held.ended
+    later = held.soon()
+    if what == "encode":
+        # Another context takes the cache that is encoded.
+        assert say(second, TURNS[1][0]).tokens == wanted[1][0]
     # The next call waits for its own.
     assert say(first, TURNS[0][1]).tokens == wanted[0][1]
-    assert device.paths
+    assert held.ended
     later.join()
+    assert say(second, TURNS[1][1]).tokens == wanted[1][1]
     contexts.close()
     with ContextStore(contexts.store.root) as store:
         assert store.verify() == []
         assert all(each.bits for each in store.records())
 
 
-def test_tokens_are_there_before_chunks(kept, monkeypatch):
-    """As a kill in between leaves them."""
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
+def test_what_is_encoded_later_is_what_is_encoded_at_once(kept, monkeypatch):
+    # Else the second conversation would begin with chunks of the first.
+    own = {"share_beginnings": False}
+    told = [_conversation(kept("kivi", **own), monkeypatch, held=held) for held in (False, True)]
+    assert told[0] == told[1]
+
+
+def _conversation(contexts, monkeypatch, *, held):
+    """What is answered, and the widths and bytes of chunks after each call, which are encoded later if they
+    are held back."""
+    context, told = new(contexts), []
+    with monkeypatch.context() as patch:
+        encoder = Held(patch, "encode", free=not held)
+        for number, turn in enumerate(TURNS[0]):
+            if held:
+                encoder.free.clear()
+            answered = say(context, turn).tokens
+            if held:
+                assert encoder.ended == number
+            # They count all the same.
+            sizes = [each.size_bytes for each in contexts.memory.chunks(context.name).values()]
+            assert contexts.memory.resident_bytes == sum(sizes)
+            assert len(sizes) == len(context.record.bits) == len(context.tokens) // 16
+            told.append((answered, context.record.bits, sum(sizes)))
+            encoder.free.set()
+            contexts.store.wait()
+        assert encoder.threads == ["jaxllm-encoding"] * len(TURNS[0])
+    assert contexts.store.verify() == []
+    return told
+
+
+@needs_native
+def test_a_switch_to_chunks_where_they_lie_does_not_wait(kept, monkeypatch):
+    contexts = kept(coded=True)
+    wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
+    first, second = new(contexts), new(contexts)
+    for context, turns, answers in zip((first, second), TURNS, wanted, strict=False):
+        assert say(context, turns[0]).tokens == answers[0]
     contexts.store.wait()
-    held = len(context.record.bits)
-    device = Device(monkeypatch)
+    encoder = Held(monkeypatch, "encode")
+    assert say(first, TURNS[0][1] * 4, 1)
+    assert encoder.began.wait(60)
+    one = second.generate(TURNS[1][1], max_tokens=6, ignore_eos=True)
+    assert next(one)
+    assert not encoder.ended
+    encoder.free.set()
+    assert one.result().tokens == wanted[1][1]
+    contexts.store.wait()
+    assert contexts.store.verify() == []
+
+
+@both
+def test_tokens_are_there_before_chunks(kept, monkeypatch, what):
+    """As a kill in between leaves them."""
+    contexts, context, _ = begun(kept)
+    before = context.record.bits
+    held = Held(monkeypatch, what)
     say(context, TURNS[0][1] * 5)
     # Not by a store, of which there is one.
     there = stored_record(contexts.store.root, context.name)
     assert there.tokens == context.tokens
-    assert len(there.bits) == held < len(context.record.bits)
-    device.free.set()
+    assert there.bits == before != context.record.bits
+    held.free.set()
     contexts.store.wait()
     assert stored_record(contexts.store.root, context.name) == context.record
 
 
-@pytest.mark.parametrize("error", [BudgetExceeded("no room"), CheckpointError("broken"), MemoryError("full")])
-def test_the_next_call_is_told_what_was_not_written(kept, monkeypatch, error):
-    contexts = kept()
+@pytest.mark.parametrize(
+    ("what", "coded", "error"),
+    [
+        ("write", False, BudgetExceeded("no room")),
+        ("write", False, CheckpointError("broken")),
+        ("write", False, MemoryError("full")),
+        ("encode", False, MemoryError("full")),
+        pytest.param("encode", True, MemoryError("full"), marks=needs_native),
+    ],
+)
+def test_the_next_call_is_told_what_was_not_kept(kept, monkeypatch, what, coded, error):
+    contexts = kept(coded=coded)
     wanted = answers_without_contexts(contexts.engine, TURNS[0])
     context, other = new(contexts), new(contexts)
     with monkeypatch.context() as patch:
-        device = Device(patch)
-        device.error = error
-        device.free.set()
+        Held(patch, what, error=error)
         assert say(context, TURNS[0][0]).tokens == wanted[0]
-        say(other, [3, 4])
         contexts.store.wait()
+    # Others do not take it from memory, wherever they begin alike.
+    assert say(other, TURNS[0][0]).tokens == wanted[0]
     kind = CheckpointError if isinstance(error, MemoryError) else type(error)
-    with pytest.raises(kind, match=f"{context.name} could not be written; its tokens are kept"):
+    said = {
+        "write": f"{context.name} could not be written; its tokens are kept",
+        "encode": "be encoded .*full",
+    }
+    with pytest.raises(kind, match=said[what]):
         context.generate(TURNS[0][1])
     # Once, and nothing is lost.
     answer = say(context, TURNS[0][1])
     assert answer.tokens == wanted[1]
     assert answer.restoration.resident == 0
-    assert len(say(other, [3, 4]).tokens) == 6
     contexts.store.wait()
     assert contexts.store.verify() == []
-    contexts = kept()
-    contexts._delays[100] = READ
+    contexts = kept(coded=coded, read=True)
     assert say(found(contexts, context), TURNS[0][2]).tokens == wanted[2]
 
 
-def test_closing_tells_what_was_not_written(kept, monkeypatch):
+@pytest.mark.parametrize("what", ["write", "encode", "broken"])
+def test_closing_waits_and_tells_what_was_not_written(kept, monkeypatch, what):
     contexts = kept()
     context = new(contexts)
     with monkeypatch.context() as patch:
-        device = Device(patch)
-        device.error = CheckpointError("broken")
-        device.free.set()
-        say(context, TURNS[0][0])
-        with pytest.raises(CheckpointError, match="could not be written"):
+        if what == "broken":
+            Held(patch, error=CheckpointError(what))
+            say(context, TURNS[0][0])
+            with pytest.raises(CheckpointError, match="could not be written"):
+                contexts.close()
+        else:
+            held = Held(patch, what)
+            say(context, TURNS[0][0])
+            later = held.soon()
             contexts.close()
+            assert held.ended == 1
+            later.join()
     with ContextStore(contexts.store.root) as store:
-        assert len(store.record(context.name).tokens) == len(TURNS[0][0]) + 6
+        record = store.record(context.name)
+        assert len(record.tokens) == len(TURNS[0][0]) + 6
+        assert len(record.bits) == (0 if what == "broken" else len(record.tokens) // 16)
+        assert store.verify() == []
 
 
 def test_what_leaves_memory_is_written_first(kept, monkeypatch):
-    """Else it would be in memory all the same, beyond the budget."""
+    """Else it would be in memory all the same, beyond the budget. And what is coming can be deleted."""
     size = kept()._chunk_io[100].chunk_bytes(RAW)
     contexts = kept(budget_bytes=3 * size)
     first, second = new(contexts), new(contexts)
-    device = Device(monkeypatch)
+    held = Held(monkeypatch)
     say(first, TURNS[0][0])
-    later = threading.Timer(0.2, device.free.set)
-    later.start()
+    later = held.soon()
     say(second, [5] * 40)
     assert contexts.memory.evicted
-    assert device.paths
+    assert held.ended
     later.join()
-
-
-def test_a_context_that_is_coming_can_be_deleted(kept, monkeypatch):
-    contexts = kept()
-    context = new(contexts)
-    device = Device(monkeypatch)
-    say(context, TURNS[0][0])
-    threading.Timer(0.1, device.free.set).start()
-    context.delete()
+    contexts.store.wait()
+    held.free.clear()
+    say(first, [1] * 4)
+    held.soon()
+    for context in (first, second):
+        context.delete()
     contexts.store.wait()
     assert contexts.store.records() == []
     assert not (contexts.store.root / "app-mail").exists()
@@ -194,24 +275,3 @@ def test_older_widths_are_credited_before_a_quota_refuses(tmp_path, whose):
         more = grown(record, (8,) * 40), chunks((8,) * 40, range(40))
         with pytest.raises(BudgetExceeded, match="do not fit"):
             make_room(store, *more)
-
-
-@pytest.mark.timeout(7200)
-def test_a_kill_at_any_moment_loses_nothing_that_ended(tmp_path):
-    whole, draw, killed = write_until_killed(tmp_path / "whole", None), random.Random(0), 0
-    for number in range(KILLS):
-        root = tmp_path / str(number)
-        seen = write_until_killed(root, None, draw.uniform(0, whole.took_s))
-        killed += not seen.operations
-        check(root, seen)
-        shutil.rmtree(root)
-    print(f"{KILLS} kills, {killed} of them before the last call had ended")
-
-
-def test_a_kill_at_any_file_operation_loses_nothing_that_ended(tmp_path):
-    whole = write_until_killed(tmp_path / "whole", None)
-    check(tmp_path / "whole", whole)
-    step = max(1, whole.operations // 60)
-    for at in range(1, whole.operations, step):
-        root = tmp_path / str(at)
-        check(root, write_until_killed(root, at))

@@ -9,12 +9,10 @@ from benchmarks.contexts.switching import ABLATIONS, SYSTEMS
 from jaxllm.contexts.codecs import RAW
 from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.contexts.tolerance import allocate
-from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.database import Database
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.restore import Delays
-from jaxllm.serving.contexts.store import ContextStore
-from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
+from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, found, new, say
 
 COMPUTE = Delays(read=Delay(fixed_ms=9.0, per_unit_ms=9.0), compute=Delay(fixed_ms=0.0, per_unit_ms=1e-9))
 TIGHT = 6  # chunks in memory: a context has three or four in the end, and there are three
@@ -25,27 +23,31 @@ def segments(contexts, context):
     return sorted(path.name for path in folder.glob("*.kv"))
 
 
-def talked(kept, **options):
-    """Three contexts by turns in a memory for less than two, and how each came back."""
-    size = kept()._chunk_io[100].chunk_bytes(RAW)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [*SYSTEMS, *ABLATIONS], ids=lambda system: system.name)
+def test_every_system_goes_on_as_one_conversation(kept, monkeypatch, system):
+    """Three contexts by turns in a memory for less than two. No switch waits for the device and every call
+    does: what leaves memory need not be safe from a power cut; what was said is."""
+    options = system.options("", 1, ContextOptions(folder="").storage)
+    names = ("ratio", "policy", "writing", "recompute")
+    size, options = kept()._chunk_io[100].chunk_bytes(RAW), {name: getattr(options, name) for name in names}
     contexts = kept(budget_bytes=TIGHT * size, **options)
     wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
+    flushed, sync, flush = [], os.fsync, Database.flush
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(number) or sync(number))
+    # SQLite flushes by itself.
+    monkeypatch.setattr(Database, "flush", lambda catalog: flushed.append(catalog) or flush(catalog))
     mine, how = [new(contexts) for _ in TURNS], []
     for turn in range(3):
         for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
-            answer = say(context, turns[turn])
-            assert answer.tokens == answers[turn]
+            answer = context.generate(turns[turn], max_tokens=6, ignore_eos=True)
+            flushed.clear()
+            next(answer)
+            assert not flushed
+            assert answer.result().tokens == answers[turn]
+            assert flushed
             assert contexts.memory.resident_bytes <= TIGHT * size
             how.append(answer.restoration)
-    return contexts, mine, how
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("system", [*SYSTEMS, *ABLATIONS], ids=lambda system: system.name)
-def test_every_system_goes_on_as_one_conversation(kept, system):
-    options = system.options("", 1, ContextOptions(folder="").storage)
-    names = ("ratio", "policy", "writing", "recompute")
-    contexts, mine, how = talked(kept, **{name: getattr(options, name) for name in names})
     assert contexts.memory.evicted > 0
     assert any(each.read or each.computed for each in how)
     if system.writing == "never":
@@ -53,55 +55,22 @@ def test_every_system_goes_on_as_one_conversation(kept, system):
         assert not any(segments(contexts, context) for context in mine)
     elif not system.recompute:
         assert not any(each.computed for each in how)
-    # A fresh process has the text, and what was written.
-    contexts = kept(**{name: getattr(options, name) for name in names})
+    # What was not flushed is when the store is closed: a fresh process has the text, and what was written.
+    contexts = kept(**options)
+    assert contexts.store.verify() == []
+    there = [[bits != LOST for bits in record.bits] for record in contexts.store.records()]
+    assert all(map(all, there)) or system.writing != "ahead"
+    assert any(map(any, there)) or system.writing != "at-eviction"
     for context, turns in zip(mine, TURNS, strict=True):
         context = found(contexts, context)
         assert context.tokens[:37] == tuple(turns[0])
-        stored = [bits != LOST for bits in context.record.bits]
-        assert all(stored) or system.writing != "ahead"
+        stored = len(context.record.bits)
         answer = say(context, [1])
-        assert len(answer.restoration.read) + len(answer.restoration.computed) == len(stored)
-
-
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
-def test_no_switch_waits_for_the_device_and_every_call_does(kept, monkeypatch, system):
-    """What leaves memory need not be safe from a power cut; what was said is, on whichever system."""
-    size, options = (
-        kept()._chunk_io[100].chunk_bytes(RAW),
-        system.options("", 1, ContextOptions(folder="").storage),
-    )
-    names = ("ratio", "policy", "writing", "recompute")
-    contexts = kept(budget_bytes=TIGHT * size, **{name: getattr(options, name) for name in names})
-    flushed, sync, flush = [], os.fsync, Database.flush
-    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(number) or sync(number))
-    # SQLite flushes by itself.
-    monkeypatch.setattr(Database, "flush", lambda catalog: flushed.append(catalog) or flush(catalog))
-    mine, how = [new(contexts) for _ in range(3)], []
-    for turn in range(2):
-        for context in mine:
-            answer = context.generate([turn + 1] * 40, max_tokens=4, ignore_eos=True)
-            flushed.clear()
-            next(answer)
-            assert not flushed
-            how.append(answer.restoration)
-            answer.result()
-            assert flushed
-    assert contexts.memory.evicted > 0
-    assert any(each.read or each.computed for each in how)
-    # What was not flushed is when the store is closed: the next process reads it.
-    contexts.close()
-    with ContextStore(contexts.store.root) as store:
-        assert store.verify() == []
-        there = {record.name: [bits != LOST for bits in record.bits] for record in store.records()}
-        assert system.writing != "ahead" or all(map(all, there.values()))
-        assert system.writing != "at-eviction" or any(map(any, there.values()))
+        assert len(answer.restoration.read) + len(answer.restoration.computed) == stored
 
 
 def test_what_is_written_when_it_leaves_is_not_written_before(kept):
-    contexts = kept(writing="at-eviction")
-    context = new(contexts)
-    say(context, TURNS[0][0])
+    contexts, context, _ = begun(kept, writing="at-eviction")
     assert segments(contexts, context) == []
     assert context.record.bits == (LOST, LOST)
     contexts.memory.reclaim(contexts.memory.budget_bytes)
@@ -131,27 +100,6 @@ def test_widths_never_rise_where_chunks_are_in_memory_alone(kept):
     assert set(context.record.bits) == {LOST}
 
 
-def test_contexts_leave_whole(kept):
-    contexts, mine, _ = talked(kept, policy="whole-contexts")
-    for context in mine:
-        there = len(contexts.memory.chunks(context.name))
-        assert there in (0, len(context.record.bits))
-    assert any(not contexts.memory.chunks(context.name) for context in mine)
-
-
-def test_nothing_is_computed_that_can_be_read(kept):
-    for recompute in (True, False):
-        contexts = kept(recompute=recompute)
-        contexts._delays[100] = COMPUTE
-        context = new(contexts)
-        say(context, TURNS[0][0])
-        say(new(contexts), [1])
-        contexts.memory.reclaim(contexts.memory.budget_bytes)
-        how = say(context, TURNS[0][1]).restoration
-        assert (len(how.computed) > 0) == recompute
-        assert len(how.read) + len(how.computed) == 2
-
-
 def test_room_is_made_as_an_answer_grows_and_not_when_it_ends(kept):
     """Nor for more than it comes to: what it might have said evicts nobody."""
     size = kept()._chunk_io[100].chunk_bytes(RAW)
@@ -175,11 +123,6 @@ def test_room_is_made_as_an_answer_grows_and_not_when_it_ends(kept):
     next(short)
     short.close()
     assert len(contexts.memory.chunks(mine[1].name)) == other
-
-
-def test_bad_input_is_told():
-    with pytest.raises(ConfigError, match="writing must be one of background, ahead"):
-        ContextOptions(folder="", writing="sometimes")
 
 
 def test_what_may_not_rise_leaves_its_room_to_others():

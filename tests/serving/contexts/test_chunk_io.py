@@ -125,13 +125,10 @@ def test_all_of_them_are_in_the_table(engine_of):
     [
         (dict(kv_codec="zip"), "no codec 'zip'"),
         (dict(kv_codec="raw", kv_chunk_tokens=0), "kv_chunk_tokens must be a whole number in"),
+        # One that cannot be computed.
+        (dict(kv_codec="raw", kv_chunk_tokens=24), "divides none"),
     ],
 )
 def test_bad_options_are_told(options, message):
     with pytest.raises(ConfigError, match=message):
-        EngineOptions(**options)
-
-
-def test_a_chunk_that_cannot_be_computed_is_refused():
-    with pytest.raises(ConfigError, match="divides none"):
-        EngineOptions(kv_codec="raw", kv_chunk_tokens=24).resolve(TINY)
+        EngineOptions(**options).resolve(TINY)

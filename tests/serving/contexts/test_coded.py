@@ -12,7 +12,7 @@ from jaxllm.serving.contexts import loading
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.ground.options import EngineOptions
 from tests.kernels.switching import needs_native
-from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
+from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, begun, found, new, say
 
 pytestmark = needs_native
 
@@ -32,8 +32,7 @@ def test_raw_chunks_in_front_give_what_a_cache_gives(kept, compiles):
                 assert answer.restoration.resident == held
                 assert contexts._last[1].cache.coded_tokens == held * C
         assert count() == 0
-    contexts = kept(coded=True)
-    contexts._delays[100] = READ
+    contexts = kept(coded=True, read=True)
     context = found(contexts, mine[0])
     held = len(context.record.bits)
     answer = say(context, TURNS[1][1])
@@ -121,10 +120,7 @@ def test_lost_chunks_are_computed_in_a_cache(kept):
 
 def test_a_long_tail_is_left_behind(kept, monkeypatch):
     """The next call of the same context begins with chunks alone."""
-    contexts = kept(coded=True)
-    wanted = answers_without_contexts(contexts.engine, TURNS[0])
-    context = new(contexts)
-    assert say(context, TURNS[0][0]).tokens == wanted[0]
+    contexts, context, wanted = begun(kept, coded=True)
     assert contexts._last[1].cache.coded_tokens == 0
     monkeypatch.setattr(loading, "_TAIL_TOKENS", 20)
     answer = say(context, TURNS[0][1])

@@ -8,12 +8,13 @@ import pytest
 
 from jaxllm.serving.ground.options import EngineOptions
 from tests import tiny_states
-from tests.serving.contexts.dying import Known, live_and_die
+from tests.serving.contexts.dying import use_contexts
+from tests.serving.contexts.killed import Told, live_and_die
 from tests.tiny import write_tiny_bundle
 
 # Of the long test, all lanes together; a thousand take ten minutes on two cores.
 KILLS, LANES = int(os.environ.get("JAXLLM_TEST_KILLS", "32")), 4
-LONG = [pytest.mark.slow, pytest.mark.timeout(7200)]
+LONG = [pytest.mark.campaign, pytest.mark.timeout(7200)]
 OPTIONS = EngineOptions(
     context_tokens=128,
     cache_tokens=(128,),
@@ -27,20 +28,25 @@ OPTIONS = EngineOptions(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lane", "kills"),
-    [(0, 3), (LANES, 3), *(pytest.param(lane, KILLS // LANES, marks=LONG) for lane in range(LANES))],
+    [
+        (0, 3),
+        (LANES - 1, 3),
+        (LANES, 3),
+        *(pytest.param(lane, KILLS // LANES, marks=LONG) for lane in range(LANES)),
+    ],
 )
 def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
     """What ended before a kill is there after it, and goes on token for token."""
     # In one lane chunks are stored at fewer bits; one more model has states.
     options = dataclasses.replace(OPTIONS, kv_codec="kivi" if lane == LANES - 1 else "raw")
-    path, draw, known = tmp_path / "tiny.jaxllm", random.Random(lane), Known()
+    path, draw, told = tmp_path / "tiny.jaxllm", random.Random(lane), Told()
     bundle = write_tiny_bundle(path) if lane < LANES else tiny_states.write_bundle(path, "delta_rule")
     for seed in range(lane * kills, (lane + 1) * kills):
         after_s = draw.uniform(0.0, 0.4)
         live_and_die(
-            known, tmp_path / "store", bundle, options,
-            seed=seed, after_s=after_s, cache=tmp_path / "cache",
+            told, use_contexts, tmp_path / "store", bundle, options, seed, tmp_path / "cache",
+            after_s=after_s,
         )  # fmt: skip
-    assert known.tokens
-    assert known.deeds > kills
-    print(f"{kills} kills, {known.deeds} deeds, {known.checked} answers compared")
+    assert told.tokens
+    assert told.deeds > kills
+    print(f"{kills} kills, {told.deeds} deeds, {told.checked} answers compared")

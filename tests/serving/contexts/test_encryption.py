@@ -105,18 +105,13 @@ def test_a_context_is_gone_with_its_key(tmp_path: Path, keys: Path, other: bool)
     assert content(tmp_path / "store") == before, "what a returning key could open is never removed"
 
 
-def test_without_keys_it_is_refused_and_stays(tmp_path: Path, keys: Path) -> None:
+def test_a_key_that_cannot_be_used_is_no_erased_key(tmp_path: Path, keys: Path) -> None:
+    """Nor are keys that nobody gave: contexts are refused, and stay."""
     name = made(tmp_path, keys)
     with ContextStore(tmp_path / "store") as store:
         with pytest.raises(Unreadable, match="is encrypted"):
             store.record(name, "mail")
         store.verify(repair=True)
-    with ContextStore(tmp_path / "store", keys=keys) as store:
-        holds(store, name)
-
-
-def test_a_key_that_cannot_be_used_is_no_erased_key(tmp_path: Path, keys: Path) -> None:
-    name = made(tmp_path, keys)
     path = keys / "app-mail.key"
     key = path.read_bytes()
     for spoil in (lambda: path.write_bytes(key[:-1]), lambda: path.chmod(0o644)):

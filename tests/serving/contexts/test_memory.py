@@ -86,17 +86,6 @@ def test_what_runs_or_is_pinned_stays():
     assert memory.chunks("a") == {}
 
 
-def test_a_chunk_takes_the_place_of_the_one_before():
-    memory = ChunkMemory(20)
-    memory.claim("a", 1)
-    memory.load("a", 0, RAW, blob(RAW))
-    memory.load("a", 0, 2, blob(2))
-    assert memory.resident_bytes == 2
-    memory.forget("a")
-    assert memory.resident_bytes == 0
-    assert memory.claim("a", 1) == [0]
-
-
 def test_bad_input_is_told():
     with pytest.raises(ConfigError, match="at least one byte"):
         ChunkMemory(0)
@@ -149,22 +138,3 @@ class Memory(RuleBasedStateMachine):
 TestMemory = Memory.TestCase
 TestMemory.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 assert set(POLICIES) == {"lctru", "lru", "fifo", "cost-aware", "whole-contexts"}
-
-
-def test_a_smaller_budget_evicts_at_once_and_keeps_what_is_pinned():
-    memory = ChunkMemory(60, find_policy("lru"))
-    for context, pinned in (("a", True), ("b", False)):
-        memory.claim(context, 2, pinned=pinned)
-        for chunk in range(2):
-            memory.load(context, chunk, 8, blob(8))
-        memory.release(context)
-    assert memory.kept_bytes == 16
-    assert [each.context for each in memory.resize(24)] == ["b"]
-    assert (memory.resident_bytes, memory.budget_bytes) == (24, 24)
-    with pytest.raises(BudgetExceeded, match="contexts that run or are pinned take 16"):
-        memory.resize(15)
-    assert (memory.resident_bytes, memory.budget_bytes) == (24, 24)
-    assert memory.resize(100) == []
-    memory.claim("b", 2)
-    memory.load("b", 1, 8, blob(8))
-    assert memory.resident_bytes == 32

@@ -15,8 +15,9 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.contexts.layout import CATALOG
 from jaxllm.serving.contexts.segment import SUFFIX
 from jaxllm.serving.contexts.store import ContextStore
-from tests.serving.contexts.mutations import become, mutate
 from tests.serving.contexts.test_store import ORIGIN, blobs, grown
+from tests.torture.codecs import CatalogFile, SegmentFile
+from tests.torture.edits import BECOME, Edit, apply_edits, draw_edits
 
 COUNT = int(os.environ.get("JAXLLM_TEST_MUTATIONS", "40"))
 
@@ -91,10 +92,15 @@ def test_no_mutation_is_called_good_or_loses_another_context(pristine, tmp_path)
     (outside / "0.kv").write_bytes(b"mine")
     for seed in range(COUNT):
         draw, root = random.Random(seed), tmp_path / "store"
-        shutil.copytree(source, root)
-        path = draw.choice([root / CATALOG, *sorted(root.glob("app-*/*/*.kv"))])
+        path = draw.choice([source / CATALOG, *sorted(source.glob("app-*/*/*.kv"))])
         victim = path.parent.name if path.suffix == SUFFIX else draw.choice(sorted(known))
-        did = f"seed {seed}: {path.name}: {mutate(draw, path, victim)}"
+        codecs = {str(path.relative_to(source)): SegmentFile() if path.suffix == SUFFIX else CatalogFile()}
+        edits = draw_edits(draw, source, codecs, {})
+        if path.suffix != SUFFIX:
+            # One record of it.
+            edits = [dataclasses.replace(each, at=(victim, *each.at[1:])) for each in edits if each.at]
+        apply_edits(source, edits, codecs, root)
+        did = f"seed {seed}: {path.name}: {edits!r:.200}"
         before = {each.name for each in root.rglob("*.kv")}
         try:
             wrong = look(root, known)
@@ -113,13 +119,12 @@ def test_no_mutation_is_called_good_or_loses_another_context(pristine, tmp_path)
 
 def test_another_kind_of_file_is_no_catalog_and_nothing_is_removed(pristine, tmp_path):
     source, _ = pristine
-    for seed in range(12):
-        root = tmp_path / f"store-{seed}"
-        shutil.copytree(source, root)
-        kind = become(random.Random(seed), root / CATALOG)
+    cuts = [Edit(CATALOG, "cut", value=at) for at in (1, 50, 3000, 5000)]
+    for edit in (*cuts, *(Edit(CATALOG, "become", value=each) for each in BECOME)):
+        root = apply_edits(source, [edit], {CATALOG: CatalogFile()}, tmp_path / "store")
         before = sorted(root.rglob("*.kv"))
         with contextlib.suppress(ConfigError), ContextStore(root) as store:
             # A part of it may be read as a whole.
-            assert kind == "cut"
+            assert edit.kind == "cut"
             assert store.verify()
         assert sorted(root.rglob("*.kv")) == before

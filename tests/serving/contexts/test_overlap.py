@@ -6,7 +6,7 @@ import pytest
 from jaxllm.errors import CheckpointError
 from jaxllm.kernels import native
 from jaxllm.serving.contexts.restore import InPlace
-from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, new, say
+from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, begun, new, say
 from tests.serving.contexts.test_restore import COMPUTE
 
 CODED = [False, pytest.param(True, marks=pytest.mark.skipif(not native.kernels().native, reason="native"))]
@@ -72,10 +72,7 @@ def test_chunks_are_computed_and_read_beside_the_prompt(kept, coded):
 
 
 def test_nothing_is_fed_where_all_is_in_memory_or_all_is_lost(kept):
-    contexts = kept()
-    wanted = answers_without_contexts(contexts.engine, TURNS[0])
-    context = new(contexts)
-    say(context, TURNS[0][0])
+    contexts, context, wanted = begun(kept)
     swapped_out(contexts, context, slice(0, 0))
     resident = say(context, TURNS[0][1])
     assert (resident.tokens, resident.restoration.fed_tokens) == (wanted[1], 0)

@@ -56,8 +56,8 @@ def test_a_budget_below_what_runs_or_is_pinned_is_refused(kept):
         say(context, [1])
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1.5, "1MB", True, None])
-def test_what_is_no_budget_is_refused(kept, budget):
+def test_what_is_no_budget_is_refused(kept):
     contexts = kept()
-    with pytest.raises(ConfigError, match="budget_bytes must be a whole number of at least 1"):
-        contexts.resize(budget)
+    for budget in (0, -1, 1.5, "1MB", True, None):
+        with pytest.raises(ConfigError, match="budget_bytes must be a whole number of at least 1"):
+            contexts.resize(budget)

@@ -83,16 +83,6 @@ def test_a_context_goes_on_after_a_restart(kept, engine, tmp_path, encrypted):
     assert contexts.store.record(context.name).rows == record.rows
 
 
-def test_switching_evicts_and_restores(kept, engine):
-    """With memory for one context at a time."""
-    contexts = kept(budget_bytes=40_000)
-    rows = rows_at(*AT)
-    wanted = expected(engine, (TURN, rows), (NEXT, None))
-    both = [new(contexts), new(contexts)]
-    assert [say(each, TURN, rows).tokens for each in both] == [wanted[0]] * 2
-    assert [say(each, NEXT).tokens for each in both] == [wanted[1]] * 2
-
-
 def test_a_call_that_gives_no_token_leaves_no_rows(kept, engine):
     contexts, rows = kept(), rows_at(*AT)
     context = new(contexts)

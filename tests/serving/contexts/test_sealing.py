@@ -57,18 +57,12 @@ def folder(root: Path, record: Record) -> Path:
     return root / "app-mail" / record.name
 
 
-def refused(opened: Opened, name: str, match: str) -> None:
+def refused(opened: Opened, name: str, match: str, app: str = "mail") -> None:
     with opened() as store:
         with pytest.raises(CheckpointError, match=match):
-            store.record(name, "mail")
+            store.record(name, app)
         (damage,) = store.verify()
         assert (damage.name, damage.lost) == (name, True)
-
-
-def forged(record: Record) -> bytes:
-    """A plain record with other tokens, which needs no key."""
-    bare = dataclasses.replace(record.cut(0), tokens=(1, 2, 3), checksums={}, rows="", used=1 << 40)
-    return encoded(bare)
 
 
 def test_what_a_sealed_store_wrote_is_there_again(opened: Opened, record: Record, keys: Path) -> None:
@@ -84,33 +78,22 @@ def test_what_a_sealed_store_wrote_is_there_again(opened: Opened, record: Record
         assert store.vault.ledger._database.run("SELECT * FROM newest") == []
 
 
-def put(root: Path, name: str, app: str, sealed: int, body: bytes) -> None:
-    """Puts a row into the catalog, with its checksum."""
+@pytest.mark.parametrize("what", ["tokens", "a context", "an app", "another's"])
+def test_forged_records_are_refused(opened: Opened, record: Record, root: Path, what: str) -> None:
+    """Plain ones of a context, and of a context and an app that never were; and one of another context."""
+    name, app = ("a" * 16 if what != "tokens" else record.name), "new" if what == "an app" else "mail"
     path = root / CATALOG
-    path.write_bytes(with_row(path.read_bytes(), name, app, sealed, body))
-
-
-def test_a_forged_plain_record_is_refused(opened: Opened, record: Record, root: Path) -> None:
-    put(root, record.name, "app-mail", 0, forged(record))
-    refused(opened, record.name, "is not encrypted")
-
-
-def test_so_it_is_of_a_context_and_of_an_app_that_never_were(
-    opened: Opened, record: Record, root: Path
-) -> None:
-    for app in ("mail", "new"):
-        name = ("a" if app == "mail" else "b") * 16
-        put(root, name, f"app-{app}", 0, forged(dataclasses.replace(record, name=name, app=app)))
+    _, sealed, body = rows(path.read_bytes())[record.name]
+    if what != "another's":
+        # It needs no key.
+        bare = dataclasses.replace(record.cut(0), tokens=(1, 2, 3), checksums={}, rows="", used=1 << 40)
+        sealed, body = 0, encoded(dataclasses.replace(bare, name=name, app=app))
+    # Its checksum is right.
+    path.write_bytes(with_row(path.read_bytes(), name, f"app-{app}", sealed, body))
+    match = "encrypted content was changed" if what == "another's" else "is not encrypted"
+    refused(opened, name, match, app)
     with opened() as store:
-        assert [each.name for each in store.records()] == [record.name]
-        assert len(store.damage()) == 2
-
-
-def test_nor_is_one_of_another_context(opened: Opened, record: Record, root: Path) -> None:
-    _, sealed, body = rows((root / CATALOG).read_bytes())[record.name]
-    assert body is not None
-    put(root, "a" * 16, "app-mail", sealed, body)
-    refused(opened, "a" * 16, "encrypted content was changed")
+        assert [each.name for each in store.records()] == [record.name] * (what != "tokens")
 
 
 def test_plain_chunks_are_refused(record: Record, folder: Path, keys: Path, root: Path) -> None:
@@ -124,21 +107,29 @@ def test_plain_chunks_are_refused(record: Record, folder: Path, keys: Path, root
         assert segment.layers == 3
 
 
+@pytest.mark.parametrize("operator", [False, True])
 def test_older_files_that_are_put_back_are_refused(
-    opened: Opened, record: Record, root: Path, folder: Path
+    opened: Opened, record: Record, root: Path, keys: Path, operator: bool
 ) -> None:
+    """Until an operator has them taken, or a repair sets them aside."""
     shutil.copytree(root, root.with_name("yesterday"))
     with opened() as store:
-        for salt in (1, 2):
-            record = store.commit(*grown(record, [8, 4, 8], salt))
+        newer = store.commit(*grown(record, [8, 4, 8], 1))
+        store.commit(*grown(newer, [8, 4, 8], 2))
     shutil.rmtree(root)
     shutil.copytree(root.with_name("yesterday"), root)
     refused(opened, record.name, "was put back")
-    with opened() as store:
-        # A repair sets it aside.
-        (damage,) = store.verify(repair=True)
-        assert list((root / damage.aside).glob("*.kv"))
-        assert store.verify() == store.records() == []
+    if operator:
+        (keys / "sealed").unlink()
+        for _ in range(2):
+            with opened() as store:
+                assert holds(store, record.name) == record
+            assert (keys / "sealed").exists()
+    else:
+        with opened() as store:
+            (damage,) = store.verify(repair=True)
+            assert list((root / damage.aside).glob("*.kv"))
+            assert store.verify() == store.records() == []
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -243,23 +234,6 @@ def test_plain_contexts_are_encrypted_and_the_store_is_sealed(
     assert not any(secret in each for each in files for secret in (b"tokens", b"blob_bytes"))
     with ContextStore(root) as store, pytest.raises(Unreadable, match="is encrypted"):
         store.record(names[0], "mail")
-
-
-def test_an_operator_may_have_older_files_taken(
-    opened: Opened, record: Record, root: Path, keys: Path
-) -> None:
-    backup = root.with_name("backup")
-    shutil.copytree(root, backup)
-    with opened() as store:
-        store.commit(*grown(record, [8, 4, 8], 1))
-    shutil.rmtree(root)
-    shutil.copytree(backup, root)
-    refused(opened, record.name, "was put back")
-    (keys / "sealed").unlink()
-    for _ in range(2):
-        with opened() as store:
-            assert holds(store, record.name) == record
-        assert (keys / "sealed").exists()
 
 
 def test_a_key_that_comes_back_brings_its_contexts(opened: Opened, record: Record, keys: Path) -> None:

@@ -7,10 +7,9 @@ import pytest
 
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import ConfigError
-from jaxllm.serving.contexts.context import Context, fork
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.engine.request import Session
-from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
+from tests.serving.contexts.talking import TURNS, answers_without_contexts, found, new, say
 from tests.serving.contexts.test_faults import damaged
 
 INSTRUCTION = [*range(10, 50)]
@@ -49,8 +48,7 @@ def test_chunks_are_computed_kept_and_stored_once(spoken, kept):
     alone = sum(path.stat().st_size for path in contexts.store.root.rglob("*.kv"))
     assert contexts.store.used_bytes() < alone
     # Each goes on as if it were alone; also from storage, in another process.
-    contexts = kept()
-    contexts._delays[100] = READ
+    contexts = kept(read=True)
     for context, answer in zip(mine, wanted, strict=True):
         assert say(found(contexts, context), [7, 8, 9]).tokens == answer
     assert contexts.store.verify() == []
@@ -63,8 +61,7 @@ def test_who_stays_keeps_what_another_deletes(spoken, kept):
     first.delete()
     contexts.memory.forget(second.name)
     assert say(second, [7, 8, 9]).tokens == wanted[1]
-    contexts = kept()
-    contexts._delays[100] = READ
+    contexts = kept(read=True)
     second = found(contexts, second)
     second.delete()
     assert say(found(contexts, third), [7, 8, 9]).tokens == wanted[2]
@@ -108,8 +105,7 @@ def test_chunks_of_fewer_bits_change_no_answer(kept):
     own = [sum(each.size_bytes for each in contexts.memory.chunks(context.name).values()) for context in mine]
     assert contexts.memory.resident_bytes == sum(own) - COMMON * own[0] // len(first.record.bits)
     # And from storage.
-    contexts = kept("kivi", ratio=1.0)
-    contexts._delays[100] = READ
+    contexts = kept("kivi", ratio=1.0, read=True)
     for each in mine:
         say(found(contexts, each), [1])
     own = [sum(each.size_bytes for each in contexts.memory.chunks(context.name).values()) for context in mine]
@@ -150,34 +146,26 @@ def test_where_files_cannot_be_shared_memory_is(kept, tmp_path, monkeypatch, why
     contexts.store.wait()
     assert not inodes(contexts, first) & inodes(contexts, second)
     assert contexts.store.verify() == []
-    contexts = kept(encryption=tmp_path / "keys" if why == "encrypted" else None)
-    contexts._delays[100] = READ
+    contexts = kept(encryption=tmp_path / "keys" if why == "encrypted" else None, read=True)
     assert say(found(contexts, second), [3]).tokens == wanted[1]
 
 
-def test_a_beginning_that_memory_lacks_is_read(kept):
-    contexts = kept()
-    first = new(contexts)
-    say(first, PROMPTS[0])
-    contexts = kept()
-    contexts._delays[100] = READ
-    answer = say(new(contexts), PROMPTS[1])
-    assert (answer.restoration.shared, answer.restoration.read) == (COMMON, tuple(range(COMMON)))
-    assert answer.tokens == answers_without_contexts(contexts.engine, [PROMPTS[1]])[0]
-
-
-def test_a_beginning_that_is_damaged_is_computed(kept):
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_beginning_that_memory_lacks_is_read_or_computed(kept, damage):
+    """Computed where it is damaged."""
     contexts = kept()
     first = new(contexts)
     say(first, PROMPTS[0])
     contexts.store.wait()
-    damaged(contexts, first, 0)
-    contexts = kept()
-    contexts._delays[100] = READ
-    second = new(contexts)
-    answer = say(second, PROMPTS[1])
+    if damage:
+        damaged(contexts, first, 0)
+    contexts = kept(read=True)
+    answer = say(new(contexts), PROMPTS[1])
     assert answer.tokens == answers_without_contexts(contexts.engine, [PROMPTS[1]])[0]
-    assert 0 in answer.restoration.computed
+    if damage:
+        assert 0 in answer.restoration.computed
+    else:
+        assert (answer.restoration.shared, answer.restoration.read) == (COMMON, tuple(range(COMMON)))
     contexts.store.wait()
     assert contexts.store.verify() == []
     assert all(each.bits for each in contexts.store.records())
@@ -197,8 +185,7 @@ def test_who_begins_while_the_other_goes_on_or_away(kept):
     assert other.result().tokens == wanted[0]
     contexts.store.wait()
     assert contexts.store.verify() == []
-    contexts = kept()
-    contexts._delays[100] = READ
+    contexts = kept(read=True)
     for each in (second, third):
         assert say(found(contexts, each), [3]).tokens == wanted[1]
 
@@ -215,32 +202,3 @@ def test_a_call_that_leaves_nothing_leaves_no_chunks(kept):
     assert contexts.memory.chunks(second.name) == {}
     assert second.tokens == ()
     assert say(second, TURNS[1][0]).tokens == answers_without_contexts(contexts.engine, TURNS[1])[0]
-
-
-def test_shared_blobs_are_evicted_with_the_last_that_has_them(spoken):
-    contexts, mine, _, _ = spoken
-    memory, size = contexts.memory, contexts._chunk_io[100].chunk_bytes(RAW)
-    before = memory.resident_bytes
-    memory.cut(mine[0].name, 0)
-    assert memory.resident_bytes == before - (len(mine[0].record.bits) - COMMON) * size
-    memory.cut(mine[1].name, 0)
-    memory.cut(mine[2].name, 0)
-    assert memory.resident_bytes == 0
-    assert not memory._sharing
-
-
-def test_forks_share_what_they_begin_with(kept):
-    contexts = kept()
-    context = new(contexts)
-    say(context, PROMPTS[0])
-    contexts.store.wait()
-    used = contexts.store.used_bytes()
-    made = fork(contexts, context.record, len(context.tokens))
-    assert contexts.store.used_bytes() - used < 1 << 14
-    assert made.bits == context.record.bits
-    context.delete()
-    contexts = kept()
-    contexts._delays[100] = READ
-    wanted = answers_without_contexts(contexts.engine, [PROMPTS[0], [3]])
-    assert say(found(contexts, Context(contexts, made)), [3]).tokens == wanted[1]
-    assert contexts.store.verify() == []

@@ -27,6 +27,7 @@ from tests.serving.contexts.talking import (
     TURNS,
     C,
     answers_without_contexts,
+    begun,
     found,
     kept_by,
     new,
@@ -36,7 +37,7 @@ from tests.serving.contexts.talking import (
 STATES = dataclasses.replace(OPTIONS, kv_codec="raw")
 
 
-@pytest.fixture(scope="module", params=["short_conv", "delta_rule"])
+@pytest.fixture(scope="module", params=[pytest.param("short_conv", marks=pytest.mark.campaign), "delta_rule"])
 def engine(request, tmp_path_factory):
     path = tiny_states.write_bundle(tmp_path_factory.mktemp("states") / "tiny.jaxllm", request.param, "int8")
     engine = Engine.open(path, options=STATES)
@@ -123,11 +124,7 @@ def _greedy(count):
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_without_a_chunk_all_is_computed_again(kept, engine, place):
-    wanted = answers_without_contexts(engine, TURNS[0])
-    contexts = kept()
-    context = new(contexts)
-    assert say(context, TURNS[0][0]).tokens == wanted[0]
-    contexts.store.wait()
+    contexts, context, wanted = begun(kept)
     record = contexts.store.record(context.name)
     contexts.store.commit(record.lose({place % len(record.bits)}))
     contexts = kept()
@@ -140,11 +137,7 @@ def test_without_a_chunk_all_is_computed_again(kept, engine, place):
 
 
 def test_damaged_states_are_found_and_computed_again(kept, engine):
-    wanted = answers_without_contexts(engine, TURNS[0])
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    contexts.store.wait()
+    contexts, context, wanted = begun(kept)
     record = contexts.store.record(context.name)
     path = contexts.store.root / "app-mail" / context.name / record.files[-1]
     kept().close()
@@ -159,11 +152,7 @@ def test_damaged_states_are_found_and_computed_again(kept, engine):
 
 
 def test_a_kill_before_the_states_are_written_leaves_those_before(kept, engine, monkeypatch):
-    wanted = answers_without_contexts(engine, TURNS[0])
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    contexts.store.wait()
+    contexts, context, wanted = begun(kept)
     before = contexts.store.record(context.name)
 
     def killed(*arguments, **more):
@@ -202,10 +191,7 @@ def test_a_context_that_slides_begins_its_states_anew(kept, engine):
 
 
 def test_forks(kept, engine):
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    contexts.store.wait()
+    contexts, context, _ = begun(kept)
     record = contexts.record(context.app, context.name)
     for tokens, reused in ((len(record.tokens), record.state_tokens), (30, 0)):
         made = Context(contexts, fork(contexts, record, tokens))

@@ -5,10 +5,9 @@ import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.serving.contexts import segment as stored_module
-from jaxllm.serving.contexts.memory import Blobs
 from jaxllm.serving.contexts.segment import OpenSegments, write_segment
 from jaxllm.serving.host.direct_io import Storage
-from tests.serving.contexts.talking import READ, TURNS, found, new, say
+from tests.serving.contexts.talking import TURNS, begun, found
 
 
 def write(path, value):
@@ -51,20 +50,10 @@ def test_no_more_segments_stay_open_than_may(tmp_path, monkeypatch):
     assert not segments._open
 
 
-def test_blobs_know_where_they_are():
-    blobs = Blobs(np.zeros(8, np.uint8) for _ in range(3))
-    places = blobs.extents.astype(np.uint64)
-    assert (places[:, 0] + (places[:, 1] << np.uint64(32))).tolist() == [blob.ctypes.data for blob in blobs]
-    assert places[:, 2].tolist() == [8, 8, 8]
-
-
 def test_what_was_read_in_one_piece_is_not_kept_for_one_chunk(kept):
     """Each chunk has memory of its own from the first token on."""
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    contexts = kept()
-    contexts._delays[100] = READ
+    contexts, context, _ = begun(kept)
+    contexts = kept(read=True)
     answer = found(contexts, context).generate(TURNS[0][1], max_tokens=6, ignore_eos=True)
     next(answer)
     assert len(answer.restoration.read) == 2

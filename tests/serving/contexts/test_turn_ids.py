@@ -38,6 +38,23 @@ def test_a_user_says_the_same_in_both_forms(chat):
         assert conversation_turn_ids(chat, before, [says("user", "and?")]) == turn_ids(chat, before, "and?")
 
 
+def test_without_a_template_turns_are_their_text():
+    plain = Tokenizer(tiny_tokenizer(chat=False))
+    assert plain.decode(turn_ids(plain, [], "hi"), skip_special_tokens=False) == "<|begin|>hi"
+    assert plain.decode(turn_ids(plain, [1], " there"), skip_special_tokens=False) == " there"
+    with pytest.raises(ConfigError, match="an instruction comes with the first"):
+        turn_ids(plain, [1], "hi", "Be kind.")
+
+
+def test_an_end_token_is_not_said_twice():
+    files = tiny_tokenizer()
+    closing = files.chat_template.replace("{{ message.content }}", "{{ message.content }}<|end|>")
+    chat = Tokenizer(dataclasses.replace(files, chat_template=closing))
+    whole = turn_ids(chat, [65], "and?")
+    assert whole[0] == END_ID
+    assert turn_ids(chat, [65, END_ID], "and?") == whole[1:]
+
+
 def test_results_of_tools_follow_an_answer(with_tools):
     first = conversation_turn_ids(with_tools, [], [says("user", "rain?")], tools=[TOOL])
     assert with_tools.decode(first).startswith("weather;")

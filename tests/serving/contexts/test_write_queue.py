@@ -26,31 +26,6 @@ class Held:
         assert self.free.wait(30)
 
 
-def test_jobs_run_in_order_in_one_thread(queue):
-    done = []
-    for number in range(20):
-        queue.put("a" if number % 2 else "b", lambda number=number: done.append((number, queue.inside)), None)
-    queue.wait()
-    assert done == [(number, True) for number in range(20)]
-    assert not queue.inside
-
-
-def test_nobody_waits_for_others(queue):
-    held = Held()
-    queue.put("a", held, "coming")
-    assert held.began.wait(30)
-    queue.wait("b")
-    assert queue.busy("a")
-    assert not queue.busy("b")
-    assert queue.coming() == {"a": "coming"}
-    waited = []
-    other = threading.Thread(target=lambda: (queue.wait("a"), waited.append(held.free.is_set())))
-    other.start()
-    held.free.set()
-    other.join()
-    assert waited == [True]
-
-
 def test_too_many_wait_for_room(queue):
     held, taken = Held(), []
     queue.put("a", held, None)
