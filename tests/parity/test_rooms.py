@@ -329,24 +329,32 @@ PAIRS = [
 ]
 
 
-def kind_of(name):
-    """The kind of a family's layers: families of one kind differ in numbers and names alone."""
+# Rooms whose own code attends, and hence has windows, sinks and relative positions of its own.
+ATTENDING = ("memory", "integer prefill", "drafter", "contexts")
+
+
+def kind_of(name, room):
+    """The kind of a family's layers, as far as a room has code of its own for it: families of one kind differ
+    there in numbers and names alone."""
     cfg = default_config(name)
     states = None if cfg.states is None else cfg.states.kind
-    experts = bool(cfg.experts), bool(cfg.shared_expert_size), cfg.sink_logits
-    return cfg.encoder is None, states, cfg.mixed is None, *experts, cfg.norm, any(cfg.attention_windows)
+    kind = cfg.encoder is None, states, cfg.mixed is None, bool(cfg.experts), bool(cfg.shared_expert_size)
+    attention = any(cfg.attention_windows), cfg.sink_logits, bool(cfg.relative_buckets)
+    # Families with the other norm store some matrices as one, to which adapters are written.
+    norm = cfg.norm if room in ("memory", "adapters") else ""
+    return *kind, *(attention if room in ATTENDING else ()), norm
 
 
 # (kind, room) -> the first such family, by name.
 DAILY = {
-    (kind_of(name), room): name
+    (kind_of(name, room), room): name
     for name, room in [*((name, "memory") for name in sorted(ARCHITECTURES)), *PAIRS][::-1]
 }
 
 
 def case(name, room, *more):
     """A case of a family in a room; a campaign unless the family is the first of its kind there."""
-    daily = DAILY[kind_of(name), room] == name
+    daily = DAILY[kind_of(name, room), room] == name
     return pytest.param(name, *more, marks=() if daily else pytest.mark.campaign)
 
 
