@@ -105,15 +105,6 @@ def test_nothing_is_dropped_when_all_choose_one_expert(differentiable):
     assert np.abs(np.asarray(got)).max(-1).min() > 0.1
 
 
-def test_one_token_is_as_in_a_batch():
-    """Decode = prefill."""
-    x = draw(1, 24, D)
-    whole = np.asarray(mix(x, routed(x)))
-    for t in range(24):
-        one = mix(x[:, t : t + 1], routed(x[:, t : t + 1]))
-        np.testing.assert_allclose(one, whole[:, t : t + 1], atol=2e-5)
-
-
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize("valid", [1, 5, 11])
 def test_padding_visits_no_expert(valid, differentiable):
@@ -247,15 +238,6 @@ def test_padding_is_in_no_tile(rows, valid):
     visited = np.asarray(tiles.expert)[: int(tiles.count)]
     assert set(visited.tolist()) == set(ids[:valid].reshape(-1).tolist())
     assert int(np.asarray(tiles.size).sum()) == 8 * valid
-
-
-def test_padding_is_read_by_no_expert():
-    """A prompt's last chunk of two tokens and padding."""
-    ids = np.stack([np.random.default_rng(0).permutation(63)[:8] for _ in range(7)]).astype(np.int32)
-    routing = Routing(np.zeros((1, 7, 64), np.float32), ids[None], np.ones((1, 7, 8), np.float32))
-    tiles, _ = jitted(tiles_and_weights, static_argnums=1)(routing, 64, live=np.arange(7) < 2)
-    visited = np.asarray(tiles.expert)[: int(tiles.count)]
-    assert set(visited.tolist()) == set(ids[:2].reshape(-1).tolist())
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 
 from jaxllm.kernels import converted
 from jaxllm.nn.linear import embed, from_units, to_units
-from jaxllm.quant import Bfloat16Bits, QArray, dequantize, quantize
+from jaxllm.quant import Bfloat16Bits, dequantize, quantize
+from tests.quant.plain import wide
 from tests.quick_jit import jit
 from tests.variants import every_variant
 
@@ -29,23 +30,6 @@ def stored(kind, weight, axis):
     if kind == "bits":
         return Bfloat16Bits(bits=jnp.asarray(weight.astype(ml_dtypes.bfloat16).view(np.uint16)))
     return jax.tree.map(jnp.asarray, quantize(weight, bits=int(kind[-1]), axis=axis))
-
-
-def wide(weight):
-    """The weight that a stored one stands for, float64, without the code under test."""
-    if isinstance(weight, Bfloat16Bits):
-        return np.asarray(weight.bits).view(ml_dtypes.bfloat16).astype(np.float64)
-    if not isinstance(weight, QArray):
-        return np.asarray(weight).astype(np.float64)
-    levels = np.asarray(weight.data)
-    if weight.bits == 4:
-        halves = np.concatenate([levels & 15, levels >> 4], axis=-1)
-        levels = halves[..., : weight.columns].astype(np.float64) - 8
-    scale = np.asarray(weight.scale).astype(np.float64)
-    if weight.group:
-        scale = np.repeat(scale, weight.group, axis=weight.axis)
-        scale = np.take(scale, np.arange(weight.shape[weight.axis]), axis=weight.axis)
-    return levels * scale
 
 
 def assert_product(got, left, right, *, step=2e-6):
