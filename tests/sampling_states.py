@@ -5,15 +5,7 @@ import dataclasses
 import chex
 import numpy as np
 
-from jaxllm.sampling import (
-    Sampling,
-    filtered,
-    keep_top_k,
-    keep_top_p,
-    penalize,
-    sample,
-    sampler_state,
-)
+from jaxllm.sampling import Sampling, filtered, keep_top_k, keep_top_p, penalize, sample, sampler_state
 from tests.quick_jit import jit
 
 V = 8

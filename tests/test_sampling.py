@@ -10,14 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.sampling import (
-    MAX_BIAS,
-    MAX_LOGIT_BIASES,
-    Sampling,
-    keep_top_p,
-    penalize,
-    sample,
-)
+from jaxllm.sampling import MAX_BIAS, MAX_LOGIT_BIASES, Sampling, keep_top_p, penalize, sample
 from tests.sampling_states import (
     DIMS,
     V,

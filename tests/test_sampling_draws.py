@@ -9,17 +9,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxllm.sampling import (
-    MAX_BIAS,
-    sample,
-)
-from tests.sampling_states import (
-    V,
-    jit,
-    sample_jit,
-    softmax,
-    state_of,
-)
+from jaxllm.sampling import MAX_BIAS, sample
+from tests.sampling_states import V, jit, sample_jit, softmax, state_of
 
 LOGITS = np.log(np.array([[0.30, 0.25, 0.18, 0.12, 0.08, 0.04, 0.02, 0.01]], np.float32))
 DRAWS = 4096

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.experts.routing import (
-    high_alone,
-    load_balancing_loss,
-    route,
-    router_z_loss,
-)
+from jaxllm.experts.routing import high_alone, load_balancing_loss, route, router_z_loss
 from jaxllm.nn.layers import Norm, rms_norm
 from tests.kernels.switching import needs_native
 from tests.variants import every_variant

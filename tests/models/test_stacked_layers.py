@@ -170,10 +170,7 @@ def test_a_product_by_blocks_computes_the_same(monkeypatch):
         same(cfg, params, by_stacking(params, cfg))
 
 
-LEVEL_UNITS = {
-    "equal": [(1, 6)] * LAYERS,
-    "anchored": [(2, 10), (1, 6), (2, 10), (1, 6)],
-}
+LEVEL_UNITS = {"equal": [(1, 6)] * LAYERS, "anchored": [(2, 10), (1, 6), (2, 10), (1, 6)]}
 
 
 @pytest.mark.parametrize("units", LEVEL_UNITS)

@@ -35,7 +35,7 @@ def llama(**keys):
 
 # What a config has to say besides its model_type: without it the model has layers that are not implemented.
 _NEEDED = {
-    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0}
 }
 
 

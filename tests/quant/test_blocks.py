@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.quant import (
-    BlockedArray,
-    QArray,
-    blocked_shapes,
-    dequantize,
-    from_blocks,
-    quantize,
-    to_blocks,
-)
+from jaxllm.quant import BlockedArray, QArray, blocked_shapes, dequantize, from_blocks, quantize, to_blocks
 from jaxllm.quant.blocks import blocked_levels, blocked_scales, take_blocked_rows
 from tests.quant.plain import levels_of, step_of, wide
 from tests.variants import every_variant

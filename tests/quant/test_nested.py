@@ -10,16 +10,8 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.quant import dequantize, embedding_rows, from_blocks, nested_blocks, quantize, unit_at
 from jaxllm.quant.blocks import blocked_levels, blocked_shapes, take_blocked_inputs
-from jaxllm.quant.nested import (
-    FACTORS,
-    HIGHEST,
-    LOWEST,
-    high_of,
-    low_of,
-    nest,
-    pack_scales,
-    unpack_scales,
-)
+from jaxllm.quant.nested import FACTORS, HIGHEST, LOWEST, high_of, low_of, nest, pack_scales, unpack_scales
+from jaxllm.quant.parts import by_outputs, levels_by_outputs, with_levels
 
 F32 = jnp.dtype(jnp.float32)
 SHAPES = [((40, 100), -1), ((3, 32, 64), -1), ((96, 40), -2), ((3, 64, 50), -2)]
@@ -40,12 +32,8 @@ def test_planes_make_every_level() -> None:
     for plane in (high, low):
         assert plane.min() == -8
         assert plane.max() == 7
-
-
-def test_the_high_plane_is_the_nearest() -> None:
-    levels = np.arange(LOWEST, HIGHEST + 1).astype(np.int8)
-    away = np.abs(16.0 * high_of(levels) - levels)
-    assert away.max() <= 8
+    # The high plane is the nearest.
+    assert np.abs(16.0 * high - levels).max() <= 8
 
 
 def test_a_weight_that_is_representable_is_exact() -> None:
@@ -63,22 +51,16 @@ def test_both_planes_and_one_are_good(shape: tuple[int, ...], axis: int) -> None
     weight = weight_of(shape)
     blocks = nested_blocks(weight, axis)  # pyright: ignore[reportArgumentType]
     both, high = dequantize(blocks, F32), dequantize(dataclasses.replace(blocks, low=None), F32)
+    assert blocks.nested
+    expected = blocked_shapes(shape, bits=4, group=64, axis=axis, nested=True)
+    assert (blocks.data.shape, blocks.scale.shape) == expected
+    assert blocks.low.shape == blocks.data.shape  # pyright: ignore[reportOptionalMemberAccess]
     as_int8 = squared_error(weight, dequantize(quantize(weight, bits=8, axis=axis), F32))
     as_int4 = squared_error(weight, dequantize(quantize(weight, bits=4, axis=axis), F32))
     assert squared_error(weight, both) < 2 * as_int8
     assert squared_error(weight, high) < 1.6 * as_int4
     # The high plane is near the level.
     np.testing.assert_allclose(high, both, rtol=0, atol=8.01 * float(np.abs(np.asarray(both)).max()) / 119)
-
-
-@pytest.mark.parametrize(("shape", "axis"), SHAPES)
-def test_shapes_and_bytes(shape: tuple[int, ...], axis: int) -> None:
-    blocks = nested_blocks(weight_of(shape), axis)  # pyright: ignore[reportArgumentType]
-    assert blocks.nested
-    assert blocks.low is not None
-    expected = blocked_shapes(shape, bits=4, group=64, axis=axis, nested=True)
-    assert (blocks.data.shape, blocks.scale.shape) == expected
-    assert blocks.low.shape == blocks.data.shape
 
 
 def test_a_large_weight_takes_a_hundredth_more_than_int8() -> None:
@@ -107,6 +89,10 @@ def test_rows_and_inputs(alone: bool) -> None:
     rows, inputs = jnp.array([[0, 39], [17, 3]]), jnp.array([0, 99, 64, 31], jnp.int32)
     np.testing.assert_array_equal(embedding_rows(blocks, rows, F32), whole[np.asarray(rows)])
     np.testing.assert_array_equal(take_blocked_inputs(blocks, inputs), whole[:, np.asarray(inputs)].T)
+    blocks = jax.tree.map(jnp.asarray, nested_blocks(weight_of((3, 64, 50)), -2))
+    whole = np.asarray(dequantize(blocks, F32)).reshape(-1, 50)
+    index = jnp.array([0, 63, 64, 150, 191], jnp.int32)
+    np.testing.assert_array_equal(take_blocked_inputs(blocks, index), whole[np.asarray(index)])
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 32, 64), -1), ((3, 20, 64), -1), ((3, 64, 50), -2)])
@@ -116,13 +102,6 @@ def test_one_matrix_of_a_stack(shape: tuple[int, ...], axis: int) -> None:
     for unit in range(3):
         one = unit_at(blocks, jnp.int32(unit))
         np.testing.assert_array_equal(dequantize(one, F32), whole[unit])
-
-
-def test_inputs_of_a_reduction() -> None:
-    blocks = jax.tree.map(jnp.asarray, nested_blocks(weight_of((3, 64, 50)), -2))
-    whole = np.asarray(dequantize(blocks, F32)).reshape(-1, 50)
-    index = jnp.array([0, 63, 64, 150, 191], jnp.int32)
-    np.testing.assert_array_equal(take_blocked_inputs(blocks, index), whole[np.asarray(index)])
 
 
 def test_scales_are_packed_and_unpacked() -> None:
@@ -136,15 +115,29 @@ def test_scales_are_packed_and_unpacked() -> None:
         np.testing.assert_array_equal(scales, expected)
 
 
-def test_weights_of_zeros() -> None:
+def test_weights_of_zeros_and_no_numbers() -> None:
     blocks = nested_blocks(np.zeros((16, 64), np.float32), -1)
     assert not np.asarray(blocked_levels(blocks)).any()
     assert not np.asarray(dequantize(blocks, F32)).any()
+    for bad in (np.nan, np.inf):
+        weight = weight_of((16, 64))
+        weight[3, 5] = bad
+        with pytest.raises(ConfigError, match="NaN or infinite"):
+            nested_blocks(weight, -1)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_weights_that_are_not_finite(bad: float) -> None:
-    weight = weight_of((16, 64))
-    weight[3, 5] = bad
-    with pytest.raises(ConfigError, match="NaN or infinite"):
-        nested_blocks(weight, -1)
+@pytest.mark.parametrize(("shape", "axis"), [*SHAPES, ((3, 80, 50), -2)])
+def test_levels_go_out_and_back(shape: tuple[int, ...], axis: int) -> None:
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    blocks = nested_blocks(weight, axis)  # pyright: ignore[reportArgumentType]
+    levels, scale = levels_by_outputs(blocks)
+    whole = np.asarray(dequantize(blocks, jnp.dtype(jnp.float32)))
+    np.testing.assert_array_equal(by_outputs(whole, axis), levels * scale)
+    again = with_levels(blocks, levels)
+    for field in ("data", "low", "scale"):
+        np.testing.assert_array_equal(getattr(again, field), getattr(blocks, field))
+    assert dataclasses.replace(again, data=None, low=None, scale=None) == dataclasses.replace(
+        blocks, data=None, low=None, scale=None
+    )
+    others = np.random.default_rng(1).integers(-128, 120, levels.shape).astype(np.int8)
+    np.testing.assert_array_equal(levels_by_outputs(with_levels(blocks, others))[0], others)

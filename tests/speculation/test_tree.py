@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.speculation.tree import (
-    TokenTree,
-    accepted_nodes,
-    add_nodes,
-    deepest,
-    new_tree,
-    path_to,
-)
+from jaxllm.speculation.tree import TokenTree, accepted_nodes, add_nodes, deepest, new_tree, path_to
 from tests.variants import every_variant
 
 ROOM = 12
