@@ -98,6 +98,7 @@ def test_padding_changes_nothing(cfg, garbage):
         assert np.all(np.any(rows[..., :PROMPT, :] != 0, axis=(-3, -1)))
 
 
+@pytest.mark.parametrize("cfg", ["everything"], indirect=True)
 def test_one_trace_serves_every_count_and_place(cfg):
     """How many tokens of a chunk are real, and how many came before, are arguments."""
     chex.clear_trace_counter()

@@ -248,25 +248,15 @@ def test_yarn_defaults():
 
 def test_gemma3_spellings():
     base = {"model_type": "gemma3_text", "num_hidden_layers": 4}
-    new = translate(
-        {
-            **base,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-            },
-        }
-    )
-    old = translate(
-        {
-            **base,
-            "sliding_window_pattern": 2,
-            "rope_theta": 2e6,
-            "rope_local_base_freq": 2e4,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        }
-    )
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    ropes = {
+        "full_attention": {**scaling, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    layers = ["sliding_attention", "full_attention"] * 2
+    new = translate({**base, "layer_types": layers, "rope_parameters": ropes})
+    old_ropes = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": scaling}
+    old = translate({**base, "sliding_window_pattern": 2, **old_ropes})
     assert new == old
     assert old.attention_windows == (4096, 0, 4096, 0)
     assert old.layer_rope(1) == RopeConfig(dim=256, theta=2e6, kind="linear", factor=8.0)

@@ -113,38 +113,9 @@ def test_embed(kind, dtype, variant):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
 
 
-# Blocks of the real size: none, a full one, one and a row, two and a row
+# Blocks of the real size
 
-BLOCK_ROWS = 256
-WIDTH = converted.BLOCK_BYTES // (4 * BLOCK_ROWS)
-AROUND_A_BLOCK = [*((kind, n) for kind in ("int8", "int4") for n in (255, 256, 257, 513)), ("bits", 257)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), AROUND_A_BLOCK)
-def test_rows_by_blocks(kind, count):
-    weight, x = stored(kind, normal(count, WIDTH), -1), normal(2, WIDTH, seed=1)
-    assert converted.fits_one_block(weight, jnp.dtype(jnp.float32)) == (count <= BLOCK_ROWS)
-    got = jit(converted.rows_product)(x, weight)
-    chex.assert_shape(got, (2, count))
-    assert_product(got, x.astype(np.float64), wide(weight).T)
-
-
-@pytest.mark.parametrize(("kind", "count"), AROUND_A_BLOCK)
-def test_reduction_by_blocks(kind, count):
-    """Rows that two blocks overlap count once, and groups that a block cuts keep their scales."""
-    weight, h = stored(kind, normal(count, WIDTH), -2), normal(2, count, seed=1)
-    got = jit(converted.reduction_product)(h, weight)
-    chex.assert_shape(got, (2, WIDTH))
-    assert_product(got, h.astype(np.float64), wide(weight))
-
-
-@pytest.mark.parametrize("count", [40, 257])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_stacked_reduction_by_blocks(kind, count):
-    weight, h = stored(kind, normal(3, count, WIDTH), -2), normal(2, 3, count, seed=1)
-    got = jit(converted.stacked_reduction_product)(h, weight)
-    assert_product(got, h.reshape(2, -1).astype(np.float64), wide(weight).reshape(-1, WIDTH))
+WIDTH = converted.BLOCK_BYTES // (4 * 256)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -1,7 +1,6 @@
 """Narrow weights on the host: exact bytes, error bounds, what is refused."""
 
 import chex
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.quant import INT4_GROUP, QArray, formats, pack_int4, packed_columns, quantize
+from jaxllm.quant import INT4_GROUP, formats, pack_int4, packed_columns, quantize
 from jaxllm.quant.formats import on_grid
 from tests.quant.plain import levels_of, step_of, wide
 
@@ -288,15 +287,6 @@ def test_unsupported_quantization_is_refused(shape, bits, axis):
 
 
 # The form
-
-
-def test_qarray_is_a_tree_of_its_arrays():
-    weight = quantize(normal((4, 6)), bits=8, axis=-1)
-    leaves, structure = jax.tree.flatten(weight)
-    chex.assert_shape(leaves, [(4, 6), (4, 1)])
-    again = jax.tree.unflatten(structure, leaves)
-    assert isinstance(again, QArray)
-    assert (again.bits, again.group, again.axis, again.columns) == (8, 0, -1, 6)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

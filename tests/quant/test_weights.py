@@ -72,15 +72,6 @@ def test_unpacking_undoes_packing(data):
     np.testing.assert_array_equal(unpack_jit(packed, columns, jnp.dtype(jnp.int32)), values)
 
 
-@every_variant
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-def test_unpacked_dtype(dtype, variant):
-    values = np.random.default_rng(0).integers(-8, 8, (2, 3, 65)).astype(np.int8)
-    got = variant(unpack_int4, static_argnums=(1, 2))(pack_int4(values), 65, jnp.dtype(dtype))
-    chex.assert_type(got, dtype)
-    np.testing.assert_array_equal(np.asarray(got, np.float64), values)
-
-
 # Whole
 
 

@@ -1,7 +1,6 @@
 """Token trees: by hand, and beside a plain one of lists."""
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.speculation.tree import TokenTree, accepted_nodes, add_nodes, deepest, new_tree, path_to
+from jaxllm.speculation.tree import accepted_nodes, add_nodes, deepest, new_tree, path_to
 from tests.variants import every_variant
 
 ROOM = 12
@@ -38,13 +37,6 @@ def walk(parents, node):
     while path[-1]:
         path.append(parents[path[-1] - 1])
     return path[::-1]
-
-
-def test_a_tree_has_room_for_its_nodes():
-    tree = tree_of([0, 0, 1])
-    chex.assert_shape([tree.tokens, tree.parents, tree.depths, tree.confidences], DIMS["M"])
-    chex.assert_shape([tree.ancestors, tree.count], [DIMS["MM"], ()])
-    chex.assert_trees_all_equal_shapes_and_dtypes(tree, new_tree(jnp.int32(7), ROOM))
 
 
 @every_variant
@@ -114,17 +106,3 @@ def test_what_is_not_wanted_or_has_no_room_is_left_out(variant):
     assert tree.parents.tolist() == [-1, 0, 1, 0]
     with pytest.raises(ConfigError, match="room for its root"):
         new_tree(jnp.int32(0), 0)
-
-
-def test_one_graph_serves_all_trees():
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def run(tree):
-        return tree.ancestors
-
-    for parents in ([0], [0, 1, 2], [0, 0, 0, 0]):
-        tree = tree_of(parents)
-        assert isinstance(tree, TokenTree)
-        np.testing.assert_array_equal(run(tree), tree.ancestors)

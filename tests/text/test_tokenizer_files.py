@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.errors import CheckpointError, JaxllmError, TemplateError
+from jaxllm.errors import CheckpointError
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.text.test_tokenizer import FILES
 
@@ -56,7 +56,3 @@ def test_no_files(data: Any) -> None:
 def test_no_tokenizer(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"^malformed tokenizer.json: [^\n]+$"):
         Tokenizer(TokenizerFiles(tokenizer_json=text))
-
-
-def test_errors_are_one_family() -> None:
-    assert issubclass(TemplateError, JaxllmError)
