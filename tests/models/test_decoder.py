@@ -59,6 +59,7 @@ def compositions(total, largest):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cfg", ["everything", "growing", "sinks"], indirect=True)
 def test_whole_is_the_same_in_every_division_into_chunks(cfg):
     expected = np.asarray(whole_of(cfg)(params_of(cfg), TOKENS))
     assert expected.std() > 0.3

@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 
 from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward, forward_documents
-from jaxllm.models.layer_stack import (
-    STACK,
-    LayerRun,
-    by_address,
-    can_be_addressed,
-    layer_runs,
-    one_by_one,
-)
+from jaxllm.models.layer_stack import STACK, LayerRun, by_address, can_be_addressed, layer_runs, one_by_one
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Apart, quantize, to_blocks
 from tests.elastic.models import (

@@ -1,6 +1,7 @@
 """Token trees: by hand, and beside a plain one of lists."""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.speculation.tree import accepted_nodes, add_nodes, deepest, new_tree, path_to
+from jaxllm.sampling import Sampling, sample, sampler_state
+from jaxllm.speculation.tree import accepted_nodes, add_nodes, choices, deepest, new_tree, path_to
 from tests.variants import every_variant
 
 ROOM = 12
@@ -106,3 +108,39 @@ def test_what_is_not_wanted_or_has_no_room_is_left_out(variant):
     assert tree.parents.tolist() == [-1, 0, 1, 0]
     with pytest.raises(ConfigError, match="room for its root"):
         new_tree(jnp.int32(0), 0)
+
+
+# What is accepted: plain decoding's own answer, or tokens of the target's distribution
+
+
+VOCAB, ACCEPTED_ROOM = 9, 8
+PARENTS = [0, 0, 1, 1, 3, 2]
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "penalized": Sampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.4),
+    "drawn": Sampling(temperature=0.8, top_p=0.9),
+    "both": Sampling(temperature=1.2, top_k=6, repetition_penalty=1.5, frequency_penalty=0.3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_every_node_is_followed_by_what_plain_decoding_says_there(sampling):
+    draw = np.random.default_rng(0)
+    tokens = [3, 3, 1, 5, 3, 2]
+    tree, one = tree_of(PARENTS, tokens, room=ACCEPTED_ROOM), jax.jit(sample)
+    logits = draw.normal(size=(ACCEPTED_ROOM, VOCAB)).astype(np.float32) * 2
+    state = sampler_state(sampling, [3, 4], VOCAB, seed=11)
+    # The answer so far: two tokens, of which the root is the last.
+    for said in ([0.0] * 7 + [9.0, 0.0], [0.0, 0.0, 0.0, 9.0] + [0.0] * 5):
+        _, state = one(jnp.asarray([said], jnp.float32), state)
+    found = jax.jit(choices)(tree, logits, state)
+    chex.assert_shape(found, (ACCEPTED_ROOM,))
+    chex.assert_type(found, jnp.int32)
+    for node in range(len(PARENTS) + 1):
+        after = state
+        for child in walk(PARENTS, node)[1:]:
+            forced = np.full((1, VOCAB), -1e9, np.float32)
+            forced[0, tokens[child - 1]] = 1e9
+            _, after = one(jnp.asarray(forced), after)
+        assert int(found[node]) == int(one(logits[node : node + 1], after)[0][0]), node
