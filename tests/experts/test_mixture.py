@@ -38,6 +38,12 @@ def experts_of(neurons=F):
     )
 
 
+def in_blocks(dense, bits):
+    sides = zip((dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)
+    stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in sides]
+    return FeedForward(*jax.tree.map(jnp.asarray, stored))
+
+
 EXPERTS = experts_of()
 
 
@@ -284,10 +290,8 @@ def test_routing_keeps_its_types_in_narrow_graphs():
 def test_native_kernels_compute_nearly_what_is_stored(bits, neurons):
     """Up to the rounding of activations (`tests/kernels` has its bounds)."""
     dense = experts_of(neurons)
-    stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
-        (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
-    block = FeedForward(*jax.tree.map(jnp.asarray, stored))
-    meant = FeedForward(*map(floats, stored))
+    block = in_blocks(dense, bits)
+    meant = FeedForward(*map(floats, (block.up, block.down, block.gate)))
     for tokens in (1, 20):
         x = draw(B, tokens, D)
         got, expected = np.asarray(mix(x, routed(x), block)), naive(x, routed(x), meant)
@@ -321,9 +325,7 @@ def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
     if lie == "apart":
         block, _ = apart(dense, [bits] * E, hold=lambda each: Apart(tuple(each)))
     else:
-        stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
-            (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
-        block = FeedForward(*jax.tree.map(jnp.asarray, stored))
+        block = in_blocks(dense, bits)
 
     @jax.jit
     def layer(x):

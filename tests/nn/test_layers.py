@@ -36,26 +36,17 @@ EPS = 0.1  # large enough to tell whether it is inside the root
 
 @every_variant
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_rms_norm(dtype, variant):
-    x, scale = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1)
-    got = variant(rms_norm)(x, scale, EPS)
-    wide = x.astype(np.float64)
-    expected = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * scale
-    chex.assert_type(got, dtype)
-    room = 1e-5 if dtype == np.float32 else 2**-7
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
-
-
-@every_variant
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_layer_norm(dtype, variant):
+def test_norms(dtype, variant):
     x, scale, bias = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1), normal(8, seed=2)
-    got = variant(layer_norm)(x, scale, bias, EPS)
-    wide = x.astype(np.float64)
-    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + EPS)
+    wide, narrow = x.astype(np.float64), dtype != np.float32
+    by_root = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * scale
+    centred = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + EPS)
+    got = variant(rms_norm)(x, scale, EPS), variant(layer_norm)(x, scale, bias, EPS)
     chex.assert_type(got, dtype)
-    room = 1e-5 if dtype == np.float32 else 2**-6
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected * scale + bias, atol=room, rtol=room)
+    rms, layer = (np.asarray(each, np.float64) for each in got)
+    np.testing.assert_allclose(rms, by_root, rtol=2**-7 if narrow else 1e-5)
+    room = 2**-6 if narrow else 1e-5
+    np.testing.assert_allclose(layer, centred * scale + bias, atol=room, rtol=room)
 
 
 @every_variant
