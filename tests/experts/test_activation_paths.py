@@ -89,9 +89,7 @@ def test_few_pairs_are_remembered():
     assert counts.after_two.shape == (3, 1, 3)
     unknown = next_experts(counts, 2, np.array([[1]]), np.array([[2]]))
     np.testing.assert_allclose(unknown, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
-
-
-def test_no_pair_may_be_remembered():
+    # Or none at all.
     counts = count_paths(tokens((0, 1, 2), (2, 1, 1)), 3, most_pairs=0)
     again = PathCounts.from_arrays(counts.to_arrays(), layers=3, experts=3)
     got = next_experts(again, 2, np.array([[1]]), np.array([[0]]))

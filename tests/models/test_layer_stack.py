@@ -41,6 +41,7 @@ def run(first, period, repeats):
 
 
 EXACT = {
+    "none": ([], []),
     "one layer": ([0], [run(0, 1, 1)]),
     "all equal": ([0] * 32, [run(0, 1, 32)]),
     "none equal": ([0, 1, 2, 3], [run(0, 1, 1), run(1, 1, 1), run(2, 1, 1), run(3, 1, 1)]),
@@ -61,10 +62,6 @@ EXACT = {
 @pytest.mark.parametrize(("alike", "expected"), EXACT.values(), ids=EXACT)
 def test_runs(alike, expected):
     assert layer_runs(alike) == expected
-
-
-def test_no_layers_have_no_runs():
-    assert layer_runs([]) == []
 
 
 @settings(deadline=None, max_examples=50)

@@ -76,13 +76,6 @@ def test_activations(name, function, variant):
 # Rotary embedding
 
 
-def test_default_frequencies_by_hand():
-    got, factor = inverse_frequencies(RopeConfig(dim=4, theta=100.0))
-    np.testing.assert_allclose(got, [1.0, 0.1], rtol=1e-6)
-    assert got.dtype == np.float32
-    assert factor == 1.0
-
-
 _SCALINGS = {
     "linear": ({"factor": 3.0}, {}),
     "llama3": (
