@@ -144,15 +144,6 @@ def test_a_template_is_compiled_when_asked_and_a_broken_one_is_told_of_when_it_i
     assert broken.encode("hi") == TOKENIZER.encode("hi")
 
 
-def test_facts() -> None:
-    assert TOKENIZER.vocab_size == 261
-    assert TOKENIZER.eos_ids == (257, 260)
-    assert TOKENIZER.bos_id == 256
-    assert TOKENIZER.files is FILES
-    assert not TOKENIZER.has_chat_template
-    assert with_template("x").has_chat_template
-
-
 def test_the_vocabulary_size_counts_up_to_the_highest_id() -> None:
     """Ids may have gaps: a model's rows must cover the highest one."""
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
@@ -266,12 +257,6 @@ def test_most_chats_render() -> None:
         "<s>[INST] Hi[/INST] Hello!</s>[INST] Bye[/INST]"
     )
     assert with_template(GEMMA).render_chat(CHATS["three turns"]).count("<start_of_turn>") == 4
-
-
-def test_special_tokens_of_a_chat_are_single_ids() -> None:
-    ids = with_template(CHATML).encode_chat(CHATS["three turns"])
-    assert ids.count(259) == 5  # <|im_start|> of the system, three turns and the answer
-    assert 256 not in ids  # the template writes no begin token, so there is none
 
 
 def test_the_time_must_be_given_to_a_template_that_asks() -> None:
