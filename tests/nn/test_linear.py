@@ -41,13 +41,13 @@ def assert_product(got, left, right, *, step=2e-6):
     assert np.std(expected) > 0
 
 
-# Tiny weights take either path: converted whole, or by blocks of 4 rows.
+# Tiny weights take either path: converted whole, or by blocks of some rows, fewer than a group's or more.
 PATHS = [*(("whole", kind) for kind in KINDS), *(("blocks", kind) for kind in KINDS if kind != "f32")]
 
 
-def take(path, weight, dtype, monkeypatch):
+def take(path, weight, dtype, monkeypatch, rows=4):
     if path == "blocks":
-        monkeypatch.setattr(converted, "BLOCK_BYTES", 4 * weight.shape[-1] * np.dtype(dtype).itemsize)
+        monkeypatch.setattr(converted, "BLOCK_BYTES", rows * weight.shape[-1] * np.dtype(dtype).itemsize)
     assert converted.fits_one_block(weight, dtype) == (path == "whole")
 
 
@@ -70,12 +70,12 @@ def test_to_units(path, kind, shape, monkeypatch):
     np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
 
 
-# Rows per unit beyond a group of 32, not a multiple of it, nor of the block.
+# Rows per unit beyond a group of 32 and a block of 40: blocks overlap, and cut groups.
 @pytest.mark.parametrize("shape", [(70, 9), (3, 41, 5)], ids=["2d", "3d"])
 @pytest.mark.parametrize(("path", "kind"), PATHS)
 def test_from_units(path, kind, shape, monkeypatch):
     weight = stored(kind, normal(*shape), -2)
-    take(path, weight, np.float32, monkeypatch)
+    take(path, weight, np.float32, monkeypatch, rows=40)
     h, bias = normal(2, 3, *shape[:-1], seed=1), normal(shape[-1], seed=2)
     got, biased = plain_and_biased(from_units)(h, weight, bias)
     chex.assert_shape([got, biased], (2, 3, shape[-1]))
