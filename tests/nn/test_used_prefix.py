@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "window"), zip(CASES, itertools.cycle([0, 40]), strict=False))
+@pytest.mark.parametrize(("case", "window"), list(zip(CASES, itertools.cycle([0, 40]), strict=False)))
 def test_it_is_that_of_the_whole(case, window):
     at = CASES[case]
     new, past = drawn(len(at.positions))
