@@ -28,18 +28,8 @@ _BY_PATH = (
 _BY_NUMBER = ("fsync", "fdatasync", "fstat", "preadv", "pread", "pwrite", "read", "write", "ftruncate")
 # None of them asks for room.
 _NEVER_FULL = (
-    "rmdir",
-    "unlink",
-    "remove",
-    "listdir",
-    "scandir",
-    "stat",
-    "lstat",
-    "fstat",
-    "preadv",
-    "pread",
-    "read",
-)
+    "rmdir", "unlink", "remove", "listdir", "scandir", "stat", "lstat", "fstat", "preadv", "pread", "read",
+)  # fmt: skip
 # Those that need a descriptor.
 _OPENING = ("open", "listdir", "scandir")
 
@@ -57,12 +47,8 @@ class FailingDevice:
     ) -> None:
         """Takes the number of the operation, counted from 1; None for none. `persistent` has all that follow
         fail, too."""
-        self._folder, self._at, self._error, self._persistent = (
-            os.path.realpath(folder),
-            at,
-            error,
-            persistent,
-        )
+        self._folder, self._at = os.path.realpath(folder), at
+        self._error, self._persistent = error, persistent
         self.operations, self.hit = 0, ""
         self._real: list[tuple[Any, str, Callable[..., Any]]] = []
 

@@ -113,26 +113,23 @@ STAGE = {"cfg": TINY, "layer": 0}
 HEADS = [floats(1, 4, 2, 32), floats(1, 4, 2, 16), floats(1, 4, 2, 16)]
 
 
-def without_params(function):
-    """A function as a step over parameters, which it does not take."""
-    return lambda _, *arguments: function(*arguments)
-
-
-WRONG = {
-    "prefill_chunk takes tokens as": (functools.partial(prefill_chunk, **FIXED), ints(4), ONE, YES, CACHE),
-    "prefill_chunk takes last as": (functools.partial(prefill_chunk, **FIXED), ints(1, 4), ONE, ONE, CACHE),
+TREE, MASK, BITS = new_tree(ONE, 4), np.ones(3, bool), np.zeros((5, 64), np.uint8)
+prefill, score, decode, verified = (
+    functools.partial(step, **FIXED) for step in (prefill_chunk, score_chunk, decode_tokens, verify)
+)
+# Message -> a step over parameters and its arguments.
+STEPS_OF_PARAMS = {
+    "prefill_chunk takes tokens as": (prefill, ints(4), ONE, YES, CACHE),
+    "prefill_chunk takes last as": (prefill, ints(1, 4), ONE, ONE, CACHE),
     "prefill_chunk takes keys as [*, B, K0, S, H] float with B = 1, H = 16, got [2, 1, 2, 32, 8]": (
-        functools.partial(prefill_chunk, **FIXED), ints(1, 4), ONE, YES, OTHER_CACHE,
+        prefill, ints(1, 4), ONE, YES, OTHER_CACHE,
     ),
-    "score_chunk takes targets as": (
-        functools.partial(score_chunk, **FIXED), ints(1, 4), ints(1, 5), ONE, CACHE,
-    ),
+    "score_chunk takes targets as": (score, ints(1, 4), ints(1, 5), ONE, CACHE),
     "decode_tokens takes token as [B] int32": (
-        functools.partial(decode_tokens, **FIXED, block=4), ints(1, 1), CACHE, SAMPLER,
-        BlockEnd(ints(2), ONE),
+        functools.partial(decode, block=4), ints(1, 1), CACHE, SAMPLER, BlockEnd(ints(2), ONE),
     ),
     f"decode_step takes counts as [B, V] int32 with B = 2, V = {V}": (
-        functools.partial(decode_tokens, **FIXED, block=4), ints(2),
+        functools.partial(decode, block=4), ints(2),
         new_cache(TINY, batch=2, tokens=32, dtype=jnp.float32), SAMPLER, BlockEnd(ints(2), ONE),
     ),
     "forward takes valid as": (
@@ -144,67 +141,7 @@ WRONG = {
     "logits takes hidden as [..., D] float with D = 64": (
         functools.partial(decoder.logits, cfg=TINY), floats(1, 32),
     ),
-    "restore_layer takes x as": (
-        functools.partial(restore_layer, cfg=TINY, layer=0), floats(4, 64), AT, PAST, CHUNKS,
-    ),
-    "restore_layer takes positions as [T] int32 with T = 5": (
-        functools.partial(restore_layer, cfg=TINY, layer=0), floats(1, 5, 64), AT, PAST, CHUNKS,
-    ),
-    "verify takes limit as": (
-        functools.partial(verify, **FIXED), new_tree(ONE, 4), CACHE, SAMPLER, np.float32(1),
-    ),
-    "keep_path takes nodes as": (without_params(keep_path), CACHE, floats(4), ONE),
-    "add_nodes takes tokens as [T] int32 with T = 2": (
-        without_params(add_nodes), new_tree(ONE, 4), ints(2), ints(3), floats(2), np.ones(2, bool),
-    ),
-    "take_chunks takes rows as [1, K, S, H] float": (
-        lambda _, rows, first: take_chunks(rows, first, count=1, tokens=16), floats(2, 2, 32, 16), ONE,
-    ),
-    "sample takes logits as [B, V] float32": (without_params(sample), floats(V), SAMPLER),
-    "penalize takes logits as [B, V] float32": (without_params(penalize), floats(V), SAMPLER),
-    f"filtered takes bias as [V] float32 with V = 7, got [{V}]": (
-        without_params(filtered), floats(1, 7), SAMPLER,
-    ),
-    "keep_top_k takes k as [] int32": (without_params(keep_top_k), floats(2, 7), ints(2)),
-    "keep_top_p takes logits as [B, V] float32": (without_params(keep_top_p), floats(7), np.float32(0.5)),
-    "largest takes logits as [B, V] float": (without_params(largest), floats(7)),
-    "new_tree takes root as [] int32, got [1]": (without_params(lambda root: new_tree(root, 4)), ints(1)),
-    "deepest takes accepted as [M] bool with M = 4": (
-        without_params(deepest), new_tree(ONE, 4), np.ones(3, bool),
-    ),
-    "path_to takes node as [] int32": (without_params(path_to), new_tree(ONE, 4), ints(1)),
-    "best_confidence takes fed as [M] bool with M = 4": (
-        without_params(best_confidence), new_tree(ONE, 4), ints(4),
-    ),
-    "missing_tokens takes fed as [M] bool with M = 4": (
-        without_params(missing_tokens), new_tree(ONE, 4), ints(4),
-    ),
-    "write_rows takes new as [B, K, T, H] float with B = 1, K = 2, H = 16, got [1, 4, 2, 16]": (
-        without_params(write_rows), PAST.own[0], floats(1, 4, 2, 16), ONE, ONE,
-    ),
-    "write takes new as [B, K, T, H] float with B = 1, K = 2, T = 4, H = 16, got [1, 2, 3, 16]": (
-        without_params(AT.write), PAST.own[0], floats(1, 2, 3, 16),
-    ),
-    "encode takes keys as [N, K, C, H] float with K = 2, C = 16, H = 8, got [3, 16, 2, 8]": (
-        without_params(lambda *rows: CODECS["kivi"].encode(*rows, CHUNK, 4)),
-        floats(3, 16, 2, 8), floats(3, 16, 2, 8),
-    ),
-    "decode takes blobs as [N, bytes] uint8 with bytes = 448, got [3, 447]": (
-        without_params(lambda blobs: CODECS["kivi"].decode(blobs, CHUNK, 4)), np.zeros((3, 447), np.uint8),
-    ),
-    "unpack_int4 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 64]": (
-        without_params(lambda packed: unpack_int4(packed, 40, jnp.float32)), np.zeros((5, 64), np.uint8),
-    ),
-    "unpack_int2 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 32] int8": (
-        without_params(lambda packed: unpack_int2(packed, 40, jnp.float32)), np.zeros((5, 32), np.int8),
-    ),
-    "contracted_rows takes index as [N] int32": (
-        without_params(functools.partial(contracted_rows, last=True)), floats(5, 8), ints(2, 1),
-    ),
-    "shadow_products takes place as [D] int32 with D = 8, got [9]": (
-        lambda _, x, step, place: shadow_products(x, step, [x], FloatRows(place, (x,)), last=True),
-        floats(3, 8), np.float32(1), ints(9),
-    ),
+    "verify takes limit as": (verified, TREE, CACHE, SAMPLER, np.float32(1)),
     "forward_by_rule takes tokens as [T] int32": (
         lambda params, tokens: forward_by_rule(params, tokens, plain_rule(params, TINY), cfg=TINY),
         ints(1, 4),
@@ -216,41 +153,93 @@ WRONG = {
     "outlier_counts takes steps as [L, 4] float32 with L = 2, got [4]": (
         functools.partial(outlier_counts, cfg=TINY), ints(4), floats(4),
     ),
+}  # fmt: skip
+# Of one layer of the parameters.
+STEPS_OF_A_LAYER = {
+    "restore_layer takes x as": (restore_layer, floats(4, 64), AT, PAST, CHUNKS),
+    "restore_layer takes positions as [T] int32 with T = 5": (
+        restore_layer, floats(1, 5, 64), AT, PAST, CHUNKS,
+    ),
     "project takes steps as [4] float32, got [2, 4]": (
-        functools.partial(project, **STAGE), LayerCalibration(floats(2, 4)), floats(1, 4, 64),
+        project, LayerCalibration(floats(2, 4)), floats(1, 4, 64),
     ),
-    "project takes x as [1, T, D] float with D = 64": (
-        functools.partial(project, **STAGE), STEPS, floats(4, 64),
-    ),
+    "project takes x as [1, T, D] float with D = 64": (project, STEPS, floats(4, 64)),
     "attend takes keys as [1, T, K, H] float with T = 4, K = 2, H = 16, got [1, 4, 2, 32]": (
-        functools.partial(attend, **STAGE), STEPS, Projected([HEADS[0], HEADS[0], HEADS[2]]), AT, PAST, None,
+        attend, STEPS, Projected([HEADS[0], HEADS[0], HEADS[2]]), AT, PAST, None,
     ),
     "attend takes mass as [1, S] float32 with S = 32": (
-        functools.partial(attend, **STAGE), STEPS, Projected(HEADS), AT, PAST, floats(1, 5, 32),
+        attend, STEPS, Projected(HEADS), AT, PAST, floats(1, 5, 32),
     ),
     "finish takes out as [1, T, K, *] float with T = 4": (
-        functools.partial(finish, **STAGE), STEPS, floats(1, 4, 64), floats(1, 4, 64),
+        finish, STEPS, floats(1, 4, 64), floats(1, 4, 64),
     ),
     "widen takes added as [1, T, D] float with T = 4, D = 64": (
-        functools.partial(widen, **STAGE), STEPS, floats(1, 4, 64), HEADS[0], floats(1, 4, 80),
+        widen, STEPS, floats(1, 4, 64), HEADS[0], floats(1, 4, 80),
     ),
     "narrow takes shadow as [1, T, F] float with T = 4, F = 80": (
-        functools.partial(narrow, **STAGE), STEPS, floats(1, 4, 64), [floats(1, 4, 80)], [floats(1, 4, 64)],
+        narrow, STEPS, floats(1, 4, 64), [floats(1, 4, 80)], [floats(1, 4, 64)],
     ),
     "narrow_shadow takes hidden as [1, T, F] float": (
-        functools.partial(narrow_shadow, **STAGE), STEPS, floats(1, 4, 64), floats(1, 4, 64), floats(4, 80),
+        narrow_shadow, STEPS, floats(1, 4, 64), floats(1, 4, 64), floats(4, 80),
     ),
     "pass_layer takes positions as [T] int32 with T = 5": (
-        functools.partial(pass_layer, **STAGE), STEPS, floats(1, 5, 64), AT, PAST, None,
+        pass_layer, STEPS, floats(1, 5, 64), AT, PAST, None,
+    ),
+}  # fmt: skip
+STEPS_WITHOUT = {
+    "keep_path takes nodes as": (keep_path, CACHE, floats(4), ONE),
+    "add_nodes takes tokens as [T] int32 with T = 2": (
+        add_nodes, TREE, ints(2), ints(3), floats(2), np.ones(2, bool),
+    ),
+    "take_chunks takes rows as [1, K, S, H] float": (
+        functools.partial(take_chunks, count=1, tokens=16), floats(2, 2, 32, 16), ONE,
+    ),
+    "sample takes logits as [B, V] float32": (sample, floats(V), SAMPLER),
+    "penalize takes logits as [B, V] float32": (penalize, floats(V), SAMPLER),
+    f"filtered takes bias as [V] float32 with V = 7, got [{V}]": (filtered, floats(1, 7), SAMPLER),
+    "keep_top_k takes k as [] int32": (keep_top_k, floats(2, 7), ints(2)),
+    "keep_top_p takes logits as [B, V] float32": (keep_top_p, floats(7), np.float32(0.5)),
+    "largest takes logits as [B, V] float": (largest, floats(7)),
+    "new_tree takes root as [] int32, got [1]": (lambda root: new_tree(root, 4), ints(1)),
+    "deepest takes accepted as [M] bool with M = 4": (deepest, TREE, MASK),
+    "path_to takes node as [] int32": (path_to, TREE, ints(1)),
+    "best_confidence takes fed as [M] bool with M = 4": (best_confidence, TREE, ints(4)),
+    "missing_tokens takes fed as [M] bool with M = 4": (missing_tokens, TREE, ints(4)),
+    "write_rows takes new as [B, K, T, H] float with B = 1, K = 2, H = 16, got [1, 4, 2, 16]": (
+        write_rows, PAST.own[0], floats(1, 4, 2, 16), ONE, ONE,
+    ),
+    "write takes new as [B, K, T, H] float with B = 1, K = 2, T = 4, H = 16, got [1, 2, 3, 16]": (
+        AT.write, PAST.own[0], floats(1, 2, 3, 16),
+    ),
+    "encode takes keys as [N, K, C, H] float with K = 2, C = 16, H = 8, got [3, 16, 2, 8]": (
+        lambda *rows: CODECS["kivi"].encode(*rows, CHUNK, 4), floats(3, 16, 2, 8), floats(3, 16, 2, 8),
+    ),
+    "decode takes blobs as [N, bytes] uint8 with bytes = 448, got [3, 447]": (
+        lambda blobs: CODECS["kivi"].decode(blobs, CHUNK, 4), np.zeros((3, 447), np.uint8),
+    ),
+    "unpack_int4 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 64]": (
+        lambda packed: unpack_int4(packed, 40, jnp.float32), BITS,
+    ),
+    "unpack_int2 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 32] int8": (
+        lambda packed: unpack_int2(packed, 40, jnp.float32), np.zeros((5, 32), np.int8),
+    ),
+    "contracted_rows takes index as [N] int32": (
+        functools.partial(contracted_rows, last=True), floats(5, 8), ints(2, 1),
+    ),
+    "shadow_products takes place as [D] int32 with D = 8, got [9]": (
+        lambda x, step, place: shadow_products(x, step, [x], FloatRows(place, (x,)), last=True),
+        floats(3, 8), np.float32(1), ints(9),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", WRONG)
+@pytest.mark.parametrize("message", [*STEPS_OF_PARAMS, *STEPS_OF_A_LAYER, *STEPS_WITHOUT])
 def test_steps_refuse_what_has_another_shape(message):
-    step, *arguments = WRONG[message]
+    step, *arguments = (STEPS_OF_PARAMS | STEPS_OF_A_LAYER | STEPS_WITHOUT)[message]
+    step = functools.partial(step, **STAGE) if message in STEPS_OF_A_LAYER else step
+    given = arguments if message in STEPS_WITHOUT else [tiny_params(), *arguments]
     with pytest.raises(ConfigError) as error:
-        jax.eval_shape(step, tiny_params(), *arguments)
+        jax.eval_shape(step, *given)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
 

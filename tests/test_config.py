@@ -96,11 +96,6 @@ def test_sizes_are_whole_numbers_within_bounds(name, value):
     refused(lambda: model(**{name: value}), name, f"{value!r}", "whole number in [1, ")
 
 
-@pytest.mark.parametrize("value", [0, MAX_LAYERS + 1, 1 << 40, 2.0])
-def test_layers_are_bounded(value):
-    refused(lambda: model(layers=value), "layers", str(value), f"[1, {MAX_LAYERS}]")
-
-
 def test_bounds_are_within():
     assert model(vocab_size=MAX_DIMENSION).vocab_size == MAX_DIMENSION
     assert model(layers=MAX_LAYERS).attention_windows == (0,) * MAX_LAYERS
@@ -109,6 +104,10 @@ def test_bounds_are_within():
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
+        *(
+            ({"layers": each}, ("layers", str(each), f"[1, {MAX_LAYERS}]"))
+            for each in (0, MAX_LAYERS + 1, 2.0)
+        ),
         ({"model_type": None}, ("model_type", "None")),
         ({"model_type": ["llama"]}, ("model_type",)),
         ({"kv_heads": 3}, ("heads (4)", "kv_heads (3)")),
@@ -148,6 +147,14 @@ def test_bounds_are_within():
         ({"normalize_expert_weights": False}, ("normalize_expert_weights", "without experts")),
         ({"rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
         ({"local_rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
+        ({"encoder": model(tied_head=True, vocab_size=12)}, ("the same vocab_size", "12 and 11")),
+        ({"encoder": model()}, ("neither an encoder nor a head",)),
+        ({"encoder": model(tied_head=True), "qk_norm": True}, ("norms of queries",)),
+        ({"encoder": model(tied_head=True), "rope": RopeConfig(dim=4)}, ("no rotary embedding",)),
+        ({"relative_buckets": 6, "relative_distance": 9}, ("multiple of 4", "6 and 9")),
+        ({"relative_buckets": 8, "relative_distance": 4}, ("more than half", "8 and 4")),
+        ({"sinusoidal_positions": True, "hidden_size": 6}, ("multiple of 4", "6")),
+        ({**MOE, "expert_capacity": 2}, ("set gated_ffn to False",)),
     ],
 )
 def test_model_refusals(changes, parts):
@@ -237,7 +244,10 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_json_round_trip(name):
     cfg = CONFIGS[name]
-    again = ModelConfig.from_json(json.loads(json.dumps(cfg.to_json())))
+    data = json.loads(json.dumps(cfg.to_json()))
+    again = ModelConfig.from_json(data)
+    # The data stays as it is.
+    assert data == json.loads(json.dumps(cfg.to_json()))
     assert again == cfg
     assert hash(again) == hash(cfg)
     assert type(again.attention_windows) is type(again.sparse_layers) is type(again.rope_layers) is tuple
@@ -267,28 +277,9 @@ def test_state_layers():
     refused(lambda: StateConfig(kind="short_conv", taps=3, key_dim=4), "key_dim of state layers")
     sizes = {"key_heads": 2, "value_heads": 3, "key_dim": 4, "value_dim": 4}
     refused(lambda: StateConfig(kind="delta_rule", taps=3, **sizes), "multiple of key heads")
-    assert not {"states", "state_layers", "attention_gate"} & model().to_json().keys()
-
-
-def test_json_of_decoders_says_nothing_of_encoders():
-    assert not {"encoder", "relative_buckets", "norm_after"} & model().to_json().keys()
-
-
-@pytest.mark.parametrize(
-    ("fields", "parts"),
-    [
-        ({"encoder": model(tied_head=True, vocab_size=12)}, ("the same vocab_size", "12 and 11")),
-        ({"encoder": model()}, ("neither an encoder nor a head",)),
-        ({"encoder": model(tied_head=True), "qk_norm": True}, ("norms of queries",)),
-        ({"encoder": model(tied_head=True), "rope": RopeConfig(dim=4)}, ("no rotary embedding",)),
-        ({"relative_buckets": 6, "relative_distance": 9}, ("multiple of 4", "6 and 9")),
-        ({"relative_buckets": 8, "relative_distance": 4}, ("more than half", "8 and 4")),
-        ({"sinusoidal_positions": True, "hidden_size": 6}, ("multiple of 4", "6")),
-        ({**MOE, "expert_capacity": 2}, ("set gated_ffn to False",)),
-    ],
-)
-def test_refusals_of_encoder_decoders(fields, parts):
-    refused(lambda: model(**fields), *parts)
+    # What most models lack, their JSON does not say.
+    rare = {"states", "state_layers", "attention_gate", "encoder", "relative_buckets", "norm_after"}
+    assert not rare & model().to_json().keys()
 
 
 @pytest.mark.parametrize(
@@ -333,10 +324,3 @@ def test_missing_key_is_named(key):
     data = model().to_json()
     del data[key]
     refused(lambda: ModelConfig.from_json(data), key)
-
-
-def test_from_json_leaves_its_input_alone():
-    data = CONFIGS["all"].to_json()
-    before = json.dumps(data)
-    ModelConfig.from_json(data)
-    assert json.dumps(data) == before

@@ -1,7 +1,7 @@
 """No file is too long, no function takes too many parameters, and no code asks which runner it has."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,73 +118,53 @@ def test_exemptions_are_needed() -> None:
         assert all(found.get(name, 0) > MOST_PARAMETERS for name in names), file
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_nobody_asks_which_runner_it_is(package: str) -> None:
-    found = {path: asked_runners(path.read_text(encoding="utf-8")) for path in python_files(package)}
-    assert {path: asked for path, asked in found.items() if asked} == {}
+@pytest.mark.parametrize("forbidden", [asked_runners, bucket_unions])
+def test_nobody_asks_which_runner_it_is_and_buckets_have_no_kinds(
+    forbidden: Callable[[str], list[str]],
+) -> None:
+    found = {path: forbidden(path.read_text(encoding="utf-8")) for path in python_files(*PACKAGES)}
+    assert {path: faults for path, faults in found.items() if faults} == {}
 
 
-def test_buckets_have_no_kinds() -> None:
-    found = {path: bucket_unions(path.read_text(encoding="utf-8")) for path in python_files(*PACKAGES)}
-    assert {path: unions for path, unions in found.items() if unions} == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("def f(): ...", 0),
-        ("def f(a, /, b, *, c): ...", 3),
-        ("def f(*a, b, **c): ...", 3),
-        ("class A:\n    def f(self, a, b): ...", 2),
-        ("class A:\n    @classmethod\n    def f(cls, a): ...", 1),
-        ("async def f(a): ...", 1),
-        ("if True:\n    def f(a, b): ...", 2),
-    ],
-)
-def test_parameters_are_counted(source: str, count: int) -> None:
+def counted(source: str) -> int:
     (function,) = functions(source)
-    assert parameters(function) == count
+    return parameters(function)
 
 
-@pytest.mark.parametrize(
-    ("source", "command"),
-    [
-        ("@click.command('name')\ndef f(): ...", True),
-        ("@model_option\n@click.option('--a')\ndef f(): ...", True),
-        ("@functools.cache\ndef f(): ...", False),
-        ("def f(): ...", False),
-    ],
-)
-def test_commands_are_known(source: str, command: bool) -> None:
-    (function,) = functions(source)
-    assert is_command(function) == command
+def commands(source: str) -> int:
+    return sum(map(is_command, functions(source)))
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("isinstance(x, ResidentRunner)", 1),
-        ("isinstance(x, runners.ResidentRunner)", 1),
-        ("isinstance(x, (int, LayerwiseRunner))", 1),
-        ("isinstance(x, int | LayerwiseRunner)", 1),
-        ("isinstance(x, Runners)", 0),
-        ("isinstance(runner, int)", 0),
-        ("issubclass(x, ResidentRunner)", 0),
-    ],
-)
-def test_checks_of_runners_are_found(source: str, found: int) -> None:
-    assert len(asked_runners(source)) == found
+RULES = [
+    (counted, "def f(): ...", 0),
+    (counted, "def f(a, /, b, *, c): ...", 3),
+    (counted, "def f(*a, b, **c): ...", 3),
+    (counted, "class A:\n    def f(self, a, b): ...", 2),
+    (counted, "class A:\n    @classmethod\n    def f(cls, a): ...", 1),
+    (counted, "async def f(a): ...", 1),
+    (counted, "if True:\n    def f(a, b): ...", 2),
+    (commands, "@click.command('name')\ndef f(): ...", 1),
+    (commands, "@model_option\n@click.option('--a')\ndef f(): ...", 1),
+    (commands, "@functools.cache\ndef f(): ...", 0),
+    (commands, "def f(): ...", 0),
+    (asked_runners, "isinstance(x, ResidentRunner)", 1),
+    (asked_runners, "isinstance(x, runners.ResidentRunner)", 1),
+    (asked_runners, "isinstance(x, (int, LayerwiseRunner))", 1),
+    (asked_runners, "isinstance(x, int | LayerwiseRunner)", 1),
+    (asked_runners, "isinstance(x, Runners)", 0),
+    (asked_runners, "isinstance(runner, int)", 0),
+    (asked_runners, "issubclass(x, ResidentRunner)", 0),
+    (bucket_unions, "AnyBucket = PrefillBucket | DecodeBucket", 1),
+    (bucket_unions, "AnyBucket: TypeAlias = Union[PrefillBucket, DecodeBucket]", 1),
+    (bucket_unions, "class Bucket:\n    kind: str", 1),
+    (bucket_unions, "class DecodeBucket(Bucket):\n    tokens: int", 0),
+    (bucket_unions, "found: list[Bucket] = [DecodeBucket(), PrefillBucket()]", 0),
+]
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("AnyBucket = PrefillBucket | DecodeBucket", 1),
-        ("AnyBucket: TypeAlias = Union[PrefillBucket, DecodeBucket]", 1),
-        ("class Bucket:\n    kind: str", 1),
-        ("class DecodeBucket(Bucket):\n    tokens: int", 0),
-        ("found: list[Bucket] = [DecodeBucket(), PrefillBucket()]", 0),
-    ],
-)
-def test_unions_of_buckets_are_found(source: str, found: int) -> None:
-    assert len(bucket_unions(source)) == found
+@pytest.mark.parametrize(("rule", "source", "expected"), RULES)
+def test_rules_see_what_they_forbid(
+    rule: Callable[[str], int | list[str]], source: str, expected: int
+) -> None:
+    found = rule(source)
+    assert (found if isinstance(found, int) else len(found)) == expected

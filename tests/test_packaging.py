@@ -144,9 +144,10 @@ def test_the_source_distribution_is_a_whole_project(sdist: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_a_script_beside_a_clone_imports_what_is_installed(
-    kind: str, clone: Path, install: Callable[[str], Path]
+def test_a_script_imports_what_is_installed(
+    kind: str, clone: Path, install: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """Beside a clone, and beside packages and modules of its own that are named as our folders are."""
     site = install(kind)
     used = run_script(USE, clone.parent, site)
     assert used.returncode == 0, used.stderr[-2000:]
@@ -154,20 +155,12 @@ def test_a_script_beside_a_clone_imports_what_is_installed(
     assert used.stdout.splitlines() == [
         str(root / name / "__init__.py") for name in ("jaxllm", "jaxllm/serving")
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_folders_of_a_users_own_do_not_disturb(
-    kind: str, install: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """A script beside which lie packages and modules that are named as our folders are."""
     for name in ("serving", "training"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError('the {name} of a user')\n")
     for name in ("export", "benchmarks", "tests"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the {name} of a user')\n")
-    used = run_script(FOREIGN, tmp_path, install(kind), *sys.path)
+    used = run_script(FOREIGN, tmp_path, site, *sys.path)
     assert used.returncode == 0, used.stderr[-2000:]
     assert used.stdout.strip() == "Engine LLMService write_bundle"
 

@@ -121,17 +121,13 @@ def cut_weights(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+# One of each kind: `tests/checkpoints` has the others.
 DAMAGE: dict[str, tuple[str, Any]] = {
     "another vocabulary": ("config.json implies [300, 64]", lambda f: edit_config(f, vocab_size=300)),
-    "another width": ("config.json implies", lambda f: edit_config(f, intermediate_size=96)),
     "more layers": ("lacks", lambda f: edit_config(f, num_hidden_layers=3)),
-    "fewer layers": ("does not have", lambda f: edit_config(f, num_hidden_layers=1)),
-    "another model": ("lacks", lambda f: edit_config(f, model_type="qwen3")),
     "unknown model": ("model_type 'llama9' is not supported", lambda f: edit_config(f, model_type="llama9")),
-    "no model type": ("model_type None is not supported", lambda f: edit_config(f, model_type=None)),
     "no config": ("config.json is missing", lambda f: (f / "config.json").unlink()),
     "no tokenizer": ("tokenizer.json", lambda f: (f / "tokenizer.json").unlink()),
-    "no weights": ("neither model.safetensors", lambda f: (f / "model.safetensors").unlink()),
     "cut weights": ("truncated or corrupt", cut_weights),
     "tensor missing": ("lm_head.weight", lambda f: edit_tensors(f, **{"lm_head.weight": None})),
     "tensor too many": ("spare", lambda f: edit_tensors(f, spare=np.zeros(3, np.float32))),
@@ -223,9 +219,13 @@ def test_experts_that_cannot_be_apart(tmp_path: Path, folder: Path) -> None:
     assert not (tmp_path / "out.jaxllm").exists()
 
 
-@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4", None])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("source", TYPES)
+@pytest.mark.parametrize(
+    ("source", "bad", "weights"),
+    [
+        ("f32", np.nan, None), ("f32", -np.inf, "f32"), ("f32", np.inf, "bf16"), ("bf16", np.nan, "bf16"),
+        ("bf16", np.inf, "int8"), ("f16", -np.inf, "int4"), ("f16", np.nan, "f32"),
+    ],
+)  # fmt: skip
 def test_weights_that_are_no_numbers_are_refused_by_name(
     tmp_path: Path, source: str, bad: float, weights: Any
 ) -> None:
@@ -298,10 +298,12 @@ def test_preparing_takes_a_part_of_a_large_vocabulary(
     }
     folder = write_tiny_folder(tmp_path / "model", cfg=cfg, params=params)
     file = folder / "model.safetensors"
-    seen = []
+    seen, parts = [], itertools.count()
 
     def watch(*_: Any) -> None:
-        seen.append(mapped_bytes(file))
+        # Not after every part: in a process of many mappings that takes long, and what stays mapped adds up.
+        if next(parts) % 4 == 3:
+            seen.append(mapped_bytes(file))
 
     with traced():
         tracemalloc.reset_peak()

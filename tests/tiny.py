@@ -83,15 +83,9 @@ def write_tiny_bundle(
     params = tiny_params(cfg) if params is None else params
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
     write_bundle(
-        path,
-        cfg=cfg,
-        params=params.items(),
-        weights=weights,
-        tokenizer=tokenizer,
-        name=name,
-        parts=parts,
+        path, cfg=cfg, params=params.items(), weights=weights, tokenizer=tokenizer, name=name, parts=parts,
         expert_bits=expert_bits,
-    )
+    )  # fmt: skip
     return path
 
 

@@ -11,14 +11,6 @@ END_ID = BEGIN_ID + 1
 VOCAB_SIZE = 256 + len(MERGES) + len(SPECIAL_TOKENS)
 
 TINY = ModelConfig(
-    model_type="llama",
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn_size=80,
-    window_tokens=WINDOW_TOKENS,
-    rope=RopeConfig(dim=16),
-)
+    model_type="llama", vocab_size=VOCAB_SIZE, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16,
+    ffn_size=80, window_tokens=WINDOW_TOKENS, rope=RopeConfig(dim=16),
+)  # fmt: skip

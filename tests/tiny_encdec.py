@@ -10,22 +10,10 @@ from jaxllm.text.tokenizer import TokenizerFiles
 from tests import tiny
 
 ENCODER = ModelConfig(
-    model_type="t5",
-    vocab_size=tiny.VOCAB_SIZE,
-    hidden_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_dim=16,
-    ffn_size=80,
-    window_tokens=48,
-    activation="relu",
-    gated_ffn=False,
-    attention_scale=1.0,
-    relative_buckets=8,
-    relative_distance=20,
-    tied_head=True,
-)
+    model_type="t5", vocab_size=tiny.VOCAB_SIZE, hidden_size=64, layers=2, heads=4, kv_heads=4, head_dim=16,
+    ffn_size=80, window_tokens=48, activation="relu", gated_ffn=False, attention_scale=1.0,
+    relative_buckets=8, relative_distance=20, tied_head=True,
+)  # fmt: skip
 TINY_T5 = dataclasses.replace(ENCODER, encoder=ENCODER, window_tokens=64)
 
 

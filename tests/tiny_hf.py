@@ -12,19 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from tests import tiny_variants
-from tests.tiny_mixed_variants import MIXED_ARCHITECTURES, MIXED_VARIANTS, MIXED_WRAPPERS
-from tests.tiny_state_variants import STATE_ARCHITECTURES, STATE_VARIANTS, STATE_WRAPPERS
-from tests.tiny_variants import ENCODER_DECODERS, FIRST_IMAGE_ID, VOCAB
+from tests.tiny_variants import ENCODER_DECODERS, FIRST_IMAGE_ID, VARIANTS, VOCAB, WRAPPERS
 
 __all__ = [
-    "ARCHITECTURE_VARIANTS", "ENCODER_DECODERS", "FIRST_IMAGE_ID", "VARIANTS", "VOCAB", "WRAPPERS", "load",
-    "load_encoder_decoder", "logits", "quiet", "save", "save_encoder_decoder", "save_wrapper",
+    "ENCODER_DECODERS", "FIRST_IMAGE_ID", "VARIANTS", "VOCAB", "WRAPPERS", "load", "load_encoder_decoder",
+    "logits", "quiet", "save", "save_encoder_decoder", "save_wrapper",
 ]  # fmt: skip
-
-VARIANTS = tiny_variants.VARIANTS | STATE_VARIANTS | MIXED_VARIANTS
-ARCHITECTURE_VARIANTS = tiny_variants.ARCHITECTURE_VARIANTS + STATE_ARCHITECTURES + MIXED_ARCHITECTURES
-WRAPPERS = tiny_variants.WRAPPERS | STATE_WRAPPERS | MIXED_WRAPPERS
 
 
 @contextlib.contextmanager

@@ -29,4 +29,7 @@ def jitted(function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
     return jit(function, **static)
 
 
-every_variant = pytest.mark.parametrize("variant", [plain, jitted], ids=["plain", "jit"])
+# Compiled is how all of it serves; operation by operation is a campaign.
+every_variant = pytest.mark.parametrize(
+    "variant", [pytest.param(plain, marks=pytest.mark.campaign), jitted], ids=["plain", "jit"]
+)

@@ -52,12 +52,12 @@ def mapped_bytes(path: Path) -> int | None:
     maps = Path("/proc/self/smaps")
     if not maps.exists():
         return None
-    found, own = 0, False
+    found, own, name = 0, False, str(path.resolve())
     # Line by line: a process of many mappings has a hundred MB of them.
     with maps.open(encoding="utf-8") as lines:
         for line in lines:
             if line.split(" ", 1)[0].count("-") == 1 and ":" not in line.split(" ", 1)[0]:
-                own = line.rstrip().endswith(str(path.resolve()))
+                own = line.rstrip().endswith(name)
             elif own and line.startswith("Rss:"):
                 found += int(line.split()[1]) * 1024
     return found

@@ -12,31 +12,13 @@ from jaxllm.quant import quantize, to_blocks
 from tests.tiny import random_params
 
 LLAMA = ModelConfig(
-    model_type="llama",
-    vocab_size=64,
-    hidden_size=32,
-    layers=3,
-    heads=8,
-    kv_heads=4,
-    head_dim=8,
-    ffn_size=96,
-    window_tokens=64,
-    rope=RopeConfig(dim=8),
-)
+    model_type="llama", vocab_size=64, hidden_size=32, layers=3, heads=8, kv_heads=4, head_dim=8, ffn_size=96,
+    window_tokens=64, rope=RopeConfig(dim=8),
+)  # fmt: skip
 PLAIN = dataclasses.replace(
-    LLAMA,
-    model_type="gpt2",
-    kv_heads=8,
-    norm="layer",
-    gated_ffn=False,
-    activation="gelu_tanh",
-    learned_positions=True,
-    rope=None,
-    qkv_bias=True,
-    o_bias=True,
-    ffn_bias=True,
-    tied_head=True,
-)
+    LLAMA, model_type="gpt2", kv_heads=8, norm="layer", gated_ffn=False, activation="gelu_tanh",
+    learned_positions=True, rope=None, qkv_bias=True, o_bias=True, ffn_bias=True, tied_head=True,
+)  # fmt: skip
 GEMMA = dataclasses.replace(
     LLAMA, model_type="gemma2", post_norms=True, attention_softcap=20.0, attention_windows=(5, 0, 5)
 )
@@ -44,13 +26,7 @@ QWEN2 = dataclasses.replace(LLAMA, model_type="qwen2", qkv_bias=True)
 QWEN3 = dataclasses.replace(LLAMA, model_type="qwen3", qk_norm=True)
 MIXTRAL = dataclasses.replace(LLAMA, model_type="mixtral", experts=4, experts_per_token=2)
 QWEN3_MOE = dataclasses.replace(
-    LLAMA,
-    model_type="qwen3_moe",
-    qk_norm=True,
-    experts=4,
-    experts_per_token=2,
-    expert_ffn_size=24,
-    sparse_layers=(True, False, True),
+    MIXTRAL, model_type="qwen3_moe", qk_norm=True, expert_ffn_size=24, sparse_layers=(True, False, True)
 )
 MODELS = {cfg.model_type: cfg for cfg in (LLAMA, PLAIN, GEMMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
 TOKENS = np.random.default_rng(3).integers(0, LLAMA.vocab_size, (2, 20)).astype(np.int32)

@@ -56,10 +56,7 @@ def test_the_choice_is_the_best_but_for_an_item():
 
 
 def test_units_that_do_not_fit_are_refused():
-    for units, message in (
-        (((1, 1),) * 2, "units of 2 levels for 1"),
-        ((((1, 0),),), "at least 1"),
-    ):
+    for units, message in ((((1, 1),) * 2, "units of 2 levels for 1"), ((((1, 0),),), "at least 1")):
         with pytest.raises(ConfigError, match=message):
             Ladder(levels=(50, 100), units=units)
     for units in (((1, 1),), ((99, 1),) * LLAMA.layers):

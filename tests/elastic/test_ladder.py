@@ -11,17 +11,9 @@ from tests.elastic.models import LLAMA, MODELS, QWEN3_MOE
 
 # The shape of a Llama of 7 B with grouped queries: 32 layers, of which a fifth are anchors.
 LARGE = ModelConfig(
-    model_type="llama",
-    vocab_size=32000,
-    hidden_size=4096,
-    layers=32,
-    heads=32,
-    kv_heads=32,
-    head_dim=128,
-    ffn_size=11008,
-    window_tokens=4096,
-    rope=RopeConfig(dim=128),
-)
+    model_type="llama", vocab_size=32000, hidden_size=4096, layers=32, heads=32, kv_heads=32, head_dim=128,
+    ffn_size=11008, window_tokens=4096, rope=RopeConfig(dim=128),
+)  # fmt: skip
 ANCHORS = (0, 1, 2, 3, 30, 31)
 
 
@@ -104,36 +96,30 @@ def test_malformed_ladders_are_refused(levels, anchors, message):
         Ladder(levels=levels, anchors=anchors)
 
 
-def test_levels_and_anchors_must_be_the_models():
+def test_levels_anchors_and_units_must_be_the_models():
     with pytest.raises(ConfigError, match="no level 55; there are 20, 30"):
         sub_config(LLAMA, Ladder(), 55)
     with pytest.raises(ConfigError, match="layer 3 is an anchor of a model of 3 layers"):
         sub_config(LLAMA, Ladder(anchors=(3,)), 50)
+    for units in (LayerUnits(kv_heads=5, neurons=1), LayerUnits(kv_heads=1, neurons=0)):
+        with pytest.raises(ConfigError, match="of layer 0 must be a whole number in"):
+            dataclasses.replace(LLAMA, layer_units=(units,) * 3)
+    with pytest.raises(ConfigError, match="3 entries"):
+        dataclasses.replace(LLAMA, layer_units=(LayerUnits(kv_heads=1, neurons=1),))
 
 
-def test_a_ladder_survives_json():
+def test_a_ladder_survives_json_that_is_not_malformed():
     ladder = Ladder(levels=(20, 100), anchors=(0, 2))
     assert Ladder.from_json(ladder.to_json()) == ladder
-
-
-@pytest.mark.parametrize(
-    "data",
-    [{"levels": [100]}, {"levels": [100], "anchors": [], "rungs": []}, {"levels": 3, "anchors": []}, [100]],
-)
-def test_a_malformed_ladder_is_refused(data):
-    with pytest.raises(ConfigError, match="malformed levels"):
-        Ladder.from_json(data)
+    for key in ({"rungs": []}, {"levels": 3}):
+        with pytest.raises(ConfigError, match="malformed levels"):
+            Ladder.from_json({**ladder.to_json(), **key})
+    for data in ({"levels": [100]}, [100]):
+        with pytest.raises(ConfigError, match="malformed levels"):
+            Ladder.from_json(data)
 
 
 def test_a_sub_models_config_survives_json_and_names_its_whole():
     half = sub_config(QWEN3_MOE, Ladder(), 50)
     assert ModelConfig.from_json(half.to_json()) == half != QWEN3_MOE
     assert half.whole == QWEN3_MOE
-
-
-@pytest.mark.parametrize("units", [LayerUnits(kv_heads=5, neurons=1), LayerUnits(kv_heads=1, neurons=0)])
-def test_units_out_of_range_are_refused(units):
-    with pytest.raises(ConfigError, match="of layer 0 must be a whole number in"):
-        dataclasses.replace(LLAMA, layer_units=(units,) * 3)
-    with pytest.raises(ConfigError, match="3 entries"):
-        dataclasses.replace(LLAMA, layer_units=(LayerUnits(kv_heads=1, neurons=1),))

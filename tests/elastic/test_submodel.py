@@ -229,14 +229,9 @@ def test_no_weight_is_copied(form):
     assert len(smaller) == 3 * 7 - 7  # all matrices of the two layers that are no anchors
     for name in params:
         assert pointers(parts[name]) == pointers(params[name]), name
-
-
-@pytest.mark.skipif(not native.kernels().native, reason="XLA slices what is in blocks")
-def test_a_graph_takes_blocks_as_they_are():
-    cfg = sub_config(LLAMA, LADDER, 30)
-    params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
-    parts = shared_sub_model(params, cfg)
-    assert all(a is b for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True))
+    if form.startswith("int") and native.kernels().native:
+        # A graph takes blocks as they are, where XLA slices the others.
+        assert all(a is b for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True))
 
 
 @pytest.mark.slow
@@ -281,9 +276,7 @@ def test_a_level_is_not_cut_from_one_that_lacks_its_units():
     for cut in (sub_model, shared_sub_model):
         with pytest.raises(ConfigError, match=r"layers\.0\.ffn\.gate has 30 units, the sub-model 32"):
             cut(sub_model(params, large), small)
-
-
-def test_nor_are_its_experts():
+    # Nor are its experts.
     params = jax.tree.map(jnp.asarray, scaled_params(MIXTRAL))
     large, small = (
         dataclasses.replace(MIXTRAL, layer_units=(LayerUnits(kv_heads=1, neurons=count),) * 3)

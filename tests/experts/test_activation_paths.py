@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.experts.prediction import BACK_OFF, MOST_WEIGHT, PathCounts, count_paths, learn, next_experts
+from jaxllm.experts.prediction import (
+    BACK_OFF,
+    MOST_WEIGHT,
+    PathCounts,
+    TokenExperts,
+    count_paths,
+    count_tokens,
+    learn,
+    next_experts,
+)
 
 
 def tokens(*paths):
@@ -80,9 +89,7 @@ def test_few_pairs_are_remembered():
     assert counts.after_two.shape == (3, 1, 3)
     unknown = next_experts(counts, 2, np.array([[1]]), np.array([[2]]))
     np.testing.assert_allclose(unknown, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
-
-
-def test_no_pair_may_be_remembered():
+    # Or none at all.
     counts = count_paths(tokens((0, 1, 2), (2, 1, 1)), 3, most_pairs=0)
     again = PathCounts.from_arrays(counts.to_arrays(), layers=3, experts=3)
     got = next_experts(again, 2, np.array([[1]]), np.array([[0]]))
@@ -139,3 +146,52 @@ def test_learning_forgets():
         learn(counts, tokens((0, 1, 0)))
     assert next_experts(counts, 2, before, two).argmax() == 0
     assert counts.after_two[2][1].sum() <= MOST_WEIGHT * 1.001
+
+
+# The experts of tokens: counts by hand, stored and read again
+
+
+# Three visits of token 7 and one of token 3, at two layers of four experts, two a token.
+TOKENS = np.array([7, 3, 7, 7])
+IDS = np.array([[[0, 1], [2, 3], [1, 2], [0, 1]], [[3, 2], [0, 1], [3, 2], [3, 0]]])
+
+
+def test_counts_of_tokens_by_hand():
+    found = count_tokens(IDS, TOKENS, 4)
+    assert found.tokens.tolist() == [3, 7]
+    assert found.experts.tolist() == [[[2, 3], [1, 0]], [[0, 1], [3, 2]]]
+
+
+def test_chances_are_the_mean_over_known_tokens():
+    found = count_tokens(IDS, TOKENS, 4)
+    np.testing.assert_allclose(found.chances(0, np.array([7]), 4), [0.5, 0.5, 0, 0])
+    np.testing.assert_allclose(found.chances(1, np.array([3, 9, 7, 1]), 4), [0.25] * 4)
+    assert found.chances(0, np.array([9, 1]), 4) is None
+    assert found.chances(0, np.zeros(0, np.int32), 4) is None
+    assert TokenExperts.none(2, 2).chances(1, np.array([7]), 4) is None
+
+
+@pytest.mark.parametrize("experts", [4, 300])
+def test_stored_tokens_come_back(experts):
+    found = count_tokens(IDS, TOKENS, experts)
+    again = TokenExperts.from_arrays(found.to_arrays(), layers=2, experts=experts, choices=2)
+    assert (again.tokens.tolist(), again.experts.tolist()) == (found.tokens.tolist(), found.experts.tolist())
+    assert len(TokenExperts.from_arrays({}, layers=2, experts=experts, choices=2).tokens) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": np.array([7, 3], np.int32)},
+        {"tokens": np.array([3.0, 7.0], np.float32)},
+        {"tokens": np.array([3], np.int32)},
+        {"token_experts": np.full((2, 2, 2), 4, np.uint8)},
+        {"token_experts": np.zeros((2, 2, 3), np.uint8)},
+        {"token_experts": np.zeros((2, 2, 2), np.float32)},
+        {"token_experts": None},
+    ],
+)
+def test_malformed_ones_are_refused(change):
+    arrays = {**count_tokens(IDS, TOKENS, 4).to_arrays(), **change}
+    with pytest.raises(ConfigError, match="of another model"):
+        TokenExperts.from_arrays(arrays, layers=2, experts=4, choices=2)

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
-from jaxllm.experts.routing import Routing, route
+from jaxllm.experts.routing import Routing, high_alone, route
 from jaxllm.kernels import native
 from jaxllm.nn.layers import Norm, activate, normalize
 from jaxllm.nn.linear import FeedForward
@@ -36,6 +36,12 @@ def experts_of(neurons=F):
         down=draw(E, neurons, D, seed=2) / np.float32(6),
         gate=draw(E, neurons, D, seed=3) / np.float32(8),
     )
+
+
+def in_blocks(dense, bits):
+    sides = zip((dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)
+    stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in sides]
+    return FeedForward(*jax.tree.map(jnp.asarray, stored))
 
 
 EXPERTS = experts_of()
@@ -103,15 +109,6 @@ def test_nothing_is_dropped_when_all_choose_one_expert(differentiable):
     got = mix(x, routing, differentiable=differentiable)
     np.testing.assert_allclose(got, naive(x, routing), atol=2e-5)
     assert np.abs(np.asarray(got)).max(-1).min() > 0.1
-
-
-def test_one_token_is_as_in_a_batch():
-    """Decode = prefill."""
-    x = draw(1, 24, D)
-    whole = np.asarray(mix(x, routed(x)))
-    for t in range(24):
-        one = mix(x[:, t : t + 1], routed(x[:, t : t + 1]))
-        np.testing.assert_allclose(one, whole[:, t : t + 1], atol=2e-5)
 
 
 @pytest.mark.parametrize("differentiable", [True, False])
@@ -249,15 +246,6 @@ def test_padding_is_in_no_tile(rows, valid):
     assert int(np.asarray(tiles.size).sum()) == 8 * valid
 
 
-def test_padding_is_read_by_no_expert():
-    """A prompt's last chunk of two tokens and padding."""
-    ids = np.stack([np.random.default_rng(0).permutation(63)[:8] for _ in range(7)]).astype(np.int32)
-    routing = Routing(np.zeros((1, 7, 64), np.float32), ids[None], np.ones((1, 7, 8), np.float32))
-    tiles, _ = jitted(tiles_and_weights, static_argnums=1)(routing, 64, live=np.arange(7) < 2)
-    visited = np.asarray(tiles.expert)[: int(tiles.count)]
-    assert set(visited.tolist()) == set(ids[:2].reshape(-1).tolist())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("experts", "choices", "tokens"), [(8, 2, 64), (128, 8, 64), (64, 8, 64), (8, 1, 3)])
 def test_visits_take_a_row_for_each_pair(experts, choices, tokens):
@@ -302,10 +290,8 @@ def test_routing_keeps_its_types_in_narrow_graphs():
 def test_native_kernels_compute_nearly_what_is_stored(bits, neurons):
     """Up to the rounding of activations (`tests/kernels` has its bounds)."""
     dense = experts_of(neurons)
-    stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
-        (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
-    block = FeedForward(*jax.tree.map(jnp.asarray, stored))
-    meant = FeedForward(*map(floats, stored))
+    block = in_blocks(dense, bits)
+    meant = FeedForward(*map(floats, (block.up, block.down, block.gate)))
     for tokens in (1, 20):
         x = draw(B, tokens, D)
         got, expected = np.asarray(mix(x, routed(x), block)), naive(x, routed(x), meant)
@@ -339,9 +325,7 @@ def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
     if lie == "apart":
         block, _ = apart(dense, [bits] * E, hold=lambda each: Apart(tuple(each)))
     else:
-        stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
-            (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
-        block = FeedForward(*jax.tree.map(jnp.asarray, stored))
+        block = in_blocks(dense, bits)
 
     @jax.jit
     def layer(x):
@@ -394,3 +378,63 @@ def test_what_is_traced_does_not_grow_with_the_experts(hold):
         return products(run(draw(1, 5, D), routing).jaxpr)
 
     assert 0 < traced(32) == traced(4)
+
+
+# Biases, and high planes alone
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_biases_and_the_clamped_gate(differentiable):
+    """As gpt-oss has them: (up + 1) · gate · sigmoid(1.702 gate), where gate is at most 7 and up in ±7."""
+    x = draw(B, 9, D)
+    biases = {"gate_bias": 4 * draw(E, F), "up_bias": 4 * draw(E, F, seed=1), "down_bias": draw(E, D, seed=1)}
+    experts = dataclasses.replace(EXPERTS, activation="clamped_swiglu", **biases)
+    routing, normed = routed(x), np.asarray(normed_by_itself(x), np.float64)
+    expected = np.zeros_like(normed)
+    for b, t, k in np.ndindex(*routing.ids.shape):
+        expert, weight = int(routing.ids[b, t, k]), float(routing.weights[b, t, k])
+        gate, up = (
+            np.asarray(each[expert], np.float64) @ normed[b, t] + biases[f"{name}_bias"][expert]
+            for name, each in (("gate", experts.gate), ("up", experts.up))
+        )
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+        expected[b, t] += weight * (hidden @ np.asarray(experts.down[expert]) + biases["down_bias"][expert])
+    assert np.abs(expected).max() > 7
+    np.testing.assert_allclose(mix(x, routing, experts, differentiable=differentiable), expected, atol=2e-4)
+
+
+def test_a_bias_of_the_router_moves_choices():
+    x, bias = draw(B, 9, D), jnp.asarray([0.0, 50.0, 0.0, -50.0])
+    normed = jnp.asarray(normed_by_itself(x))
+    expected = np.asarray(normed) @ ROUTER.T + np.asarray(bias)
+    for differentiable in (True, False):
+        found = route(
+            normed, ROUTER, experts_per_token=2, normalize=True, bias=bias, differentiable=differentiable
+        )
+        np.testing.assert_allclose(found.logits, expected, atol=2e-5)
+        np.testing.assert_array_equal(found.ids, np.argsort(-expected, axis=-1)[..., :2])
+
+
+@pytest.mark.parametrize("loss", [0.3, 1.0])
+def test_high_planes_alone_have_tiles_of_their_own(loss):
+    """Each pair is in one tile, of its expert or of its expert's high plane, whatever other tokens do."""
+    experts, choices = 4, 3
+    logits = np.random.default_rng(5).standard_normal((1, 9, experts)).astype(np.float32)
+    ids = np.argsort(-logits, -1)[..., :choices].astype(np.int32)
+    weights = np.take_along_axis(np.exp(logits), ids, -1)
+    routing = Routing(logits=logits, ids=ids, weights=weights)
+    tiles, _ = tiles_and_weights(routing, experts, live=np.arange(9) < 8, loss=loss)
+    alone = np.asarray(high_alone(weights[0], loss))
+    wanted = {
+        (token, int(ids[0, token, k]) + experts * bool(alone[token, k]))
+        for token in range(8)
+        for k in range(3)
+    }
+    found = [
+        (int(token), int(tiles.expert[tile]))
+        for tile in range(int(tiles.count))
+        for token in np.asarray(tiles.token[tile])[: int(tiles.size[tile])]
+    ]
+    assert len(found) == len(wanted)
+    assert set(found) == wanted

@@ -155,12 +155,7 @@ def chat(models: Models) -> list[Answer]:
 # Adapters
 
 
-@cases(
-    {
-        "adapters-f32": ("f32", ()),
-        "adapters-int8": ("int8", (50,)),
-    }
-)
+@cases({"adapters-f32": ("f32", ()), "adapters-int8": ("int8", (50,))})
 def adapters(models: Models, weights: str, levels: tuple[int, ...]) -> list[Answer]:
     """Opened with one, without, with another in the middle of a conversation, and at a level."""
     bundles = models.bundles
@@ -218,11 +213,7 @@ def tiny_lm_plans(models: Models) -> list[Answer]:
 
 
 @cases(
-    {
-        "packaged-default": ("default", (20, 50)),
-        "packaged-moe": ("moe", ()),
-        "packaged-draft": ("draft", ()),
-    }
+    {"packaged-default": ("default", (20, 50)), "packaged-moe": ("moe", ()), "packaged-draft": ("draft", ())}
 )
 def packaged(models: Models, name: str, levels: tuple[int, ...]) -> list[Answer]:
     engine = models.packaged(name, levels)

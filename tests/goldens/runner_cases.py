@@ -18,13 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Weights from storage
 
 
-@cases(
-    {
-        "streamed-f32": ("f32", ()),
-        "streamed-int8": ("int8", (50,)),
-        "streamed-int4": ("int4", ()),
-    }
-)
+@cases({"streamed-f32": ("f32", ()), "streamed-int8": ("int8", (50,)), "streamed-int4": ("int4", ())})
 def streamed(models: Models, weights: str, levels: tuple[int, ...]) -> list[Answer]:
     path = models.bundles.deep(weights)
     with contextlib.closing(opening.open_streamed(path, 0.7, levels=levels)) as engine:
@@ -187,12 +181,7 @@ def streamed_contexts(models: Models) -> list[Answer]:
 # Exported programs
 
 
-@cases(
-    {
-        "programs-whole": (100,),
-        "programs-level_50": (50,),
-    }
-)
+@cases({"programs-whole": (100,), "programs-level_50": (50,)})
 def programs(models: Models, level: int) -> list[Answer]:
     engine = opening.open_programs(models.programs(), level=level)
     return [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.int8_prefill.shadow import FloatRows, excess, rooms, shadow_products
+from jaxllm.int8_prefill.shadow import excess, rooms, shadow_products
 from jaxllm.nn import linear
 from jaxllm.quant import dequantize, quantize, to_blocks
 from tests.variants import every_variant
@@ -64,50 +64,6 @@ def test_more_than_the_largest_room_holds(outliers, variant):
     chex.assert_type([out, count], [jnp.float32, jnp.int32])
     assert int(count) == outliers
     np.testing.assert_allclose(out, np.asarray(excess(x, STEP)) @ weight.T, rtol=1e-4, atol=1e-4)
-
-
-def test_without_shadow_much_is_lost():
-    x, _ = drawn(6, 3)
-    weight = weights_of()[0]
-    dense = np.asarray(dequantize(weight, jnp.float32))
-    lost = np.abs(linear.to_units(x, weight, step=STEP) - x @ dense.T)
-    assert lost.max() > 1
-
-
-def test_float_rows_are_used_where_there_are_any():
-    x, channels = drawn(6, 3)
-    weights = weights_of()
-    place = np.full(WIDTH, -1, np.int32)
-    place[channels[:2]] = [1, 0]
-    rows = tuple(np.full((2, int(np.prod(each.shape[:-1]))), value, np.float16)
-                 for each, value in zip(weights, (1.0, 2.0), strict=True))  # fmt: skip
-    out, _ = jax.jit(lambda *a: shadow_products(*a, last=True))(x, STEP, weights, FloatRows(place, rows))
-    beyond = np.asarray(excess(x, STEP))
-    for got, weight, value in zip(out, weights, (1.0, 2.0), strict=True):
-        dense = np.asarray(dequantize(weight, jnp.float32)).reshape(-1, WIDTH).copy()
-        dense[:, channels[:2]] = value
-        np.testing.assert_allclose(got, beyond @ dense.T, rtol=1e-5, atol=1e-4)
-
-
-def test_inputs_that_are_units():
-    x, _ = drawn(6, 4)
-    weight = jax.tree.map(
-        jnp.asarray, to_blocks(quantize(np.random.default_rng(1).normal(size=(5, 8, 12)), bits=8, axis=-2))
-    )
-    (out,), count = shadow_products(x, STEP, [weight], None, last=False)
-    dense = np.asarray(dequantize(weight, jnp.float32)).reshape(WIDTH, 12)
-    np.testing.assert_allclose(out, np.asarray(excess(x, STEP)) @ dense, rtol=1e-5, atol=1e-4)
-    assert count == 4
-
-
-def test_what_is_not_finite_is_left_to_the_integer_product():
-    x, _ = drawn(3, 0)
-    x[1, 5] = np.nan
-    x[2, 6] = np.inf
-    out, _ = both(x, weights_of(), None)
-    for each in out:
-        chex.assert_tree_all_finite(each[0])
-        assert np.isnan(each[1:]).all()
 
 
 @pytest.mark.parametrize("channels", [1, 8, 9, 40, 4096])

@@ -1,6 +1,5 @@
 """The shared decoder: chunks, padding, batches and windows keep their laws."""
 
-import dataclasses
 import functools
 
 import chex
@@ -60,6 +59,7 @@ def compositions(total, largest):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cfg", ["everything", "growing", "sinks"], indirect=True)
 def test_whole_is_the_same_in_every_division_into_chunks(cfg):
     expected = np.asarray(whole_of(cfg)(params_of(cfg), TOKENS))
     assert expected.std() > 0.3
@@ -68,7 +68,7 @@ def test_whole_is_the_same_in_every_division_into_chunks(cfg):
     step, params = step_of(cfg), params_of(cfg)
     divisions = list(compositions(PROMPT, CHUNK))
     assert len(divisions) > 150
-    for division in divisions[::7]:
+    for division in divisions[::11]:
         cache, at, parts = empty_cache(cfg), 0, []
         for valid in division:
             hidden, cache = step(params, padded[:, at : at + CHUNK], cache, np.int32(valid))
@@ -77,15 +77,6 @@ def test_whole_is_the_same_in_every_division_into_chunks(cfg):
         assert int(cache.length) == PROMPT
         got = np.concatenate(parts, axis=1)
         np.testing.assert_allclose(got, expected, atol=2e-5, rtol=0, err_msg=str(division))
-
-
-def test_whole_is_the_same_token_by_token(cfg):
-    expected = whole_of(cfg)(params_of(cfg), TOKENS)
-    step, cache = step_of(cfg), empty_cache(cfg)
-    for t in range(PROMPT):
-        hidden, cache = step(params_of(cfg), TOKENS[:, t : t + 1], cache, np.int32(1))
-        np.testing.assert_allclose(hidden[:, 0], expected[:, t], atol=2e-5, rtol=0, err_msg=str(t))
-    assert int(cache.length) == PROMPT
 
 
 @pytest.mark.parametrize("garbage", [0, V - 1, V, 2**31 - 1, -1, -(2**31)])
@@ -108,6 +99,7 @@ def test_padding_changes_nothing(cfg, garbage):
         assert np.all(np.any(rows[..., :PROMPT, :] != 0, axis=(-3, -1)))
 
 
+@pytest.mark.parametrize("cfg", ["everything"], indirect=True)
 def test_one_trace_serves_every_count_and_place(cfg):
     """How many tokens of a chunk are real, and how many came before, are arguments."""
     chex.clear_trace_counter()
@@ -154,125 +146,7 @@ def test_rows_of_a_batch_are_strangers(cfg):
     assert not np.allclose(after[1], before[1])
 
 
-def test_sliding_windows_forget():
-    """Two layers of windows 3 and 2 reach 2 + 1 tokens back, in one chunk and through the cache."""
-    cfg = dataclasses.replace(PLAIN, attention_windows=(3, 2))
-    changed = TOKENS.copy()
-    changed[:, 1] = (changed[:, 1] + 1) % V
-    params = params_of(cfg)
-    before, after = (whole_of(cfg)(params, tokens) for tokens in (TOKENS, changed))
-    np.testing.assert_array_equal(after[:, 5:], before[:, 5:])
-    assert np.abs(after[:, 1:5] - before[:, 1:5]).max(-1).min() > 1e-4
-    results = []
-    for tokens in (TOKENS, changed):
-        cache, parts = empty_cache(cfg), []
-        for at in (0, 3, 6):
-            hidden, cache = step_of(cfg)(params, tokens[:, at : at + 3], cache, np.int32(3))
-            parts.append(hidden)
-        results.append(np.concatenate(parts, axis=1))
-    np.testing.assert_array_equal(results[1][:, 5:], results[0][:, 5:])
-    assert np.abs(results[1][:, 1:5] - results[0][:, 1:5]).max(-1).min() > 1e-4
-
-
-def test_one_full_layer_remembers():
-    cfg = dataclasses.replace(PLAIN, attention_windows=(3, 0))
-    changed = TOKENS.copy()
-    changed[:, 1] = (changed[:, 1] + 1) % V
-    before, after = (whole_of(cfg)(params_of(cfg), tokens) for tokens in (TOKENS, changed))
-    assert np.abs(after[:, 1:] - before[:, 1:]).max(-1).min() > 1e-4
-
-
-# Scales and caps
-
-SHALLOW = dataclasses.replace(PLAIN, layers=1, attention_windows=())
-
-
-def test_embed_scale_multiplies_the_embedding():
-    params = params_of(SHALLOW)
-    scaled = {**params, "embed.tokens": params["embed.tokens"] * np.float32(3.0)}
-    got = whole_of(dataclasses.replace(SHALLOW, embed_scale=3.0))(params, TOKENS)
-    np.testing.assert_allclose(got, whole_of(SHALLOW)(scaled, TOKENS), atol=1e-5)
-    assert not np.allclose(got, whole_of(SHALLOW)(params, TOKENS), atol=1e-2)
-
-
-def test_attention_scale_multiplies_the_scores():
-    params = params_of(SHALLOW)
-    doubled = {
-        name: value * np.float32(2.0) if name.endswith("attn.q") else value for name, value in params.items()
-    }
-    cfg = dataclasses.replace(SHALLOW, attention_scale=2 * SHALLOW.attention_scale)
-    got = whole_of(cfg)(params, TOKENS)
-    np.testing.assert_allclose(got, whole_of(SHALLOW)(doubled, TOKENS), atol=1e-5)
-    assert not np.allclose(got, whole_of(SHALLOW)(params, TOKENS), atol=1e-2)
-
-
-def test_logit_softcap():
-    hidden = 3 * np.random.default_rng(0).standard_normal((2, 12)).astype(np.float32)
-    params = params_of(SHALLOW)
-    raw = hidden @ params["head"].T
-    np.testing.assert_allclose(decoder.logits(params, hidden, cfg=SHALLOW), raw, rtol=1e-4, atol=1e-5)
-    capped = decoder.logits(params, hidden, cfg=dataclasses.replace(SHALLOW, logit_softcap=1.5))
-    np.testing.assert_allclose(capped, 1.5 * np.tanh(raw / 1.5), rtol=1e-4, atol=1e-5)
-    assert np.abs(raw).max() > 3
-    tied = decoder.logits(params, hidden, cfg=dataclasses.replace(SHALLOW, tied_head=True))
-    np.testing.assert_allclose(tied, hidden @ params["embed.tokens"].T, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_softcap_is_used():
-    params = params_of(SHALLOW)
-    plain = whole_of(SHALLOW)(params, TOKENS)
-    loose = whole_of(dataclasses.replace(SHALLOW, attention_softcap=1e4))(params, TOKENS)
-    tight = whole_of(dataclasses.replace(SHALLOW, attention_softcap=0.3))(params, TOKENS)
-    np.testing.assert_allclose(loose, plain, atol=1e-3)
-    assert np.abs(tight - plain).max() > 0.05
-
-
-# Units
-
-
-def test_units_may_be_reordered(cfg):
-    """Kv-groups and neurons are permutation-consistent: moved together, they compute the same."""
-    params = params_of(cfg)
-    moved = dict(params)
-    groups, neurons = np.arange(cfg.kv_heads)[::-1], np.random.default_rng(2).permutation(cfg.ffn_size)
-    for name, value in params.items():
-        short = name.split(".", 2)[-1]
-        if short.startswith("attn.") and short != "attn.o_bias" and "norm" not in short:
-            moved[name] = value[groups]
-        if short.startswith("ffn.") and short != "ffn.down_bias":
-            moved[name] = value[neurons]
-        if short.startswith(("experts.", "expert_")) and short != "expert_down_bias":
-            moved[name] = value[:, ::-1]
-    assert not np.array_equal(moved["layers.0.attn.k"], params["layers.0.attn.k"])
-    got, expected = (whole_of(cfg)(each, TOKENS) for each in (moved, params))
-    np.testing.assert_allclose(got, expected, atol=2e-5)
-
-
 # Experts
-
-
-def test_experts_may_be_renumbered():
-    cfg = CONFIGS["experts"]
-    params = params_of(cfg)
-    order = np.asarray([2, 0, 3, 1])
-    moved = {
-        name: value[order] if "experts." in name or name.endswith("router") else value
-        for name, value in params.items()
-    }
-    got, expected = (whole_of(cfg)(each, TOKENS) for each in (moved, params))
-    np.testing.assert_allclose(got, expected, atol=2e-5)
-
-
-def test_equal_experts_are_one_block():
-    """Normalized weights over copies of one expert: the dense model of that block."""
-    cfg = CONFIGS["experts"]
-    params, shared = dict(params_of(PLAIN)), {}
-    for name, value in params.items():
-        parts = name.split(".ffn.")
-        shared[".experts.".join(parts)] = value if len(parts) == 1 else np.stack([value] * 4)
-    routers = {name: value for name, value in params_of(cfg).items() if name.endswith("router")}
-    got = whole_of(cfg)({**shared, **routers}, TOKENS)
-    np.testing.assert_allclose(got, whole_of(PLAIN)(params, TOKENS), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["experts", "some-experts"])
@@ -320,9 +194,7 @@ def test_training_reaches_every_parameter():
 widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))
 
 
-@pytest.mark.parametrize("form", ["columns", "blocks"])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", ["everything", "experts"])
+@pytest.mark.parametrize(("name", "bits", "form"), [("everything", 8, "blocks"), ("experts", 4, "columns")])
 def test_quantized_parameters_compute_what_they_stand_for(name, bits, form, monkeypatch):
     """Without native kernels, which round activations too (`tests/kernels` knows by how much)."""
     fall_back(monkeypatch)

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 
 from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward, forward_documents
-from jaxllm.models.layer_stack import (
-    STACK,
-    LayerRun,
-    by_address,
-    can_be_addressed,
-    layer_runs,
-    one_by_one,
-    over_layers,
-)
+from jaxllm.models.layer_stack import STACK, LayerRun, by_address, can_be_addressed, layer_runs, one_by_one
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Apart, quantize, to_blocks
 from tests.elastic.models import (
@@ -49,6 +41,7 @@ def run(first, period, repeats):
 
 
 EXACT = {
+    "none": ([], []),
     "one layer": ([0], [run(0, 1, 1)]),
     "all equal": ([0] * 32, [run(0, 1, 32)]),
     "none equal": ([0, 1, 2, 3], [run(0, 1, 1), run(1, 1, 1), run(2, 1, 1), run(3, 1, 1)]),
@@ -69,10 +62,6 @@ EXACT = {
 @pytest.mark.parametrize(("alike", "expected"), EXACT.values(), ids=EXACT)
 def test_runs(alike, expected):
     assert layer_runs(alike) == expected
-
-
-def test_no_layers_have_no_runs():
-    assert layer_runs([]) == []
 
 
 @settings(deadline=None, max_examples=50)
@@ -172,40 +161,15 @@ def test_layers_by_address_are_the_layers(name, bits):
     assert not any(each.startswith("layers.") for each in addressed)
     found = layer_runs(addressed[STACK].alike)
     assert found == [run(*each) for each in RUNS.get(name, [(0, 1, 3)])]
+    for layer, alone in enumerate(one_by_one(addressed, cfg)):
+        assert alone[STACK].row == layer
+        assert alone[STACK].form is addressed[STACK].at(addressed[STACK].alike[layer]).form
     expected, got = steps(params, TOKENS, cfg=cfg), steps(addressed, TOKENS, cfg=cfg)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 # The loop
-
-
-def order(params, cfg):
-    """The layers' numbers as they come, and which layer each was said to equal."""
-
-    def body(carry, _, like, number):
-        numbers, alike, count = carry
-        return numbers.at[count].set(number), alike.at[count].set(like), count + 1
-
-    empty = jnp.full((cfg.layers,), -1, jnp.int32)
-    numbers, alike, count = over_layers(params, cfg, body, (empty, empty, jnp.int32(0)))
-    assert count == cfg.layers
-    return np.asarray(numbers).tolist(), np.asarray(alike).tolist()
-
-
-@needs_native
-@every_model
-def test_each_layer_has_its_turn(name):
-    cfg, params = MODELS[name], stored(name)
-    plain = list(range(cfg.layers))
-    assert order(params, cfg) == (plain, plain)
-    stack = by_address(params, cfg)
-    numbers, alike = order(stack, cfg)
-    assert numbers == plain
-    assert [stack[STACK].alike[each] for each in alike] == [*stack[STACK].alike]
-    for layer, alone in enumerate(one_by_one(stack, cfg)):
-        assert alone[STACK].row == layer
-        assert alone[STACK].form is stack[STACK].at(stack[STACK].alike[layer]).form
 
 
 @needs_native

@@ -11,6 +11,7 @@ import pytest
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
@@ -24,8 +25,11 @@ from jaxllm.models.lora import (
     merge,
     padded,
     parameters_of,
+    summed_factors,
 )
+from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Adapted, BlockedArray, dequantize, from_blocks, take_units, unit_at
+from tests.elastic.models import LLAMA
 from tests.quick_jit import jit
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
@@ -86,14 +90,11 @@ def test_a_new_adapter_changes_nothing_and_another_does(cfg):
         assert bool(jnp.any(fresh[f"{name}.left"])) != bool(jnp.any(fresh[f"{name}.right"]))
     changed = logits(adapt(params, random_adapter(cfg), ALL.scaling), cfg)
     assert np.abs(changed - plain).mean() > 0.1 * plain.std()
-
-
-def test_rank_zero_changes_nothing():
-    params = {name: jnp.asarray(value) for name, value in tiny_params(TINY).items()}
-    none = LoraConfig(rank=0)
+    # Nor does one of rank zero.
+    none = dataclasses.replace(ALL, rank=0)
     assert none.scaling == 0
-    adapted = adapt(params, init_adapter(TINY, none, jax.random.key(0)), none.scaling)
-    np.testing.assert_allclose(logits(adapted, TINY), logits(params, TINY), rtol=1e-6)
+    adapted = adapt(params, init_adapter(cfg, none, jax.random.key(0)), none.scaling)
+    np.testing.assert_allclose(logits(adapted, cfg), plain, rtol=1e-6)
 
 
 @pytest.mark.parametrize("target", [each for each in TARGETS if not each.startswith(("head", "cross"))])
@@ -224,3 +225,55 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ConfigError):
             LoraConfig(**wrong)
     assert LoraConfig(rank=4, alpha=8, rank_stabilized=True).scaling == 4
+
+
+# Factors of the sum of several adapters, as native kernels read them
+
+
+RANKS = {"layers.0.attn.q": 3, "layers.0.attn.o": 5, "layers.2.ffn.down": 2}
+
+
+def ranked_adapter(cfg, ranks, seed):
+    draw, adapter = np.random.default_rng(seed), {}
+    for name, rank in ranks.items():
+        *units, width = param_specs(cfg)[name].shape
+        adapter[f"{name}.left"] = draw.normal(size=(*units, rank)).astype(np.float32)
+        adapter[f"{name}.right"] = draw.normal(size=(rank, width)).astype(np.float32)
+    return adapter
+
+
+def change_of(name, adapters, rank):
+    """What the factors add to a parameter."""
+    left, right = summed_factors(name, param_specs(LLAMA)[name].shape, adapters, rank)
+    assert (left.dtype, right.dtype) == (np.float32, np.float32)
+    assert left.shape == (rank, *param_specs(LLAMA)[name].shape[:-1])
+    assert right.shape == (rank, param_specs(LLAMA)[name].shape[-1])
+    return np.tensordot(np.moveaxis(left, 0, -1), right, axes=1)
+
+
+def test_adapters_of_a_model_and_of_a_sub_model_add_up():
+    cfg = sub_config(LLAMA, Ladder(anchors=(1,)), 50)
+    whole = ranked_adapter(LLAMA, {"layers.0.attn.q": 2, "layers.2.ffn.down": 2}, 0)
+    part = ranked_adapter(cfg, {"layers.0.attn.q": 1, "layers.0.attn.o": 4}, 1)
+    assert part["layers.0.attn.q.left"].shape < whole["layers.0.attn.q.left"].shape
+    for name, rank in RANKS.items():
+        expected = np.zeros(param_specs(LLAMA)[name].shape)
+        for adapter, scaling in ((whole, 0.5), (part, 2.0)):
+            if f"{name}.left" in adapter:
+                change = scaling * adapter[f"{name}.left"] @ adapter[f"{name}.right"]
+                expected[tuple(map(slice, change.shape))] += change
+        assert expected.any()
+        found = change_of(name, [(whole, 0.5), (part, 2.0)], rank)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [0, 1, 7])
+def test_ranks_of_the_adapters_come_first(more):
+    """The others are zeros, as is all of a parameter that no adapter changes."""
+    adapter, name = ranked_adapter(LLAMA, {"layers.0.attn.q": 2}, 2), "layers.0.attn.q"
+    left, right = summed_factors(name, param_specs(LLAMA)[name].shape, [(adapter, 1.0)], 2 + more)
+    np.testing.assert_array_equal(left[:2], np.moveaxis(adapter[f"{name}.left"], -1, 0))
+    np.testing.assert_array_equal(right[:2], adapter[f"{name}.right"])
+    assert not left[2:].any()
+    assert not right[2:].any()
+    assert not change_of("layers.0.attn.o", [(adapter, 1.0)], 2 + more).any()

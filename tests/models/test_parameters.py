@@ -19,7 +19,7 @@ from jaxllm.models.parameters import (
     param_specs,
     parameter_count,
 )
-from tests.models.configs import CAPACITY, CONFIGS, PLAIN, TOKENS, V, jit, params_of
+from tests.models.configs import CONFIGS, PLAIN, TOKENS, V, jit, params_of
 
 
 def test_specs_of_a_plain_model():
@@ -59,15 +59,6 @@ def test_specs_of_a_model_with_everything():
     }  # fmt: skip
     assert "head" not in specs
     assert "embed.positions" not in specs
-
-
-def test_specs_of_a_classic_model():
-    specs = param_specs(CONFIGS["classic"])
-    assert specs["embed.positions"] == ParamSpec((CAPACITY, 12), "vector")
-    assert specs["layers.1.attn.q"].shape == specs["layers.1.attn.k"].shape == (4, 6, 12)
-    assert "layers.0.ffn.gate" not in specs
-    assert "layers.0.ffn.gate_bias" not in specs
-    assert {"layers.0.attn_norm.bias", "layers.1.ffn_norm.bias", "final_norm.bias"} <= set(specs)
 
 
 def test_specs_of_a_model_with_experts():
@@ -158,14 +149,6 @@ def test_an_expert_starts_as_a_block_of_its_own():
     assert np.std(made["experts.gate"]) == pytest.approx(64**-0.5, rel=0.05)
     assert np.std(made["experts.down"]) == pytest.approx((2 * 2 * 96) ** -0.5, rel=0.05)
     assert np.std(made["router"]) == pytest.approx(64**-0.5, rel=0.2)
-
-
-def test_deeper_models_start_with_smaller_residuals():
-    def down(layers):
-        cfg = dataclasses.replace(PLAIN, layers=layers, attention_windows=())
-        return parameters.init_param(cfg, "layers.0.ffn.down", jax.random.key(0), jnp.float32)
-
-    np.testing.assert_allclose(down(9) * np.float32(3.0), down(1), rtol=1e-5)
 
 
 def test_initial_parameters_follow_the_key_and_the_dtype():

@@ -136,6 +136,9 @@ FORMS = ("float32", "bfloat16", "int8", "int4", "adapted")
     [
         *((name, form) for name in ("plain", "experts") for form in FORMS),
         *((name, form) for name in DEEP if name not in ("plain", "experts") for form in ("int8", "adapted")),
+        # Other types of storage, and experts of several widths.
+        *(("plain", form) for form in ("int2", "blocks", "own-product", "adapted-int8")),
+        ("experts", "experts-by-form"),
     ],
 )
 def test_every_kind_of_decoder_computes_the_same(name, form, monkeypatch):
@@ -145,35 +148,18 @@ def test_every_kind_of_decoder_computes_the_same(name, form, monkeypatch):
     same_as(known_states(name, form), cfg, by_stacking(params, cfg))
 
 
-@pytest.mark.parametrize("form", ["int2", "blocks", "own-product", "adapted-int8"])
-def test_every_storage_type_computes_the_same(form, monkeypatch):
-    fall_back(monkeypatch)
-    params = in_matrices(DEEP["plain"], functools.partial(stored, form))
-    same(DEEP["plain"], params, by_stacking(params, DEEP["plain"]))
-
-
-def test_experts_of_several_widths_compute_the_same(monkeypatch):
-    fall_back(monkeypatch)
-    cfg = DEEP["experts"]
-    params = in_matrices(cfg, functools.partial(stored, "experts-by-form"))
-    same(cfg, params, by_stacking(params, cfg))
-
-
 def test_a_product_by_blocks_computes_the_same(monkeypatch):
     """Of weights larger than a block, whose rows are taken from the stack."""
     fall_back(monkeypatch)
     monkeypatch.setattr("jaxllm.kernels.converted.BLOCK_BYTES", 100)
     # Of two layers: code for so many blocks takes long to compile.
     cfg = PLAIN
-    for form in ("int8", "int4", "bfloat16", "adapted-int8"):
+    for form in ("int4", "bfloat16", "adapted-int8"):
         params = in_matrices(cfg, functools.partial(stored, form))
         same(cfg, params, by_stacking(params, cfg))
 
 
-LEVEL_UNITS = {
-    "equal": [(1, 6)] * LAYERS,
-    "anchored": [(2, 10), (1, 6), (2, 10), (1, 6)],
-}
+LEVEL_UNITS = {"equal": [(1, 6)] * LAYERS, "anchored": [(2, 10), (1, 6), (2, 10), (1, 6)]}
 
 
 @pytest.mark.parametrize("units", LEVEL_UNITS)

@@ -22,17 +22,9 @@ from jaxllm.steps.model import prefill_chunk
 pytestmark = pytest.mark.skipif(not native.kernels().native, reason="XLA copies a prefix of units")
 
 CFG = ModelConfig(
-    model_type="llama",
-    vocab_size=64,
-    hidden_size=64,
-    layers=2,
-    heads=8,
-    kv_heads=4,
-    head_dim=16,
-    ffn_size=192,
-    window_tokens=32,
-    rope=RopeConfig(dim=16),
-)
+    model_type="llama", vocab_size=64, hidden_size=64, layers=2, heads=8, kv_heads=4, head_dim=16,
+    ffn_size=192, window_tokens=32, rope=RopeConfig(dim=16),
+)  # fmt: skip
 
 
 def blocked_params(cfg, bits):

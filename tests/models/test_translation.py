@@ -1,7 +1,10 @@
 """config.json of every architecture: defaults, both spellings of the rotary keys, unknown keys, refusals."""
 
 import copy
+import importlib.util
 import json
+import operator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +35,7 @@ def llama(**keys):
 
 # What a config has to say besides its model_type: without it the model has layers that are not implemented.
 _NEEDED = {
-    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0}
 }
 
 
@@ -231,10 +234,6 @@ def test_three_spellings_of_one_scaling():
     assert translate(new).rope == translate(old).rope == translate(oldest).rope == expected
 
 
-def test_whole_numbers_are_fine_where_a_fraction_could_be():
-    assert translate(llama(rope_theta=10000)) == translate(llama(rope_theta=10000.0))
-
-
 def test_yarn_defaults():
     yarn = {"rope_type": "yarn", "factor": 4.0}
     rope = translate(llama(max_position_embeddings=2048, rope_scaling=yarn)).rope
@@ -249,40 +248,19 @@ def test_yarn_defaults():
 
 def test_gemma3_spellings():
     base = {"model_type": "gemma3_text", "num_hidden_layers": 4}
-    new = translate(
-        {
-            **base,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-            },
-        }
-    )
-    old = translate(
-        {
-            **base,
-            "sliding_window_pattern": 2,
-            "rope_theta": 2e6,
-            "rope_local_base_freq": 2e4,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        }
-    )
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    ropes = {
+        "full_attention": {**scaling, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    layers = ["sliding_attention", "full_attention"] * 2
+    new = translate({**base, "layer_types": layers, "rope_parameters": ropes})
+    old_ropes = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": scaling}
+    old = translate({**base, "sliding_window_pattern": 2, **old_ropes})
     assert new == old
     assert old.attention_windows == (4096, 0, 4096, 0)
     assert old.layer_rope(1) == RopeConfig(dim=256, theta=2e6, kind="linear", factor=8.0)
     assert old.layer_rope(0) == RopeConfig(dim=256, theta=2e4)
-
-
-def test_qwen2_windows():
-    keys = {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 1}
-    assert translate(keys).attention_windows == (0, 0, 0)
-    assert translate({**keys, "use_sliding_window": True}).attention_windows == (0, 7, 7)
-
-
-def test_gemma2_windows_alternate():
-    cfg = translate({"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 9})
-    assert cfg.attention_windows == (9, 0, 9)
 
 
 @pytest.mark.slow
@@ -307,52 +285,6 @@ def test_old_spelling_of_what_transformers_writes(variant, tmp_path):
     assert translate(old) == translate(new)
 
 
-def test_qwen3_moe_layers():
-    keys = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 1}
-    assert translate(keys).sparse_layers == (True,) * 6
-    some = translate({**keys, "decoder_sparse_step": 2, "mlp_only_layers": [1, 4]})
-    assert some.sparse_layers == (False, False, False, True, False, True)
-    assert (some.ffn_size, some.expert_ffn_size) == (6144, 768)
-    assert not some.normalize_expert_weights
-    assert translate({**keys, "max_window_layers": 3}) == translate(keys)
-
-
-def test_qwen3_coder_as_its_authors_wrote_it():
-    """Qwen3-Coder-30B-A3B-Instruct."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1,
-        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-        "initializer_range": 0.02, "intermediate_size": 5472, "max_position_embeddings": 262144,
-        "max_window_layers": 28, "mlp_only_layers": [], "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
-        "output_router_logits": False, "qkv_bias": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 10000000, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0,
-        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "transformers_version": "4.52.3", "use_cache": True, "use_qk_norm": True,
-        "use_sliding_window": False, "vocab_size": 151936,
-    }  # fmt: skip
-    cfg = architecture("qwen3_moe").config_from_hf(config)
-    assert round(parameter_count(cfg) / 1e9, 1) == 30.5
-    with pytest.raises(ConfigError, match="use_qk_norm"):
-        architecture("qwen3_moe").config_from_hf({**config, "use_qk_norm": False})
-
-
-def test_gelu_of_gemma_is_the_approximation_by_tanh():
-    assert translate({"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_tanh"
-
-
-def test_stablelm_turns_a_quarter_of_each_head():
-    keys = {"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    ropes = [translate({**keys, **more}).rope for more in ({}, {"partial_rotary_factor": 0.5})]
-    assert [rope.dim for rope in ropes if rope is not None] == [8, 16]
-
-
-def test_residual_multiplier_is_folded():
-    cfg = translate({"model_type": "granite", "residual_multiplier": 0.5, "embedding_multiplier": 3.0})
-    assert (cfg.embed_scale, cfg.norm_eps, cfg.logit_scale) == (6.0, 4e-6, 1.0)
-
-
 def test_layers_without_rotary_embedding():
     cfg = translate({"model_type": "smollm3", "num_hidden_layers": 5})
     assert [cfg.layer_rope(layer) is None for layer in range(5)] == [False, False, False, True, False]
@@ -363,18 +295,103 @@ def test_layers_without_rotary_embedding():
     assert translate({**keys, "sliding_window": None}).rope_layers == ()
 
 
-def test_ministral3_grows_queries_by_default():
-    rope = translate({"model_type": "ministral3"}).rope
-    assert rope is not None
-    assert (rope.kind, rope.query_growth, rope.original_window_tokens) == ("yarn", 0.1, 16384)
+# What single keys mean
+
+_WINDOWS = {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 1}
+_EXPERTS = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 1}
+_HALVES = {"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
-def test_mixtral_defaults():
-    cfg = translate({"model_type": "mixtral"})
-    assert (cfg.experts, cfg.experts_per_token, cfg.expert_ffn_size) == (8, 2, cfg.ffn_size)
-    assert cfg.normalize_expert_weights
-    assert cfg.rope is not None
-    assert cfg.rope.theta == 1e6
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (_WINDOWS, {"attention_windows": (0, 0, 0)}),
+        ({**_WINDOWS, "use_sliding_window": True}, {"attention_windows": (0, 7, 7)}),
+        (
+            {"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 9},
+            {"attention_windows": (9, 0, 9)},
+        ),
+        (_EXPERTS, {"sparse_layers": (True,) * 6}),
+        ({**_EXPERTS, "max_window_layers": 3}, {"attention_windows": (0,) * 6}),
+        (
+            {**_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1, 4]},
+            {
+                "sparse_layers": (False, False, False, True, False, True), "ffn_size": 6144,
+                "expert_ffn_size": 768, "normalize_expert_weights": False,
+            },
+        ),
+        # The approximation by tanh.
+        ({"model_type": "gemma", "hidden_act": "gelu"}, {"activation": "gelu_tanh"}),
+        # A quarter of each head turns.
+        (_HALVES, {"rope.dim": 8}),
+        ({**_HALVES, "partial_rotary_factor": 0.5}, {"rope.dim": 16}),
+        (
+            {"model_type": "granite", "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+            {"embed_scale": 6.0, "norm_eps": 4e-6, "logit_scale": 1.0},
+        ),
+        (
+            {"model_type": "ministral3"},
+            {"rope.kind": "yarn", "rope.query_growth": 0.1, "rope.original_window_tokens": 16384},
+        ),
+        (
+            {"model_type": "mixtral"},
+            {
+                "experts": 8, "experts_per_token": 2, "expert_ffn_size": 14336, "ffn_size": 14336,
+                "normalize_expert_weights": True, "rope.theta": 1e6,
+            },
+        ),
+        # Where a fraction could be, a whole number is fine.
+        (llama(rope_theta=10000), {"rope.theta": 10000.0}),
+    ],
+)  # fmt: skip
+def test_what_keys_mean(config, fields):
+    cfg = translate(config)
+    assert {name: operator.attrgetter(name)(cfg) for name in fields} == fields
+
+
+# Configs as their authors publish them, with keys that the family's class does not read
+
+_PUBLISHED = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "max_window_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+# SmolLM3-3B.
+SMOLLM3 = {
+    **_PUBLISHED, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36, "bos_token_id": 128000,
+    "eos_token_id": 128012, "pad_token_id": 128004, "intermediate_size": 11008,
+    "max_position_embeddings": 65536, "mlp_bias": False, "no_rope_layer_interval": 4,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "pretraining_tp": 2, "rope_theta": 5000000.0,
+    "transformers_version": "4.54.0", "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+# Qwen3-Coder-30B-A3B-Instruct.
+QWEN3_CODER = {
+    **_PUBLISHED, "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "eos_token_id": 151645,
+    "head_dim": 128, "intermediate_size": 5472, "max_position_embeddings": 262144, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "output_router_logits": False, "qkv_bias": False, "rope_theta": 10000000, "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0, "tie_word_embeddings": False, "transformers_version": "4.52.3",
+    "use_qk_norm": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_published_configs():
+    cfg = translate(SMOLLM3)
+    assert (cfg.layers, cfg.rope.theta, cfg.rope_layers[:4]) == (36, 5e6, (True, True, True, False))
+    assert round(parameter_count(translate(QWEN3_CODER)) / 1e9, 1) == 30.5
+    refused({**QWEN3_CODER, "use_qk_norm": False}, "use_qk_norm")
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_no_family_reads_keys_of_another_time(model_type):
+    """They are ignored, as by the family's own class."""
+    pytest.importorskip("transformers")
+    modules = importlib.util.find_spec(f"transformers.models.{model_type.removesuffix('_text')}")
+    sources = [path.read_text() for path in Path(modules.origin).parent.glob("modeling_*.py")]
+    assert sources
+    assert not any("pretraining_tp" in source for source in sources)
 
 
 # Writing

@@ -9,8 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.special
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
 from jaxllm.nn.layers import (
@@ -38,26 +36,17 @@ EPS = 0.1  # large enough to tell whether it is inside the root
 
 @every_variant
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_rms_norm(dtype, variant):
-    x, scale = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1)
-    got = variant(rms_norm)(x, scale, EPS)
-    wide = x.astype(np.float64)
-    expected = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * scale
-    chex.assert_type(got, dtype)
-    room = 1e-5 if dtype == np.float32 else 2**-7
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
-
-
-@every_variant
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_layer_norm(dtype, variant):
+def test_norms(dtype, variant):
     x, scale, bias = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1), normal(8, seed=2)
-    got = variant(layer_norm)(x, scale, bias, EPS)
-    wide = x.astype(np.float64)
-    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + EPS)
+    wide, narrow = x.astype(np.float64), dtype != np.float32
+    by_root = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * scale
+    centred = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + EPS)
+    got = variant(rms_norm)(x, scale, EPS), variant(layer_norm)(x, scale, bias, EPS)
     chex.assert_type(got, dtype)
-    room = 1e-5 if dtype == np.float32 else 2**-6
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected * scale + bias, atol=room, rtol=room)
+    rms, layer = (np.asarray(each, np.float64) for each in got)
+    np.testing.assert_allclose(rms, by_root, rtol=2**-7 if narrow else 1e-5)
+    room = 2**-6 if narrow else 1e-5
+    np.testing.assert_allclose(layer, centred * scale + bias, atol=room, rtol=room)
 
 
 @every_variant
@@ -85,18 +74,6 @@ def test_activations(name, function, variant):
 
 
 # Rotary embedding
-
-
-def test_default_frequencies_by_hand():
-    got, factor = inverse_frequencies(RopeConfig(dim=4, theta=100.0))
-    np.testing.assert_allclose(got, [1.0, 0.1], rtol=1e-6)
-    assert got.dtype == np.float32
-    assert factor == 1.0
-
-
-def test_linear_frequencies_by_hand():
-    got, _ = inverse_frequencies(RopeConfig(dim=4, theta=100.0, kind="linear", factor=4.0))
-    np.testing.assert_allclose(got, [0.25, 0.025], rtol=1e-6)
 
 
 _SCALINGS = {
@@ -175,49 +152,6 @@ def test_rotate_treats_queries_and_keys_alike(variant):
         np.testing.assert_array_equal(got[:, :, :, g], turn(x[:, :, :, g], cos, sin))
 
 
-ROPES = {
-    "default": RopeConfig(dim=8),
-    "partial": RopeConfig(dim=4, theta=100.0),
-    "linear": RopeConfig(dim=8, kind="linear", factor=4.0),
-    "llama3": RopeConfig(dim=8, kind="llama3", factor=8.0, original_window_tokens=64),
-    "yarn": RopeConfig(dim=8, kind="yarn", factor=4.0, original_window_tokens=64, attention_factor=1.1),
-}
-
-
-@functools.cache
-def turn_of(name):
-    @jit
-    def turn(x, position):
-        return rotate(x, *rotary_cos_sin(position[None], ROPES[name]))
-
-    return lambda x, position: np.asarray(turn(x[None, None, None], np.int32(position)))[0, 0, 0]
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    name=st.sampled_from(list(ROPES)),
-    query=st.integers(0, 500),
-    key=st.integers(0, 500),
-    shift=st.integers(0, 500),
-)
-def test_scores_depend_on_distance_alone(name, query, key, shift):
-    turn = turn_of(name)
-    q, k = normal(8), normal(8, seed=1)
-    score = turn(q, query) @ turn(k, key)
-    shifted = turn(q, query + shift) @ turn(k, key + shift)
-    assert score == pytest.approx(shifted, abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ROPES)
-def test_scores_do_depend_on_distance(name):
-    turn = turn_of(name)
-    q, k = normal(8), normal(8, seed=1)
-    scores = [turn(q, 10) @ turn(k, key) for key in range(11)]
-    assert np.std(scores) > 0.1
-    norms = [np.linalg.norm(turn(q, position)) for position in (0, 3, 400)]
-    np.testing.assert_allclose(norms[1:], norms[0], rtol=1e-5)
-
-
 # Masks
 
 
@@ -284,16 +218,6 @@ def test_attention(kv_heads, group, softcap, variant):
     masks[1, :, 2] = True
     got = run(q, k, v, masks)
     np.testing.assert_allclose(got, naive_attention(q, k, v, masks, 0.7, softcap), atol=1e-5)
-
-
-def test_softcap_bounds_the_scores():
-    """With a tiny cap all scores are nearly equal, with a huge one they are as without it."""
-    q, k, v = 3 * normal(1, 1, 1, 1, 4), normal(1, 1, 6, 4, seed=1), normal(1, 1, 6, 4, seed=2)
-    mask = np.ones((1, 6), bool)
-    run = functools.partial(attend, q, k, v, mask, scale=1.0)
-    np.testing.assert_allclose(run(softcap=1e-4)[0, 0, 0, 0], v[0, 0].mean(0), atol=1e-3)
-    np.testing.assert_allclose(run(softcap=1e4), run(), atol=1e-4)
-    assert np.abs(run() - run(softcap=1e-4)).max() > 0.1
 
 
 def test_attention_in_bfloat16_over_a_float32_cache():

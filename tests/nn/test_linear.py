@@ -9,7 +9,8 @@ import pytest
 
 from jaxllm.kernels import converted
 from jaxllm.nn.linear import embed, from_units, to_units
-from jaxllm.quant import Bfloat16Bits, QArray, dequantize, quantize
+from jaxllm.quant import Bfloat16Bits, dequantize, quantize
+from tests.quant.plain import wide
 from tests.quick_jit import jit
 from tests.variants import every_variant
 
@@ -31,23 +32,6 @@ def stored(kind, weight, axis):
     return jax.tree.map(jnp.asarray, quantize(weight, bits=int(kind[-1]), axis=axis))
 
 
-def wide(weight):
-    """The weight that a stored one stands for, float64, without the code under test."""
-    if isinstance(weight, Bfloat16Bits):
-        return np.asarray(weight.bits).view(ml_dtypes.bfloat16).astype(np.float64)
-    if not isinstance(weight, QArray):
-        return np.asarray(weight).astype(np.float64)
-    levels = np.asarray(weight.data)
-    if weight.bits == 4:
-        halves = np.concatenate([levels & 15, levels >> 4], axis=-1)
-        levels = halves[..., : weight.columns].astype(np.float64) - 8
-    scale = np.asarray(weight.scale).astype(np.float64)
-    if weight.group:
-        scale = np.repeat(scale, weight.group, axis=weight.axis)
-        scale = np.take(scale, np.arange(weight.shape[weight.axis]), axis=weight.axis)
-    return levels * scale
-
-
 def assert_product(got, left, right, *, step=2e-6):
     """`got` is the matrix product `left @ right`, but for rounding: `step` of the sum of magnitudes."""
     expected = left @ right
@@ -57,13 +41,13 @@ def assert_product(got, left, right, *, step=2e-6):
     assert np.std(expected) > 0
 
 
-# Tiny weights take either path: converted whole, or by blocks of 4 rows.
+# Tiny weights take either path: converted whole, or by blocks of some rows, fewer than a group's or more.
 PATHS = [*(("whole", kind) for kind in KINDS), *(("blocks", kind) for kind in KINDS if kind != "f32")]
 
 
-def take(path, weight, dtype, monkeypatch):
+def take(path, weight, dtype, monkeypatch, rows=4):
     if path == "blocks":
-        monkeypatch.setattr(converted, "BLOCK_BYTES", 4 * weight.shape[-1] * np.dtype(dtype).itemsize)
+        monkeypatch.setattr(converted, "BLOCK_BYTES", rows * weight.shape[-1] * np.dtype(dtype).itemsize)
     assert converted.fits_one_block(weight, dtype) == (path == "whole")
 
 
@@ -86,12 +70,12 @@ def test_to_units(path, kind, shape, monkeypatch):
     np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
 
 
-# Rows per unit beyond a group of 32, not a multiple of it, nor of the block.
+# Rows per unit beyond a group of 32 and a block of 40: blocks overlap, and cut groups.
 @pytest.mark.parametrize("shape", [(70, 9), (3, 41, 5)], ids=["2d", "3d"])
 @pytest.mark.parametrize(("path", "kind"), PATHS)
 def test_from_units(path, kind, shape, monkeypatch):
     weight = stored(kind, normal(*shape), -2)
-    take(path, weight, np.float32, monkeypatch)
+    take(path, weight, np.float32, monkeypatch, rows=40)
     h, bias = normal(2, 3, *shape[:-1], seed=1), normal(shape[-1], seed=2)
     got, biased = plain_and_biased(from_units)(h, weight, bias)
     chex.assert_shape([got, biased], (2, 3, shape[-1]))
@@ -129,38 +113,9 @@ def test_embed(kind, dtype, variant):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
 
 
-# Blocks of the real size: none, a full one, one and a row, two and a row
+# Blocks of the real size
 
-BLOCK_ROWS = 256
-WIDTH = converted.BLOCK_BYTES // (4 * BLOCK_ROWS)
-AROUND_A_BLOCK = [*((kind, n) for kind in ("int8", "int4") for n in (255, 256, 257, 513)), ("bits", 257)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), AROUND_A_BLOCK)
-def test_rows_by_blocks(kind, count):
-    weight, x = stored(kind, normal(count, WIDTH), -1), normal(2, WIDTH, seed=1)
-    assert converted.fits_one_block(weight, jnp.dtype(jnp.float32)) == (count <= BLOCK_ROWS)
-    got = jit(converted.rows_product)(x, weight)
-    chex.assert_shape(got, (2, count))
-    assert_product(got, x.astype(np.float64), wide(weight).T)
-
-
-@pytest.mark.parametrize(("kind", "count"), AROUND_A_BLOCK)
-def test_reduction_by_blocks(kind, count):
-    """Rows that two blocks overlap count once, and groups that a block cuts keep their scales."""
-    weight, h = stored(kind, normal(count, WIDTH), -2), normal(2, count, seed=1)
-    got = jit(converted.reduction_product)(h, weight)
-    chex.assert_shape(got, (2, WIDTH))
-    assert_product(got, h.astype(np.float64), wide(weight))
-
-
-@pytest.mark.parametrize("count", [40, 257])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_stacked_reduction_by_blocks(kind, count):
-    weight, h = stored(kind, normal(3, count, WIDTH), -2), normal(2, 3, count, seed=1)
-    got = jit(converted.stacked_reduction_product)(h, weight)
-    assert_product(got, h.reshape(2, -1).astype(np.float64), wide(weight).reshape(-1, WIDTH))
+WIDTH = converted.BLOCK_BYTES // (4 * 256)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

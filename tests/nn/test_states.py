@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.kv.states import StateNodes, States
 from jaxllm.nn import states
-from jaxllm.nn.states import DeltaInputs, gated_delta_rule, short_convolution
+from jaxllm.nn.states import (
+    DeltaInputs,
+    after_path,
+    gated_delta_rule,
+    short_convolution,
+    tree_convolution,
+    tree_delta_rule,
+)
 from tests.nn.state_definitions import convolution, delta_rule
 from tests.quick_jit import jit
 
@@ -91,3 +99,74 @@ def test_convolutions_of_documents():
     ones = jnp.ones((1, 6, 1)), jnp.zeros((1, 2, 1)), jnp.ones((1, 3))
     out, _ = jit(short_convolution)(*ones, np.int32(6), starts)
     assert out[0, :, 0].tolist() == [1, 2, 1, 2, 3, 1]
+
+
+# Trees: nodes read what their own path gives, and only the accepted path stays
+
+
+# The nodes of each node's path; one more node is not there.
+PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4], [0, 2, 5], [0, 2, 5, 6]]
+NODES, ROOM = len(PATHS), len(PATHS) + 1
+TREE_HEADS, TREE_KEY, TREE_VALUE, CHANNELS, TAPS = 2, 3, 5, 4, 4
+
+
+def ancestors():
+    found = np.zeros((ROOM, ROOM), bool)
+    for node, path in enumerate(PATHS):
+        found[node, path] = True
+    return found
+
+
+def normal_of(*shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def delta_nodes():
+    nodes = DeltaInputs(
+        q=normal_of(1, ROOM, TREE_HEADS, TREE_KEY, seed=0),
+        k=normal_of(1, ROOM, TREE_HEADS, TREE_KEY, seed=1) / 2,
+        v=normal_of(1, ROOM, TREE_HEADS, TREE_VALUE, seed=2),
+        log_decay=-np.exp(normal_of(1, ROOM, TREE_HEADS, seed=3)),
+        correction=1 / (1 + np.exp(normal_of(1, ROOM, TREE_HEADS, seed=4))),
+    )
+    for each in jax.tree.leaves(nodes):
+        # As padding is masked.
+        each[:, NODES:] = 0
+    return nodes
+
+
+def along(nodes, path):
+    return jax.tree.map(lambda each: each[:, path], nodes)
+
+
+def test_nodes_read_their_own_paths():
+    x, before = normal_of(1, ROOM, CHANNELS, seed=5), normal_of(1, TAPS - 1, CHANNELS, seed=6)
+    # What products leave in padding may be anything.
+    x[:, NODES:] = np.nan
+    kernel, matrix = normal_of(CHANNELS, TAPS, seed=7), normal_of(1, TREE_HEADS, TREE_KEY, TREE_VALUE, seed=8)
+    convolved = jit(tree_convolution)(x, before, kernel, ancestors())
+    read = jit(tree_delta_rule)(delta_nodes(), matrix, ancestors())
+    for node, path in enumerate(PATHS):
+        expected = convolution(x[:, path], before, kernel)[:, -1]
+        assert np.abs(convolved[:, node] - expected).max() < 1e-5, f"node {node}"
+        expected = delta_rule(along(delta_nodes(), path), matrix)[0][:, -1]
+        assert np.abs(read[:, node] - expected).max() < 1e-5, f"node {node}"
+
+
+def test_the_accepted_path_stays():
+    layers, of = 3, delta_nodes()
+    inputs = normal_of(layers, 1, TAPS - 1, CHANNELS, seed=9)
+    matrix = normal_of(layers, 1, TREE_HEADS, TREE_KEY, TREE_VALUE, seed=10)
+    x = normal_of(layers, 1, ROOM, CHANNELS, seed=11)
+    every = [jnp.stack([each] * layers) for each in (of.k, of.v, of.log_decay, of.correction)]
+    states = States(jnp.asarray(inputs), jnp.asarray(matrix), StateNodes(jnp.asarray(x), *every))
+    for path in (PATHS[0], PATHS[-1]):
+        # Beyond the count stands anything.
+        padded = np.array([*path, *[4] * (ROOM - len(path))], np.int32)
+        after = jit(after_path)(states, padded, np.int32(len(path)))
+        assert after.nodes is None
+        for layer in range(layers):
+            _, expected = delta_rule(along(of, path), matrix[layer])
+            assert np.abs(after.matrix[layer] - expected).max() < 1e-5
+            window = np.concatenate([inputs[layer], x[layer][:, path]], axis=1)
+            assert np.array_equal(after.inputs[layer], window[:, -(TAPS - 1) :])

@@ -95,23 +95,15 @@ def test_padding_is_what_a_row_alone_does_not_have(tmp_path):
 def test_folders_of_transformers(name, head, keys, tmp_path):
     cfg = CONFIGS[name]
     theirs = {
-        "vocab_size": cfg.vocab_size,
-        "embedding_size": cfg.embedding_size,
-        "hidden_size": cfg.hidden_size,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
-        "intermediate_size": cfg.ffn_size,
-        "max_position_embeddings": cfg.window_tokens,
-        "use_bottleneck": cfg.bottleneck_size > 0,
-        "intra_bottleneck_size": cfg.bottleneck_size,
-        "use_bottleneck_attention": cfg.bottleneck_attention,
-        "key_query_shared_bottleneck": cfg.share_bottleneck,
-        "num_feedforward_networks": cfg.ffn_blocks,
-        "trigram_input": cfg.trigram_input,
+        "vocab_size": cfg.vocab_size, "embedding_size": cfg.embedding_size, "hidden_size": cfg.hidden_size,
+        "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.heads, "intermediate_size": cfg.ffn_size,
+        "max_position_embeddings": cfg.window_tokens, "use_bottleneck": cfg.bottleneck_size > 0,
+        "intra_bottleneck_size": cfg.bottleneck_size, "use_bottleneck_attention": cfg.bottleneck_attention,
+        "key_query_shared_bottleneck": cfg.share_bottleneck, "num_feedforward_networks": cfg.ffn_blocks,
+        "trigram_input": cfg.trigram_input, "layer_norm_eps": cfg.norm_eps,
         "normalization_type": "layer_norm" if cfg.norm == "layer" else "no_norm",
-        "layer_norm_eps": cfg.norm_eps,
         "type_vocab_size": cfg.type_vocab_size,
-    }
+    }  # fmt: skip
     with quiet():
         torch.manual_seed(0)
         model = getattr(transformers, f"MobileBert{head}")(

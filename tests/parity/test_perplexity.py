@@ -53,14 +53,18 @@ def test_whole_validation_text_to_four_digits(stories_folder, documents):
     assert f"{ours.perplexity:.4f}" == f"{expected:.4f}"
 
 
+@pytest.fixture(scope="module")
+def full(stories_folder, documents):
+    """The perplexity of some documents by the weights as they are."""
+    return perplexity(engine_at(stories_folder, "f32"), documents[:40]).perplexity
+
+
 # Bounds on the relative increase, from the formats' error: a sixteenth of a bit for 8-bit weights is
 # nothing, 16 levels on a model of 260 K parameters are felt.
 @pytest.mark.parametrize(
     ("weights", "bound"),
     [("bf16", 0.002), ("int8", 0.01), ("int4", 0.25), ("int4-min", 0.25), ("int4-all", 0.3)],
 )
-def test_narrow_weights_cost_little(stories_folder, documents, weights, bound):
-    some = documents[:40]
-    full = perplexity(engine_at(stories_folder, "f32"), some).perplexity
-    narrow = perplexity(engine_at(stories_folder, weights), some).perplexity
+def test_narrow_weights_cost_little(stories_folder, documents, full, weights, bound):
+    narrow = perplexity(engine_at(stories_folder, weights), documents[:40]).perplexity
     assert abs(narrow / full - 1) < bound

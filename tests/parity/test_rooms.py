@@ -1,7 +1,8 @@
 """Every family gives transformers' log-probabilities in every room that the table of families says it has.
 
 Each room has one law here, and each family one tiny random model (see `family`), whose compiled buckets its
-laws share. The daily suite has one family of each kind of layer; the others are a campaign (`make test-all`).
+laws share. The daily suite has every kind of layer in each room; the other families are a campaign
+(`make test-all`).
 TFLite's runtime has an environment of its own: its law is in `tests/export/test_families.py`.
 """
 
@@ -329,25 +330,47 @@ PAIRS = [
 ]
 
 
-def kind_of(name):
-    """The kind of a family's layers: families of one kind differ in numbers and names alone."""
+# Rooms whose own code attends, and hence has windows, sinks and relative positions of its own; and those that
+# have each kind of weight by itself.
+ATTENDING = ("memory", "integer prefill", "drafter", "contexts")
+WEIGHING = ("memory", "streamed weights", "levels", "experts apart", "adapters", "programs")
+
+
+def features_of(name, room):
+    """What a family's layers have, as far as a room has code of its own for it."""
     cfg = default_config(name)
-    states = None if cfg.states is None else cfg.states.kind
-    experts = bool(cfg.experts), bool(cfg.shared_expert_size), cfg.sink_logits
-    return cfg.encoder is None, states, cfg.mixed is None, *experts, cfg.norm, any(cfg.attention_windows)
+    whole = cfg.encoder is None
+    found = {"decoder": whole, "encoder": not whole, "mixed": cfg.mixed is not None}
+    found |= {f"{cfg.states and cfg.states.kind}": cfg.states is not None}
+    if room in WEIGHING:
+        found |= {"experts": cfg.experts, "shared": cfg.shared_expert_size, "capacity": cfg.expert_capacity}
+    if room in ("memory", "adapters"):
+        # Some matrices are stored as one, to which adapters are written.
+        found |= {"classic": whole and cfg.norm == "layer"}
+    if room == "drafter":
+        found |= {"experts": cfg.experts}
+    if room in ATTENDING:
+        found |= {"windows": any(cfg.attention_windows), "sinks": cfg.sink_logits}
+        found |= {"relative": cfg.relative_buckets}
+    return {feature for feature, there in found.items() if there}
 
 
-# (kind, room) -> the first such family, by name.
-DAILY = {
-    (kind_of(name), room): name
-    for name, room in [*((name, "memory") for name in sorted(ARCHITECTURES)), *PAIRS][::-1]
-}
+def families_of(room):
+    """The families that a room is tested with daily: by name, those that have what none before has."""
+    seen, found = set(), []
+    for name in sorted(ARCHITECTURES):
+        if room == "memory" or (name, room) in PAIRS:
+            found += [name] if features_of(name, room) - seen else []
+            seen |= features_of(name, room)
+    return found
+
+
+DAILY = {room: families_of(room) for room in ("memory", *LAWS)}
 
 
 def case(name, room, *more):
-    """A case of a family in a room; a campaign unless the family is the first of its kind there."""
-    daily = DAILY[kind_of(name), room] == name
-    return pytest.param(name, *more, marks=() if daily else pytest.mark.campaign)
+    """A case of a family in a room; a campaign unless it is tested there daily."""
+    return pytest.param(name, *more, marks=() if name in DAILY[room] else pytest.mark.campaign)
 
 
 @pytest.mark.parametrize(("family", "room"), [case(*pair, pair[1]) for pair in PAIRS], indirect=["family"])

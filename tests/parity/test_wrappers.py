@@ -83,46 +83,35 @@ def test_names_of_older_folders(case, tmp_path):
     np.testing.assert_array_equal(logits(tmp_path, tokens), logits(folder, tokens))
 
 
-def test_the_outer_tie_wins(case, tmp_path):
-    _, folder = case
-
-    def contradict(config):
-        config["text_config"]["tie_word_embeddings"] = not config["tie_word_embeddings"]
-
-    assert read_config(changed(folder, tmp_path / "other", contradict)) == read_config(folder)
-
-
-def test_unknown_text_model_is_refused_by_name(case, tmp_path):
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_5_moe"], indirect=True)
+def test_ties_keys_and_shapes_that_disagree(case, tmp_path):
+    """Of the outer config and the text model's the outer tie wins; all else is refused by name."""
     model_type, folder = case
-    with pytest.raises(ConfigError, match=f"{model_type} with the text model 'mamba' is not supported"):
-        read_config(
-            changed(folder, tmp_path / "x", lambda config: config["text_config"].update(model_type="mamba"))
-        )
-    with pytest.raises(ConfigError, match="'text_config' must be"):
-        read_config(changed(folder, tmp_path / "y", lambda config: config.update(text_config=[])))
-    with pytest.raises(ConfigError, match=r"'llava', with the text model .* is not supported.*smolvlm"):
-        read_config(changed(folder, tmp_path / "z", lambda config: config.update(model_type="llava")))
-    with pytest.raises(ConfigError, match=r"\[1\], with the text model .* is not supported"):
-        read_config(changed(folder, tmp_path / "w", lambda config: config.update(model_type=[1])))
+    config = json.loads((folder / "config.json").read_text())
+    tied = {"tie_word_embeddings": not config["tie_word_embeddings"]}
+    other = changed(folder, tmp_path / "tie", lambda config: config["text_config"].update(tied))
+    assert read_config(other) == read_config(folder)
+    for number, (section, key, value, match) in enumerate((
+        ("text_config", "model_type", "mamba", f"{model_type} with the text model 'mamba' is not supported"),
+        ("", "text_config", [], "'text_config' must be"),
+        ("", "model_type", "llava", r"'llava', with the text model .* is not supported.*smolvlm"),
+        ("", "model_type", [1], r"\[1\], with the text model .* is not supported"),
+        ("", "new_thing", 3, "'new_thing'"),
+        ("text_config", "new_thing", 3, r"--ignore-config-key text_config\.new_thing"),
+    )):  # fmt: skip
 
+        def change(config, section=section, key=key, value=value):
+            (config[section] if section else config)[key] = value
 
-def test_unknown_keys_are_named_with_their_section(case, tmp_path):
-    _, folder = case
-    other = changed(folder, tmp_path / "x", lambda config: config["text_config"].update(new_thing=3))
-    with pytest.raises(ConfigError, match=r"--ignore-config-key text_config\.new_thing"):
-        read_config(other)
+        with pytest.raises(ConfigError, match=match):
+            read_config(changed(folder, tmp_path / str(number), change))
+    other = changed(folder, tmp_path / "key", lambda config: config["text_config"].update(new_thing=3))
     assert read_config(other, ignore_keys=["text_config.new_thing"]) == read_config(folder)
-    with pytest.raises(ConfigError, match="'new_thing'"):
-        read_config(changed(folder, tmp_path / "y", lambda config: config.update(new_thing=3)))
-
-
-def test_shapes_that_disagree_and_foreign_tensors(case, tmp_path):
-    model_type, folder = case
     size = {"moe_intermediate_size" if "moe" in model_type else "intermediate_size": 40}
-    other = changed(folder, tmp_path / "x", lambda config: config["text_config"].update(size))
+    other = changed(folder, tmp_path / "size", lambda config: config["text_config"].update(size))
     with pytest.raises(CheckpointError, match=r"shape .* implies"):
         read_params(other, read_config(other))
-    more = changed(folder, tmp_path / "y", lambda config: None)
+    more = changed(folder, tmp_path / "more", lambda config: None)
     stored = load_file(more / "model.safetensors")
     save_file({**stored, "audio_tower.weight": np.zeros(2, np.float32)}, more / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds audio_tower\.weight"):

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.quant import (
+    Adapted,
     Bfloat16Bits,
     BlockedArray,
+    contracted_rows,
     dequantize,
     embedding_rows,
     from_blocks,
@@ -23,6 +25,8 @@ from jaxllm.quant import (
     to_blocks,
     unpack_int4,
 )
+from tests.kernels.drawing import WIDTHS as KERNEL_WIDTHS
+from tests.kernels.drawing import weight_of as drawn_weight
 from tests.quant.plain import wide
 from tests.quick_jit import jit
 from tests.variants import every_variant
@@ -66,15 +70,6 @@ def test_unpacking_undoes_packing(data):
     chex.assert_shape(packed, (1, 2, packed_columns(columns)))
     chex.assert_type(packed, np.uint8)
     np.testing.assert_array_equal(unpack_jit(packed, columns, jnp.dtype(jnp.int32)), values)
-
-
-@every_variant
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-def test_unpacked_dtype(dtype, variant):
-    values = np.random.default_rng(0).integers(-8, 8, (2, 3, 65)).astype(np.int8)
-    got = variant(unpack_int4, static_argnums=(1, 2))(pack_int4(values), 65, jnp.dtype(dtype))
-    chex.assert_type(got, dtype)
-    np.testing.assert_array_equal(np.asarray(got, np.float64), values)
 
 
 # Whole
@@ -175,18 +170,13 @@ def test_prefix_of_units_is_prefix_of_the_whole(bits, group, axis, units, form):
     np.testing.assert_array_equal(wide(part), wide(weight)[:units])
     if units == 33:  # Each is a compilation.
         np.testing.assert_allclose(dequantize_jit(part, F32), wide(weight)[:units], rtol=1e-6)
-
-
-@every_form
-@pytest.mark.parametrize("axis", [-1, -2])
-@every_width
-def test_prefix_of_a_stack_of_units(bits, group, axis, form):
-    weight = form(quantize(normal((3, 40, 9)), bits=bits, axis=axis, group=group))
-    for units in (1, 2, 3):
-        part = take_units(weight, units)
-        chex.assert_shape(part, (units, 40, 9))
-        np.testing.assert_array_equal(wide(part), wide(weight)[:units])
-    np.testing.assert_allclose(dequantize_jit(take_units(weight, 2), F32), wide(weight)[:2], rtol=1e-6)
+        # Of a stack, whose units are matrices.
+        stack = form(quantize(normal((3, 40, 9)), bits=bits, axis=axis, group=group))
+        for count in (1, 2, 3):
+            part = take_units(stack, count)
+            chex.assert_shape(part, (count, 40, 9))
+            np.testing.assert_array_equal(wide(part), wide(stack)[:count])
+        np.testing.assert_allclose(dequantize_jit(take_units(stack, 2), F32), wide(stack)[:2], rtol=1e-6)
 
 
 def test_prefix_of_floats():
@@ -222,3 +212,42 @@ def test_units_that_are_not_there_are_refused(count, form):
     weight = form(quantize(normal((5, 40)), bits=8, axis=-1))
     with pytest.raises(ConfigError, match=f"5 units has no first {count}"):
         take_units(weight, count)
+
+
+# Rows by the inputs that they are multiplied with
+
+INDEX = np.array([0, 31, 32, 63, 64, 99, 5, 5], np.int32)
+
+
+def contracted(weight, *, last: bool) -> np.ndarray:
+    dense = np.asarray(dequantize(weight, jnp.float32)).reshape(-1, weight.shape[-1])
+    return (dense.T if last else dense)[INDEX]
+
+
+@pytest.mark.slow
+@every_variant
+@pytest.mark.parametrize("width", KERNEL_WIDTHS, ids=str)
+def test_contracted_rows_of_blocks(width, variant):
+    draw, rows = np.random.default_rng(0), variant(contracted_rows, static_argnames="last")
+    for shape, axis in (((37, 100), -1), ((3, 11, 100), -1), ((100, 37), -2), ((4, 25, 37), -2)):
+        weight, last = drawn_weight(draw, shape, width, axis), axis == -1
+        got = rows(weight, INDEX, last=last)
+        chex.assert_type(got, jnp.float32)
+        np.testing.assert_array_equal(got, contracted(weight, last=last))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_contracted_rows_of_other_forms(bits):
+    draw = np.random.default_rng(0)
+    out, back = draw.normal(size=(3, 11, 100)), draw.normal(size=(4, 25, 37))
+    forms = [(jnp.asarray(out, jnp.float32), True), (jnp.asarray(back, jnp.float32), False)]
+    forms += [(quantize(out, bits=bits, axis=-1), True), (quantize(back, bits=bits, axis=-2), False)]
+    for weight, last in forms:
+        np.testing.assert_array_equal(
+            contracted_rows(weight, INDEX, last=last), contracted(weight, last=last)
+        )
+    # What an adapter changes is no business of the weight's rows.
+    base, left, right = forms[0][0], jnp.ones((1, 3, 11)), jnp.ones((1, 100))
+    np.testing.assert_array_equal(
+        contracted_rows(Adapted(base, left, right), INDEX, last=True), contracted(base, last=True)
+    )

@@ -9,14 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.speculation.tree import (
-    TokenTree,
-    accepted_nodes,
-    add_nodes,
-    deepest,
-    new_tree,
-    path_to,
-)
+from jaxllm.sampling import Sampling, sample, sampler_state
+from jaxllm.speculation.tree import accepted_nodes, add_nodes, choices, deepest, new_tree, path_to
 from tests.variants import every_variant
 
 ROOM = 12
@@ -45,13 +39,6 @@ def walk(parents, node):
     while path[-1]:
         path.append(parents[path[-1] - 1])
     return path[::-1]
-
-
-def test_a_tree_has_room_for_its_nodes():
-    tree = tree_of([0, 0, 1])
-    chex.assert_shape([tree.tokens, tree.parents, tree.depths, tree.confidences], DIMS["M"])
-    chex.assert_shape([tree.ancestors, tree.count], [DIMS["MM"], ()])
-    chex.assert_trees_all_equal_shapes_and_dtypes(tree, new_tree(jnp.int32(7), ROOM))
 
 
 @every_variant
@@ -123,15 +110,37 @@ def test_what_is_not_wanted_or_has_no_room_is_left_out(variant):
         new_tree(jnp.int32(0), 0)
 
 
-def test_one_graph_serves_all_trees():
-    chex.clear_trace_counter()
+# What is accepted: plain decoding's own answer, or tokens of the target's distribution
 
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def run(tree):
-        return tree.ancestors
 
-    for parents in ([0], [0, 1, 2], [0, 0, 0, 0]):
-        tree = tree_of(parents)
-        assert isinstance(tree, TokenTree)
-        np.testing.assert_array_equal(run(tree), tree.ancestors)
+VOCAB, ACCEPTED_ROOM = 9, 8
+PARENTS = [0, 0, 1, 1, 3, 2]
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "penalized": Sampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.4),
+    "drawn": Sampling(temperature=0.8, top_p=0.9),
+    "both": Sampling(temperature=1.2, top_k=6, repetition_penalty=1.5, frequency_penalty=0.3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_every_node_is_followed_by_what_plain_decoding_says_there(sampling):
+    draw = np.random.default_rng(0)
+    tokens = [3, 3, 1, 5, 3, 2]
+    tree, one = tree_of(PARENTS, tokens, room=ACCEPTED_ROOM), jax.jit(sample)
+    logits = draw.normal(size=(ACCEPTED_ROOM, VOCAB)).astype(np.float32) * 2
+    state = sampler_state(sampling, [3, 4], VOCAB, seed=11)
+    # The answer so far: two tokens, of which the root is the last.
+    for said in ([0.0] * 7 + [9.0, 0.0], [0.0, 0.0, 0.0, 9.0] + [0.0] * 5):
+        _, state = one(jnp.asarray([said], jnp.float32), state)
+    found = jax.jit(choices)(tree, logits, state)
+    chex.assert_shape(found, (ACCEPTED_ROOM,))
+    chex.assert_type(found, jnp.int32)
+    for node in range(len(PARENTS) + 1):
+        after = state
+        for child in walk(PARENTS, node)[1:]:
+            forced = np.full((1, VOCAB), -1e9, np.float32)
+            forced[0, tokens[child - 1]] = 1e9
+            _, after = one(jnp.asarray(forced), after)
+        assert int(found[node]) == int(one(logits[node : node + 1], after)[0][0]), node

@@ -40,16 +40,6 @@ def library(
     return tokenizer
 
 
-def test_a_message_cannot_forge_turns():
-    ids = of(CHATML, said(FORGED))
-    honest = of(CHATML, said("A, then B, then C"))
-    for token in (BEGIN, END):
-        assert ids.count(token) == honest.count(token)
-    tokenizer = with_template(CHATML)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(said(FORGED))
-    assert tokenizer.decode(ids).count(FORGED) == 1
-
-
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, GEMMA, MISTRAL, TOOLS])
 @pytest.mark.parametrize("word", ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"])
 def test_no_template_lets_a_message_spell_a_special_token(template: str, word: str):

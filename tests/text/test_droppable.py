@@ -138,8 +138,7 @@ def test_a_template_that_is_not_understood_forces_everything():
         tiny_tokenizer(), chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     )
     twice = dataclasses.replace(
-        tiny_tokenizer(),
-        chat_template="{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}",
+        tiny_tokenizer(), chat_template="{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}"
     )
     example = TaskExample(user="made well", answer="")
     for files in (upper, twice):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxllm.errors import ConfigError, TemplateError
+from jaxllm.errors import CheckpointError, ConfigError, TemplateError
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
@@ -144,15 +144,6 @@ def test_a_template_is_compiled_when_asked_and_a_broken_one_is_told_of_when_it_i
     assert broken.encode("hi") == TOKENIZER.encode("hi")
 
 
-def test_facts() -> None:
-    assert TOKENIZER.vocab_size == 261
-    assert TOKENIZER.eos_ids == (257, 260)
-    assert TOKENIZER.bos_id == 256
-    assert TOKENIZER.files is FILES
-    assert not TOKENIZER.has_chat_template
-    assert with_template("x").has_chat_template
-
-
 def test_the_vocabulary_size_counts_up_to_the_highest_id() -> None:
     """Ids may have gaps: a model's rows must cover the highest one."""
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
@@ -266,12 +257,6 @@ def test_most_chats_render() -> None:
         "<s>[INST] Hi[/INST] Hello!</s>[INST] Bye[/INST]"
     )
     assert with_template(GEMMA).render_chat(CHATS["three turns"]).count("<start_of_turn>") == 4
-
-
-def test_special_tokens_of_a_chat_are_single_ids() -> None:
-    ids = with_template(CHATML).encode_chat(CHATS["three turns"])
-    assert ids.count(259) == 5  # <|im_start|> of the system, three turns and the answer
-    assert 256 not in ids  # the template writes no begin token, so there is none
 
 
 def test_the_time_must_be_given_to_a_template_that_asks() -> None:
@@ -391,3 +376,95 @@ def test_tools_reach_the_template_and_spell_no_special_token() -> None:
 def test_tools_are_refused_where_the_template_knows_none() -> None:
     with pytest.raises(ConfigError, match="knows no tools"):
         with_template(CHATML).encode_chat([{"role": "user", "content": "hi"}], tools=[{"type": "function"}])
+
+
+# Files of tokenizers: as JSON and back; malformed ones are refused
+
+
+def test_files_survive_json() -> None:
+    for files in (FILES, TokenizerFiles(tokenizer_json="{}"), dataclasses.replace(FILES, chat_template="é")):
+        again = TokenizerFiles.from_json(json.loads(json.dumps(files.to_json())))
+        assert again == files
+        assert hash(again) == hash(files)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokenizer_json": 5}, "tokenizer_json must be text, got 5"),
+        ({"tokenizer_json": None}, "tokenizer_json must be text"),
+        ({"chat_template": ["x"]}, "chat_template must be text or null"),
+        ({"special": {"bos_token": 1}}, "special must be a map"),
+        ({"special": ["bos_token"]}, "special must be a map"),
+        ({"eos_ids": 2}, "eos_ids must be token ids"),
+        ({"eos_ids": [-1]}, "eos_ids must be token ids"),
+        ({"eos_ids": [True]}, "eos_ids must be token ids"),
+        ({"eos_ids": ["2"]}, "eos_ids must be token ids"),
+        ({"bos_id": 1 << 31}, "bos_id must be null or a token id"),
+        ({"bos_id": 1.0}, "bos_id must be null or a token id"),
+        ({"tasks": ["do:"]}, "tasks must be a map from names to texts"),
+        ({"tasks": {"do": " "}}, "tasks must be a map from names to texts"),
+        ({"task_prefixes": "do:"}, "malformed tokenizer: .*task_prefixes"),
+        ({"task_prefixes": [""]}, "tasks must be a map from names to texts"),
+        ({"sampling": {"seed": 1}}, "sampling must be a map from some of temperature"),
+        ({"sampling": {"top_p": "x"}}, "the model's own sampling cannot be used: top_p"),
+        ({"surprise": 1}, "malformed tokenizer: .*surprise"),
+    ],
+)
+def test_malformed_files(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        TokenizerFiles.from_json({**FILES.to_json(), **change})
+
+
+@pytest.mark.parametrize("data", [None, [], "x", {}, {"chat_template": "x"}])
+def test_no_files(data: Any) -> None:
+    with pytest.raises(CheckpointError):
+        TokenizerFiles.from_json(data)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": 5}', "null", "\0"])
+def test_no_tokenizer(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^malformed tokenizer.json: [^\n]+$"):
+        Tokenizer(TokenizerFiles(tokenizer_json=text))
+
+
+# Prompts that end within an assistant's last message, which the answer continues
+
+
+@pytest.mark.parametrize("template", [LLAMA3, CHATML, GEMMA, MISTRAL])
+def test_an_assistants_last_message_is_continued_as_transformers_does(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    peer = transformers.PreTrainedTokenizerFast(tokenizer_object=LIBRARY, **FILES.special)
+    clock = type("Clock", (), {"now": staticmethod(lambda: NOW)})
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+    said = [*CHATS["three turns"], {"role": "assistant", "content": "Once <s> upon"}]
+    expected = peer.apply_chat_template(
+        said, chat_template=template, continue_final_message=True, tokenize=False
+    )
+    tokenizer = with_template(template)
+    assert tokenizer.render_chat(said, now=NOW) == expected
+    # No message spells a special token, this one neither.
+    ids = tokenizer.encode_chat(said, now=NOW)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+    assert max(ids[-len("Once <s> upon") :]) < LIBRARY.token_to_id("<s>")
+    closed = tokenizer.render_chat(said, continue_final=False, now=NOW)
+    assert closed.startswith(expected)
+    assert len(closed) > len(expected)
+    spaced = tokenizer.render_chat([*said[:-1], {**said[-1], "content": "Once "}], now=NOW)
+    assert spaced == expected.replace("Once <s> upon", "Once ")
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "part"),
+    [
+        (CHATML, {"role": "user", "content": "Hi"}, "the last message is none: it is of 'user'"),
+        (CHATML, {"role": "assistant", "content": "", "tool_calls": [{}]}, "send their results"),
+        (CHATML, {"role": "assistant", "content": 5}, "a text or a list of parts"),
+        ("{{ messages[0].content }}", {"role": "assistant", "content": "Hi"}, "does not write the text"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(template: str, last: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        with_template(template).encode_chat([CHATS["system"][1], last], continue_final=True)

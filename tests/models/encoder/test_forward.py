@@ -100,19 +100,6 @@ def test_no_mask_means_all_are_real():
     np.testing.assert_array_equal(got, expected)
 
 
-def test_layers_apart():
-    cfg, params, mask = MOBILE, params_of(MOBILE), front_mask([5, 2, 7], COUNT)
-    top = {f"top.{name}" if name.startswith("layers.1.") else name: params[name] for name in params}
-
-    @jit
-    def apart(params):
-        hidden = embed_tokens(params, TOKENS, mask, cfg=cfg)
-        hidden = encode_layers(params, hidden, mask, cfg=cfg, layers=range(0, 1))
-        return encode_layers(params, hidden, mask, cfg=cfg, layers=range(1, 2), prefix="top.")
-
-    np.testing.assert_allclose(apart(top), encoder_of(cfg)(params, TOKENS, mask), atol=1e-5)
-
-
 def test_the_first_tokens_alone(cfg):
     """What is computed for them is what they have among all."""
     params, mask = params_of(cfg), front_mask([COUNT, 3, 1], COUNT)
@@ -126,15 +113,6 @@ def test_the_first_tokens_alone(cfg):
     whole, first, untouched = both(params)
     chex.assert_shape([whole, first, untouched], [(3, count, cfg.hidden_size) for count in (COUNT, 1, 2)])
     np.testing.assert_allclose(first, whole[:, :1], atol=1e-4)
-
-
-def test_types_choose_a_row():
-    cfg, tokens = CONFIGS["no-projection"], tokens_of(CONFIGS["no-projection"], 2, 4)
-    params = params_of(cfg)
-    types = np.int32([[0, 1, 2, 2], [1, 1, 0, 2]])
-    got = jit(functools.partial(embed_tokens, cfg=cfg))(params, tokens, types=types)
-    x = params["embed.tokens"][tokens] + params["embed.positions"][:4] + params["embed.types"][types]
-    np.testing.assert_allclose(got, x * params["embed.norm.scale"] + params["embed.norm.bias"], atol=1e-6)
 
 
 def test_bfloat16_activations():
