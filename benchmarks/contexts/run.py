@@ -12,20 +12,17 @@ Two contexts are called in turns: the first when all that the calls before left 
 done, so that its switch is the switch itself; the second at once, while chunks of the first are encoded.
 
 Makes rows of switches: times to switch and to keep a context, and how many contexts a limit allows.
-
-Draws switching over the number of contexts, ablations, sizes of chunks, and quality.
 """
 
 import dataclasses
+import functools
 import itertools
-import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -41,9 +38,11 @@ from benchmarks.contexts.switching import (
     System,
     random_tokens,
 )
+from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import Device
 from benchmarks.harness.memory import array_bytes
-from benchmarks.harness.report import OURS, Row, check_plot, compared, label_bars
+from benchmarks.harness.plan import silent, unheard
+from benchmarks.harness.report import OURS, Row, compared
 from jaxllm.bundle import WeightFormat
 from jaxllm.errors import BudgetExceeded
 from jaxllm.kernels import native
@@ -63,8 +62,8 @@ def run(
     model: Path,
     weights: WeightFormat | None,
     plan: Plan,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
 ) -> list[Row]:
     """Measures all that is timed.
 
@@ -263,7 +262,7 @@ def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[
     rows = []
     for metric, rates in (("prefill_tokens_per_s", prefill), ("decode_tokens_per_s", decode)):
         values = {name: statistics.median(each) for name, each in rates.items()}
-        rows += compared(values, ours=OURS, case="answering in a context", metric=metric, unit="tokens/s")
+        rows += compared("answering in a context", metric, values)
     return rows
 
 
@@ -398,24 +397,16 @@ def _rows(case: str, times: dict[str, _Times]) -> list[Row]:
     ):
         values = {name: statistics.median(getattr(each, of)) for name, each in contexts.items()}
         notes = dict.fromkeys(values, note)
-        rows += compared(
-            values, ours=OURS, case=case, metric=metric, unit="ms", notes=notes, lower_is_better=True
-        )
+        rows += compared(case, metric, values, notes)
     sizes = {name: float(each.bytes) for name, each in contexts.items()}
     shares = {name: each.bytes / each.least_bytes for name, each in contexts.items()}
     taken = "chunks, and pages of the cache that are there, before the call's tokens are encoded"
     beside = "the same, by the bytes of chunks as they are stored and of the rows of tokens behind them"
-    for values, metric, unit, note in (
-        (sizes, "context_bytes", "bytes", taken),
-        (shares, "context_bytes_share", "times", beside),
-    ):
-        notes = dict.fromkeys(values, note)
-        rows += compared(
-            values, ours=OURS, case=case, metric=metric, unit=unit, notes=notes, lower_is_better=True
-        )
+    rows += compared(case, "context_bytes", sizes, dict.fromkeys(sizes, taken))
+    rows += compared(case, "context_bytes_share", shares, dict.fromkeys(shares, beside))
     for metric, of in (("prefill_tokens_per_s", "prefill"), ("decode_tokens_per_s", "decode")):
         rates = {name: statistics.median(getattr(each, of)) for name, each in times.items()}
-        rows += compared(rates, ours=OURS, case=case, metric=metric, unit="tokens/s")
+        rows += compared(case, metric, rates)
     return rows
 
 
@@ -433,47 +424,39 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
             each.caching, "nothing on storage"
         )
         notes[name] = f"{each.note}; {how}"
-    first = "restores the context, and computes the new turn and the tokens that are in no whole chunk"
     kept = "makes room for the call's tokens, encodes and stores them"
-    flushed = f"{kept}; every system flushes them: what a call said is safe from a power cut when it ends"
-    finish = {name: (each.mean_finish_ms, each.mean_flush_ms) for name, each in found.items()}
-    joules = {name: each.joules for name, each in found.items() if each.joules is not None}
-    energy = "of all processor packages, from a call's switch until the next call"
-    return [
-        *compared(
-            {name: each.mean_ms for name, each in found.items()},
-            ours=OURS, case=case, metric="switch_ms", unit="ms", notes=notes, lower_is_better=True,
+    measured: list[tuple[str, Callable[[Switches], float | None], str]] = [
+        (
+            "ttft_ms",
+            lambda each: each.mean_ttft_ms,
+            "restores the context, and computes the new turn and the tokens that are in no whole chunk",
         ),
-        *compared(
-            {name: each.mean_ttft_ms for name, each in found.items()},
-            ours=OURS, case=case, metric="ttft_ms", unit="ms", notes=dict.fromkeys(found, first),
-            lower_is_better=True,
+        (
+            "finish_ms",
+            lambda each: each.mean_finish_ms,
+            f"{kept}; every system flushes them: what a call said is safe from a power cut when it ends",
         ),
-        *compared(
-            {name: whole for name, (whole, _) in finish.items()},
-            ours=OURS, case=case, metric="finish_ms", unit="ms", notes=dict.fromkeys(found, flushed),
-            lower_is_better=True,
+        (
+            "finish_unflushed_ms",
+            lambda each: max(0.0, each.mean_finish_ms - each.mean_flush_ms),
+            f"{kept}, without the time of flushes",
         ),
-        *compared(
-            {name: max(0.0, whole - flush) for name, (whole, flush) in finish.items()},
-            ours=OURS, case=case, metric="finish_unflushed_ms", unit="ms",
-            notes=dict.fromkeys(found, f"{kept}, without the time of flushes"), lower_is_better=True,
+        (
+            "switch_and_finish_ms",
+            lambda each: each.mean_ms + each.mean_finish_ms,
+            "all that keeping contexts adds to a call, flushes included",
         ),
-        *compared(
-            {name: each.mean_ms + each.mean_finish_ms for name, each in found.items()},
-            ours=OURS, case=case, metric="switch_and_finish_ms", unit="ms",
-            notes=dict.fromkeys(found, "all that keeping contexts adds to a call, flushes included"),
-            lower_is_better=True,
+        (
+            "joules_per_call",
+            lambda each: each.joules,
+            "of all processor packages, from a call's switch until the next call",
         ),
-        *(
-            compared(
-                joules, ours=OURS, case=case, metric="joules_per_call", unit="J",
-                notes=dict.fromkeys(joules, energy), lower_is_better=True,
-            )
-            if joules
-            else ()
-        ),
-    ]  # fmt: skip
+    ]
+    rows = compared(case, "switch_ms", {name: each.mean_ms for name, each in found.items()}, notes)
+    for metric, of, note in measured:
+        values = {name: value for name, each in found.items() if (value := of(each)) is not None}
+        rows += compared(case, metric, values, dict.fromkeys(values, note)) if values else []
+    return rows
 
 
 def most_contexts(
@@ -497,78 +480,26 @@ def most_contexts(
         most[system] = tried[passed - 1] if passed else 0
     note = f"tried: {', '.join(map(str, tried))}"
     metric = f"contexts_within_{limit_ms:.0f}_ms"
-    rows = [
-        Row(
-            case=case, system=OURS, metric=metric, value=most[OURS], unit="contexts", baseline=system,
-            ratio=most[OURS] / most[system] if most[system] else None, note=note,
+    return compared(case, metric, most, dict.fromkeys(most, note))
+
+
+_SWITCH = "mean switch (ms)"
+# Switching over the number of contexts, ablations, sizes of chunks, and quality.
+FIGURES = (
+    Figure(
+        name="switch", metric="switch_ms", up=_SWITCH, across="active contexts", log=True,
+        case=r"(?P<of>\w+), (?P<x>\d+) contexts in [\d.]+ MB, (?P<of_2>.+)",
+    ),
+    Figure(name="ablation", metric="switch_ms", case="ablation: (?P<x>.+)", up=_SWITCH, kind="bars"),
+    Figure(name="chunk_size", metric="switch_ms", case="chunk size: (?P<x>.+)", up=_SWITCH, kind="bars"),
+    *(
+        # Of density differences are in notes, far smaller than what bars show.
+        Figure(name=metric, metric=metric, case="(?!density)(?P<x>.+)", up=up, kind="bars")
+        for metric, up in (
+            ("perplexity", "perplexity"),
+            ("accuracy", "right answers (share)"),
+            ("recall", "likelihood that a stored chunk adds to its rest (nats per token)"),
         )
-        for system in systems
-        if system != OURS
-    ]  # fmt: skip
-    return rows + [
-        Row(case=case, system=system, metric=metric, value=most[system], unit="contexts", note=note)
-        for system in systems
-        if system != OURS
-    ]
-
-
-_CELL = re.compile(r"(?P<pattern>\w+), (?P<contexts>\d+) contexts in (?P<budget>[\d.]+ MB), (?P<device>.+)$")
-_BARS = {
-    "ablation": "mean switch (ms)",
-    "chunk size": "mean switch (ms)",
-    "perplexity": "perplexity",
-    "accuracy": "right answers (share)",
-    "recall": "likelihood that a stored chunk adds to its rest (nats per token)",
-}
-
-
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws the figures that the rows allow into a folder, a PNG each."""
-    check_plot(folder)
-    import matplotlib.pyplot as plt
-
-    def saved(name: str, figure: Any) -> None:
-        figure.savefig(folder / f"contexts_{name}.png", dpi=150)
-        plt.close(figure)
-
-    for (pattern, device), lines in _lines(rows).items():
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for system, points in lines.items():
-            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
-        axes.set_xlabel("active contexts")
-        axes.set_ylabel("mean switch (ms)")
-        axes.set_yscale("log")
-        axes.set_title(f"{pattern}, {device}")
-        axes.legend()
-        saved(f"switch_{pattern}_{re.sub(r'[^a-z0-9]+', '_', device.lower())}", figure)
-    for name, label in _BARS.items():
-        chosen = {(row.case, row.system): row.value for row in rows if _drawn_in(row) == name}
-        if not chosen:
-            continue
-        figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(chosen)), layout="constrained")
-        names = [f"{case.removeprefix(f'{name}: ')}\n{system}" for case, system in chosen]
-        bars = axes.barh(names, list(chosen.values()))
-        axes.invert_yaxis()
-        axes.set_xlabel(label)
-        label_bars(axes, bars, "{:,.3g}")
-        saved(name.replace(" ", "_"), figure)
-
-
-def _lines(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
-    """Mean switches by pattern and device, system, and number of contexts."""
-    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    for row in rows:
-        cell = _CELL.match(row.case)
-        if row.metric == "switch_ms" and cell is not None:
-            lines = found.setdefault((cell["pattern"], cell["device"]), {})
-            lines.setdefault(row.system, {})[int(cell["contexts"])] = row.value
-    return found
-
-
-def _drawn_in(row: Row) -> str:
-    """The bar figure that a row belongs to; empty for none."""
-    begin = row.case.partition(":")[0]
-    if begin == "density":
-        # Differences are in notes, far smaller than what bars show.
-        return ""
-    return begin if begin in _BARS else row.metric if row.metric in _BARS else ""
+    ),
+)  # fmt: skip
+draw = functools.partial(draw_figures, "contexts", FIGURES)

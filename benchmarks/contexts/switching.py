@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.contexts import PARTS
 from benchmarks.harness.machine import PHONES, REAL, Device, EnergyMeter, named_devices
+from benchmarks.harness.plan import BasePlan, silent, sized
 from benchmarks.harness.report import OURS
 from benchmarks.traces import ContextCall, Lengths, make_switching
 from jaxllm.bundle import WeightFormat
@@ -119,7 +120,7 @@ class Cell:
     contexts: int
     device: Device
     budget_bytes: int
-    interval_s: float = 0.0
+    interval_s: float = sized(0.0, quick=(0.1,))
 
     @property
     def name(self) -> str:
@@ -180,7 +181,7 @@ class Histories:
 
     @classmethod
     def compute(
-        cls, engine: Engine, lengths: Sequence[int], seed: int, progress: Progress | None = None
+        cls, engine: Engine, lengths: Sequence[int], seed: int, progress: Progress = silent
     ) -> "Histories":
         """Draws tokens and feeds them.
 
@@ -198,8 +199,7 @@ class Histories:
             tokens.append(ids)
             caches.append(jax.block_until_ready(cache))
             done += length
-            if progress is not None:
-                progress("prefill", done, sum(lengths))
+            progress("prefill", done, sum(lengths))
         return cls(tokens, caches)
 
     def repeated(self, times: int) -> "Histories":
@@ -373,7 +373,7 @@ CHUNK_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(BasePlan):
     """Sizes of one run.
 
     Attributes:
@@ -391,31 +391,23 @@ class Plan:
       interval_s: mean seconds between calls to compare.
     """
 
-    patterns: tuple[str, ...] = ("random", "markov", "gaussian")
-    contexts: tuple[int, ...] = (2, 4, 8, 16)
-    fitting: int = 8
-    calls: int = 30
-    devices: tuple[Device, ...] = named_devices(PHONES)
-    chunk_tokens: tuple[int, ...] = (8, 32, 64)
+    patterns: tuple[str, ...] = sized(("random", "markov", "gaussian"), quick=("random",))
+    contexts: tuple[int, ...] = sized((2, 4, 8, 16), quick=(4,))
+    fitting: int = sized(8, quick=4)
+    calls: int = sized(30, quick=10)
+    devices: tuple[Device, ...] = sized(named_devices(PHONES), quick=(REAL,))
+    chunk_tokens: tuple[int, ...] = sized((8, 32, 64), quick=(32,))
     parts: tuple[str, ...] = tuple(PARTS)
-    repeats: int = 5
+    repeats: int = sized(5, quick=2)
     seed: int = 0
-    budget_shares: tuple[float, ...] = (0.5, 1.0, 1.5)
-    context_tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    budget_shares: tuple[float, ...] = sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
+    context_tokens: tuple[int, ...] = sized((256, 512, 1024, 2048, 4096), quick=(512,))
     interval_s: tuple[float, ...] = (0.0, 0.25, 1.0)
 
     @property
     def timed(self) -> bool:
         """Whether anything is timed."""
         return not set(self.parts) <= {"quality", "density", "traffic"}
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for the packaged model."""
-        return cls(
-            patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(32,),
-            repeats=2, budget_shares=(0.5, 1.0), context_tokens=(512,), interval_s=(0.1,),
-        )  # fmt: skip
 
 
 class Bench:
@@ -430,7 +422,7 @@ class Bench:
         model: Path,
         weights: WeightFormat | None,
         plan: Plan,
-        progress: Progress | None,
+        progress: Progress,
         context_tokens: int = 0,
     ) -> None:
         self.plan, self._context_tokens = plan, context_tokens

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from benchmarks.elastic.baselines import SHORTENED, Size
+from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS
 from benchmarks.traces import ANSWER_TOKENS, TraceRequest
 from jaxllm.config import WHOLE
@@ -215,7 +216,7 @@ def right_answers(
     engine: Engine,
     questions: Sequence[Question],
     prompts: Sequence[Branching],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which questions a model answers right, by the likeliest of the options.
 
@@ -247,7 +248,7 @@ def our_variants(
     questions: Sequence[Question],
     proposer: Proposer,
     ratios: Sequence[float],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Variants:
     """Our variants: every level with the prompt at every ratio; times are without planning.
 
@@ -290,7 +291,7 @@ def size_variants(
     sizes: Sequence[Size],
     profiles: Mapping[int, DeviceProfile],
     questions: Sequence[Question],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Variants:
     """A variant for each of several models, ascending, with the whole prompt by the model's own tokenizer.
 

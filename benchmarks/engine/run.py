@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.machine import MemoryProbe
-from benchmarks.harness.report import Row, compared, median
+from benchmarks.harness.plan import silent, sized, unheard
+from benchmarks.harness.report import OURS, Row, compared, median, row
 from benchmarks.models import Checkpoint, shape_folder
-from benchmarks.peers import OURS as OUR_PEER
 from benchmarks.peers import PEERS, Opening
 from benchmarks.peers.ours import BLOCKS, ONE_TOKEN
 from benchmarks.peers.peer import unavailable
@@ -33,6 +33,7 @@ from benchmarks.peers.process import (
     Result,
     System,
     Text,
+    TimedPlan,
     alternate,
     perplexity,
     prompt_ids,
@@ -47,36 +48,15 @@ MEMORY = "memory"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Sizes of one measurement.
+class Plan(TimedPlan):
+    """Sizes of one measurement; `slow_peers`: whether "all" peers holds those too that take minutes."""
 
-    Attributes:
-      prompt_tokens: lengths of prompts.
-      decode_tokens: decoded after each of them.
-      rounds: of which medians are taken.
-      text_windows: most windows of text to score; 0 means all.
-      patience_s: for repeating what other processes disturbed, in all.
-      slow_peers: whether "all" peers holds those too that take minutes.
-    """
-
-    prompt_tokens: tuple[int, ...] = (64, 256, 1024)
-    decode_tokens: int = 128
-    rounds: int = 5
-    text_windows: int = 0
-    patience_s: float = 120.0
-    slow_peers: bool = True
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute on two cores for a model of some hundred million parameters."""
-        return cls(
-            prompt_tokens=(64, 256),
-            decode_tokens=32,
-            rounds=3,
-            text_windows=8,
-            patience_s=5.0,
-            slow_peers=False,
-        )
+    prompt_tokens: tuple[int, ...] = sized((64, 256, 1024), quick=(64, 256))
+    decode_tokens: int = sized(128, quick=32)
+    rounds: int = sized(5, quick=3)
+    text_windows: int = sized(0, quick=8)
+    patience_s: float = sized(120.0, quick=5.0)
+    slow_peers: bool = sized(True, quick=False)
 
     def within(self, context_tokens: int) -> "Plan":
         """The plan for a context that may be too short for it.
@@ -103,7 +83,6 @@ class Subject:
       shape: a name of `shapes.SHAPES` instead: random weights.
       weights: widths of ours; empty takes the model's own.
       peers: names in `peers.PEERS`, or "all" for those that are installed and can run the model.
-      threads: that every system may compute with; 0 takes all cores of this process.
       text: a UTF-8 file to measure perplexity on.
       separator: splits it into documents.
     """
@@ -112,7 +91,6 @@ class Subject:
     shape: str | None = None
     weights: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
-    threads: int = 0
     text: Path | None = None
     separator: str | None = None
 
@@ -122,8 +100,8 @@ def run(
     *,
     options: EngineOptions,
     plan: Plan,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] | None = None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
 ) -> list[Row]:
     """Measures one model.
 
@@ -137,8 +115,7 @@ def run(
     Raises:
       JaxllmError: the model, a peer or the plan does not fit; or a system fails.
     """
-    progress, tell = progress or (lambda *_: None), tell or (lambda _: None)
-    threads = threads_of(subject.threads)
+    threads = threads_of(plan.threads)
     model = subject.model if subject.shape is None else shape_folder(subject.shape, progress)
     checkpoint = Checkpoint.find(model)
     widths = checkpoint.widths(subject.weights)
@@ -175,9 +152,7 @@ def run(
         results = alternate(
             systems.systems,
             prompts,
-            decode_tokens=plan.decode_tokens,
-            rounds=plan.rounds,
-            patience_s=plan.patience_s,
+            plan=plan,
             progress=progress,
             bytes_per_s=memory_speed,
         )
@@ -198,7 +173,7 @@ def run(
                         values[child] = perplexity(child, text, progress)
                 rows += quality_rows(f"{checkpoint.name} {width}", children, values, text)
     note = f"{threads} threads, between {min(speeds) / 1e9:.1f} and {max(speeds) / 1e9:.1f} GB/s meanwhile"
-    return [*rows, row(MEMORY, "read_bandwidth", median(speeds), "bytes/s", system=MEMORY, note=note)]
+    return [*rows, row(MEMORY, "read_bandwidth", median(speeds), note, system=MEMORY)]
 
 
 def _peers(wanted: Sequence[str], cfg: ModelConfig, plan: Plan, tell: Callable[[str], None]) -> list[str]:
@@ -229,7 +204,7 @@ def _text(subject: Subject, checkpoint: Checkpoint, context_tokens: int, limit: 
     )
 
 
-OURS, PER_TOKEN = OUR_PEER.name, "jaxllm-one-token-per-dispatch"
+PER_TOKEN = "jaxllm-one-token-per-dispatch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,10 +302,10 @@ def opening_rows(name: str, child: Child) -> list[Row]:
     note = f"{facts['buckets_read']} buckets read from disk" if facts["buckets_read"] else None
     memory = child.open_peak_bytes + facts["device_bytes"]
     return [
-        row(name, "load_ms", facts["load_ms"], "ms"),
-        row(name, "build_ms", facts["build_ms"], "ms", note=note),
-        row(name, "buckets", facts["buckets"], "buckets"),
-        row(f"{name}, load and build", "peak_memory_bytes", memory, "bytes"),
+        row(name, "load_ms", facts["load_ms"]),
+        row(name, "build_ms", facts["build_ms"], note),
+        row(name, "buckets", facts["buckets"]),
+        row(f"{name}, load and build", "peak_memory_bytes", memory),
     ]
 
 
@@ -344,16 +319,8 @@ def size_rows(name: str, group: Mapping[str, System], *, again: bool) -> list[Ro
     }
     bits = {system: fact["bits_per_weight"] for system, fact in facts.items()}
     return [
-        row(name, "weight_bytes", facts[OURS]["weight_bytes"], "bytes"),
-        *compared(
-            bits,
-            ours=OURS,
-            case=name,
-            metric="bits_per_weight",
-            unit="bits",
-            notes=notes,
-            lower_is_better=True,
-        ),
+        row(name, "weight_bytes", facts[OURS]["weight_bytes"]),
+        *compared(name, "bits_per_weight", bits, notes),
     ]
 
 
@@ -366,35 +333,27 @@ def speed_rows(
 ) -> list[Row]:
     """Prefill and decode at one prompt length, and the share of memory's bandwidth that decoding reaches."""
     found = {system: results[each.name, prompt] for system, each in group.items()}
-    ours = found[OURS]
-    case = f"{name}, prompt {prompt}"
-    rows = [row(case, "ttft_ms", ours.prefill_ms, "ms", note=_note(ours, None))]
-    rows += compared(
-        {system: 1000 * prompt / each.prefill_ms for system, each in found.items() if system != PER_TOKEN},
-        ours=OURS,
-        case=case,
-        metric="prefill_tokens_per_s",
-        unit="tokens/s",
-        notes={system: _note(each, each.prefill_setting) for system, each in found.items()},
-    )
-    if ours.prefill_kernel_ms:
-        rows.append(row(case, "kernel_share", ours.prefill_kernel_ms / ours.prefill_ms, "share"))
-    rates = {system: 1000 * tokens / each.decode_ms for system, each in found.items()}
-    case = f"{name}, decode {tokens} after {prompt}"
-    rows += compared(
-        rates,
-        ours=OURS,
-        case=case,
-        metric="decode_tokens_per_s",
-        unit="tokens/s",
-        notes={system: _note(each, each.decode_setting) for system, each in found.items()},
-    )
-    if ours.decode_kernel_ms:
-        rows.append(row(case, "kernel_share", ours.decode_kernel_ms / ours.decode_ms, "share"))
+    ours, rows = found[OURS], []
+    rates = {system: each.rates(prompt, tokens) for system, each in found.items()}
+    for phase, case in (
+        ("prefill", f"{name}, prompt {prompt}"),
+        ("decode", f"{name}, decode {tokens} after {prompt}"),
+    ):
+        spent_ms = getattr(ours, f"{phase}_ms")
+        if phase == "prefill":
+            rows.append(row(case, "ttft_ms", spent_ms, _note(ours, None)))
+        metric = f"{phase}_tokens_per_s"
+        systems = [each for each in found if phase == "decode" or each != PER_TOKEN]
+        notes = {
+            system: _note(found[system], getattr(found[system], f"{phase}_setting")) for system in systems
+        }
+        rows += compared(case, metric, {system: rates[system][metric] for system in systems}, notes)
+        if kernel_ms := getattr(ours, f"{phase}_kernel_ms"):
+            rows.append(row(case, "kernel_share", kernel_ms / spent_ms))
     for system, each in found.items():
         if system != PER_TOKEN:
             share = group[system].child.facts["step_bytes"] * tokens / each.readable_bytes
-            rows.append(row(case, "bandwidth_share", share, "share", system=system))
+            rows.append(row(case, "bandwidth_share", share, system=system))
     return rows
 
 
@@ -405,14 +364,7 @@ def memory_rows(name: str, group: Mapping[str, System]) -> list[Row]:
         for system, each in group.items()
         if system != PER_TOKEN
     }
-    return compared(
-        values,
-        ours=OURS,
-        case=f"{name}, run",
-        metric="peak_memory_bytes",
-        unit="bytes",
-        lower_is_better=True,
-    )
+    return compared(f"{name}, run", "peak_memory_bytes", values)
 
 
 def quality_rows(
@@ -420,21 +372,11 @@ def quality_rows(
 ) -> list[Row]:
     """Perplexity of every system on a text; `float` is ours in float32."""
     return compared(
+        f"{name}, {text.name}, {text.tokens} tokens",
+        "perplexity",
         {system: values[child] for system, child in children.items()},
-        ours=OURS,
-        case=f"{name}, {text.name}, {text.tokens} tokens",
-        metric="perplexity",
-        unit="",
-        notes={system: child.facts.get("format") for system, child in children.items()},
-        lower_is_better=True,
+        {system: child.facts.get("format") for system, child in children.items()},
     )
-
-
-def row(
-    case: str, metric: str, value: float, unit: str, *, system: str = OURS, note: str | None = None
-) -> Row:
-    """A row without a baseline."""
-    return Row(case=case, system=system, metric=metric, value=value, unit=unit, note=note)
 
 
 def _note(result: Result, setting: str | None) -> str | None:

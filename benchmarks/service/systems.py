@@ -30,7 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.harness.report import OURS, Row
+from benchmarks.harness.report import OURS, Row, row
 from benchmarks.peers.gguf_file import refusal, text_of_token
 from benchmarks.peers.llama import FORMATS, gguf_of
 from benchmarks.peers.process import PeerFailed, environment_of, last_words, pinned
@@ -463,10 +463,7 @@ def start_rows(name: str, given: Conditions, starts: int, progress: Progress) ->
         progress("start", number + 1, starts)
     note = f"{min(times):.4g} to {max(times):.4g} of {starts}"
     return [
-        Row(
-            case=f"{name}, start to the first token", system=OURS, metric="load_ms",
-            value=statistics.median(times), unit="ms", note=note,
-        )
+        row(f"{name}, start to the first token", "load_ms", statistics.median(times), note)
     ]  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.harness.machine import PHONES, Device, named_devices
-from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.harness.plan import BasePlan, silent, sized, unheard
+from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.models import Checkpoint
 from benchmarks.speculation import PARTS, PRESETS
 from benchmarks.speculation.answers import (
@@ -49,7 +50,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(BasePlan):
     """Sizes of one run.
 
     Attributes:
@@ -66,22 +67,17 @@ class Plan:
       seed: of the choice of prompts.
     """
 
-    prompts: int = 10
-    tokens: int = 64
-    tried: int = 2
-    compared_answers: int = 200
+    prompts: int = sized(10, quick=1)
+    tokens: int = sized(64, quick=24)
+    tried: int = sized(2, quick=0)
+    compared_answers: int = sized(200, quick=4)
     context_tokens: int = 512
     shares: tuple[float, ...] = (0.5,)
-    devices: tuple[Device, ...] = named_devices(PHONES)
+    devices: tuple[Device, ...] = sized(named_devices(PHONES), quick=named_devices(PHONES[:1]))
     parts: tuple[str, ...] = tuple(PARTS)
     presets: tuple[str, ...] = tuple(PRESETS)
     judged: bool = True
     seed: int = 0
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for the packaged models."""
-        return cls(prompts=1, tokens=24, tried=0, compared_answers=4, devices=named_devices(PHONES[:1]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +100,8 @@ class Subject:
 def run(
     subject: Subject,
     plan: Plan,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
 ) -> list[Row]:
     """Measures everything.
 
@@ -133,7 +129,7 @@ def run(
             prompts.tried,
             tokens=plan.tokens - 1,
             context_tokens=plan.context_tokens,
-            progress=progress or (lambda *_: None),
+            progress=progress,
             tell=tell,
             draft=subject.draft,
         )
@@ -176,7 +172,7 @@ def _budget_rows(
     plan: Plan,
     target: _Target,
     prompts: "Prompts",
-    progress: Progress | None,
+    progress: Progress,
     tell: Callable[[str], None],
 ) -> list[Row]:
     """Rows of every storage and budget.
@@ -258,7 +254,7 @@ class _Systems:
     """
 
     def __init__(
-        self, setting: Setting, device: Device, prompts: Prompts, plan: Plan, progress: Progress | None
+        self, setting: Setting, device: Device, prompts: Prompts, plan: Plan, progress: Progress
     ) -> None:
         self._setting, self._device, self._plan, self._progress = setting, device, plan, progress
         self._asked = {
@@ -334,7 +330,7 @@ class _Systems:
             chosen[STDPL].close()
         times = {name: token_ms(spent(found)) for name, found in answers.items()}
         case = f"{case}: unguessable"
-        return compared(times, ours=OURS, case=case, metric="tpot_ms", unit="ms", lower_is_better=True)
+        return compared(case, "tpot_ms", times)
 
 
 def _read_prompts(
@@ -346,7 +342,7 @@ def _read_prompts(
     )
 
 
-def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress | None) -> list[Row]:
+def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress) -> list[Row]:
     """The share of our answers that equal, token for token, those of the target in memory without a draft."""
     whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
     prompts = _read_prompts(subject, plan, whole.tokenizer, plan.compared_answers, plan.seed + 1)
@@ -357,16 +353,6 @@ def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress 
         sampling = Sampling() if place % 2 else Sampling(temperature=0.8, top_p=0.95, seed=place)
         config = GenerationConfig(max_tokens=plan.tokens, sampling=sampling)
         same += engine.generate(prompt, config).tokens == whole.generate(prompt, config).tokens
-        if progress is not None:
-            progress("Comparing answers", place + 1, len(asked))
+        progress("Comparing answers", place + 1, len(asked))
     note = f"{same} of {len(asked)} answers, half of them greedy and half drawn"
-    return [
-        Row(
-            case="same answers",
-            system=OURS,
-            metric="agreement",
-            value=same / len(asked),
-            unit="share",
-            note=note,
-        )
-    ]
+    return [row("same answers", "agreement", same / len(asked), note)]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.plan import silent
 from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
@@ -77,7 +78,7 @@ def first_bits(mean_bits: float) -> Bits:
 
 
 def narrow_bundles(
-    model: Path, mean_bits: Sequence[float], texts: Sequence[Sequence[int]], progress: Progress | None = None
+    model: Path, mean_bits: Sequence[float], texts: Sequence[Sequence[int]], progress: Progress = silent
 ) -> dict[float, Path]:
     """Bundles of a model for STI, by their mean bits of a shard's weight, made unless they are there.
 
@@ -157,7 +158,7 @@ def shard_importance(
     params: Mapping[str, np.ndarray],
     texts: Sequence[Sequence[int]],
     bits: Bits,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """The divergence (Kullback-Leibler, nats per token) of the model's predictions where one shard alone is
     narrowed, from those of the whole model, by shard.
@@ -202,8 +203,7 @@ def shard_importance(
             for name in names
         }
         found[shard] = float(divergence({**placed, **narrowed}, whole))
-        if progress is not None:
-            progress("Measuring shards", number + 1, len(shards))
+        progress("Measuring shards", number + 1, len(shards))
     return found
 
 

@@ -22,7 +22,7 @@ from benchmarks.elastic.decisions import (
     with_whole,
 )
 from benchmarks.elastic.run import cases, planning_rows, replay_beside_whole, replay_rows, trace_rows
-from benchmarks.harness.report import OURS, Row
+from benchmarks.harness.report import OURS
 from benchmarks.traces import Outcome
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextOverflow
@@ -55,40 +55,6 @@ class Half:
         return 0.0
 
 
-def test_a_proposer_that_knows_no_whole_prompts():
-    levels, ratios = (50, 100), with_whole(Half.prompt_ratios)
-    assert ratios == (0.25, 0.5, 1.0)
-    # To the whole model 100 tokens take 1 s, and times shrink with both.
-    profile = DeviceProfile(
-        levels=levels, tokens=(1, 100), chunk_tokens=(1,), ttft_ms=((5.0, 500.0), (10.0, 1000.0)),
-        tpot_ms=((50.0, 50.0), (100.0, 100.0)),
-    )  # fmt: skip
-    trace = [request_of(slo) for slo in (Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.45, tpot=0.6))]
-    question = Question(trace[0].example, word_prompt(100, 1))
-    asked = Asked(
-        trace=trace, questions=[question], indices=[0, 0], whole_ms=(np.array([1000.0]), np.array([100.0]))
-    )
-    every = variant_keys(levels, ratios)
-    ours = Variants(
-        names=tuple(map(str, every)),
-        ttft_ms=np.array([[profile.ttft(level, int(100 * ratio)) for level, ratio in every]]),
-        tpot_ms=np.array([[profile.tpot(level, 1) for level, _ in every]]),
-        # Half the model with half of the prompt, and everything.
-        right=np.array([[False, True, False, False, False, True]]),
-        change_ms=np.zeros(6),
-    )
-    done = planned(Planner(profile, levels, Half()), ours, asked, levels, ratios, np.zeros(1))
-    assert (done.right.tolist(), done.met.tolist()) == ([True, True], [True, True])
-    others = ablations(ours, asked, levels, ratios, np.zeros(1), np.zeros(1), seed=0)
-    assert others["jaxllm-oracle"].right.all()
-    # Without shorter prompts half the model must do, which takes too long and is wrong.
-    assert others["jaxllm-model-only"].right.tolist() == [True, False]
-    assert others["jaxllm-model-only"].met.tolist() == [True, False]
-    # The whole model is too slow per token with any prompt.
-    assert others["jaxllm-prompt-only"].met.tolist() == [True, False]
-    assert others["LG2+CS (no sparsity)"].met.all()
-
-
 class Slow(Half):
     """Takes a tenth of the whole model's time to look at a prompt of 100 tokens."""
 
@@ -104,9 +70,11 @@ class Slow(Half):
         return float(tokens)
 
 
-def trace_of(slos, tasks, right):
+def trace_of(slos, tasks, right, proposer=None):
     """A trace of questions of 100 tokens of a model of two levels, and its variants, right as given."""
-    levels, ratios = (50, 100), with_whole(Slow.prompt_ratios)
+    proposer = proposer or Slow()
+    levels, ratios = (50, 100), with_whole(proposer.prompt_ratios)
+    # To the whole model 100 tokens take 1 s, and times shrink with both.
     profile = DeviceProfile(
         levels=levels, tokens=(1, 100), chunk_tokens=(1,), ttft_ms=((5.0, 500.0), (10.0, 1000.0)),
         tpot_ms=((50.0, 50.0), (100.0, 100.0)),
@@ -126,7 +94,25 @@ def trace_of(slos, tasks, right):
         right=right,
         change_ms=np.zeros(len(every)),
     )
-    return Planner(profile, levels, Slow()), ours, asked, levels, ratios
+    return Planner(profile, levels, proposer), ours, asked, levels, ratios
+
+
+def test_a_proposer_that_knows_no_whole_prompts():
+    slos = (Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.45, tpot=0.6))
+    # Half the model with half of the prompt, and everything.
+    right = np.array([[False, True, False, False, False, True]])
+    planner, ours, asked, levels, ratios = trace_of(slos, ["mood"] * 2, right, Half())
+    assert ratios == (0.25, 0.5, 1.0)
+    done = planned(planner, ours, asked, levels, ratios, np.zeros(1))
+    assert (done.right.tolist(), done.met.tolist()) == ([True, True], [True, True])
+    others = ablations(ours, asked, levels, ratios, np.zeros(1), np.zeros(1), seed=0)
+    assert others["jaxllm-oracle"].right.all()
+    # Without shorter prompts half the model must do, which takes too long and is wrong.
+    assert others["jaxllm-model-only"].right.tolist() == [True, False]
+    assert others["jaxllm-model-only"].met.tolist() == [True, False]
+    # The whole model is too slow per token with any prompt.
+    assert others["jaxllm-prompt-only"].met.tolist() == [True, False]
+    assert others["LG2+CS (no sparsity)"].met.all()
 
 
 def test_nothing_is_ahead_of_the_oracle():
@@ -353,33 +339,3 @@ def test_all_of_the_time_is_no_limit_and_told_apart():
     assert rows["trace the five with a limit", "right_and_met"].value == 0
     assert rows["trace the five with a limit", "accuracy"].value == 0.5
     assert "in time by the profiles 50.0%" in rows["trace the five with a limit", "accuracy"].note
-
-
-def test_figures(tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmarks.elastic.run import draw
-
-    def row(case, system, metric, value):
-        return Row(case=case, system=system, metric=metric, value=value, unit="share")
-
-    rows = [
-        *(
-            row(f"level {level}", system, "level_accuracy", 0.5)
-            for level in (50, 100)
-            for system in ("a", "b")
-        ),
-        *(row(f"level {level}, prompt 16", "jaxllm", "ttft_ms", level) for level in (50, 100)),
-        *(
-            row(f"trace {case}", system, "accuracy", 0.7)
-            for case in ("<40,70>", "all six")
-            for system in "ab"
-        ),
-        *(row("trace all six", system, "right_and_met", 0.6) for system in "ab"),
-        row("planning", "jaxllm", "ttft_share", 0.04),
-    ]
-    draw(rows, tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        "elastic_level_accuracy.png", "elastic_ttft_ms.png", "elastic_trace_accuracy.png",
-        "elastic_trace_right_and_met.png",
-    }  # fmt: skip

@@ -46,6 +46,9 @@ def test_a_trace_follows_from_its_seed_and_survives_its_file(tmp_path):
     assert trace != make_trace(QUESTIONS, requests=50, seed=4)
     write_trace(tmp_path / "trace.jsonl", trace)
     assert read_trace(tmp_path / "trace.jsonl") == trace
+    calls = draw("markov", calls=20)
+    write_switching(tmp_path / "calls.jsonl", calls)
+    assert read_switching(tmp_path / "calls.jsonl") == calls
 
 
 def test_arrivals_apps_and_tasks_are_drawn_as_asked():
@@ -121,30 +124,19 @@ def test_files_that_are_no_traces(tmp_path):
         read_trace(tmp_path / "long")
 
 
-def test_a_replay_asks_every_question(tmp_path, monkeypatch):
+def test_a_replay_asks_every_question_and_goes_on_behind_one_that_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), buckets_bytes=0)
     service = LLMService.open(write_tiny_bundle(tmp_path / "tiny.jaxllm"), options=options)
-    trace = make_trace(QUESTIONS, requests=4)
-    seen = []
-    outcomes = replay(service, trace, answer_tokens=3, progress=lambda *step: seen.append(step))
-    assert [each.request for each in outcomes] == trace
-    assert seen[-1] == ("replay", 4, 4)
-    for each in outcomes:
-        assert (each.level, each.kept_share) == (100, 1.0)
-        assert 0 < each.cost.tokens <= 3
-
-
-def test_a_request_that_does_not_fit_has_failed_and_the_replay_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), buckets_bytes=0)
-    service = LLMService.open(write_tiny_bundle(tmp_path / "tiny.jaxllm"), options=options)
-    trace = make_trace(QUESTIONS, requests=3)
+    trace, seen = make_trace(QUESTIONS, requests=3), []
     too_long = dataclasses.replace(trace[1].example, user="how? " * 100)
     trace[1] = dataclasses.replace(trace[1], example=too_long)
-    outcomes = replay(service, trace, answer_tokens=3)
+    outcomes = replay(service, trace, answer_tokens=3, progress=lambda *step: seen.append(step))
     assert [each.request for each in outcomes] == trace
+    assert seen[-1] == ("replay", 3, 3)
     assert [each.failure is None for each in outcomes] == [True, False, True]
+    assert all((each.level, each.kept_share) == (100, 1.0) for each in outcomes[::2])
+    assert all(0 < each.cost.tokens <= 3 for each in outcomes[::2])
     assert "the context holds 64" in outcomes[1].failure
     assert not outcomes[1].right
     assert not outcomes[1].met
@@ -251,12 +243,6 @@ def test_what_cannot_be_drawn_is_refused():
             draw("random", **change)
     with pytest.raises(ConfigError, match="at least one real call"):
         make_switching("random", [], contexts=1, calls=1)
-
-
-def test_written_and_read(tmp_path):
-    trace = draw("markov", calls=20)
-    write_switching(tmp_path / "trace.jsonl", trace)
-    assert read_switching(tmp_path / "trace.jsonl") == trace
 
 
 @pytest.mark.parametrize(
