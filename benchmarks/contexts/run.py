@@ -17,7 +17,6 @@ Makes rows of switches: times to switch and to keep a context, and how many cont
 import dataclasses
 import functools
 import itertools
-import statistics
 import sys
 import tempfile
 import time
@@ -38,11 +37,12 @@ from benchmarks.contexts.switching import (
     System,
     random_tokens,
 )
+from benchmarks.harness.children import in_turns
 from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import Device
 from benchmarks.harness.memory import array_bytes
 from benchmarks.harness.plan import silent, unheard
-from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.harness.report import OURS, Row, compared, median
 from jaxllm.bundle import WeightFormat
 from jaxllm.errors import BudgetExceeded
 from jaxllm.kernels import native
@@ -243,27 +243,47 @@ def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[
       seed: of the prompts.
     """
     draw, engines = np.random.default_rng(seed), {OURS: managed, PLAIN: plain}
-    window = plain.options.context_tokens
+    window, times = plain.options.context_tokens, {name: _Times() for name in engines}
     config = GenerationConfig(max_tokens=int(_ANSWER * window), ignore_eos=True)
-    prefill, decode = {name: [] for name in engines}, {name: [] for name in engines}
-    for repeat in range(repeats + 1):
-        prompts = [random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)]
-        for name in engines if repeat % 2 else reversed(list(engines)):
-            session, said = Session(), []
-            for prompt in prompts:
-                said = [*said, *prompt]
-                done = engines[name].stream(said, config, session=session).result()
-                said += done.tokens
-                if repeat:
-                    # The first one warms up.
-                    fed = done.prompt_tokens - done.reused_tokens
-                    prefill[name].append(1000 * fed / done.timings.ttft_ms)
-                    decode[name].append(1000 / done.timings.tpot_ms(len(done.tokens)))
-    rows = []
-    for metric, rates in (("prefill_tokens_per_s", prefill), ("decode_tokens_per_s", decode)):
-        values = {name: statistics.median(each) for name, each in rates.items()}
-        rows += compared("answering in a context", metric, values)
-    return rows
+    both = [[random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)] for _ in range(repeats + 1)]
+    for repeat, prompts, name in in_turns(engines, both):
+        session, said = Session(), []
+        for prompt in prompts:
+            said = [*said, *prompt]
+            done = engines[name].stream(said, config, session=session).result()
+            said += done.tokens
+            if repeat:
+                # The first one warms up.
+                times[name].add(done)
+    return _rate_rows("answering in a context", times)
+
+
+class _Times(dict[str, list[float]]):
+    """What was measured of the calls of one system, by metric."""
+
+    def note(self, metric: str, value: float) -> None:
+        """Keeps a value."""
+        self.setdefault(metric, []).append(value)
+
+    def add(self, done: Answer) -> None:
+        """Keeps the rates of an answer."""
+        fed = done.prompt_tokens - done.reused_tokens
+        self.note("prefill_tokens_per_s", 1000 * fed / done.timings.ttft_ms)
+        self.note("decode_tokens_per_s", 1000 / done.timings.tpot_ms(len(done.tokens)))
+
+
+def _median_rows(case: str, metric: str, times: Mapping[str, _Times], note: str | None = None) -> list[Row]:
+    """Medians of a metric, of the systems that have it."""
+    values = {name: median(each[metric]) for name, each in times.items() if metric in each}
+    return compared(case, metric, values, dict.fromkeys(values, note))
+
+
+def _rate_rows(case: str, times: Mapping[str, _Times]) -> list[Row]:
+    return [
+        row
+        for metric in ("prefill_tokens_per_s", "decode_tokens_per_s")
+        for row in _median_rows(case, metric, times)
+    ]
 
 
 DECODED = f"{OURS}-decoded"
@@ -271,27 +291,6 @@ DECODED = f"{OURS}-decoded"
 _RATIOS = {8: 1.0, 4: 0.6, 2: 0.4}
 # Shares of a window: what a context has, each prompt, and each answer.
 _HISTORY, _RESIDENT_PROMPT, _RESIDENT_ANSWER = 3 / 4, 1 / 64, 1 / 64
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Times:
-    """Of the calls of one system.
-
-    Attributes:
-      switch_ms, ttft_ms: of calls that find nothing left to do.
-      at_once_ms: times to the first token of those that come at once.
-      prefill, decode: tokens per second.
-      bytes: of memory that the running context took.
-      least_bytes: of its chunks as they are stored, and of the rows of its tokens behind them.
-    """
-
-    switch_ms: list[float] = dataclasses.field(default_factory=list)
-    ttft_ms: list[float] = dataclasses.field(default_factory=list)
-    at_once_ms: list[float] = dataclasses.field(default_factory=list)
-    prefill: list[float] = dataclasses.field(default_factory=list)
-    decode: list[float] = dataclasses.field(default_factory=list)
-    bytes: int = 0
-    least_bytes: int = 0
 
 
 def resident_rows(coded: Engine, decoded: Engine, plain: Engine, repeats: int, seed: int) -> list[Row]:
@@ -327,8 +326,13 @@ def resident_rows(coded: Engine, decoded: Engine, plain: Engine, repeats: int, s
                     of = times[name] if repeat else _Times()
                     kept[name].store.wait()
                     _call(kept[name], settled, prompt, answer, of)
-                    of.at_once_ms.append(_asked(at_once, prompt, answer)[1])
-                said = _plain_call(plain, [*said, *prompt], session, answer, times[PLAIN], timed=repeat > 0)
+                    of.note("at_once_ttft_ms", _asked(at_once, prompt, answer)[1])
+                # A conversation whose cache is all floats goes on.
+                config = GenerationConfig(max_tokens=answer, ignore_eos=True)
+                done = plain.stream([*said, *prompt], config, session=session).result()
+                said += [*prompt, *done.tokens]
+                if repeat:
+                    times[PLAIN].add(done)
             for each in kept.values():
                 each.close()
         rows += _rows(f"{bits} bits, {int(_HISTORY * window)} tokens", times)
@@ -339,11 +343,11 @@ def _call(contexts: Contexts, context: Context, prompt: list[int], answer: int, 
     """Answers in a context that did not run last."""
     before = len(context.record.bits)
     said, ttft_ms = _asked(context, prompt, answer)
-    times.switch_ms.append(said.restoration.took_ms)
-    times.ttft_ms.append(ttft_ms)
-    times.prefill.append(1000 * (said.prompt_tokens - said.reused_tokens) / said.timings.ttft_ms)
-    times.decode.append(1000 / said.timings.tpot_ms(len(said.tokens)))
-    times.bytes, times.least_bytes = _memory(contexts, context.name, before)
+    times.note("switch_ms", said.restoration.took_ms)
+    times.note("ttft_ms", ttft_ms)
+    times.add(said)
+    taken, least = _memory(contexts, context.name, before)
+    times["context_bytes"], times["context_bytes_share"] = [taken], [taken / least]
 
 
 def _asked(context: Context, prompt: list[int], answer: int) -> tuple[Answer, float]:
@@ -373,41 +377,24 @@ def _memory(contexts: Contexts, name: str, count: int) -> tuple[int, int]:
     return taken, sum(each.size_bytes for each in chunks) + rows * behind // cache.capacity_tokens
 
 
-def _plain_call(
-    engine: Engine, said: list[int], session: Session, answer: int, times: _Times, *, timed: bool
-) -> list[int]:
-    """Goes on with a conversation whose cache is all floats; returns its tokens."""
-    config = GenerationConfig(max_tokens=answer, ignore_eos=True)
-    done = engine.stream(said, config, session=session).result()
-    if timed:
-        times.prefill.append(1000 * (done.prompt_tokens - done.reused_tokens) / done.timings.ttft_ms)
-        times.decode.append(1000 / done.timings.tpot_ms(len(done.tokens)))
-    return [*said, *done.tokens]
+# Metric -> what is measured, of calls in contexts.
+_RESIDENT = {
+    "switch_ms": "of a call that finds nothing left to encode or to write",
+    "ttft_ms": "of the same calls, with the new turn and the tokens in no whole chunk",
+    "at_once_ttft_ms": "asked for as the other context's answer ends, whose chunks are then encoded",
+    "context_bytes": "chunks, and pages of the cache that are there, before the call's tokens are encoded",
+    "context_bytes_share": "the same, by the bytes of chunks as they are stored and of the rows of tokens "
+    "behind them",
+}
 
 
-def _rows(case: str, times: dict[str, _Times]) -> list[Row]:
-    contexts = {name: each for name, each in times.items() if name != PLAIN}
-    case = f"resident: {case}"
-    at_once = "asked for as the other context's answer ends, whose chunks are then encoded"
-    rows = []
-    for metric, of, note in (
-        ("switch_ms", "switch_ms", "of a call that finds nothing left to encode or to write"),
-        ("ttft_ms", "ttft_ms", "of the same calls, with the new turn and the tokens in no whole chunk"),
-        ("at_once_ttft_ms", "at_once_ms", at_once),
-    ):
-        values = {name: statistics.median(getattr(each, of)) for name, each in contexts.items()}
-        notes = dict.fromkeys(values, note)
-        rows += compared(case, metric, values, notes)
-    sizes = {name: float(each.bytes) for name, each in contexts.items()}
-    shares = {name: each.bytes / each.least_bytes for name, each in contexts.items()}
-    taken = "chunks, and pages of the cache that are there, before the call's tokens are encoded"
-    beside = "the same, by the bytes of chunks as they are stored and of the rows of tokens behind them"
-    rows += compared(case, "context_bytes", sizes, dict.fromkeys(sizes, taken))
-    rows += compared(case, "context_bytes_share", shares, dict.fromkeys(shares, beside))
-    for metric, of in (("prefill_tokens_per_s", "prefill"), ("decode_tokens_per_s", "decode")):
-        rates = {name: statistics.median(getattr(each, of)) for name, each in times.items()}
-        rows += compared(case, metric, rates)
-    return rows
+def _rows(case: str, times: Mapping[str, _Times]) -> list[Row]:
+    rows = [
+        row
+        for metric, note in _RESIDENT.items()
+        for row in _median_rows(f"resident: {case}", metric, times, note)
+    ]
+    return rows + _rate_rows(f"resident: {case}", times)
 
 
 # Mean switches that are not noticed, or hardly.

@@ -326,7 +326,7 @@ class Server:
         command: Sequence[str],
         *,
         port: int,
-        ready: str,
+        ready: str | None = None,
         threads: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -336,7 +336,7 @@ class Server:
           name: of the system.
           command: to run.
           port: that it is told to listen on.
-          ready: a path that answers 200 once it can be called.
+          ready: a path that answers 200 once it can be called; None does not wait for it.
           threads: that it computes with, on as many cores.
           environment: variables besides those of all systems.
 
@@ -356,7 +356,8 @@ class Server:
                 start_new_session=True,
             )
         try:
-            self.wait_until(ready, lambda answer: answer.status_code == _OK)
+            if ready is not None:
+                self.wait_until(ready, lambda answer: answer.status_code == _OK)
         except BaseException:
             self.close()
             raise
@@ -441,7 +442,6 @@ def _kibibytes(path: Path, name: str) -> int | None:
 
 _AGAIN_S = 0.005
 _LATE_S = 120.0
-_START_STOP_S = 60.0
 _BODY = json.dumps({"prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True}).encode()
 
 
@@ -468,34 +468,16 @@ def start_rows(name: str, given: Conditions, starts: int, progress: Progress) ->
 
 
 def _first_token_s(given: Conditions) -> float:
-    port = free_port()
-    command, environment = OurService().command(given, port)
-    environment = environment_of(given.threads) | dict(environment)
+    port, ours = free_port(), OurService()
+    command, environment = ours.command(given, port)
     began = time.perf_counter()
-    with pinned(given.threads):
-        process = _started(command, environment)
-    try:
+    with Server(ours.name, command, port=port, threads=given.threads, environment=environment) as server:
         while not _has_token(port, given.keys[0]):
-            if process.poll() is not None:
-                raise PeerFailed(f"the service exited with {process.returncode} before its first token")
+            server.require_alive()
             if time.perf_counter() - began > _LATE_S:
                 raise PeerFailed(f"the service gave no token within {_LATE_S:.0f} s")
             time.sleep(_AGAIN_S)
         return time.perf_counter() - began
-    finally:
-        process.terminate()
-        try:
-            process.wait(_START_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _started(command: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-    nothing = subprocess.DEVNULL
-    return subprocess.Popen(
-        command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment, start_new_session=True
-    )
 
 
 def _has_token(port: int, key: str) -> bool:

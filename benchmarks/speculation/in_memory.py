@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.children import in_turns
 from benchmarks.harness.plan import silent
 from benchmarks.harness.report import Row
-from benchmarks.models import Checkpoint
+from benchmarks.models import Checkpoint, float_params
 from benchmarks.peers import DRAFTED, OURS, PEERS, Opening
 from benchmarks.peers.peer import unavailable
 from benchmarks.peers.process import Child, opened, threads_of
@@ -34,7 +33,6 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import dequantize
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 
@@ -202,11 +200,7 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
         cache_folder() / "benchmarks" / "enlarged" / f"v{_VERSION}-{bundle.fingerprint[:16]}-{times}.jaxllm"
     )
     if not path.exists():
-        params = {
-            name: np.asarray(dequantize(value, jnp.dtype(jnp.float32)))
-            for name, value in bundle.load().items()
-        }
-        cfg, enlarged = enlarge(bundle.cfg, params, times, progress)
+        cfg, enlarged = enlarge(bundle.cfg, float_params(bundle), times, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bundle(
             path,

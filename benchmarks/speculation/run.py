@@ -37,6 +37,7 @@ from benchmarks.speculation.systems import (
     systems,
     tuned_systems,
 )
+from jaxllm.bundle import Bundle
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
@@ -116,11 +117,11 @@ def run(
       CheckpointError: a model cannot be opened.
     """
     rows: list[Row] = []
-    target = _Target.read(subject.model)
+    target = open_model(subject.model)
     # Small models have small windows.
-    plan = dataclasses.replace(plan, context_tokens=min(plan.context_tokens, target.window_tokens))
-    prompts = Prompts.read(subject, plan, target.tokenizer)
-    if "in-memory" in plan.parts and not target.alone:
+    plan = dataclasses.replace(plan, context_tokens=min(plan.context_tokens, target.cfg.window_tokens))
+    prompts = Prompts.read(subject, plan, open_tokenizer(target.tokenizer_files()))
+    if "in-memory" in plan.parts and target.cfg.encoder is not None:
         tell("without in-memory: it is of decoders alone")
     elif "in-memory" in plan.parts:
         rows += in_memory_rows(
@@ -138,39 +139,10 @@ def run(
     return rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Target:
-    """What a run has to know of the target.
-
-    Attributes:
-      tokenizer: of its prompts.
-      weight_bytes: of all weights.
-      window_tokens: of its window.
-      alone: whether it is a decoder alone.
-    """
-
-    tokenizer: Tokenizer
-    weight_bytes: int
-    window_tokens: int
-    alone: bool
-
-    @classmethod
-    def read(cls, model: Path) -> Self:
-        """Reads them from a bundle."""
-        with open_model(model) as bundle:
-            tokenizer = open_tokenizer(bundle.tokenizer_files())
-            return cls(
-                tokenizer=tokenizer,
-                weight_bytes=bundle.weight_bytes,
-                window_tokens=bundle.cfg.window_tokens,
-                alone=bundle.cfg.encoder is None,
-            )
-
-
 def _budget_rows(
     subject: Subject,
     plan: Plan,
-    target: _Target,
+    target: Bundle,
     prompts: "Prompts",
     progress: Progress,
     tell: Callable[[str], None],
@@ -184,7 +156,7 @@ def _budget_rows(
     narrow: Mapping[float, Path] = {}
     if "systems" in plan.parts and plan.judged and subject.draft is None:
         tell("without BLD: its small model answers by itself; name one by --draft")
-    if "systems" in plan.parts and plan.judged and not target.alone:
+    if "systems" in plan.parts and plan.judged and target.cfg.encoder is not None:
         tell("without STI: the shards of encoder-decoders are not judged yet")
     elif "systems" in plan.parts and plan.judged:
         texts = [each for all_ in prompts.tried.values() for each in all_]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.plan import silent
+from benchmarks.models import float_params
 from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
@@ -105,9 +106,7 @@ def narrow_bundles(
             return found
         shards = shards_of(bundle.cfg)
         specs = param_specs(bundle.cfg)
-        floats = {
-            name: np.asarray(dequantize(each, jnp.dtype(jnp.float32))) for name, each in bundle.load().items()
-        }
+        floats = float_params(bundle)
         sizes = {shard: sum(floats[name].size for name in names) for shard, names in shards.items()}
         folder.mkdir(parents=True, exist_ok=True)
         for bits, path in missing.items():
@@ -138,14 +137,10 @@ def _without_planes(model: Path) -> Path:
         path = folder / f"v{_VERSION}-{bundle.fingerprint[:16]}-int8.jaxllm"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            floats = (
-                (name, np.asarray(dequantize(each, jnp.dtype(jnp.float32))))
-                for name, each in bundle.load().items()
-            )
             write_bundle(
                 path,
                 cfg=bundle.cfg,
-                params=floats,
+                params=float_params(bundle).items(),
                 weights="int8",
                 tokenizer=bundle.tokenizer_files(),
                 name=bundle.layout.name,

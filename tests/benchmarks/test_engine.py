@@ -155,16 +155,16 @@ def test_the_plan_shrinks_to_the_context(monkeypatch, folder):
 
 
 def test_a_named_peer_has_to_be_there_and_others_are_told_about(monkeypatch):
-    monkeypatch.setattr(type(PEERS["llama.cpp"]), "missing", lambda self: "llama_cpp")
-    monkeypatch.setattr(type(PEERS["transformers"]), "missing", lambda self: None)
+    monkeypatch.setattr(PEERS["llama.cpp"], "packages", ("nowhere",))
+    monkeypatch.setattr(PEERS["transformers"], "packages", ())
     told = []
     assert bench._peers(("all",), TINY, Plan(), told.append) == ["transformers"]
-    assert "llama_cpp is not installed" in told[0]
-    with pytest.raises(ConfigError, match=r"peer llama.cpp: llama_cpp is not installed: .*jaxllm\[peers\]"):
+    assert "nowhere is not installed" in told[0]
+    with pytest.raises(ConfigError, match=r"peer llama.cpp: nowhere is not installed: .*jaxllm\[peers\]"):
         bench._peers(("llama.cpp",), TINY, Plan(), told.append)
     assert bench._peers((), TINY, Plan(), told.append) == []
     # A quick run leaves slow peers out unless they are named.
-    monkeypatch.setattr(type(PEERS["llama.cpp"]), "missing", lambda self: None)
+    monkeypatch.setattr(PEERS["llama.cpp"], "packages", ())
     assert bench._peers(("all",), TINY, Plan.quick(), told.append) == ["llama.cpp"]
     assert "--peer transformers" in told[1]
     assert bench._peers(("transformers",), TINY, Plan.quick(), told.append) == ["transformers"]

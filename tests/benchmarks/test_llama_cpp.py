@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.peers.drafting import DraftedLlamaSession, NestedSession
 from benchmarks.peers.gguf_file import interleave_halves, refusal, tensor_bytes, write_gguf
-from benchmarks.peers.llama import LlamaCpp, LlamaCppSession, gguf_of
+from benchmarks.peers.llama import LlamaCppSession, gguf_of, open_llama
 from benchmarks.peers.ours import BLOCKS, EngineSession
 from benchmarks.peers.peer import Opening
 from jaxllm import Engine, EngineOptions, GenerationConfig
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 def session(folder, file_type):
     opening = Opening(peer="llama.cpp", model=folder, format=file_type, threads=1, context_tokens=64)
-    return LlamaCpp().open(opening, nothing)
+    return open_llama(opening, nothing)
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.peers import SYSTEMS, Opening
+from benchmarks.peers import PEERS, SYSTEMS, Opening
 from benchmarks.peers import process as alternation
 from benchmarks.peers.child import Server
 from benchmarks.peers.process import Child, PeerFailed, System, TimedPlan, alternate, prompt_ids
-from benchmarks.peers.torch_transformers import TorchTransformers
+from benchmarks.peers.torch_transformers import TransformersSession
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.runners.scorer import Scorer
@@ -316,7 +316,7 @@ def session(folder):
     for library in ("torch", "transformers"):
         pytest.importorskip(library)
     opening = Opening(peer="transformers", model=folder, format="f32", threads=1, context_tokens=64)
-    return TorchTransformers().open(opening, lambda *_: None)
+    return TransformersSession(opening, lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +342,7 @@ def test_it_scores_as_ours(session, ours):
 
 
 def test_both_widths_stand_beside_ours(session):
-    assert dict(TorchTransformers().systems("int4")) == {
+    assert dict(PEERS["transformers"].systems("int4")) == {
         "transformers-f32": "f32",
         "transformers-bf16": "bf16",
     }

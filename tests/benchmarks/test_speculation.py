@@ -319,13 +319,13 @@ class Scripted:
 def test_each_system_stands_beside_ours_at_its_fastest(tmp_path, monkeypatch):
     folder = write_tiny_folder(tmp_path / "tiny", cfg=TINY, params=tiny_params(TINY))
     monkeypatch.setattr("benchmarks.peers.process.Child", Scripted)
-    monkeypatch.setattr(type(PEERS[LLAMA]), "missing", lambda self: None)
-    monkeypatch.setattr(type(DRAFTED[1]), "missing", lambda self: "llama_cpp")
+    monkeypatch.setattr(PEERS[LLAMA], "packages", ())
+    monkeypatch.setattr(DRAFTED[1], "packages", ("nowhere",))
     told = []
     rows = in_memory_rows(
         folder, PROMPTS, {}, tokens=8, context_tokens=64, progress=lambda *_: None, tell=told.append
     )
-    assert told == [f"without {LLAMA_DRAFTED}: llama_cpp is not installed: pip install 'jaxllm[peers]'"]
+    assert told == [f"without {LLAMA_DRAFTED}: nowhere is not installed: pip install 'jaxllm[peers]'"]
     ratios = {row.baseline: row.ratio for row in rows if row.baseline}
     assert ratios == {PLAIN: pytest.approx(1.5), LLAMA: pytest.approx(3.0)}
     notes = {row.system: row.note for row in rows}
