@@ -172,9 +172,9 @@ def _trace_rows(subject: Subject, plan: Plan, progress: Progress) -> list[Row]:
     passes, plans = plan_times(planner, proposer, asked.questions)
     ours = our_variants(engine, profile, asked.questions, proposer, ratios, progress)
     found = {
-        OURS: planned(planner, ours, asked, levels, ratios, passes),
-        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, levels, ratios, passes),
-        **ablations(ours, asked, levels, ratios, passes, plans, plan.seed),
+        OURS: planned(planner, ours, asked, passes),
+        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, passes),
+        **ablations(ours, asked, passes, plans, plan.seed),
     }
     for name, sizes in others.items():
         variants = size_variants(sizes, profiles, asked.questions, progress)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
 from jaxllm.errors import JaxllmError
 
 Found = TypeVar("Found")
@@ -73,6 +72,8 @@ def taken_by(
 def _taken(function: Callable[..., Any], *given: Any) -> Taken:
     import jax
     import numpy as np
+
+    from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
 
     # JAX takes memory of its own before there is a model.
     jax.device_put(np.zeros(4)).block_until_ready()

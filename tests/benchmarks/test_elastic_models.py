@@ -54,9 +54,9 @@ def elastic(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_shape_has_every_level_and_its_adapter(tmp_path, monkeypatch):
+def test_a_shape_has_every_level_and_its_adapter_or_is_like_another_bundle(tmp_path, monkeypatch, elastic):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=40, window_tokens=64)
+    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
     monkeypatch.setitem(SHAPES, "small", small)
     path = elastic_shape("small", "int8", lambda *_: None)
     written = path.stat().st_mtime_ns
@@ -66,12 +66,6 @@ def test_a_shape_has_every_level_and_its_adapter(tmp_path, monkeypatch):
         assert ladder == Ladder(anchors=(5,))
         for level in ladder.levels:
             assert (read_recovery(bundle, level) is None) == (level == 100)
-
-
-def test_a_shape_is_like_another_bundle(tmp_path, monkeypatch, elastic):
-    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
-    monkeypatch.setitem(SHAPES, "small", small)
     with Bundle.open(elastic) as other:
         path = elastic_shape("small", "int8", lambda *_: None, like=other)
     with Bundle.open(path) as bundle:
@@ -275,8 +269,7 @@ def test_the_bound_counts_any_variant_at_the_whole_objective():
 
 
 def test_random_choices_are_in_time():
-    many = [0] * 300
-    done = run_trace(VARIANTS, many, [Slo(ttft=0.5, tpot=0.5)] * 300, WHOLE, at_random(0))
+    done = chosen(Slo(ttft=0.5, tpot=0.5), at_random(0), questions=[0] * 300)
     assert done.met.all()
     assert 0.4 < done.right.mean() < 0.6
 
@@ -292,32 +285,23 @@ def test_what_the_context_does_not_hold_is_never_in_time():
         assert policy is not largest or done.right.tolist() == [False, True]
 
 
-def test_confidence_intervals_hold_the_mean_and_shrink():
+def test_confidence_intervals_are_of_questions_and_paired():
     draw = np.random.default_rng(0)
     few, many = draw.random(50) < 0.8, draw.random(5000) < 0.8
     low, high = interval(many, np.arange(5000))
     assert low < many.mean() < high
     assert high - low == pytest.approx(2 * 1.96 * np.sqrt(0.16 / 5000), rel=0.15)
     assert np.diff(interval(few, np.arange(50))) > 5 * (high - low)
-
-
-def test_a_question_that_is_asked_again_says_nothing_new():
-    right = np.random.default_rng(0).random(100) < 0.7
-    questions = np.arange(100)
+    # A question that is asked again says nothing new; as if all were new, half of the width would be left.
+    right, questions = draw.random(100) < 0.7, np.arange(100)
     once = interval(right, questions)
     assert interval(np.tile(right, 6), np.tile(questions, 6)) == pytest.approx(once)
-    # As if all were new, the interval would be less than half as wide.
     assert np.diff(interval(np.tile(right, 6), np.arange(600))) < 0.5 * np.diff(once)
-    # A question that is asked often counts as often.
-    heavy = interval(np.array([1, 1, 1, 0]), np.array([7, 7, 7, 3]))
-    assert heavy == (0.0, 1.0)
-
-
-def test_comparisons_are_paired():
-    right = np.random.default_rng(0).random(200) < 0.5
-    questions = np.arange(200)
+    # One that is asked often counts as often.
+    assert interval(np.array([1, 1, 1, 0]), np.array([7, 7, 7, 3])) == (0.0, 1.0)
     assert "by +0.0 points, paired 95 % in [+0.0, +0.0]" in lead(right, right, questions)
     # Ahead on every tenth question, whatever else is hard about them.
+    right, questions = draw.random(200) < 0.5, np.arange(200)
     behind = right & (questions % 10 > 0)
     low, high = interval(right.astype(float) - behind, questions)
     assert 0 < low < (right.mean() - behind.mean()) < high < 0.12

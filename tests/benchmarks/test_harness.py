@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from benchmarks.harness import options
 from benchmarks.harness.children import in_process, in_turns, taken_by
 from benchmarks.harness.figures import check_plot, label_bars
 from benchmarks.harness.machine import EnergyMeter, MemoryProbe
-from benchmarks.harness.memory import array_bytes, peak_resident_bytes
+from benchmarks.harness.memory import array_bytes
 from benchmarks.harness.plan import BasePlan, sized
 from benchmarks.harness.report import Row, compared, emit, less_is_better, row, unit_of
 from benchmarks.peers import PEERS
@@ -46,6 +45,7 @@ from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import packaged_models
 from jaxllm.serving.host.direct_io import PAGE, aligned
+from tests.benchmarks.given_processes import filled, killed
 
 ROWS = [
     Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
@@ -164,29 +164,17 @@ def test_systems_take_turns_and_none_is_always_behind_the_same():
 
 
 def test_what_a_process_of_its_own_finds_and_takes():
-    taken = taken_by(_filled, 64 << 20, environment={"JAXLLM_THREADS": "1"})
+    taken = taken_by(filled, 64 << 20, environment={"JAXLLM_THREADS": "1"})
     assert taken.found == (64 << 20, "1")
     assert os.environ.get("JAXLLM_THREADS") != "1"
     # What was there before is told apart.
     assert 60 << 20 < taken.peak_bytes < 200 << 20
     assert taken.idle_bytes > 60 << 20
     assert taken.took_s > 0
-    with pytest.raises(ConfigError, match="too many"):
-        in_process(_filled, -1)
-    with pytest.raises(JaxllmError, match="_killed ended with its process"):
-        in_process(_killed)
-
-
-def _filled(count):
-    if count < 0:
-        raise ConfigError("too many")
-    block = bytearray(count)
-    block[::4096] = b"x" * len(block[::4096])
-    return len(block), os.environ["JAXLLM_THREADS"]
-
-
-def _killed():
-    os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ConfigError, match="too few"):
+        in_process(filled, -1)
+    with pytest.raises(JaxllmError, match="killed ended with its process"):
+        in_process(killed)
 
 
 @pytest.mark.parametrize("values", [[1.0, 12345.6], [-3.0, 2.0], [0.0, 0.0]])
@@ -202,15 +190,7 @@ def test_what_is_written_behind_bars_is_inside_of_the_frame(values):
     assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for box in boxes)
 
 
-def test_peak_memory_counts_what_the_process_holds():
-    before = peak_resident_bytes()
-    block = bytearray(64 << 20)
-    block[::4096] = b"x" * len(block[::4096])
-    assert peak_resident_bytes() >= before
-    assert peak_resident_bytes() > len(block)
-
-
-def test_arrays_take_the_pages_that_were_filled():
+def test_arrays_take_the_pages_that_werefilled():
     memory = aligned(100 * PAGE)
     assert array_bytes([memory]) == 0
     memory[5 * PAGE - 1 : 8 * PAGE] = 1

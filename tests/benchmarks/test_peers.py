@@ -319,21 +319,13 @@ def session(folder):
     return TransformersSession(opening, lambda *_: None)
 
 
-@pytest.fixture(scope="module")
-def ours(folder):
+def test_it_decodes_and_scores_as_ours_in_every_setting(session, folder):
     options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,))
-    return Engine.open(folder, weights="f32", options=options)
-
-
-def test_it_decodes_as_ours_in_every_setting(session, ours):
-    prompt = list(range(20))
+    ours, prompt = Engine.open(folder, weights="f32", options=options), list(range(20))
     expected = ours.generate(prompt, GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
     for setting in session.settings * 2:  # the second time with caches that have been used
         first = session.prefill(prompt, setting)
         assert [first, *session.decode(11, setting)] == list(expected)
-
-
-def test_it_scores_as_ours(session, ours):
     tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, 40).tolist()
     scorer = Scorer(ours.runner)
     scorer.prepare(len(tokens))

@@ -66,6 +66,7 @@ from jaxllm.models.parameters import param_specs
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.opening.engine import Engine
+from jaxllm.text.tokenizer import Tokenizer
 from tests import tiny_encdec
 from tests.tiny import TINY, random_params, tiny_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
@@ -161,12 +162,6 @@ def test_systems_answer_sources_as_the_target_in_memory(tmp_path):
         engine.close()
 
 
-def test_encoder_decoders_are_refused_by_name(tmp_path):
-    path = tiny_encdec.write_bundle(tmp_path / "t5.jaxllm", "int8")
-    with pytest.raises(ConfigError, match="enlarged models: not for encoder-decoders"):
-        enlarged_bundle(path, 2)
-
-
 def test_every_system_has_a_name():
     names = [*systems(), *tuned_systems()]
     assert names[0] == OURS
@@ -193,8 +188,6 @@ def test_prompts_are_held_out_and_fit(tmp_path):
     (tmp_path / "tasks" / "samsum").mkdir()
     chat = json.dumps({"dialogue": "Ann: hi\nBob: hello", "summary": "They greet."})
     (tmp_path / "tasks" / "samsum" / "valid.jsonl").write_text("\n".join([chat] * 6))
-    from jaxllm.text.tokenizer import Tokenizer
-
     tokenizer = Tokenizer(tiny_tokenizer())
     found = read_prompts(tmp_path, tokenizer, count=3, most_tokens=120, seed=0)
     assert list(found) == list(TASKS)
@@ -214,8 +207,6 @@ LINES = [
 
 
 def test_prompts_of_spec_bench_are_asked_by_category(tmp_path):
-    from jaxllm.text.tokenizer import Tokenizer
-
     file = tmp_path / "question.jsonl"
     file.write_text("\n".join(map(json.dumps, LINES)))
     found = spec_bench(file)
@@ -378,13 +369,11 @@ def test_a_bundle_grows_once_at_its_own_width(tmp_path, monkeypatch):
     written = path.stat().st_mtime_ns
     assert enlarged_bundle(small, 3) == path
     assert path.stat().st_mtime_ns == written
-
-
-def test_models_that_cannot_grow_are_refused():
     for change, times in (({"heads": 3, "kv_heads": 3}, 2), ({}, 1), ({"ffn_size": 31}, 2)):
-        cfg = dataclasses.replace(ONE, **change)
         with pytest.raises(ConfigError, match="enlarge"):
-            enlarge(cfg, {}, times)
+            enlarge(dataclasses.replace(ONE, **change), {}, times)
+    with pytest.raises(ConfigError, match="enlarged models: not for encoder-decoders"):
+        enlarged_bundle(tiny_encdec.write_bundle(tmp_path / "t5.jaxllm", "int8"), 2)
 
 
 def said(tokens, ttft_ms, total_ms, text=""):

@@ -72,18 +72,26 @@ def test_skew_favours_the_first_apps_or_the_last():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("drawn", "change", "message"),
     [
-        ({"requests": 0}, "1 to 1000000 requests"),
-        ({"rate_per_s": 0.0}, "must be above 0"),
-        ({"skew": float("nan")}, "skew nan"),
-        ({"questions": {}}, "needs questions"),
-        ({"questions": {"news": []}}, "needs questions"),
+        (make_trace, {"requests": 0}, "1 to 1000000 requests"),
+        (make_trace, {"rate_per_s": 0.0}, "must be above 0"),
+        (make_trace, {"skew": float("nan")}, "skew nan"),
+        (make_trace, {"questions": {}}, "needs questions"),
+        (make_trace, {"questions": {"news": []}}, "needs questions"),
+        (make_switching, {"pattern": "other"}, "the patterns are random, markov, gaussian"),
+        (make_switching, {"contexts": 0}, "1 to 100000 contexts"),
+        (make_switching, {"calls": 0}, "calls, got 9 and 0"),
+        (make_switching, {"hours": 0.0}, "lasts some hours"),
+        (make_switching, {"lengths": []}, "at least one real call"),
     ],
 )
-def test_impossible_traces_are_refused(change, message):
+def test_what_cannot_be_drawn_is_refused(drawn, change, message):
+    usual = {"questions": QUESTIONS, "requests": 3}
+    if drawn is make_switching:
+        usual = {"pattern": "random", "lengths": LENGTHS, "contexts": 9, "calls": 3000}
     with pytest.raises(ConfigError, match=message):
-        make_trace(**{"questions": QUESTIONS, "requests": 3, **change})
+        drawn(**{**usual, **change})
 
 
 @pytest.mark.parametrize(
@@ -229,20 +237,6 @@ def test_each_context_has_its_own_workload():
     assert prompts[50] > 1.5 * prompts[80] > 0
     few = make_switching("random", LENGTHS, contexts=9, calls=200)
     assert all(each.prompt_tokens == (10 if each.context < 5 else 200) for each in few)
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ConfigError, match="the patterns are random, markov, gaussian"):
-        draw("other")
-    for change, message in (
-        ({"contexts": 0}, "1 to 100000 contexts"),
-        ({"calls": 0}, "calls, got 9 and 0"),
-        ({"hours": 0.0}, "lasts some hours"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            draw("random", **change)
-    with pytest.raises(ConfigError, match="at least one real call"):
-        make_switching("random", [], contexts=1, calls=1)
 
 
 @pytest.mark.parametrize(
