@@ -124,12 +124,7 @@ def run(
     context = options.context_tokens or min(checkpoint.cfg.window_tokens, DEFAULT_CONTEXT_TOKENS)
     plan = plan.within(context)
     text = _text(subject, checkpoint, context, plan.text_windows)
-    given = Conditions(
-        checkpoint=checkpoint,
-        options=dataclasses.replace(options, context_tokens=context),
-        threads=threads,
-        context_tokens=context,
-    )
+    options = dataclasses.replace(options, context_tokens=context)
     rows: list[Row] = []
     speeds: list[float] = []
 
@@ -137,7 +132,7 @@ def run(
         speeds.append(probe.bytes_per_s())
         return speeds[-1]
 
-    with MemoryProbe(threads) as probe, OpenSystems(given, progress) as systems:
+    with MemoryProbe(threads) as probe, OpenSystems(checkpoint, options, threads, progress) as systems:
         backends = set()
         for width in widths:
             child = systems.open_ours(width)
@@ -146,8 +141,8 @@ def run(
         if peers and backends != {"cpu"}:
             tell("no peers: they are measured on CPUs alone, and ours runs on an accelerator")
             peers = []
-        for peer in peers:
-            systems.open_peer(peer)
+        for width in widths:
+            systems.compare(width, peers)
         prompts = [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens]
         results = alternate(
             systems.systems,
@@ -157,7 +152,7 @@ def run(
             bytes_per_s=memory_speed,
         )
         for width in widths:
-            name, group = f"{checkpoint.name} {width}", systems.beside(width)
+            name, group = f"{checkpoint.name} {width}", systems.beside[width]
             rows += size_rows(name, group, again=checkpoint.quantized)
             for tokens in plan.prompt_tokens:
                 rows += speed_rows(name, group, results, tokens, plan.decode_tokens)
@@ -166,8 +161,8 @@ def run(
             # A system beside several widths is scored once.
             values: dict[Child, float] = {}
             for width in widths:
-                children = {s: c.child for s, c in systems.beside(width).items() if s != PER_TOKEN}
-                children[REFERENCE] = systems.float_child()
+                children = {s: c.child for s, c in systems.beside[width].items() if s != PER_TOKEN}
+                children[REFERENCE] = systems.open_ours("f32")
                 for child in children.values():
                     if child not in values:
                         values[child] = perplexity(child, text, progress)
@@ -207,25 +202,22 @@ def _text(subject: Subject, checkpoint: Checkpoint, context_tokens: int, limit: 
 PER_TOKEN = "jaxllm-one-token-per-dispatch"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """The same model, options, threads and context length for every system."""
-
-    checkpoint: Checkpoint
-    options: EngineOptions
-    threads: int
-    context_tokens: int
-
-
 class OpenSystems:
-    """Open systems. A context manager: leaving it ends all of their processes."""
+    """Open systems, all of the same model, threads and contexts. A context manager: leaving it ends all of
+    their processes.
 
-    def __init__(self, conditions: Conditions, progress: Progress) -> None:
-        self._given = conditions
+    Attributes:
+      beside: by width of ours, ours and the systems that it is compared with, by name.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: EngineOptions, threads: int, progress: Progress
+    ) -> None:
+        self._checkpoint, self._options, self._threads = checkpoint, options, threads
         self._progress = progress
         self._stack = contextlib.ExitStack()
         self._children: dict[tuple[str, str], Child] = {}
-        self._beside: dict[str, dict[str, System]] = {}
+        self.beside: dict[str, dict[str, System]] = {}
 
     def __enter__(self) -> "OpenSystems":
         return self
@@ -236,50 +228,39 @@ class OpenSystems:
     @property
     def systems(self) -> list[System]:
         """All systems, once each."""
-        return list({each.name: each for group in self._beside.values() for each in group.values()}.values())
-
-    def beside(self, width: str) -> Mapping[str, System]:
-        """Ours at a width and the systems it is compared with, by name."""
-        return self._beside[width]
+        return list({each.name: each for group in self.beside.values() for each in group.values()}.values())
 
     def open_ours(self, width: str) -> Child:
-        """Opens our engine at a width.
+        """Opens our engine at a width; at f32 it is the reference of quality, too.
 
         Raises:
           PeerFailed: it cannot be opened.
         """
-        child = self.float_child() if width == "f32" else self._ours(width)
-        self._beside[width] = {
-            system: System(f"{system} {width}", child, (setting,))
-            for system, setting in ((OURS, BLOCKS), (PER_TOKEN, ONE_TOKEN))
-        }
-        return child
-
-    def open_peer(self, name: str) -> None:
-        """Opens a peer beside every width of ours that is open.
-
-        Raises:
-          PeerFailed: it cannot be opened.
-        """
-        folder = self._given.checkpoint.folder(self._progress)
-        for width, group in self._beside.items():
-            for system, format_ in PEERS[name].systems(width).items():
-                child = self._open(name, folder, format_, {})
-                group[system] = System(f"{system} {format_}", child, tuple(child.settings))
-
-    def float_child(self) -> Child:
-        """Our engine with float32 weights, opened unless it is: the reference of quality."""
-        return self._ours("f32")
-
-    def _ours(self, width: str) -> Child:
-        checkpoint = self._given.checkpoint
+        checkpoint = self._checkpoint
         own = checkpoint.stored in (None, width)
         model = checkpoint.model if own else checkpoint.folder(self._progress)
-        options = dataclasses.asdict(self._given.options)
+        options = dataclasses.asdict(self._options)
         # A child has all weights in memory and no draft, and reads prompts as engines do by themselves.
         for name in ("storage", "trees", "experts", "prefill"):
             del options[name]
         return self._open(OURS, model, width, options)
+
+    def compare(self, width: str, peers: Sequence[str]) -> None:
+        """Puts ours at a width beside peers, which are opened unless they are.
+
+        Raises:
+          PeerFailed: one cannot be opened.
+        """
+        child = self.open_ours(width)
+        group = self.beside[width] = {
+            system: System(f"{system} {width}", child, (setting,))
+            for system, setting in ((OURS, BLOCKS), (PER_TOKEN, ONE_TOKEN))
+        }
+        for name in peers:
+            folder = self._checkpoint.folder(self._progress)
+            for system, format_ in PEERS[name].systems(width).items():
+                child = self._open(name, folder, format_, {})
+                group[system] = System(f"{system} {format_}", child, tuple(child.settings))
 
     def _open(self, peer: str, model: Path, format_: str, options: dict[str, Any]) -> Child:
         if (peer, format_) not in self._children:
@@ -287,8 +268,8 @@ class OpenSystems:
                 peer=peer,
                 model=model,
                 format=format_,
-                threads=self._given.threads,
-                context_tokens=self._given.context_tokens,
+                threads=self._threads,
+                context_tokens=self._options.context_tokens,
                 options=options,
             )
             child = Child(f"{peer} {format_}", opening, self._progress)

@@ -292,6 +292,7 @@ def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
     monkeypatch.setattr(module, "run", run)
     if name == "contexts":
         monkeypatch.setattr("benchmarks.contexts.quality.quality_rows", run)
+        monkeypatch.setattr("benchmarks.contexts.density.density_rows", run)
     if name == "experts":
         monkeypatch.setattr("benchmarks.models.Checkpoint.folder", lambda *_: Path("floats"))
     got = CliRunner().invoke(cli, ["bench", name, "--json"], catch_exceptions=False)
