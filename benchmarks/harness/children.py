@@ -28,7 +28,7 @@ def in_process(
     Raises:
       JaxllmError: the process died; whatever the function raises, too.
     """
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in environment or {}}
     os.environ.update(environment or {})
     try:
         context = multiprocessing.get_context("spawn")
@@ -39,8 +39,11 @@ def in_process(
             f"{function.__name__} ended with its process, most often for want of memory"
         ) from error
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

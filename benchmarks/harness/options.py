@@ -101,7 +101,7 @@ def benchmark(
     shapes: Sequence[str] = (*DENSE_SHAPES, *MIXTURE_SHAPES),
     weights: bool = False,
     parts: Mapping[str, str] | None = None,
-) -> Decorator:
+) -> Callable[[Callable[..., Any]], click.Command]:
     """A benchmark's command, with the options that all have, and others.
 
     Args:
@@ -110,9 +110,17 @@ def benchmark(
       options: among those of this module.
       parts: see `parts_option`; None for a benchmark that has none.
     """
-    chosen = [report_options, *([parts_option(parts)] if parts else []), *options[::-1]]
-    chosen.append(model_options(packaged, shapes=shapes, weights=weights))
-    return lambda command: click.command(name, cls=EngineCommand)(_with_options(command, chosen))
+    last = [report_options, *([parts_option(parts)] if parts else [])]
+    first = [*options[::-1], model_options(packaged, shapes=shapes, weights=weights)]
+
+    def decorate(command: Callable[..., Any]) -> click.Command:
+        # Help shows a command's own options between those that all have.
+        own = vars(command).pop("__click_params__", [])
+        command = _with_options(command, last)
+        vars(command)["__click_params__"] += own
+        return click.command(name, cls=EngineCommand)(_with_options(command, first))
+
+    return decorate
 
 
 def report_options(command: Callable[..., Any]) -> Callable[..., Any]:

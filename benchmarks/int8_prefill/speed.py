@@ -105,7 +105,6 @@ def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         "buckets": {name: len(engine.runner.buckets.bucket_ms) for name, engine in engines.items()},
         "row_bytes": int8.calibration.row_bytes,
         "weight_bytes": engines[OURS].model.bundle.weight_bytes,
-        "outliers": dataclasses.asdict(int8.shared.outliers),
     }
 
 
@@ -149,7 +148,7 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         latest["real_to_own_bound"] = latest["real_ms"] / lower_bound_ms(subgraphs, took.__getitem__)
         latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
 
-    times = _times(engines, plan, predict, watch)
+    _times(engines, plan, predict, watch)
     found: dict[str, Any] = {}
     for name, by_length in spans.items():
         found[name] = {}
@@ -161,7 +160,6 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
     prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
     subgraphs = int8.subgraphs(prompt)
     return {
-        "ms": times,
         "spans": found,
         "sharing": _sharing(int8, engines[OURS].runner.buckets, plan),
         "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
