@@ -181,14 +181,14 @@ def _rows(found: dict[int, Any]) -> list[Row]:
     rows = []
     for length, systems in found.items():
         case = f"prompt {length}, two processors"
-        notes: dict[str, str | None] = {
+        notes = {
             name: f"chunks of {each['chunks']}; {each['real_to_simulated'] - 1:+.0%} against simulated "
             f"{each['simulated_ms']:.0f} ms"
             for name, each in systems.items()
             if name in _ORDERS
         }
         spans = {name: each["real_ms"] for name, each in systems.items()}
-        rows += compared(case, "makespan_ms", spans, notes)
+        rows += compared(case, "makespan_ms", spans, notes, ours=OURS)
         rows += [
             row(case, "real_to_simulated", each["real_to_simulated"], system=name)
             for name, each in systems.items()

@@ -18,6 +18,8 @@ from benchmarks.export.formats import (
     Plan,
     Subject,
 )
+from benchmarks.export.parts import OURS
+from benchmarks.export.parts import _rows as stage_rows_of
 from benchmarks.export.run import agreement_rows, opening_rows, speed_rows
 from benchmarks.peers import SYSTEMS, Opening
 from benchmarks.peers.ours import BLOCKS, PROGRAM_BLOCKS
@@ -120,3 +122,14 @@ def test_a_run(bundle):
     assert agreement[STABLEHLO] == agreement[STEPS] == 1
     assert {row.metric for row in rows} >= {"file_bytes", "load_ms", "build_ms", "decode_tokens_per_s"}
     assert all(each.startswith("without ") for each in told)
+
+
+def test_rows_of_recorded_stages_stand_beside_each_other():
+    times = {"simulated_ms": 8.0, "real_to_simulated": 1.25, "chunks": "64 + 128", "real_ms": 10.0}
+    whole, in_order = {"real_ms": 20.0}, {**times, "real_ms": 15.0}
+    found = {64: {OURS: times, f"{OURS}-in-order": in_order, TFLITE["w8a8"]: whole}}
+    rows = stage_rows_of(found)
+    spans = [(row.system, row.baseline, row.ratio) for row in rows if row.metric == "makespan_ms"]
+    assert spans[:2] == [(OURS, f"{OURS}-in-order", 1.5), (OURS, TFLITE["w8a8"], 2.0)]
+    assert rows[0].note == "chunks of 64 + 128; +25% against simulated 8 ms"
+    assert {row.system for row in rows if row.metric == "real_to_simulated"} == {OURS, f"{OURS}-in-order"}
