@@ -74,30 +74,30 @@ def run(
       progress: of engines that open and contexts that are filled.
       tell: given a line for every system of a case as it has run.
     """
-    bench = Bench(model, weights, plan, progress)
+    bench = Bench(model, weights, plan, progress, tell)
     budget, rows = bench.budget_bytes(), []
     if "switching" in plan.parts:
-        rows += _switching_rows(bench, budget, tell)
+        rows += _switching_rows(bench, budget)
     # Where all of ours fits into the budget, and with twice as many contexts.
     chosen = [each for each in plan.contexts if each in (plan.fitting, 2 * plan.fitting)]
     for device, contexts in itertools.product(plan.devices, chosen):
         cell = Cell(plan.patterns[0], contexts, device, budget)
         if "ablations" in plan.parts:
-            rows += _variant_rows("ablation", cell, _ablated(bench, cell), tell)
+            # Ours runs again itself, for machines change their pace.
+            systems = [each for each in ABLATIONS if native.kernels().native or not each.attend_coded]
+            found = bench.all_switches([SYSTEMS[0], *systems], cell)
+            rows += switch_rows(f"ablation: {cell.name}", found, device)
         if "chunk-sizes" in plan.parts and device is plan.devices[0]:
-            rows += _variant_rows("chunk size", cell, _chunked(bench, cell), tell)
-    if "budgets" in plan.parts:
-        rows += budget_rows(bench, budget, tell)
-    if "lengths" in plan.parts:
-        rows += length_rows(bench, budget, tell)
-    if "intervals" in plan.parts:
-        rows += interval_rows(bench, budget, tell)
+            rows += switch_rows(f"chunk size: {cell.name}", _chunked(bench, cell), device)
+    for part, rows_of in (("budgets", budget_rows), ("lengths", length_rows), ("intervals", interval_rows)):
+        if part in plan.parts:
+            rows += rows_of(bench, budget)
+    codec = SYSTEMS[0].codec
     if "resident" in plan.parts:
-        codec = SYSTEMS[0].codec
         coded, decoded = bench.engine(codec, coded=True), bench.engine(codec)
         rows += resident_rows(coded, decoded, bench.engine(""), plan.repeats, plan.seed)
     if "answering" in plan.parts:
-        rows += speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
+        rows += speed_rows(bench.engine(codec), bench.engine(""), plan.repeats, plan.seed)
     return rows
 
 
@@ -109,19 +109,12 @@ def cells(plan: Plan, budget_bytes: int) -> Iterator[Cell]:
                 yield Cell(pattern, contexts, device, budget_bytes)
 
 
-def _switching_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> list[Row]:
+def _switching_rows(bench: Bench, budget: int) -> list[Row]:
     """Switches on every system, and how many contexts each serves within the limits."""
     rows = []
-    found: dict[Cell, dict[str, Switches]] = {}
-    for cell in cells(bench.plan, budget):
-        found[cell] = {}
-        for system in SYSTEMS:
-            found[cell][system.name] = each = bench.switches(system, cell)
-            tell(
-                f"{cell.name}: {system.name} {each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first "
-                f"token and {each.mean_finish_ms:.1f} ms to keep; {each.note}"
-            )
-        rows += switch_rows(cell.name, found[cell], cell.device)
+    found = {cell: bench.all_switches(SYSTEMS, cell) for cell in cells(bench.plan, budget)}
+    for cell, each in found.items():
+        rows += switch_rows(cell.name, each, cell.device)
     for device, pattern in dict.fromkeys((cell.device, cell.pattern) for cell in found):
         of = {
             cell.contexts: each
@@ -134,82 +127,59 @@ def _switching_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> l
     return rows
 
 
-def _ablated(bench: Bench, cell: Cell) -> dict[str, Switches]:
-    """Ours with and without each of its techniques. It runs again itself, for machines change their pace."""
-    systems = [each for each in ABLATIONS if native.kernels().native or not each.attend_coded]
-    return {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *systems)}
-
-
 def _chunked(bench: Bench, cell: Cell) -> dict[str, Switches]:
     """Ours in chunks of other sizes. Short ones take more for scales: where that is more than our ratio, they
     have the least that they can have, and say so in their name."""
     ours = SYSTEMS[0]
-    found = {OURS: bench.switches(ours, cell)}
+    found = bench.all_switches([ours], cell)
     for size in bench.plan.chunk_tokens:
-        least = least_ratio(ChunkIO(bench.engine(ours.codec, size).runner))
-        system, name = dataclasses.replace(ours, ratio=max(ours.ratio, least)), f"{OURS}-chunks-of-{size}"
-        if system.ratio > ours.ratio:
+        least, name = least_ratio(ChunkIO(bench.engine(ours.codec, size).runner)), f"{OURS}-chunks-of-{size}"
+        if least > ours.ratio:
             name += f"-ratio-{least:g}"
+        system = dataclasses.replace(ours, ratio=max(ours.ratio, least), name=name)
         found[name] = bench.switches(system, cell, size)
     return found
 
 
-def _variant_rows(
-    what: str, cell: Cell, found: dict[str, Switches], tell: Callable[[str], None]
-) -> list[Row]:
-    for name, each in found.items():
-        times = f"{each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first token"
-        tell(f"{cell.name}: {name} {times}; {each.note}")
-    return switch_rows(f"{what}: {cell.name}", found, cell.device)
-
-
-Tell = Callable[[str], None]
-
-
-def budget_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+def budget_rows(bench: Bench, budget_bytes: int) -> list[Row]:
     """How many contexts each system switches between within a limit, by memory: shares of `budget_bytes`."""
     rows = []
     for share in bench.plan.budget_shares:
         memory = int(share * budget_bytes)
-        rows += _limit_rows(bench, f"budget: {memory / 1e6:.0f} MB", memory, tell)
+        rows += _limit_rows(bench, f"budget: {memory / 1e6:.0f} MB", memory)
     return rows
 
 
-def length_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+def length_rows(bench: Bench, budget_bytes: int) -> list[Row]:
     """The same by the most tokens of a context, in one budget."""
     rows = []
     for tokens in bench.plan.context_tokens:
         if tokens > bench.window_tokens:
-            tell(f"length: without {tokens} tokens, for the model's window has {bench.window_tokens}")
+            bench.tell(f"length: without {tokens} tokens, for the model's window has {bench.window_tokens}")
             continue
         shorter = bench.of_length(tokens)
-        rows += _limit_rows(shorter, f"length: {tokens} tokens", budget_bytes, tell)
+        rows += _limit_rows(shorter, f"length: {tokens} tokens", budget_bytes)
     return rows
 
 
-def interval_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+def interval_rows(bench: Bench, budget_bytes: int) -> list[Row]:
     """Switches by the mean time between calls, with the most contexts; the calls' times are those of the
     trace, made denser."""
-    plan = bench.plan
-    rows = []
+    plan, rows = bench.plan, []
     for interval_s in plan.interval_s:
         cell = Cell(plan.patterns[0], plan.contexts[-1], plan.devices[0], budget_bytes, interval_s)
-        found = {}
-        for system in SYSTEMS:
-            found[system.name] = each = bench.switches(system, cell)
-            tell(f"{interval_s:g} s between calls: {system.name} {each.mean_ms:.1f} ms; {each.note}")
+        found = bench.all_switches(SYSTEMS, cell)
         rows += switch_rows(f"interval: {interval_s:g} s, {cell.name}", found, cell.device)
     return rows
 
 
-def _limit_rows(bench: Bench, case: str, budget_bytes: int, tell: Tell) -> list[Row]:
+def _limit_rows(bench: Bench, case: str, budget_bytes: int) -> list[Row]:
     """The most contexts of each system within the limits, as far as contexts fit the memory at all."""
     plan = bench.plan
     found: dict[int, Mapping[str, Switches | None]] = {}
     for contexts in plan.contexts:
         cell = Cell(plan.patterns[0], contexts, plan.devices[0], budget_bytes)
         found[contexts] = {system.name: _fitting(bench, system, cell) for system in SYSTEMS}
-        tell(f"{case}, {cell.name}: {_told(found[contexts])}")
     case = f"{case}, {plan.patterns[0]}, {plan.devices[0].name}"
     return [row for limit_ms in LIMITS_MS for row in most_contexts(case, found, limit_ms)]
 
@@ -219,13 +189,8 @@ def _fitting(bench: Bench, system: System, cell: Cell) -> Switches | None:
     try:
         return bench.switches(system, cell)
     except BudgetExceeded:
+        bench.tell(f"{cell.name}: {system.name} no room")
         return None
-
-
-def _told(found: Mapping[str, Switches | None]) -> str:
-    return ", ".join(
-        f"{name} no room" if each is None else f"{name} {each.mean_ms:.1f} ms" for name, each in found.items()
-    )
 
 
 PLAIN = "no management"

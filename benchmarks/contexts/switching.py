@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -415,6 +415,7 @@ class Bench:
 
     Attributes:
       plan: sizes of the run.
+      tell: given a line for every system of a case as it has run.
     """
 
     def __init__(
@@ -423,9 +424,10 @@ class Bench:
         weights: WeightFormat | None,
         plan: Plan,
         progress: Progress,
+        tell: Callable[[str], None],
         context_tokens: int = 0,
     ) -> None:
-        self.plan, self._context_tokens = plan, context_tokens
+        self.plan, self.tell, self._context_tokens = plan, tell, context_tokens
         self._model, self._progress = model, progress
         self._weights: WeightFormat | None = weights
         self._engines: dict[tuple[str, int, bool], Engine] = {}
@@ -463,21 +465,26 @@ class Bench:
 
     def of_length(self, tokens: int) -> "Bench":
         """The same with contexts of at most so many tokens."""
-        return Bench(self._model, self._weights, self.plan, self._progress, tokens)
+        return Bench(self._model, self._weights, self.plan, self._progress, self.tell, tokens)
 
     def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
         """A cell's trace on a system."""
         trace, histories = self.trace(cell.pattern, cell.contexts)
         with tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()) as folder:
-            return replay(
-                system,
-                self.engine(system.codec, chunk_tokens, coded=system.attend_coded),
-                trace,
-                histories,
-                cell=cell,
-                folder=Path(folder),
-                seed=self.plan.seed,
+            engine = self.engine(system.codec, chunk_tokens, coded=system.attend_coded)
+            found = replay(
+                system, engine, trace, histories, cell=cell, folder=Path(folder), seed=self.plan.seed
             )
+        apart = f", {cell.interval_s:g} s between calls" if cell.interval_s else ""
+        self.tell(
+            f"{cell.name}{apart}: {system.name} {found.mean_ms:.1f} ms, {found.mean_ttft_ms:.1f} ms to the "
+            f"first token and {found.mean_finish_ms:.1f} ms to keep; {found.note}"
+        )
+        return found
+
+    def all_switches(self, systems: Sequence[System], cell: Cell) -> dict[str, Switches]:
+        """A cell's trace on several systems, by name."""
+        return {system.name: self.switches(system, cell) for system in systems}
 
     def budget_bytes(self) -> int:
         """Bytes of all chunks of ours, of as many contexts as are to fit, at the trace's end."""

@@ -3,6 +3,8 @@
 A peer is one file here and one line below.
 """
 
+from typing import Any
+
 from benchmarks.peers.drafting import NestedSession, open_drafted
 from benchmarks.peers.gguf_file import refusal
 from benchmarks.peers.llama import FORMATS, open_llama
@@ -18,7 +20,7 @@ FORMS = (
     Peer("device-programs", open_device_programs),
     Peer("live-steps", open_live_steps),
 )
-_LLAMA = {"packages": ("llama_cpp", "gguf"), "refusal": refusal}
+_LLAMA: dict[str, Any] = {"packages": ("llama_cpp", "gguf"), "refusal": refusal}
 # With drafts and all weights in memory: `jaxllm bench speculative` measures them.
 DRAFTED = (
     Peer("jaxllm, nested", NestedSession),
