@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.report import OURS, Row, row
 from benchmarks.peers.gguf_file import refusal, text_of_token
@@ -90,40 +90,6 @@ class Conditions:
     keys: Sequence[str]
 
 
-class System(Protocol):
-    """A server that can be measured.
-
-    Attributes:
-      name: in rows.
-      note: how it runs; None for nothing to say.
-    """
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def note(self) -> str | None: ...  # noqa: D102
-
-    def start(self, given: Conditions, progress: Progress) -> "Server":
-        """Starts the server.
-
-        Raises:
-          JaxllmError: it cannot be started.
-        """
-        ...
-
-    def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
-        """Headers and body of a request.
-
-        Args:
-          request: to send.
-          limits_ms: most TTFT and TPOT of its answer, infinity where the app's objective has none; None for a
-            request without an objective.
-          given: the conditions.
-        """
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class OurService:
     """`jaxllm serve`, with options changed for an ablation."""
@@ -132,16 +98,20 @@ class OurService:
 
     @property
     def name(self) -> str:
-        """See `System`."""
+        """In rows."""
         return f"{OURS}-{self.ablation}" if self.ablation else OURS
 
     @property
     def note(self) -> str | None:
-        """See `System`."""
+        """How it runs; None for nothing to say."""
         return NOTES.get(self.ablation)
 
     def start(self, given: Conditions, progress: Progress) -> "Server":
-        """See `System`: the whole profile of the device is there before anything is sent."""
+        """Starts the server: the whole profile of the device is there before anything is sent.
+
+        Raises:
+          JaxllmError: it cannot be started.
+        """
         del progress
         port = free_port()
         command, environment = self.command(given, port)
@@ -172,7 +142,14 @@ class OurService:
         return command, {"JAXLLM_KEYS": str(given.folder / "keys.json")}
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
-        """See `System`: an app has a key, and a call its objective in milliseconds."""
+        """Headers and body of a request: an app has a key, and a call its objective in milliseconds.
+
+        Args:
+          request: to send.
+          limits_ms: most TTFT and TPOT of its answer, infinity where the app's objective has none; None for a
+            request without an objective.
+          given: the conditions.
+        """
         body: dict[str, Any] = {
             "prompt": request.prompt,
             "max_tokens": request.answer_tokens,
@@ -202,16 +179,16 @@ class LlamaServer:
 
     @property
     def name(self) -> str:
-        """See `System`."""
+        """See `OurService`."""
         return "llama-server" if self.binary else "llama-cpp-python"
 
     @property
     def note(self) -> str | None:
-        """See `System`."""
+        """See `OurService`."""
         return f"{self.slots} slots" if self.binary else "its server answers one request at a time"
 
     def start(self, given: Conditions, progress: Progress) -> "Server":
-        """See `System`."""
+        """See `OurService`."""
         assert given.floats is not None
         model = gguf_of(given.floats, FORMATS[given.weights], threads=given.threads, progress=progress)
         port, threads = free_port(), str(given.threads)
@@ -235,8 +212,8 @@ class LlamaServer:
         return Server(self.name, command, port=port, ready="/v1/models", threads=given.threads)
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
-        """See `System`: it knows neither apps nor objectives. llama-cpp-python's takes no token ids, but in
-        our GGUF a token is a character."""
+        """See `OurService`: it knows neither apps nor objectives. llama-cpp-python's takes no token ids, but
+        in our GGUF a token is a character."""
         del limits_ms, given
         prompt = request.prompt if self.binary else "".join(map(text_of_token, request.prompt))
         body = {
@@ -250,6 +227,10 @@ class LlamaServer:
             # Its other samplers would sort the vocabulary for each token, though the likeliest one is taken.
             body |= {"samplers": ["top_k"], "top_k": 1}
         return {"headers": {}, "body": body}
+
+
+# A server that can be measured.
+System = OurService | LlamaServer
 
 
 def missing(binary: Path | None) -> str | None:
