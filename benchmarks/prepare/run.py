@@ -167,7 +167,7 @@ def _memory_rows(
     name: str, what: str, model: Path, bundle: Path, weights: str | None, cfg: ModelConfig, threads: int
 ) -> list[Row]:
     """Time and peak memory of preparing a source, and sizes."""
-    found = taken_by(prepare, model, bundle, weights, environment=environment_of(threads))
+    found = taken_by(_prepared, model, bundle, weights, environment=environment_of(threads))
     files = [model] if model.is_file() else [*model.glob("*.safetensors")]
     file_bytes = sum(each.stat().st_size for each in files)
     # A layer as it is in the file.
@@ -186,6 +186,10 @@ def _memory_rows(
         row(case, "peak_memory_bytes", above, note, **beside),
         row(case, "file_bytes", bundle.stat().st_size),
     ]
+
+
+def _prepared(model: Path, bundle: Path, weights: str | None) -> None:
+    prepare(model, bundle, weights=weights)  # pyright: ignore[reportArgumentType]: one of the formats
 
 
 def _shortened(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
