@@ -111,19 +111,24 @@ class Checkpoint:
         return folder
 
 
-def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
+def float_params(bundle: Bundle) -> dict[str, np.ndarray]:
+    """A bundle's parameters in float32."""
     import jax.numpy as jnp
 
+    from jaxllm.quant import dequantize
+
+    floats = jnp.dtype(jnp.float32)
+    return {name: np.asarray(dequantize(each, floats)) for name, each in bundle.load().items()}
+
+
+def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
     from jaxllm.checkpoints.huggingface import write_folder
     from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
     from jaxllm.models.parameters import param_specs
-    from jaxllm.quant import dequantize
 
-    loaded, specs = bundle.load(), param_specs(bundle.cfg)
-    params: dict[str, np.ndarray] = {}
-    for name, spec in specs.items():
-        params[name] = np.asarray(dequantize(loaded[name], jnp.dtype(jnp.float32))).reshape(spec.shape)
-        progress("Writing float weights", len(params), len(specs))
+    loaded, specs = float_params(bundle), param_specs(bundle.cfg)
+    params = {name: loaded[name].reshape(spec.shape) for name, spec in specs.items()}
+    progress("Writing float weights", len(params), len(specs))
     files = bundle.tokenizer_files()
     write_tokenizer(folder, files)
     if files.start_ids:

@@ -10,23 +10,18 @@ from benchmarks.harness.options import (
     PHONES,
     ModelOrShape,
     Reporting,
+    benchmark,
     data_option,
     device_option,
-    model_options,
-    parts_option,
     parts_without,
-    report_options,
     tell,
 )
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 
 PATTERNS = ("random", "markov", "gaussian")
 
 
-@click.command("contexts", cls=EngineCommand)
-@model_options(weights=True)
-@data_option
+@benchmark("contexts", "default", data_option, device_option(PHONES), weights=True, parts=PARTS)
 @click.option(
     "--contexts",
     "counts",
@@ -46,9 +41,6 @@ PATTERNS = ("random", "markov", "gaussian")
     type=click.IntRange(min=4),
     help="Calls of each trace, over 72 hours: 864 are one in five minutes.  [default: 10; with --full 30]",
 )
-@device_option(PHONES)
-@parts_option(PARTS)
-@report_options
 def contexts_command(
     subject: ModelOrShape,
     data: Path | None,
@@ -77,18 +69,9 @@ def contexts_command(
         parts = parts_without(parts, ("quality", "density"), "random weights have none")
     if not native.kernels().native:
         parts = parts_without(parts, ("resident",), "no native kernels run here")
-    plan = run.Plan.quick() if report.quick else run.Plan()
-    chosen = tuple(sorted(set(counts))) or plan.contexts
-    plan = dataclasses.replace(
-        plan,
-        contexts=chosen,
-        fitting=min(plan.fitting, chosen[-1]),
-        patterns=patterns or plan.patterns,
-        calls=calls or plan.calls,
-        devices=named_devices(devices) or plan.devices,
-        parts=parts,
-    )
-    sizes = quality.QualityPlan.quick() if report.quick else quality.QualityPlan()
+    asked = {"patterns": patterns, "calls": calls, "devices": named_devices(devices), "parts": parts}
+    plan = report.plan(run.Plan, contexts=tuple(sorted(set(counts))), **asked)
+    plan = dataclasses.replace(plan, fitting=min(plan.fitting, plan.contexts[-1]))
     rows = []
     with progress_bars() as progress:
         if "traffic" in parts:
@@ -98,8 +81,7 @@ def contexts_command(
         if plan.timed:
             rows += run.run(path, weights, plan, progress, tell)
         if "quality" in parts:
-            rows += quality.quality_rows(path, data, sizes, progress)
+            rows += quality.quality_rows(path, data, report.plan(quality.QualityPlan), progress)
         if "density" in parts:
-            measured = density.DensityPlan.quick() if report.quick else density.DensityPlan()
-            rows += density.density_rows(path, data, measured, progress)
+            rows += density.density_rows(path, data, report.plan(density.DensityPlan), progress)
     report.emit("contexts", rows, draw)

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.contexts.quality import Stored, density_widths, write_with_outliers
+from benchmarks.harness.plan import BasePlan, silent, sized
 from benchmarks.harness.report import OURS, Row, compared
 from benchmarks.samples import story_tokens, text_windows
 from jaxllm.contexts.codecs import WIDTHS
@@ -60,7 +61,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DensityPlan:
+class DensityPlan(BasePlan):
     """Sizes.
 
     Attributes:
@@ -72,26 +73,17 @@ class DensityPlan:
     """
 
     # Outliers of channels do not matter where each has a scale of its own.
-    settings: tuple[Setting, ...] = (
-        Setting("channel", 16),
-        Setting("channel", 32),
-        Setting("channel", 64),
-        Setting("token", 16, outliers=True),
+    settings: tuple[Setting, ...] = sized(
+        (Setting("channel", 16), Setting("channel", 32), Setting("channel", 64), Setting("token", 16, True)),
+        quick=(Setting("channel", 32),),
     )
-    ratios: tuple[float, ...] = (1.0, 0.6, 0.5, 0.375, 0.25)
-    texts: int = 64
+    ratios: tuple[float, ...] = sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
+    texts: int = sized(64, quick=6)
     context_share: float = 0.75
     seed: int = 0
 
-    @classmethod
-    def quick(cls) -> "DensityPlan":
-        """Fits in seconds for a model of some million parameters."""
-        return cls(settings=(Setting("channel", 32),), ratios=(0.6,), texts=6)
 
-
-def density_rows(
-    model: Path, data: Path | None, plan: DensityPlan, progress: Progress | None = None
-) -> list[Row]:
+def density_rows(model: Path, data: Path | None, plan: DensityPlan, progress: Progress = silent) -> list[Row]:
     """Perplexity and recall of the three kinds of widths, by setting and ratio.
 
     Args:
@@ -117,7 +109,7 @@ def density_rows(
 
 
 def _setting_rows(
-    engine: Engine, setting: Setting, data: Path | None, plan: DensityPlan, progress: Progress | None
+    engine: Engine, setting: Setting, data: Path | None, plan: DensityPlan, progress: Progress
 ) -> list[Row]:
     chunk_io, window = ChunkIO(engine.runner, kept_by(engine)), engine.options.context_tokens
     Scorer(engine.runner).prepare(window, progress)
@@ -136,8 +128,7 @@ def _setting_rows(
         for key, found in _losses(stored, text, chunks * size, text[at * size : (at + 1) * size]).items():
             losses.setdefault(key, []).append(found)
             sizes.setdefault(key, []).append(stored.bytes_of(_name(*key)))
-        if progress is not None:
-            progress(f"density, {setting.name}", number + 1, len(texts))
+        progress(f"density, {setting.name}", number + 1, len(texts))
     left_out = ", ".join(f"{each:g}" for each in plan.ratios if each not in ratios)
     told = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
     rows = []
@@ -149,17 +140,14 @@ def _setting_rows(
             nats = {kind: np.array([each[place] for each in losses[ratio, kind]]) for kind in KINDS}
             means = {kind: float(each.mean()) for kind, each in nats.items()}
             rows += compared(
+                f"density: {setting.name}, ratio {ratio:g}, {chunks * size} stored tokens",
+                metric,
                 {kind: math.exp(each) for kind, each in means.items()} if place == 0 else means,
-                ours=OURS,
-                case=f"density: {setting.name}, ratio {ratio:g}, {chunks * size} stored tokens",
-                metric=metric,
-                unit="" if place == 0 else "nats/token",
-                notes={
+                {
                     kind: f"{shares[kind]:.3f} of the bytes{_difference(nats[OURS], each)}; {len(each)} "
                     f"contexts{told}"
                     for kind, each in nats.items()
                 },
-                lower_is_better=True,
             )
     return rows
 

@@ -27,7 +27,8 @@ import jax
 import numpy as np
 
 from benchmarks.contexts.switching import copied
-from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.samples import read_examples, story_tokens, text_windows
 from benchmarks.traces import TRACE_TASKS
 from jaxllm.bundle import Bundle, rewrite_bundle
@@ -58,7 +59,7 @@ _BEGUN_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QualityPlan:
+class QualityPlan(BasePlan):
     """Sizes.
 
     Attributes:
@@ -70,23 +71,16 @@ class QualityPlan:
       seed: of all draws.
     """
 
-    texts: int = 96
-    questions: int = 20
-    passages: int = 96
+    texts: int = sized(96, quick=6)
+    questions: int = sized(20, quick=1)
+    passages: int = sized(96, quick=6)
     context_share: float = 0.75
     codec: str = CODEC
     chunk_tokens: int = CODEC_CHUNK_TOKENS
     seed: int = 0
 
-    @classmethod
-    def quick(cls) -> "QualityPlan":
-        """Fits in seconds for a model of some million parameters."""
-        return cls(texts=6, questions=1, passages=6)
 
-
-def quality_rows(
-    model: Path, data: Path | None, plan: QualityPlan, progress: Progress | None = None
-) -> list[Row]:
+def quality_rows(model: Path, data: Path | None, plan: QualityPlan, progress: Progress = silent) -> list[Row]:
     """Perplexity, accuracy and recall of every encoding.
 
     Args:
@@ -113,7 +107,7 @@ def quality_rows(
 
 
 def _perplexity(
-    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress | None
+    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress
 ) -> list[Row]:
     window, scorer = chunk_io.runner.options.context_tokens, Scorer(chunk_io.runner)
     loss, count, sizes, widths = {}, 0, {}, {}
@@ -136,10 +130,7 @@ def _perplexity(
         f"{count:,} tokens"
         for encoding, value in values.items()
     }
-    return compared(
-        values, ours=OURS, case=f"text behind {stored_tokens} stored tokens", metric="perplexity", unit="",
-        notes=notes, lower_is_better=True,
-    )  # fmt: skip
+    return compared(f"text behind {stored_tokens} stored tokens", "perplexity", values, notes)
 
 
 def _accuracy(
@@ -148,7 +139,7 @@ def _accuracy(
     data: Path | None,
     stored_tokens: int,
     plan: QualityPlan,
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[Row]:
     examples = read_examples(TRACE_TASKS, data, plan.questions)
     end = end_of_turn_id(engine.tokenizer)
@@ -187,14 +178,11 @@ def _accuracy(
         f"{len(each)} questions of {', '.join(TRACE_TASKS)}"
         for encoding, each in right.items()
     }
-    return compared(
-        shares, ours=OURS, case=f"questions in up to {stored_tokens} stored tokens", metric="accuracy",
-        unit="share", notes=notes,
-    )  # fmt: skip
+    return compared(f"questions in up to {stored_tokens} stored tokens", "accuracy", shares, notes)
 
 
 def _passages(
-    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress | None
+    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress
 ) -> list[Row]:
     scorer, size = Scorer(chunk_io.runner), chunk_io.chunk_tokens
     chunks, begun = stored_tokens // size, round(_BEGUN_SHARE * size)
@@ -224,13 +212,8 @@ def _passages(
             f"passages, in turn of {chunks} chunks"
         )
     # Around zero there is no ratio.
-    return [
-        Row(
-            case=f"passage of {stored_tokens} stored tokens repeated", system=encoding, metric="recall",
-            value=value, unit="nats/token", note=notes[encoding],
-        )
-        for encoding, value in values.items()
-    ]  # fmt: skip
+    case = f"passage of {stored_tokens} stored tokens repeated"
+    return [row(case, "recall", value, notes[each], system=each) for each, value in values.items()]
 
 
 def _said(widths: Counter[int] | None) -> str:
@@ -254,9 +237,8 @@ def _exchange(engine: Engine, example: TaskExample, end: int | None) -> list[int
     return [*prompt_ids(engine.tokenizer, example), *answer, *([] if end is None else [end])]
 
 
-def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(stage, done, total)
+def _tell(progress: Progress, stage: str, done: int, total: int) -> None:
+    progress(stage, done, total)
 
 
 RAW = "raw"

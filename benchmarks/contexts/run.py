@@ -12,20 +12,16 @@ Two contexts are called in turns: the first when all that the calls before left 
 done, so that its switch is the switch itself; the second at once, while chunks of the first are encoded.
 
 Makes rows of switches: times to switch and to keep a context, and how many contexts a limit allows.
-
-Draws switching over the number of contexts, ablations, sizes of chunks, and quality.
 """
 
 import dataclasses
+import functools
 import itertools
-import re
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -41,9 +37,12 @@ from benchmarks.contexts.switching import (
     System,
     random_tokens,
 )
+from benchmarks.harness.children import in_turns
+from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import Device
 from benchmarks.harness.memory import array_bytes
-from benchmarks.harness.report import OURS, Row, check_plot, compared, label_bars
+from benchmarks.harness.plan import silent, unheard
+from benchmarks.harness.report import OURS, Row, compared, median
 from jaxllm.bundle import WeightFormat
 from jaxllm.errors import BudgetExceeded
 from jaxllm.kernels import native
@@ -63,8 +62,8 @@ def run(
     model: Path,
     weights: WeightFormat | None,
     plan: Plan,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
 ) -> list[Row]:
     """Measures all that is timed.
 
@@ -75,30 +74,30 @@ def run(
       progress: of engines that open and contexts that are filled.
       tell: given a line for every system of a case as it has run.
     """
-    bench = Bench(model, weights, plan, progress)
+    bench = Bench(model, weights, plan, progress, tell)
     budget, rows = bench.budget_bytes(), []
     if "switching" in plan.parts:
-        rows += _switching_rows(bench, budget, tell)
+        rows += _switching_rows(bench, budget)
     # Where all of ours fits into the budget, and with twice as many contexts.
     chosen = [each for each in plan.contexts if each in (plan.fitting, 2 * plan.fitting)]
     for device, contexts in itertools.product(plan.devices, chosen):
         cell = Cell(plan.patterns[0], contexts, device, budget)
         if "ablations" in plan.parts:
-            rows += _variant_rows("ablation", cell, _ablated(bench, cell), tell)
+            # Ours runs again itself, for machines change their pace.
+            systems = [each for each in ABLATIONS if native.kernels().native or not each.attend_coded]
+            found = bench.all_switches([SYSTEMS[0], *systems], cell)
+            rows += switch_rows(f"ablation: {cell.name}", found, device)
         if "chunk-sizes" in plan.parts and device is plan.devices[0]:
-            rows += _variant_rows("chunk size", cell, _chunked(bench, cell), tell)
-    if "budgets" in plan.parts:
-        rows += budget_rows(bench, budget, tell)
-    if "lengths" in plan.parts:
-        rows += length_rows(bench, budget, tell)
-    if "intervals" in plan.parts:
-        rows += interval_rows(bench, budget, tell)
+            rows += switch_rows(f"chunk size: {cell.name}", _chunked(bench, cell), device)
+    for part, rows_of in (("budgets", budget_rows), ("lengths", length_rows), ("intervals", interval_rows)):
+        if part in plan.parts:
+            rows += rows_of(bench, budget)
+    codec = SYSTEMS[0].codec
     if "resident" in plan.parts:
-        codec = SYSTEMS[0].codec
         coded, decoded = bench.engine(codec, coded=True), bench.engine(codec)
         rows += resident_rows(coded, decoded, bench.engine(""), plan.repeats, plan.seed)
     if "answering" in plan.parts:
-        rows += speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
+        rows += speed_rows(bench.engine(codec), bench.engine(""), plan.repeats, plan.seed)
     return rows
 
 
@@ -110,19 +109,12 @@ def cells(plan: Plan, budget_bytes: int) -> Iterator[Cell]:
                 yield Cell(pattern, contexts, device, budget_bytes)
 
 
-def _switching_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> list[Row]:
+def _switching_rows(bench: Bench, budget: int) -> list[Row]:
     """Switches on every system, and how many contexts each serves within the limits."""
     rows = []
-    found: dict[Cell, dict[str, Switches]] = {}
-    for cell in cells(bench.plan, budget):
-        found[cell] = {}
-        for system in SYSTEMS:
-            found[cell][system.name] = each = bench.switches(system, cell)
-            tell(
-                f"{cell.name}: {system.name} {each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first "
-                f"token and {each.mean_finish_ms:.1f} ms to keep; {each.note}"
-            )
-        rows += switch_rows(cell.name, found[cell], cell.device)
+    found = {cell: bench.all_switches(SYSTEMS, cell) for cell in cells(bench.plan, budget)}
+    for cell, each in found.items():
+        rows += switch_rows(cell.name, each, cell.device)
     for device, pattern in dict.fromkeys((cell.device, cell.pattern) for cell in found):
         of = {
             cell.contexts: each
@@ -135,82 +127,59 @@ def _switching_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> l
     return rows
 
 
-def _ablated(bench: Bench, cell: Cell) -> dict[str, Switches]:
-    """Ours with and without each of its techniques. It runs again itself, for machines change their pace."""
-    systems = [each for each in ABLATIONS if native.kernels().native or not each.attend_coded]
-    return {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *systems)}
-
-
 def _chunked(bench: Bench, cell: Cell) -> dict[str, Switches]:
     """Ours in chunks of other sizes. Short ones take more for scales: where that is more than our ratio, they
     have the least that they can have, and say so in their name."""
     ours = SYSTEMS[0]
-    found = {OURS: bench.switches(ours, cell)}
+    found = bench.all_switches([ours], cell)
     for size in bench.plan.chunk_tokens:
-        least = least_ratio(ChunkIO(bench.engine(ours.codec, size).runner))
-        system, name = dataclasses.replace(ours, ratio=max(ours.ratio, least)), f"{OURS}-chunks-of-{size}"
-        if system.ratio > ours.ratio:
+        least, name = least_ratio(ChunkIO(bench.engine(ours.codec, size).runner)), f"{OURS}-chunks-of-{size}"
+        if least > ours.ratio:
             name += f"-ratio-{least:g}"
+        system = dataclasses.replace(ours, ratio=max(ours.ratio, least), name=name)
         found[name] = bench.switches(system, cell, size)
     return found
 
 
-def _variant_rows(
-    what: str, cell: Cell, found: dict[str, Switches], tell: Callable[[str], None]
-) -> list[Row]:
-    for name, each in found.items():
-        times = f"{each.mean_ms:.1f} ms, {each.mean_ttft_ms:.1f} ms to the first token"
-        tell(f"{cell.name}: {name} {times}; {each.note}")
-    return switch_rows(f"{what}: {cell.name}", found, cell.device)
-
-
-Tell = Callable[[str], None]
-
-
-def budget_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+def budget_rows(bench: Bench, budget_bytes: int) -> list[Row]:
     """How many contexts each system switches between within a limit, by memory: shares of `budget_bytes`."""
     rows = []
     for share in bench.plan.budget_shares:
         memory = int(share * budget_bytes)
-        rows += _limit_rows(bench, f"budget: {memory / 1e6:.0f} MB", memory, tell)
+        rows += _limit_rows(bench, f"budget: {memory / 1e6:.0f} MB", memory)
     return rows
 
 
-def length_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+def length_rows(bench: Bench, budget_bytes: int) -> list[Row]:
     """The same by the most tokens of a context, in one budget."""
     rows = []
     for tokens in bench.plan.context_tokens:
         if tokens > bench.window_tokens:
-            tell(f"length: without {tokens} tokens, for the model's window has {bench.window_tokens}")
+            bench.tell(f"length: without {tokens} tokens, for the model's window has {bench.window_tokens}")
             continue
         shorter = bench.of_length(tokens)
-        rows += _limit_rows(shorter, f"length: {tokens} tokens", budget_bytes, tell)
+        rows += _limit_rows(shorter, f"length: {tokens} tokens", budget_bytes)
     return rows
 
 
-def interval_rows(bench: Bench, budget_bytes: int, tell: Tell) -> list[Row]:
+def interval_rows(bench: Bench, budget_bytes: int) -> list[Row]:
     """Switches by the mean time between calls, with the most contexts; the calls' times are those of the
     trace, made denser."""
-    plan = bench.plan
-    rows = []
+    plan, rows = bench.plan, []
     for interval_s in plan.interval_s:
         cell = Cell(plan.patterns[0], plan.contexts[-1], plan.devices[0], budget_bytes, interval_s)
-        found = {}
-        for system in SYSTEMS:
-            found[system.name] = each = bench.switches(system, cell)
-            tell(f"{interval_s:g} s between calls: {system.name} {each.mean_ms:.1f} ms; {each.note}")
+        found = bench.all_switches(SYSTEMS, cell)
         rows += switch_rows(f"interval: {interval_s:g} s, {cell.name}", found, cell.device)
     return rows
 
 
-def _limit_rows(bench: Bench, case: str, budget_bytes: int, tell: Tell) -> list[Row]:
+def _limit_rows(bench: Bench, case: str, budget_bytes: int) -> list[Row]:
     """The most contexts of each system within the limits, as far as contexts fit the memory at all."""
     plan = bench.plan
     found: dict[int, Mapping[str, Switches | None]] = {}
     for contexts in plan.contexts:
         cell = Cell(plan.patterns[0], contexts, plan.devices[0], budget_bytes)
         found[contexts] = {system.name: _fitting(bench, system, cell) for system in SYSTEMS}
-        tell(f"{case}, {cell.name}: {_told(found[contexts])}")
     case = f"{case}, {plan.patterns[0]}, {plan.devices[0].name}"
     return [row for limit_ms in LIMITS_MS for row in most_contexts(case, found, limit_ms)]
 
@@ -220,13 +189,8 @@ def _fitting(bench: Bench, system: System, cell: Cell) -> Switches | None:
     try:
         return bench.switches(system, cell)
     except BudgetExceeded:
+        bench.tell(f"{cell.name}: {system.name} no room")
         return None
-
-
-def _told(found: Mapping[str, Switches | None]) -> str:
-    return ", ".join(
-        f"{name} no room" if each is None else f"{name} {each.mean_ms:.1f} ms" for name, each in found.items()
-    )
 
 
 PLAIN = "no management"
@@ -244,27 +208,47 @@ def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[
       seed: of the prompts.
     """
     draw, engines = np.random.default_rng(seed), {OURS: managed, PLAIN: plain}
-    window = plain.options.context_tokens
+    window, times = plain.options.context_tokens, {name: _Times() for name in engines}
     config = GenerationConfig(max_tokens=int(_ANSWER * window), ignore_eos=True)
-    prefill, decode = {name: [] for name in engines}, {name: [] for name in engines}
-    for repeat in range(repeats + 1):
-        prompts = [random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)]
-        for name in engines if repeat % 2 else reversed(list(engines)):
-            session, said = Session(), []
-            for prompt in prompts:
-                said = [*said, *prompt]
-                done = engines[name].stream(said, config, session=session).result()
-                said += done.tokens
-                if repeat:
-                    # The first one warms up.
-                    fed = done.prompt_tokens - done.reused_tokens
-                    prefill[name].append(1000 * fed / done.timings.ttft_ms)
-                    decode[name].append(1000 / done.timings.tpot_ms(len(done.tokens)))
-    rows = []
-    for metric, rates in (("prefill_tokens_per_s", prefill), ("decode_tokens_per_s", decode)):
-        values = {name: statistics.median(each) for name, each in rates.items()}
-        rows += compared(values, ours=OURS, case="answering in a context", metric=metric, unit="tokens/s")
-    return rows
+    both = [[random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)] for _ in range(repeats + 1)]
+    for repeat, prompts, name in in_turns(engines, both):
+        session, said = Session(), []
+        for prompt in prompts:
+            said = [*said, *prompt]
+            done = engines[name].stream(said, config, session=session).result()
+            said += done.tokens
+            if repeat:
+                # The first one warms up.
+                times[name].add(done)
+    return _rate_rows("answering in a context", times)
+
+
+class _Times(dict[str, list[float]]):
+    """What was measured of the calls of one system, by metric."""
+
+    def note(self, metric: str, value: float) -> None:
+        """Keeps a value."""
+        self.setdefault(metric, []).append(value)
+
+    def add(self, done: Answer) -> None:
+        """Keeps the rates of an answer."""
+        fed = done.prompt_tokens - done.reused_tokens
+        self.note("prefill_tokens_per_s", 1000 * fed / done.timings.ttft_ms)
+        self.note("decode_tokens_per_s", 1000 / done.timings.tpot_ms(len(done.tokens)))
+
+
+def _median_rows(case: str, metric: str, times: Mapping[str, _Times], note: str | None = None) -> list[Row]:
+    """Medians of a metric, of the systems that have it."""
+    values = {name: median(each[metric]) for name, each in times.items() if metric in each}
+    return compared(case, metric, values, dict.fromkeys(values, note))
+
+
+def _rate_rows(case: str, times: Mapping[str, _Times]) -> list[Row]:
+    return [
+        row
+        for metric in ("prefill_tokens_per_s", "decode_tokens_per_s")
+        for row in _median_rows(case, metric, times)
+    ]
 
 
 DECODED = f"{OURS}-decoded"
@@ -272,27 +256,6 @@ DECODED = f"{OURS}-decoded"
 _RATIOS = {8: 1.0, 4: 0.6, 2: 0.4}
 # Shares of a window: what a context has, each prompt, and each answer.
 _HISTORY, _RESIDENT_PROMPT, _RESIDENT_ANSWER = 3 / 4, 1 / 64, 1 / 64
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Times:
-    """Of the calls of one system.
-
-    Attributes:
-      switch_ms, ttft_ms: of calls that find nothing left to do.
-      at_once_ms: times to the first token of those that come at once.
-      prefill, decode: tokens per second.
-      bytes: of memory that the running context took.
-      least_bytes: of its chunks as they are stored, and of the rows of its tokens behind them.
-    """
-
-    switch_ms: list[float] = dataclasses.field(default_factory=list)
-    ttft_ms: list[float] = dataclasses.field(default_factory=list)
-    at_once_ms: list[float] = dataclasses.field(default_factory=list)
-    prefill: list[float] = dataclasses.field(default_factory=list)
-    decode: list[float] = dataclasses.field(default_factory=list)
-    bytes: int = 0
-    least_bytes: int = 0
 
 
 def resident_rows(coded: Engine, decoded: Engine, plain: Engine, repeats: int, seed: int) -> list[Row]:
@@ -328,8 +291,13 @@ def resident_rows(coded: Engine, decoded: Engine, plain: Engine, repeats: int, s
                     of = times[name] if repeat else _Times()
                     kept[name].store.wait()
                     _call(kept[name], settled, prompt, answer, of)
-                    of.at_once_ms.append(_asked(at_once, prompt, answer)[1])
-                said = _plain_call(plain, [*said, *prompt], session, answer, times[PLAIN], timed=repeat > 0)
+                    of.note("at_once_ttft_ms", _asked(at_once, prompt, answer)[1])
+                # A conversation whose cache is all floats goes on.
+                config = GenerationConfig(max_tokens=answer, ignore_eos=True)
+                done = plain.stream([*said, *prompt], config, session=session).result()
+                said += [*prompt, *done.tokens]
+                if repeat:
+                    times[PLAIN].add(done)
             for each in kept.values():
                 each.close()
         rows += _rows(f"{bits} bits, {int(_HISTORY * window)} tokens", times)
@@ -340,11 +308,11 @@ def _call(contexts: Contexts, context: Context, prompt: list[int], answer: int, 
     """Answers in a context that did not run last."""
     before = len(context.record.bits)
     said, ttft_ms = _asked(context, prompt, answer)
-    times.switch_ms.append(said.restoration.took_ms)
-    times.ttft_ms.append(ttft_ms)
-    times.prefill.append(1000 * (said.prompt_tokens - said.reused_tokens) / said.timings.ttft_ms)
-    times.decode.append(1000 / said.timings.tpot_ms(len(said.tokens)))
-    times.bytes, times.least_bytes = _memory(contexts, context.name, before)
+    times.note("switch_ms", said.restoration.took_ms)
+    times.note("ttft_ms", ttft_ms)
+    times.add(said)
+    taken, least = _memory(contexts, context.name, before)
+    times["context_bytes"], times["context_bytes_share"] = [taken], [taken / least]
 
 
 def _asked(context: Context, prompt: list[int], answer: int) -> tuple[Answer, float]:
@@ -374,49 +342,24 @@ def _memory(contexts: Contexts, name: str, count: int) -> tuple[int, int]:
     return taken, sum(each.size_bytes for each in chunks) + rows * behind // cache.capacity_tokens
 
 
-def _plain_call(
-    engine: Engine, said: list[int], session: Session, answer: int, times: _Times, *, timed: bool
-) -> list[int]:
-    """Goes on with a conversation whose cache is all floats; returns its tokens."""
-    config = GenerationConfig(max_tokens=answer, ignore_eos=True)
-    done = engine.stream(said, config, session=session).result()
-    if timed:
-        times.prefill.append(1000 * (done.prompt_tokens - done.reused_tokens) / done.timings.ttft_ms)
-        times.decode.append(1000 / done.timings.tpot_ms(len(done.tokens)))
-    return [*said, *done.tokens]
+# Metric -> what is measured, of calls in contexts.
+_RESIDENT = {
+    "switch_ms": "of a call that finds nothing left to encode or to write",
+    "ttft_ms": "of the same calls, with the new turn and the tokens in no whole chunk",
+    "at_once_ttft_ms": "asked for as the other context's answer ends, whose chunks are then encoded",
+    "context_bytes": "chunks, and pages of the cache that are there, before the call's tokens are encoded",
+    "context_bytes_share": "the same, by the bytes of chunks as they are stored and of the rows of tokens "
+    "behind them",
+}
 
 
-def _rows(case: str, times: dict[str, _Times]) -> list[Row]:
-    contexts = {name: each for name, each in times.items() if name != PLAIN}
-    case = f"resident: {case}"
-    at_once = "asked for as the other context's answer ends, whose chunks are then encoded"
-    rows = []
-    for metric, of, note in (
-        ("switch_ms", "switch_ms", "of a call that finds nothing left to encode or to write"),
-        ("ttft_ms", "ttft_ms", "of the same calls, with the new turn and the tokens in no whole chunk"),
-        ("at_once_ttft_ms", "at_once_ms", at_once),
-    ):
-        values = {name: statistics.median(getattr(each, of)) for name, each in contexts.items()}
-        notes = dict.fromkeys(values, note)
-        rows += compared(
-            values, ours=OURS, case=case, metric=metric, unit="ms", notes=notes, lower_is_better=True
-        )
-    sizes = {name: float(each.bytes) for name, each in contexts.items()}
-    shares = {name: each.bytes / each.least_bytes for name, each in contexts.items()}
-    taken = "chunks, and pages of the cache that are there, before the call's tokens are encoded"
-    beside = "the same, by the bytes of chunks as they are stored and of the rows of tokens behind them"
-    for values, metric, unit, note in (
-        (sizes, "context_bytes", "bytes", taken),
-        (shares, "context_bytes_share", "times", beside),
-    ):
-        notes = dict.fromkeys(values, note)
-        rows += compared(
-            values, ours=OURS, case=case, metric=metric, unit=unit, notes=notes, lower_is_better=True
-        )
-    for metric, of in (("prefill_tokens_per_s", "prefill"), ("decode_tokens_per_s", "decode")):
-        rates = {name: statistics.median(getattr(each, of)) for name, each in times.items()}
-        rows += compared(rates, ours=OURS, case=case, metric=metric, unit="tokens/s")
-    return rows
+def _rows(case: str, times: Mapping[str, _Times]) -> list[Row]:
+    rows = [
+        row
+        for metric, note in _RESIDENT.items()
+        for row in _median_rows(f"resident: {case}", metric, times, note)
+    ]
+    return rows + _rate_rows(f"resident: {case}", times)
 
 
 # Mean switches that are not noticed, or hardly.
@@ -433,47 +376,39 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
             each.caching, "nothing on storage"
         )
         notes[name] = f"{each.note}; {how}"
-    first = "restores the context, and computes the new turn and the tokens that are in no whole chunk"
     kept = "makes room for the call's tokens, encodes and stores them"
-    flushed = f"{kept}; every system flushes them: what a call said is safe from a power cut when it ends"
-    finish = {name: (each.mean_finish_ms, each.mean_flush_ms) for name, each in found.items()}
-    joules = {name: each.joules for name, each in found.items() if each.joules is not None}
-    energy = "of all processor packages, from a call's switch until the next call"
-    return [
-        *compared(
-            {name: each.mean_ms for name, each in found.items()},
-            ours=OURS, case=case, metric="switch_ms", unit="ms", notes=notes, lower_is_better=True,
+    measured: list[tuple[str, Callable[[Switches], float | None], str]] = [
+        (
+            "ttft_ms",
+            lambda each: each.mean_ttft_ms,
+            "restores the context, and computes the new turn and the tokens that are in no whole chunk",
         ),
-        *compared(
-            {name: each.mean_ttft_ms for name, each in found.items()},
-            ours=OURS, case=case, metric="ttft_ms", unit="ms", notes=dict.fromkeys(found, first),
-            lower_is_better=True,
+        (
+            "finish_ms",
+            lambda each: each.mean_finish_ms,
+            f"{kept}; every system flushes them: what a call said is safe from a power cut when it ends",
         ),
-        *compared(
-            {name: whole for name, (whole, _) in finish.items()},
-            ours=OURS, case=case, metric="finish_ms", unit="ms", notes=dict.fromkeys(found, flushed),
-            lower_is_better=True,
+        (
+            "finish_unflushed_ms",
+            lambda each: max(0.0, each.mean_finish_ms - each.mean_flush_ms),
+            f"{kept}, without the time of flushes",
         ),
-        *compared(
-            {name: max(0.0, whole - flush) for name, (whole, flush) in finish.items()},
-            ours=OURS, case=case, metric="finish_unflushed_ms", unit="ms",
-            notes=dict.fromkeys(found, f"{kept}, without the time of flushes"), lower_is_better=True,
+        (
+            "switch_and_finish_ms",
+            lambda each: each.mean_ms + each.mean_finish_ms,
+            "all that keeping contexts adds to a call, flushes included",
         ),
-        *compared(
-            {name: each.mean_ms + each.mean_finish_ms for name, each in found.items()},
-            ours=OURS, case=case, metric="switch_and_finish_ms", unit="ms",
-            notes=dict.fromkeys(found, "all that keeping contexts adds to a call, flushes included"),
-            lower_is_better=True,
+        (
+            "joules_per_call",
+            lambda each: each.joules,
+            "of all processor packages, from a call's switch until the next call",
         ),
-        *(
-            compared(
-                joules, ours=OURS, case=case, metric="joules_per_call", unit="J",
-                notes=dict.fromkeys(joules, energy), lower_is_better=True,
-            )
-            if joules
-            else ()
-        ),
-    ]  # fmt: skip
+    ]
+    rows = compared(case, "switch_ms", {name: each.mean_ms for name, each in found.items()}, notes)
+    for metric, of, note in measured:
+        values = {name: value for name, each in found.items() if (value := of(each)) is not None}
+        rows += compared(case, metric, values, dict.fromkeys(values, note)) if values else []
+    return rows
 
 
 def most_contexts(
@@ -497,78 +432,26 @@ def most_contexts(
         most[system] = tried[passed - 1] if passed else 0
     note = f"tried: {', '.join(map(str, tried))}"
     metric = f"contexts_within_{limit_ms:.0f}_ms"
-    rows = [
-        Row(
-            case=case, system=OURS, metric=metric, value=most[OURS], unit="contexts", baseline=system,
-            ratio=most[OURS] / most[system] if most[system] else None, note=note,
+    return compared(case, metric, most, dict.fromkeys(most, note))
+
+
+_SWITCH = "mean switch (ms)"
+# Switching over the number of contexts, ablations, sizes of chunks, and quality.
+FIGURES = (
+    Figure(
+        name="switch", metric="switch_ms", up=_SWITCH, across="active contexts", log=True,
+        case=r"(?P<of>\w+), (?P<x>\d+) contexts in [\d.]+ MB, (?P<of_2>.+)",
+    ),
+    Figure(name="ablation", metric="switch_ms", case="ablation: (?P<x>.+)", up=_SWITCH, kind="bars"),
+    Figure(name="chunk_size", metric="switch_ms", case="chunk size: (?P<x>.+)", up=_SWITCH, kind="bars"),
+    *(
+        # Of density differences are in notes, far smaller than what bars show.
+        Figure(name=metric, metric=metric, case="(?!density)(?P<x>.+)", up=up, kind="bars")
+        for metric, up in (
+            ("perplexity", "perplexity"),
+            ("accuracy", "right answers (share)"),
+            ("recall", "likelihood that a stored chunk adds to its rest (nats per token)"),
         )
-        for system in systems
-        if system != OURS
-    ]  # fmt: skip
-    return rows + [
-        Row(case=case, system=system, metric=metric, value=most[system], unit="contexts", note=note)
-        for system in systems
-        if system != OURS
-    ]
-
-
-_CELL = re.compile(r"(?P<pattern>\w+), (?P<contexts>\d+) contexts in (?P<budget>[\d.]+ MB), (?P<device>.+)$")
-_BARS = {
-    "ablation": "mean switch (ms)",
-    "chunk size": "mean switch (ms)",
-    "perplexity": "perplexity",
-    "accuracy": "right answers (share)",
-    "recall": "likelihood that a stored chunk adds to its rest (nats per token)",
-}
-
-
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws the figures that the rows allow into a folder, a PNG each."""
-    check_plot(folder)
-    import matplotlib.pyplot as plt
-
-    def saved(name: str, figure: Any) -> None:
-        figure.savefig(folder / f"contexts_{name}.png", dpi=150)
-        plt.close(figure)
-
-    for (pattern, device), lines in _lines(rows).items():
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for system, points in lines.items():
-            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
-        axes.set_xlabel("active contexts")
-        axes.set_ylabel("mean switch (ms)")
-        axes.set_yscale("log")
-        axes.set_title(f"{pattern}, {device}")
-        axes.legend()
-        saved(f"switch_{pattern}_{re.sub(r'[^a-z0-9]+', '_', device.lower())}", figure)
-    for name, label in _BARS.items():
-        chosen = {(row.case, row.system): row.value for row in rows if _drawn_in(row) == name}
-        if not chosen:
-            continue
-        figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(chosen)), layout="constrained")
-        names = [f"{case.removeprefix(f'{name}: ')}\n{system}" for case, system in chosen]
-        bars = axes.barh(names, list(chosen.values()))
-        axes.invert_yaxis()
-        axes.set_xlabel(label)
-        label_bars(axes, bars, "{:,.3g}")
-        saved(name.replace(" ", "_"), figure)
-
-
-def _lines(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
-    """Mean switches by pattern and device, system, and number of contexts."""
-    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    for row in rows:
-        cell = _CELL.match(row.case)
-        if row.metric == "switch_ms" and cell is not None:
-            lines = found.setdefault((cell["pattern"], cell["device"]), {})
-            lines.setdefault(row.system, {})[int(cell["contexts"])] = row.value
-    return found
-
-
-def _drawn_in(row: Row) -> str:
-    """The bar figure that a row belongs to; empty for none."""
-    begin = row.case.partition(":")[0]
-    if begin == "density":
-        # Differences are in notes, far smaller than what bars show.
-        return ""
-    return begin if begin in _BARS else row.metric if row.metric in _BARS else ""
+    ),
+)  # fmt: skip
+draw = functools.partial(draw_figures, "contexts", FIGURES)

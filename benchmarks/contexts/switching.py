@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.contexts import PARTS
 from benchmarks.harness.machine import PHONES, REAL, Device, EnergyMeter, named_devices
+from benchmarks.harness.plan import BasePlan, silent, sized
 from benchmarks.harness.report import OURS
 from benchmarks.traces import ContextCall, Lengths, make_switching
 from jaxllm.bundle import WeightFormat
@@ -119,7 +120,7 @@ class Cell:
     contexts: int
     device: Device
     budget_bytes: int
-    interval_s: float = 0.0
+    interval_s: float = sized(0.0, quick=(0.1,))
 
     @property
     def name(self) -> str:
@@ -180,7 +181,7 @@ class Histories:
 
     @classmethod
     def compute(
-        cls, engine: Engine, lengths: Sequence[int], seed: int, progress: Progress | None = None
+        cls, engine: Engine, lengths: Sequence[int], seed: int, progress: Progress = silent
     ) -> "Histories":
         """Draws tokens and feeds them.
 
@@ -198,8 +199,7 @@ class Histories:
             tokens.append(ids)
             caches.append(jax.block_until_ready(cache))
             done += length
-            if progress is not None:
-                progress("prefill", done, sum(lengths))
+            progress("prefill", done, sum(lengths))
         return cls(tokens, caches)
 
     def repeated(self, times: int) -> "Histories":
@@ -373,7 +373,7 @@ CHUNK_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(BasePlan):
     """Sizes of one run.
 
     Attributes:
@@ -391,17 +391,17 @@ class Plan:
       interval_s: mean seconds between calls to compare.
     """
 
-    patterns: tuple[str, ...] = ("random", "markov", "gaussian")
-    contexts: tuple[int, ...] = (2, 4, 8, 16)
-    fitting: int = 8
-    calls: int = 30
-    devices: tuple[Device, ...] = named_devices(PHONES)
-    chunk_tokens: tuple[int, ...] = (8, 32, 64)
+    patterns: tuple[str, ...] = sized(("random", "markov", "gaussian"), quick=("random",))
+    contexts: tuple[int, ...] = sized((2, 4, 8, 16), quick=(4,))
+    fitting: int = sized(8, quick=4)
+    calls: int = sized(30, quick=10)
+    devices: tuple[Device, ...] = sized(named_devices(PHONES), quick=(REAL,))
+    chunk_tokens: tuple[int, ...] = sized((8, 32, 64), quick=(32,))
     parts: tuple[str, ...] = tuple(PARTS)
-    repeats: int = 5
+    repeats: int = sized(5, quick=2)
     seed: int = 0
-    budget_shares: tuple[float, ...] = (0.5, 1.0, 1.5)
-    context_tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    budget_shares: tuple[float, ...] = sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
+    context_tokens: tuple[int, ...] = sized((256, 512, 1024, 2048, 4096), quick=(512,))
     interval_s: tuple[float, ...] = (0.0, 0.25, 1.0)
 
     @property
@@ -409,20 +409,13 @@ class Plan:
         """Whether anything is timed."""
         return not set(self.parts) <= {"quality", "density", "traffic"}
 
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for the packaged model."""
-        return cls(
-            patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(32,),
-            repeats=2, budget_shares=(0.5, 1.0), context_tokens=(512,), interval_s=(0.1,),
-        )  # fmt: skip
-
 
 class Bench:
     """Engines by codec and size of chunks, and contexts with a history, each made once.
 
     Attributes:
       plan: sizes of the run.
+      tell: given a line for every system of a case as it has run.
     """
 
     def __init__(
@@ -430,10 +423,11 @@ class Bench:
         model: Path,
         weights: WeightFormat | None,
         plan: Plan,
-        progress: Progress | None,
+        progress: Progress,
+        tell: Callable[[str], None],
         context_tokens: int = 0,
     ) -> None:
-        self.plan, self._context_tokens = plan, context_tokens
+        self.plan, self.tell, self._context_tokens = plan, tell, context_tokens
         self._model, self._progress = model, progress
         self._weights: WeightFormat | None = weights
         self._engines: dict[tuple[str, int, bool], Engine] = {}
@@ -471,21 +465,26 @@ class Bench:
 
     def of_length(self, tokens: int) -> "Bench":
         """The same with contexts of at most so many tokens."""
-        return Bench(self._model, self._weights, self.plan, self._progress, tokens)
+        return Bench(self._model, self._weights, self.plan, self._progress, self.tell, tokens)
 
     def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
         """A cell's trace on a system."""
         trace, histories = self.trace(cell.pattern, cell.contexts)
         with tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()) as folder:
-            return replay(
-                system,
-                self.engine(system.codec, chunk_tokens, coded=system.attend_coded),
-                trace,
-                histories,
-                cell=cell,
-                folder=Path(folder),
-                seed=self.plan.seed,
+            engine = self.engine(system.codec, chunk_tokens, coded=system.attend_coded)
+            found = replay(
+                system, engine, trace, histories, cell=cell, folder=Path(folder), seed=self.plan.seed
             )
+        apart = f", {cell.interval_s:g} s between calls" if cell.interval_s else ""
+        self.tell(
+            f"{cell.name}{apart}: {system.name} {found.mean_ms:.1f} ms, {found.mean_ttft_ms:.1f} ms to the "
+            f"first token and {found.mean_finish_ms:.1f} ms to keep; {found.note}"
+        )
+        return found
+
+    def all_switches(self, systems: Sequence[System], cell: Cell) -> dict[str, Switches]:
+        """A cell's trace on several systems, by name."""
+        return {system.name: self.switches(system, cell) for system in systems}
 
     def budget_bytes(self) -> int:
         """Bytes of all chunks of ours, of as many contexts as are to fit, at the trace's end."""

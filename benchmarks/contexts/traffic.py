@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.contexts.switching import CHUNK_TOKENS, SYSTEMS, Plan, System, lengths_after, traced
-from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.harness.plan import unheard
+from benchmarks.harness.report import Row, compared
 from benchmarks.traces import ContextCall
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import RAW, ChunkFormat
@@ -70,7 +71,7 @@ class Chunks:
         return allocate(density, most, sizes=self.bytes_of).tolist()
 
 
-def traffic_rows(cfg: ModelConfig, plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
+def traffic_rows(cfg: ModelConfig, plan: Plan, tell: Callable[[str], None] = unheard) -> list[Row]:
     """Rows of bytes, and of the least times on emulated devices.
 
     Args:
@@ -183,10 +184,7 @@ def _rows(case: str, found: dict[str, Traffic], plan: Plan) -> list[Row]:
     rows = []
     for metric, of in (("switch_read_bytes", "read"), ("switch_written_bytes", "written")):
         values = {name: float(np.mean(getattr(each, of))) for name, each in found.items()}
-        rows += compared(
-            values, ours=OURS, case=f"traffic: {case}", metric=metric, unit="bytes", notes=notes,
-            lower_is_better=True,
-        )  # fmt: skip
+        rows += compared(f"traffic: {case}", metric, values, notes)
     for device in plan.devices:
         read, write = device.storage.bytes_per_s, device.storage.write_bytes_per_s
         if not read or not write:
@@ -196,8 +194,5 @@ def _rows(case: str, found: dict[str, Traffic], plan: Plan) -> list[Row]:
             name: 1000 * float(np.mean(each.read) / read + np.mean(each.written) / write)
             for name, each in found.items()
         }
-        rows += compared(
-            bounds, ours=OURS, case=f"traffic: {case}, {device.name}", metric="switch_bound_ms", unit="ms",
-            notes=notes, lower_is_better=True,
-        )  # fmt: skip
+        rows += compared(f"traffic: {case}, {device.name}", "switch_bound_ms", bounds, notes)
     return rows

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.elastic.costs import move
+from benchmarks.harness.plan import silent
 from benchmarks.models import SHAPES, shape_folder
 from jaxllm.bundle import Bundle, WeightFormat, write_bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts, read_ladder, read_recovery
@@ -68,7 +69,7 @@ class Size:
     change_ms: float = 0.0
 
 
-def open_elastic(model: Path, progress: Progress | None = None) -> Engine:
+def open_elastic(model: Path, progress: Progress = silent) -> Engine:
     """An engine for all levels of a bundle.
 
     Raises:
@@ -85,7 +86,7 @@ def open_baselines(
     plain: Sequence[Path],
     pruned: Path | None,
     layer_subsets: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict[str, list[Size]]:
     """The models of every baseline that has its own, ascending by size.
 

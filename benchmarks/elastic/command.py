@@ -1,6 +1,5 @@
 """`jaxllm bench elastic`: the levels of an elastic model."""
 
-import dataclasses
 from pathlib import Path
 
 import click
@@ -10,19 +9,14 @@ from benchmarks.harness.options import (
     DENSE_SHAPES,
     ModelOrShape,
     Reporting,
+    benchmark,
     data_option,
-    model_options,
-    parts_option,
     parts_without,
-    report_options,
 )
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 
 
-@click.command("elastic", cls=EngineCommand)
-@model_options(shapes=DENSE_SHAPES, weights=True)
-@data_option
+@benchmark("elastic", "default", data_option, shapes=DENSE_SHAPES, weights=True, parts=PARTS)
 @click.option(
     "--plain-model",
     "plain",
@@ -54,8 +48,6 @@ from jaxllm.cli.lazy import EngineCommand
     help="Take the times of the trace from random weights of this size, with the model's levels and "
     "tokenizer, and only the answers from the model.",
 )
-@parts_option(PARTS)
-@report_options
 def elastic_command(
     subject: ModelOrShape,
     data: Path | None,
@@ -85,7 +77,7 @@ def elastic_command(
         raise click.UsageError("--trace-times-of goes with a --model, whose trace it times")
     if subject.shape is not None:
         parts = parts_without(parts, ("accuracy", "trace"), "random weights have no right answers")
-    plan = dataclasses.replace(run.Plan.quick() if report.quick else run.Plan(), parts=parts)
+    plan = report.plan(run.Plan, parts=parts)
     with progress_bars() as progress:
         if subject.shape is not None:
             model = elastic_shape(subject.shape, subject.weights, progress)

@@ -7,11 +7,8 @@ Measures the cost of levels: time to the first token and per token, memory, and 
 """
 
 import dataclasses
-import json
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness.children import in_process
 from benchmarks.harness.memory import peak_resident_bytes
-from benchmarks.harness.report import OURS, Row
+from benchmarks.harness.plan import silent
+from benchmarks.harness.report import OURS, Row, bootstrap, compared, row
 from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import is_unit_parameter
-from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.engine.request import GenerationConfig
@@ -34,7 +32,6 @@ from jaxllm.serving.opening.engine import Engine
 
 # Prompt of the requests that are timed.
 PROMPT_TOKENS = 64
-_RESAMPLINGS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +50,14 @@ class Added:
     ttft_ms: float
 
     @classmethod
-    def of(cls, changed_ms: np.ndarray, stayed_ms: np.ndarray, seed: int = 0) -> "Added":
+    def of(cls, changed_ms: np.ndarray, stayed_ms: np.ndarray) -> "Added":
         """Computes it from times `[pairs]` of either kind."""
         longer = np.asarray(changed_ms, np.float64) - stayed_ms
-        drawn = np.random.default_rng(seed).integers(0, len(longer), (_RESAMPLINGS, len(longer)))
-        low, high = np.percentile(np.median(longer[drawn], axis=1), (2.5, 97.5))
-        return cls(float(np.median(longer)), float(low), float(high), float(np.median(stayed_ms)))
+        low, high = bootstrap(len(longer), lambda drawn: np.median(longer[drawn], axis=1))
+        return cls(float(np.median(longer)), low, high, float(np.median(stayed_ms)))
 
 
-def switch_rows(engine: Engine, *, rounds: int, progress: Progress | None = None) -> list[Row]:
+def switch_rows(engine: Engine, *, rounds: int, progress: Progress = silent) -> list[Row]:
     """The time that changing the level adds to the next time to the first token, and the time to copy the
     level's weights, for a system that moves them.
 
@@ -77,20 +73,16 @@ def switch_rows(engine: Engine, *, rounds: int, progress: Progress | None = None
             f"that stays, median of {rounds} pairs in turns, 95 % in [{each.low_ms:+.3f}, "
             f"{each.high_ms:+.3f}] ms; {each.median_ms / each.ttft_ms:+.2%} of its TTFT"
         )
+        ratio = moved_ms / each.median_ms if sure else None
+        copied = f"{moved_bytes} bytes of weights copied, which is all that is counted"
         rows += [
-            Row(
-                case=case, system=OURS, metric="switch_ms", value=each.median_ms, unit="ms",
-                baseline="LLM-Pruner", ratio=moved_ms / each.median_ms if sure else None, note=note,
-            ),
-            Row(
-                case=case, system="LLM-Pruner", metric="switch_ms", value=moved_ms, unit="ms",
-                note=f"{moved_bytes} bytes of weights copied, which is all that is counted",
-            ),
-        ]  # fmt: skip
+            row(case, "switch_ms", each.median_ms, note, baseline="LLM-Pruner", ratio=ratio),
+            row(case, "switch_ms", moved_ms, copied, system="LLM-Pruner"),
+        ]
     return rows
 
 
-def added_by_level(engine: Engine, *, rounds: int, progress: Progress | None = None) -> dict[int, Added]:
+def added_by_level(engine: Engine, *, rounds: int, progress: Progress = silent) -> dict[int, Added]:
     """Times requests that change the level and requests that stay, in pairs.
 
     Every timed request follows another one: of a random other level, or of its own. The order in a pair and
@@ -110,8 +102,7 @@ def added_by_level(engine: Engine, *, rounds: int, progress: Progress | None = N
             for changes in draw.permutation([False, True]).tolist():
                 ttft_ms(int(draw.choice(others)) if changes else level)
                 times[level, changes].append(ttft_ms(level))
-        if progress is not None:
-            progress("switch", done + 1, rounds)
+        progress("switch", done + 1, rounds)
     return {level: Added.of(np.array(times[level, True]), np.array(times[level, False])) for level in levels}
 
 
@@ -126,17 +117,8 @@ def time_rows(profile: DeviceProfile) -> list[Row]:
         whole = times_of[profile.levels.index(WHOLE)]
         for level, times in zip(profile.levels, times_of, strict=True):
             for tokens, value, of_whole in zip(profile.tokens, times, whole, strict=True):
-                rows.append(
-                    Row(
-                        case=f"level {level}, prompt {tokens}",
-                        system=OURS,
-                        metric=metric,
-                        value=value,
-                        unit="ms",
-                        baseline="whole model",
-                        ratio=of_whole / value,
-                    )
-                )
+                against = {"baseline": "whole model", "ratio": of_whole / value}
+                rows.append(row(f"level {level}, prompt {tokens}", metric, value, **against))
     return rows
 
 
@@ -155,24 +137,11 @@ def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
     Both read their buckets from disk, as a service does from its second start on: each runs twice.
     """
     peaks = {}
-    for name, asked in (("all levels", levels), ("whole model", ())):
-        command = [sys.executable, "-m", "benchmarks.elastic.costs", str(model), *map(str, asked)]
+    # The whole model is the baseline here.
+    for name, asked in ((OURS, levels), ("whole model", ())):
         for _ in range(2):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise ConfigError(f"memory of {name} could not be measured: {one_line(done.stderr[-300:])}")
-            peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
-    ratio = peaks["whole model"] / peaks["all levels"]
-    return [
-        Row(
-            case="serving all levels", system=OURS, metric="peak_memory_bytes", value=peaks["all levels"],
-            unit="bytes", baseline="whole model", ratio=ratio,
-        ),
-        Row(
-            case="serving all levels", system="whole model", metric="peak_memory_bytes",
-            value=peaks["whole model"], unit="bytes",
-        ),
-    ]  # fmt: skip
+            peaks[name] = in_process(_peak, model, asked)
+    return compared("serving all levels", "peak_memory_bytes", peaks)
 
 
 def move(engine: Engine, level: int) -> tuple[float, int]:
@@ -205,14 +174,10 @@ def _address(leaf: jax.Array) -> int:
     return leaf.unsafe_buffer_pointer()
 
 
-def _peak(model: str, levels: Sequence[int]) -> int:
+def _peak(model: Path, levels: Sequence[int]) -> int:
     """Peak memory of this process in bytes, after it answered at every level."""
     engine = Engine.open(model, options=EngineOptions(levels=tuple(levels)))
     config = GenerationConfig(max_tokens=4, ignore_eos=True)
     for level in engine.levels:
         engine.stream(list(range(_PROMPT_TOKENS)), config, level=level).result()
     return peak_resident_bytes()
-
-
-if __name__ == "__main__":
-    print(json.dumps({"peak_bytes": _peak(sys.argv[1], [int(each) for each in sys.argv[2:]])}))

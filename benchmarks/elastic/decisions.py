@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from benchmarks.elastic.baselines import SHORTENED, Size
+from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS
 from benchmarks.traces import ANSWER_TOKENS, TraceRequest
 from jaxllm.config import WHOLE
@@ -51,6 +52,7 @@ class Variants:
       tpot_ms: `[N, V]` float64, per further token.
       right: `[N, V]` bool.
       change_ms: `[V]` float64, time to change to it from another variant.
+      keys: level and share of the prompt of each of ours; of other systems none.
     """
 
     names: tuple[str, ...]
@@ -58,6 +60,7 @@ class Variants:
     tpot_ms: np.ndarray
     right: np.ndarray
     change_ms: np.ndarray
+    keys: tuple[tuple[int, float], ...] = ()
 
     def later(self, ms: np.ndarray) -> "Variants":
         """The same variants with `ms`, `[N, V]`, added to their `ttft_ms`."""
@@ -71,6 +74,7 @@ class Variants:
             tpot_ms=self.tpot_ms[:, indices],
             right=self.right[:, indices],
             change_ms=self.change_ms[list(indices)],
+            keys=tuple(self.keys[each] for each in indices) if self.keys else (),
         )
 
 
@@ -215,7 +219,7 @@ def right_answers(
     engine: Engine,
     questions: Sequence[Question],
     prompts: Sequence[Branching],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which questions a model answers right, by the likeliest of the options.
 
@@ -236,18 +240,13 @@ def right_answers(
     return np.array(right, bool), fits
 
 
-def variant_keys(levels: Sequence[int], ratios: Sequence[float]) -> list[tuple[int, float]]:
-    """Level and ratio of our variants, in order: the largest level with the whole prompt is last."""
-    return list(itertools.product(levels, ratios))
-
-
 def our_variants(
     engine: Engine,
     profile: DeviceProfile,
     questions: Sequence[Question],
     proposer: Proposer,
     ratios: Sequence[float],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Variants:
     """Our variants: every level with the prompt at every ratio; times are without planning.
 
@@ -259,12 +258,13 @@ def our_variants(
       ratios: ascending, the last one 1.
       progress: of scoring.
     """
-    levels = engine.levels
+    # The largest level with the whole prompt is last.
+    keys = tuple(itertools.product(engine.levels, ratios))
     made = [shorten(engine.tokenizer, each, proposer.scores(each.prompt), ratios) for each in questions]
     lengths = np.array([len(each.prompt.ids) for each in questions])
     tokens = lengths[:, None] * np.array([shares for _, shares in made])
     ttft, tpot, right = [], [], []
-    for level, ratio in variant_keys(levels, ratios):
+    for level, ratio in keys:
         column = ratios.index(ratio)
         answers, fits = right_answers(
             engine.at(level), questions, [prompts[column] for prompts, _ in made], progress
@@ -275,14 +275,12 @@ def our_variants(
         ttft.append(np.where(fits, times, np.inf))
         tpot.append([profile.tpot(level, count) for count in counts])
     return Variants(
-        names=tuple(
-            f"{level} % of the model, {ratio:.0%} of the prompt"
-            for level, ratio in variant_keys(levels, ratios)
-        ),
+        names=tuple(f"{level} % of the model, {ratio:.0%} of the prompt" for level, ratio in keys),
         ttft_ms=np.array(ttft).T,
         tpot_ms=np.array(tpot).T,
         right=np.array(right).T,
         change_ms=np.zeros(len(right)),
+        keys=keys,
     )
 
 
@@ -290,7 +288,7 @@ def size_variants(
     sizes: Sequence[Size],
     profiles: Mapping[int, DeviceProfile],
     questions: Sequence[Question],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Variants:
     """A variant for each of several models, ascending, with the whole prompt by the model's own tokenizer.
 
@@ -386,23 +384,13 @@ def plan_times(
     return passes, passes + max(0.0, float(np.median(spent - passes)))
 
 
-def least_times(
-    ours: Variants, levels: Sequence[int], ratios: Sequence[float], pass_ms: np.ndarray
-) -> Variants:
+def least_times(ours: Variants, pass_ms: np.ndarray) -> Variants:
     """Our variants with the tiny LM's pass, `[N]` milliseconds, where the prompt is shortened: the least that
     each can take."""
-    shorter = np.array([ratio < 1 for _, ratio in variant_keys(levels, ratios)])
-    return ours.later(pass_ms[:, None] * shorter)
+    return ours.later(pass_ms[:, None] * np.array([ratio < 1 for _, ratio in ours.keys]))
 
 
-def planned(
-    planner: Planner,
-    ours: Variants,
-    asked: Asked,
-    levels: Sequence[int],
-    ratios: Sequence[float],
-    pass_ms: np.ndarray,
-) -> Choices:
+def planned(planner: Planner, ours: Variants, asked: Asked, pass_ms: np.ndarray) -> Choices:
     """The choices of our planner, each with the time that its plan took, and at least that of the tiny LM's
     pass where the prompt was shortened.
 
@@ -410,14 +398,12 @@ def planned(
       planner: of ours.
       ours: see `variants.our_variants`.
       asked: the trace.
-      levels, ratios: of ours, the whole prompt among them.
       pass_ms: `[N]`, time of the tiny LM's pass over each question.
     """
-    all_keys, least = variant_keys(levels, ratios), least_times(ours, levels, ratios, pass_ms)
-    right, met = [], []
+    least, right, met = least_times(ours, pass_ms), [], []
     for index, request in zip(asked.indices, asked.trace, strict=True):
         made = planner.plan(asked.questions[index].prompt, request.slo, answer_tokens=ANSWER_TOKENS)
-        at = [all_keys.index((made.level, made.prompt_ratio))]
+        at = [ours.keys.index((made.level, made.prompt_ratio))]
         taken = np.maximum(least.ttft_ms[index, at], ours.ttft_ms[index, at] + made.planning_ms)
         whole = (float(asked.whole_ms[0][index]), float(asked.whole_ms[1][index]))
         right.append(ours.right[index, at[0]])
@@ -426,13 +412,7 @@ def planned(
 
 
 def ablations(
-    ours: Variants,
-    asked: Asked,
-    levels: Sequence[int],
-    ratios: Sequence[float],
-    pass_ms: np.ndarray,
-    planning_ms: np.ndarray,
-    seed: int,
+    ours: Variants, asked: Asked, pass_ms: np.ndarray, planning_ms: np.ndarray, seed: int
 ) -> dict[str, Choices]:
     """Choices of ours under other policies, with models or prompts alone, of the baseline that shortens
     prompts, and the bound of them all.
@@ -444,21 +424,14 @@ def ablations(
     Args:
       ours: see `variants.our_variants`.
       asked: the trace.
-      levels: of ours.
-      ratios: of ours, the whole prompt among them.
       pass_ms, planning_ms: see `plan_times`; the latter is in the times of ours.
       seed: of random decisions.
     """
-    all_keys = variant_keys(levels, ratios)
-
-    def some(*chosen: tuple[int, float]) -> list[int]:
-        return [all_keys.index(each) for each in chosen]
-
-    least = least_times(ours, levels, ratios, pass_ms)
-    plans = np.array([key != (WHOLE, 1.0) for key in all_keys])
+    least = least_times(ours, pass_ms)
+    plans = np.array([key != (WHOLE, 1.0) for key in ours.keys])
     decided = least.later((planning_ms - pass_ms)[:, None] * plans)
-    whole_prompts = some(*((level, 1.0) for level in levels))
-    whole_models = some(*((WHOLE, ratio) for ratio in ratios))
+    whole_prompts = [place for place, (_, ratio) in enumerate(ours.keys) if ratio == 1]
+    whole_models = [place for place, (level, _) in enumerate(ours.keys) if level == WHOLE]
     return {
         f"{OURS}-random": asked.run(decided, at_random(seed)),
         f"{OURS}-fixed": asked.run(least, ranked(_task_accuracies(ours, asked)), margin=1.0),

@@ -2,8 +2,6 @@
 
 Makes rows of the trace: right answers and answers in time of every system, and times of the service.
 
-Draws the paper's figures: accuracy and times over levels, and accuracy in time of every system.
-
 Replays a trace on the service, in turns with the whole model.
 
 Objectives are shares of the whole model's times, which change from minute to minute on a busy device. So the
@@ -12,10 +10,9 @@ requests, say how fast the device is at that moment.
 """
 
 import dataclasses
-import re
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +44,9 @@ from benchmarks.elastic.decisions import (
     size_variants,
     with_whole,
 )
-from benchmarks.harness.report import OURS, Row, check_plot, compared, lead, said
+from benchmarks.harness.figures import Figure, draw_figures
+from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.harness.report import OURS, Row, compared, lead, row, said
 from benchmarks.samples import read_examples
 from benchmarks.traces import TRACE_TASKS, Outcome, make_trace, replay, totals
 from jaxllm.bundle.levels import read_tiny_lm
@@ -71,7 +70,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(BasePlan):
     """Sizes of one run.
 
     Attributes:
@@ -85,19 +84,14 @@ class Plan:
       parts: of `PARTS`, those to run.
     """
 
-    repeats: int = 5
-    rounds: int = 41
-    requests: int = 1200
-    questions: int = 40
-    layer_subsets: int = 0
-    replayed: int = 150
+    repeats: int = sized(5, quick=2)
+    rounds: int = sized(41, quick=3)
+    requests: int = sized(1200, quick=60)
+    questions: int = sized(40, quick=3)
+    layer_subsets: int = sized(0, quick=4)
+    replayed: int = sized(150, quick=12)
     seed: int = 0
     parts: tuple[str, ...] = tuple(PARTS)
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for the packaged model."""
-        return cls(repeats=2, rounds=3, requests=60, questions=3, layer_subsets=4, replayed=12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +117,7 @@ class Subject:
     timed: Path | None = None
 
 
-def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:
+def run(subject: Subject, plan: Plan, progress: Progress = silent) -> list[Row]:
     """Measures the parts that the plan names.
 
     Raises:
@@ -145,7 +139,7 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
     return rows
 
 
-def _trace_rows(subject: Subject, plan: Plan, progress: Progress | None) -> list[Row]:
+def _trace_rows(subject: Subject, plan: Plan, progress: Progress) -> list[Row]:
     """A trace on every system and in the service, and the costs of levels where they are asked for."""
     engine = open_elastic(subject.model, progress)
     tiny = read_tiny_lm(engine.model.bundle)
@@ -178,9 +172,9 @@ def _trace_rows(subject: Subject, plan: Plan, progress: Progress | None) -> list
     passes, plans = plan_times(planner, proposer, asked.questions)
     ours = our_variants(engine, profile, asked.questions, proposer, ratios, progress)
     found = {
-        OURS: planned(planner, ours, asked, levels, ratios, passes),
-        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, levels, ratios, passes),
-        **ablations(ours, asked, levels, ratios, passes, plans, plan.seed),
+        OURS: planned(planner, ours, asked, passes),
+        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, passes),
+        **ablations(ours, asked, passes, plans, plan.seed),
     }
     for name, sizes in others.items():
         variants = size_variants(sizes, profiles, asked.questions, progress)
@@ -214,7 +208,7 @@ def _asked(engine: Engine, profile: DeviceProfile, subject: Subject, plan: Plan)
 
 
 def _cost_rows(
-    subject: Subject, plan: Plan, engine: Engine, profile: DeviceProfile, progress: Progress | None
+    subject: Subject, plan: Plan, engine: Engine, profile: DeviceProfile, progress: Progress
 ) -> list[Row]:
     """Times and memory of levels, and the time to change them."""
     return [
@@ -245,7 +239,7 @@ def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
 
 
 def _level_answers(
-    bundles: Sequence[Path], questions: Sequence[Question], progress: Progress | None
+    bundles: Sequence[Path], questions: Sequence[Question], progress: Progress
 ) -> dict[str, dict[int, np.ndarray]]:
     """Right answers of every level of several elastic bundles to the same questions, with whole prompts."""
     found: dict[str, dict[int, np.ndarray]] = {}
@@ -307,9 +301,7 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
                 parts.append(in_time[system])
                 notes[system] = "; ".join([*parts, *filter(None, [remarks.get(system)])])
             shares = {system: float(each.mean()) for system, each in values.items()}
-            rows += compared(
-                shares, ours=OURS, case=f"trace {case}", metric=metric, unit="share", notes=notes
-            )
+            rows += compared(f"trace {case}", metric, shares, notes)
     return rows
 
 
@@ -342,10 +334,7 @@ def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bo
         values = {"slo_met": in_time.mean()}
         if answers:
             values["right_and_met"] = (right & in_time).mean()
-        rows += [
-            Row(case=f"replay {slo}", system=OURS, metric=metric, value=float(value), unit="share", note=note)
-            for metric, value in values.items()
-        ]
+        rows += [row(f"replay {slo}", metric, float(value), note) for metric, value in values.items()]
     return rows
 
 
@@ -377,9 +366,7 @@ def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray
         f"of the whole model's TTFT, median over {len(planned)} requests of the replay that were planned; "
         f"the tiny LM's pass alone {alone:.1%}"
     )
-    return [
-        Row(case="planning", system=OURS, metric="ttft_share", value=float(share), unit="share", note=note)
-    ]
+    return [row("planning", "ttft_share", float(share), note)]
 
 
 def level_rows(accuracies: Mapping[str, Mapping[int, np.ndarray]]) -> list[Row]:
@@ -397,75 +384,28 @@ def level_rows(accuracies: Mapping[str, Mapping[int, np.ndarray]]) -> list[Row]:
             if levels is not ours and level in ours:
                 note += f"; {lead(ours[level], right, questions)}"
             rows.append(
-                Row(
-                    case=f"level {level}", system=name, metric="level_accuracy", value=float(right.mean()),
-                    unit="share", note=note,
-                )
+                row(f"level {level}", "level_accuracy", float(right.mean()), note, system=name)
             )  # fmt: skip
     return rows
 
 
-_SHORT = {ALL: "all", LIMITED: "limited"}
-_LEVEL = re.compile(r"level (\d+)(?:, prompt (\d+))?$")
-
-
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws the figures that the rows allow into a folder, a PNG each: levels' accuracy, times, the trace."""
-    check_plot(folder)
-    import matplotlib.pyplot as plt
-
-    def saved(name: str, figure: Any) -> None:
-        figure.savefig(folder / f"elastic_{name}.png", dpi=150)
-        plt.close(figure)
-
-    if curves := _curves(rows, "level_accuracy"):
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        _lines(axes, curves, "accuracy (share of right answers)")
-        saved("level_accuracy", figure)
-    for metric, label in (("ttft_ms", "time to the first token (ms)"), ("tpot_ms", "time per token (ms)")):
-        if curves := _curves(rows, metric):
-            figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-            _lines(axes, curves, label)
-            axes.set_yscale("log")
-            saved(metric, figure)
-    labels = ("accuracy (share of right answers)", "share of answers right and in time")
-    for metric, label in zip(METRICS, labels, strict=True):
-        trace = {
-            (row.case.removeprefix("trace "), row.system): row.value
-            for row in rows
-            if row.metric == metric and row.case.startswith("trace ")
-        }
-        if not trace:
-            continue
-        cases, systems = (list(dict.fromkeys(each[part] for each in trace)) for part in (0, 1))
-        figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
-        width = 0.9 / len(systems)
-        for number, system in enumerate(systems):
-            at = [x + (number + 0.5) * width - 0.45 for x in range(len(cases))]
-            axes.bar(at, [trace[case, system] for case in cases], width, label=system)
-        axes.set_xticks(range(len(cases)), [_SHORT.get(case, case) for case in cases])
-        axes.set_ylabel(label)
-        axes.legend(fontsize="small", ncols=2)
-        saved(f"trace_{metric}", figure)
-
-
-def _curves(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
-    """Values by level, of each system or prompt length."""
-    curves: dict[str, dict[int, float]] = {}
-    for row in rows:
-        found = _LEVEL.match(row.case) if row.metric == metric else None
-        if found:
-            name = f"{found[2]} tokens" if found[2] else row.system
-            curves.setdefault(name, {})[int(found[1])] = row.value
-    return curves
-
-
-def _lines(axes: Any, curves: dict[str, dict[int, float]], label: str) -> None:
-    for name, values in curves.items():
-        axes.plot(list(values), list(values.values()), marker="o", label=name)
-    axes.set_xlabel("level (% of the layers' parameters)")
-    axes.set_ylabel(label)
-    axes.legend(fontsize="small")
+_LEVEL, _TRACE = r"level (?P<x>\d+)(?:, (?P<line>prompt \d+))?", "trace (?P<x>.+)"
+_RIGHT, _ACROSS = "accuracy (share of right answers)", "level (% of the layers' parameters)"
+# The paper's: accuracy and times over levels, and accuracy in time of every system.
+FIGURES = (
+    Figure(name="level_accuracy", metric="level_accuracy", case=_LEVEL, up=_RIGHT, across=_ACROSS),
+    Figure(
+        name="ttft_ms", metric="ttft_ms", case=_LEVEL, up="time to the first token (ms)", across=_ACROSS,
+        log=True,
+    ),
+    Figure(name="tpot_ms", metric="tpot_ms", case=_LEVEL, up="time per token (ms)", across=_ACROSS, log=True),
+    Figure(name="trace_accuracy", metric="accuracy", case=_TRACE, up=_RIGHT, kind="groups"),
+    Figure(
+        name="trace_right_and_met", metric="right_and_met", case=_TRACE, kind="groups",
+        up="share of answers right and in time",
+    ),
+)  # fmt: skip
+draw = functools.partial(draw_figures, "elastic", FIGURES)
 
 
 # Requests before and after one whose median speed is taken.
@@ -473,7 +413,7 @@ _NEIGHBOURS = 4
 
 
 def replay_beside_whole(
-    service: LLMService, asked: Asked, requests: int, progress: Progress | None = None
+    service: LLMService, asked: Asked, requests: int, progress: Progress = silent
 ) -> tuple[list[Outcome], list[bool]]:
     """Asks the first requests of a trace.
 
@@ -495,8 +435,7 @@ def replay_beside_whole(
         taken = np.array([whole.cost.ttft_ms, whole.cost.tpot_ms])
         # Requests that did not fit have no times, and answers of one token no time per further token.
         speeds.append(np.where(taken > 0, taken / [times[index] for times in asked.whole_ms], np.nan))
-        if progress is not None:
-            progress("replay", done, len(some))
+        progress("replay", done, len(some))
     found = []
     for number, (outcome, index) in enumerate(zip(outcomes, asked.indices, strict=False)):
         near = np.array(speeds[max(0, number - _NEIGHBOURS) : number + _NEIGHBOURS + 1])

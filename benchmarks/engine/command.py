@@ -4,24 +4,15 @@ from pathlib import Path
 
 import click
 
-from benchmarks.harness.options import (
-    ModelOrShape,
-    Reporting,
-    model_options,
-    report_options,
-    tell,
-    threads_option,
-)
+from benchmarks.harness.options import ModelOrShape, Reporting, benchmark, tell, threads_option
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import context_option
 from jaxllm.formats import WEIGHT_FORMATS
 
 PEERS = ("llama.cpp", "transformers")
 
 
-@click.command("engine", cls=EngineCommand)
-@model_options()
+@benchmark("engine", "default", threads_option)
 @click.option(
     "--weights",
     multiple=True,
@@ -37,7 +28,6 @@ PEERS = ("llama.cpp", "transformers")
     type=click.Choice([*PEERS, "all", "none"]),
     help="Another engine that runs the same weights. Repeatable.  [default: all that are installed]",
 )
-@threads_option
 @click.option(
     "--text",
     type=click.Path(path_type=Path),
@@ -47,7 +37,6 @@ PEERS = ("llama.cpp", "transformers")
 @click.option(
     "--separator", metavar="TEXT", help="Split the text into documents at this string, scored apart."
 )
-@report_options
 def engine_command(
     subject: ModelOrShape,
     weights: tuple[str, ...],
@@ -77,12 +66,12 @@ def engine_command(
         shape=subject.shape,
         weights=weights,
         peers=() if "none" in peers else peers,
-        threads=threads,
         text=text,
         separator=separator,
     )
-    plan = run.Plan.quick() if report.quick else run.Plan()
     options = EngineOptions(context_tokens=context_tokens)
     with progress_bars() as progress:
-        rows = run.run(asked, options=options, plan=plan, progress=progress, tell=tell)
+        rows = run.run(
+            asked, options=options, plan=report.plan(run.Plan, threads=threads), progress=progress, tell=tell
+        )
     report.emit("engine", rows)

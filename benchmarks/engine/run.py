@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.machine import MemoryProbe
-from benchmarks.harness.report import Row, compared, median
+from benchmarks.harness.plan import silent, sized, unheard
+from benchmarks.harness.report import OURS, Row, compared, median, row
 from benchmarks.models import Checkpoint, shape_folder
-from benchmarks.peers import OURS as OUR_PEER
 from benchmarks.peers import PEERS, Opening
 from benchmarks.peers.ours import BLOCKS, ONE_TOKEN
 from benchmarks.peers.peer import unavailable
@@ -33,6 +33,7 @@ from benchmarks.peers.process import (
     Result,
     System,
     Text,
+    TimedPlan,
     alternate,
     perplexity,
     prompt_ids,
@@ -47,36 +48,15 @@ MEMORY = "memory"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Sizes of one measurement.
+class Plan(TimedPlan):
+    """Sizes of one measurement; `slow_peers`: whether "all" peers holds those too that take minutes."""
 
-    Attributes:
-      prompt_tokens: lengths of prompts.
-      decode_tokens: decoded after each of them.
-      rounds: of which medians are taken.
-      text_windows: most windows of text to score; 0 means all.
-      patience_s: for repeating what other processes disturbed, in all.
-      slow_peers: whether "all" peers holds those too that take minutes.
-    """
-
-    prompt_tokens: tuple[int, ...] = (64, 256, 1024)
-    decode_tokens: int = 128
-    rounds: int = 5
-    text_windows: int = 0
-    patience_s: float = 120.0
-    slow_peers: bool = True
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute on two cores for a model of some hundred million parameters."""
-        return cls(
-            prompt_tokens=(64, 256),
-            decode_tokens=32,
-            rounds=3,
-            text_windows=8,
-            patience_s=5.0,
-            slow_peers=False,
-        )
+    prompt_tokens: tuple[int, ...] = sized((64, 256, 1024), quick=(64, 256))
+    decode_tokens: int = sized(128, quick=32)
+    rounds: int = sized(5, quick=3)
+    text_windows: int = sized(0, quick=8)
+    patience_s: float = sized(120.0, quick=5.0)
+    slow_peers: bool = sized(True, quick=False)
 
     def within(self, context_tokens: int) -> "Plan":
         """The plan for a context that may be too short for it.
@@ -103,7 +83,6 @@ class Subject:
       shape: a name of `shapes.SHAPES` instead: random weights.
       weights: widths of ours; empty takes the model's own.
       peers: names in `peers.PEERS`, or "all" for those that are installed and can run the model.
-      threads: that every system may compute with; 0 takes all cores of this process.
       text: a UTF-8 file to measure perplexity on.
       separator: splits it into documents.
     """
@@ -112,7 +91,6 @@ class Subject:
     shape: str | None = None
     weights: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
-    threads: int = 0
     text: Path | None = None
     separator: str | None = None
 
@@ -122,8 +100,8 @@ def run(
     *,
     options: EngineOptions,
     plan: Plan,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] | None = None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
 ) -> list[Row]:
     """Measures one model.
 
@@ -137,8 +115,7 @@ def run(
     Raises:
       JaxllmError: the model, a peer or the plan does not fit; or a system fails.
     """
-    progress, tell = progress or (lambda *_: None), tell or (lambda _: None)
-    threads = threads_of(subject.threads)
+    threads = threads_of(plan.threads)
     model = subject.model if subject.shape is None else shape_folder(subject.shape, progress)
     checkpoint = Checkpoint.find(model)
     widths = checkpoint.widths(subject.weights)
@@ -147,12 +124,7 @@ def run(
     context = options.context_tokens or min(checkpoint.cfg.window_tokens, DEFAULT_CONTEXT_TOKENS)
     plan = plan.within(context)
     text = _text(subject, checkpoint, context, plan.text_windows)
-    given = Conditions(
-        checkpoint=checkpoint,
-        options=dataclasses.replace(options, context_tokens=context),
-        threads=threads,
-        context_tokens=context,
-    )
+    options = dataclasses.replace(options, context_tokens=context)
     rows: list[Row] = []
     speeds: list[float] = []
 
@@ -160,7 +132,7 @@ def run(
         speeds.append(probe.bytes_per_s())
         return speeds[-1]
 
-    with MemoryProbe(threads) as probe, OpenSystems(given, progress) as systems:
+    with MemoryProbe(threads) as probe, OpenSystems(checkpoint, options, threads, progress) as systems:
         backends = set()
         for width in widths:
             child = systems.open_ours(width)
@@ -169,20 +141,18 @@ def run(
         if peers and backends != {"cpu"}:
             tell("no peers: they are measured on CPUs alone, and ours runs on an accelerator")
             peers = []
-        for peer in peers:
-            systems.open_peer(peer)
+        for width in widths:
+            systems.compare(width, peers)
         prompts = [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens]
         results = alternate(
             systems.systems,
             prompts,
-            decode_tokens=plan.decode_tokens,
-            rounds=plan.rounds,
-            patience_s=plan.patience_s,
+            plan=plan,
             progress=progress,
             bytes_per_s=memory_speed,
         )
         for width in widths:
-            name, group = f"{checkpoint.name} {width}", systems.beside(width)
+            name, group = f"{checkpoint.name} {width}", systems.beside[width]
             rows += size_rows(name, group, again=checkpoint.quantized)
             for tokens in plan.prompt_tokens:
                 rows += speed_rows(name, group, results, tokens, plan.decode_tokens)
@@ -191,14 +161,14 @@ def run(
             # A system beside several widths is scored once.
             values: dict[Child, float] = {}
             for width in widths:
-                children = {s: c.child for s, c in systems.beside(width).items() if s != PER_TOKEN}
-                children[REFERENCE] = systems.float_child()
+                children = {s: c.child for s, c in systems.beside[width].items() if s != PER_TOKEN}
+                children[REFERENCE] = systems.open_ours("f32")
                 for child in children.values():
                     if child not in values:
                         values[child] = perplexity(child, text, progress)
                 rows += quality_rows(f"{checkpoint.name} {width}", children, values, text)
     note = f"{threads} threads, between {min(speeds) / 1e9:.1f} and {max(speeds) / 1e9:.1f} GB/s meanwhile"
-    return [*rows, row(MEMORY, "read_bandwidth", median(speeds), "bytes/s", system=MEMORY, note=note)]
+    return [*rows, row(MEMORY, "read_bandwidth", median(speeds), note, system=MEMORY)]
 
 
 def _peers(wanted: Sequence[str], cfg: ModelConfig, plan: Plan, tell: Callable[[str], None]) -> list[str]:
@@ -229,28 +199,25 @@ def _text(subject: Subject, checkpoint: Checkpoint, context_tokens: int, limit: 
     )
 
 
-OURS, PER_TOKEN = OUR_PEER.name, "jaxllm-one-token-per-dispatch"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """The same model, options, threads and context length for every system."""
-
-    checkpoint: Checkpoint
-    options: EngineOptions
-    threads: int
-    context_tokens: int
+PER_TOKEN = "jaxllm-one-token-per-dispatch"
 
 
 class OpenSystems:
-    """Open systems. A context manager: leaving it ends all of their processes."""
+    """Open systems, all of the same model, threads and contexts. A context manager: leaving it ends all of
+    their processes.
 
-    def __init__(self, conditions: Conditions, progress: Progress) -> None:
-        self._given = conditions
+    Attributes:
+      beside: by width of ours, ours and the systems that it is compared with, by name.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: EngineOptions, threads: int, progress: Progress
+    ) -> None:
+        self._checkpoint, self._options, self._threads = checkpoint, options, threads
         self._progress = progress
         self._stack = contextlib.ExitStack()
         self._children: dict[tuple[str, str], Child] = {}
-        self._beside: dict[str, dict[str, System]] = {}
+        self.beside: dict[str, dict[str, System]] = {}
 
     def __enter__(self) -> "OpenSystems":
         return self
@@ -261,50 +228,39 @@ class OpenSystems:
     @property
     def systems(self) -> list[System]:
         """All systems, once each."""
-        return list({each.name: each for group in self._beside.values() for each in group.values()}.values())
-
-    def beside(self, width: str) -> Mapping[str, System]:
-        """Ours at a width and the systems it is compared with, by name."""
-        return self._beside[width]
+        return list({each.name: each for group in self.beside.values() for each in group.values()}.values())
 
     def open_ours(self, width: str) -> Child:
-        """Opens our engine at a width.
+        """Opens our engine at a width; at f32 it is the reference of quality, too.
 
         Raises:
           PeerFailed: it cannot be opened.
         """
-        child = self.float_child() if width == "f32" else self._ours(width)
-        self._beside[width] = {
-            system: System(f"{system} {width}", child, (setting,))
-            for system, setting in ((OURS, BLOCKS), (PER_TOKEN, ONE_TOKEN))
-        }
-        return child
-
-    def open_peer(self, name: str) -> None:
-        """Opens a peer beside every width of ours that is open.
-
-        Raises:
-          PeerFailed: it cannot be opened.
-        """
-        folder = self._given.checkpoint.folder(self._progress)
-        for width, group in self._beside.items():
-            for system, format_ in PEERS[name].systems(width).items():
-                child = self._open(name, folder, format_, {})
-                group[system] = System(f"{system} {format_}", child, tuple(child.settings))
-
-    def float_child(self) -> Child:
-        """Our engine with float32 weights, opened unless it is: the reference of quality."""
-        return self._ours("f32")
-
-    def _ours(self, width: str) -> Child:
-        checkpoint = self._given.checkpoint
+        checkpoint = self._checkpoint
         own = checkpoint.stored in (None, width)
         model = checkpoint.model if own else checkpoint.folder(self._progress)
-        options = dataclasses.asdict(self._given.options)
+        options = dataclasses.asdict(self._options)
         # A child has all weights in memory and no draft, and reads prompts as engines do by themselves.
         for name in ("storage", "trees", "experts", "prefill"):
             del options[name]
         return self._open(OURS, model, width, options)
+
+    def compare(self, width: str, peers: Sequence[str]) -> None:
+        """Puts ours at a width beside peers, which are opened unless they are.
+
+        Raises:
+          PeerFailed: one cannot be opened.
+        """
+        child = self.open_ours(width)
+        group = self.beside[width] = {
+            system: System(f"{system} {width}", child, (setting,))
+            for system, setting in ((OURS, BLOCKS), (PER_TOKEN, ONE_TOKEN))
+        }
+        for name in peers:
+            folder = self._checkpoint.folder(self._progress)
+            for system, format_ in PEERS[name].systems(width).items():
+                child = self._open(name, folder, format_, {})
+                group[system] = System(f"{system} {format_}", child, tuple(child.settings))
 
     def _open(self, peer: str, model: Path, format_: str, options: dict[str, Any]) -> Child:
         if (peer, format_) not in self._children:
@@ -312,8 +268,8 @@ class OpenSystems:
                 peer=peer,
                 model=model,
                 format=format_,
-                threads=self._given.threads,
-                context_tokens=self._given.context_tokens,
+                threads=self._threads,
+                context_tokens=self._options.context_tokens,
                 options=options,
             )
             child = Child(f"{peer} {format_}", opening, self._progress)
@@ -327,10 +283,10 @@ def opening_rows(name: str, child: Child) -> list[Row]:
     note = f"{facts['buckets_read']} buckets read from disk" if facts["buckets_read"] else None
     memory = child.open_peak_bytes + facts["device_bytes"]
     return [
-        row(name, "load_ms", facts["load_ms"], "ms"),
-        row(name, "build_ms", facts["build_ms"], "ms", note=note),
-        row(name, "buckets", facts["buckets"], "buckets"),
-        row(f"{name}, load and build", "peak_memory_bytes", memory, "bytes"),
+        row(name, "load_ms", facts["load_ms"]),
+        row(name, "build_ms", facts["build_ms"], note),
+        row(name, "buckets", facts["buckets"]),
+        row(f"{name}, load and build", "peak_memory_bytes", memory),
     ]
 
 
@@ -344,16 +300,8 @@ def size_rows(name: str, group: Mapping[str, System], *, again: bool) -> list[Ro
     }
     bits = {system: fact["bits_per_weight"] for system, fact in facts.items()}
     return [
-        row(name, "weight_bytes", facts[OURS]["weight_bytes"], "bytes"),
-        *compared(
-            bits,
-            ours=OURS,
-            case=name,
-            metric="bits_per_weight",
-            unit="bits",
-            notes=notes,
-            lower_is_better=True,
-        ),
+        row(name, "weight_bytes", facts[OURS]["weight_bytes"]),
+        *compared(name, "bits_per_weight", bits, notes),
     ]
 
 
@@ -366,35 +314,27 @@ def speed_rows(
 ) -> list[Row]:
     """Prefill and decode at one prompt length, and the share of memory's bandwidth that decoding reaches."""
     found = {system: results[each.name, prompt] for system, each in group.items()}
-    ours = found[OURS]
-    case = f"{name}, prompt {prompt}"
-    rows = [row(case, "ttft_ms", ours.prefill_ms, "ms", note=_note(ours, None))]
-    rows += compared(
-        {system: 1000 * prompt / each.prefill_ms for system, each in found.items() if system != PER_TOKEN},
-        ours=OURS,
-        case=case,
-        metric="prefill_tokens_per_s",
-        unit="tokens/s",
-        notes={system: _note(each, each.prefill_setting) for system, each in found.items()},
-    )
-    if ours.prefill_kernel_ms:
-        rows.append(row(case, "kernel_share", ours.prefill_kernel_ms / ours.prefill_ms, "share"))
-    rates = {system: 1000 * tokens / each.decode_ms for system, each in found.items()}
-    case = f"{name}, decode {tokens} after {prompt}"
-    rows += compared(
-        rates,
-        ours=OURS,
-        case=case,
-        metric="decode_tokens_per_s",
-        unit="tokens/s",
-        notes={system: _note(each, each.decode_setting) for system, each in found.items()},
-    )
-    if ours.decode_kernel_ms:
-        rows.append(row(case, "kernel_share", ours.decode_kernel_ms / ours.decode_ms, "share"))
+    ours, rows = found[OURS], []
+    rates = {system: each.rates(prompt, tokens) for system, each in found.items()}
+    for phase, case in (
+        ("prefill", f"{name}, prompt {prompt}"),
+        ("decode", f"{name}, decode {tokens} after {prompt}"),
+    ):
+        spent_ms = getattr(ours, f"{phase}_ms")
+        if phase == "prefill":
+            rows.append(row(case, "ttft_ms", spent_ms, _note(ours, None)))
+        metric = f"{phase}_tokens_per_s"
+        systems = [each for each in found if phase == "decode" or each != PER_TOKEN]
+        notes = {
+            system: _note(found[system], getattr(found[system], f"{phase}_setting")) for system in systems
+        }
+        rows += compared(case, metric, {system: rates[system][metric] for system in systems}, notes)
+        if kernel_ms := getattr(ours, f"{phase}_kernel_ms"):
+            rows.append(row(case, "kernel_share", kernel_ms / spent_ms))
     for system, each in found.items():
         if system != PER_TOKEN:
             share = group[system].child.facts["step_bytes"] * tokens / each.readable_bytes
-            rows.append(row(case, "bandwidth_share", share, "share", system=system))
+            rows.append(row(case, "bandwidth_share", share, system=system))
     return rows
 
 
@@ -405,14 +345,7 @@ def memory_rows(name: str, group: Mapping[str, System]) -> list[Row]:
         for system, each in group.items()
         if system != PER_TOKEN
     }
-    return compared(
-        values,
-        ours=OURS,
-        case=f"{name}, run",
-        metric="peak_memory_bytes",
-        unit="bytes",
-        lower_is_better=True,
-    )
+    return compared(f"{name}, run", "peak_memory_bytes", values)
 
 
 def quality_rows(
@@ -420,21 +353,11 @@ def quality_rows(
 ) -> list[Row]:
     """Perplexity of every system on a text; `float` is ours in float32."""
     return compared(
+        f"{name}, {text.name}, {text.tokens} tokens",
+        "perplexity",
         {system: values[child] for system, child in children.items()},
-        ours=OURS,
-        case=f"{name}, {text.name}, {text.tokens} tokens",
-        metric="perplexity",
-        unit="",
-        notes={system: child.facts.get("format") for system, child in children.items()},
-        lower_is_better=True,
+        {system: child.facts.get("format") for system, child in children.items()},
     )
-
-
-def row(
-    case: str, metric: str, value: float, unit: str, *, system: str = OURS, note: str | None = None
-) -> Row:
-    """A row without a baseline."""
-    return Row(case=case, system=system, metric=metric, value=value, unit=unit, note=note)
 
 
 def _note(result: Result, setting: str | None) -> str | None:

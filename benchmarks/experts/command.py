@@ -12,16 +12,13 @@ from benchmarks.harness.options import (
     SWITCH_SHAPES,
     ModelOrShape,
     Reporting,
+    benchmark,
     device_option,
-    model_options,
-    parts_option,
     parts_without,
-    report_options,
     tell,
     text_option,
 )
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 from jaxllm.tasks.pair_options import pairs_options
@@ -38,8 +35,14 @@ from benchmarks.experts import PARTS
 _MEMORY_BYTES, _SWITCH_CONTEXT_TOKENS = 300_000_000, 128
 
 
-@click.command("experts", cls=EngineCommand)
-@model_options("moe", shapes=(*MIXTURE_SHAPES, *SWITCH_SHAPES))
+@benchmark(
+    "experts",
+    "moe",
+    text_option,
+    device_option(BOARDS, "tx2-ssd"),
+    shapes=(*MIXTURE_SHAPES, *SWITCH_SHAPES),
+    parts=PARTS,
+)
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
@@ -55,7 +58,6 @@ _MEMORY_BYTES, _SWITCH_CONTEXT_TOKENS = 300_000_000, 128
     metavar="BUNDLE",
     help="The same mixture calibrated to another tolerable loss. Repeatable.",
 )
-@text_option
 @click.option(
     "--task",
     "tasks",
@@ -78,9 +80,6 @@ _MEMORY_BYTES, _SWITCH_CONTEXT_TOKENS = 300_000_000, 128
     help="Also measure the memory of a process under this budget; of switch-base-64 nothing else. "
     "Repeatable.  [default: 300MB for switch-base-64]",
 )
-@device_option(BOARDS, "tx2-ssd")
-@parts_option(PARTS)
-@report_options
 def experts_command(
     subject: ModelOrShape,
     checkpoint: Path | None,
@@ -136,8 +135,7 @@ def experts_command(
         return
     if subject.shape is not None:
         parts = parts_without(parts, ("losses",), "random weights are not calibrated")
-    plan = run.Plan.quick() if report.quick else run.Plan()
-    plan = dataclasses.replace(plan, devices=named_devices(devices) or plan.devices, parts=parts)
+    plan = report.plan(run.Plan, devices=named_devices(devices), parts=parts)
     cache = cache_folder() / "benchmarks" / "experts"
     again = False
     with progress_bars() as progress:

@@ -9,7 +9,7 @@ those of larger models.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.experts.systems import (
-    NestedSetting,
-    nested_engine,
-)
+from benchmarks.experts.systems import Measured, NestedSetting, drawn, measured, nested_engine
 from benchmarks.harness.machine import Device
-from benchmarks.harness.report import (
-    OURS,
-    Row,
-    compared,
-    median,
-    median_ratio_interval,
-)
+from benchmarks.harness.plan import silent
+from benchmarks.harness.report import OURS, Row, compared, median, median_ratio_interval, row
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.errors import ConfigError
-from jaxllm.sampling import Sampling
-from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
@@ -61,18 +51,6 @@ class NestedPlan:
     windows: Sequence[Sequence[int]] = ()
 
 
-@dataclasses.dataclass
-class _Measured:
-    """Of one system: ms per token of each answer, and counts of all of them."""
-
-    times: list[float] = dataclasses.field(default_factory=list)
-    tokens: int = 0
-    read_bytes: int = 0
-    visits: int = 0
-    hits: int = 0
-    calls: int = 0
-
-
 def nested_rows(setting: NestedSetting, device: Device, plan: NestedPlan) -> list[Row]:
     """Times all systems in turns, over the same prompts.
 
@@ -83,24 +61,22 @@ def nested_rows(setting: NestedSetting, device: Device, plan: NestedPlan) -> lis
     """
     engines = {f"{OURS} {loss}": nested_engine(setting, loss=loss) for loss in LOSSES}
     engines |= {name: nested_engine(setting, baseline=name) for name in BUFFERS}
-    found = _in_turns(engines, plan)
+    found = measured(engines, plan.prompts, drawn(plan.tokens))
     rows = []
     for loss in LOSSES:
         ours = found[f"{OURS} {loss}"]
         for name, buffer in BUFFERS.items():
             theirs = found[name]
-            low, high = median_ratio_interval(ours.times, theirs.times)
+            low, high = median_ratio_interval(ours.token_ms, theirs.token_ms)
             interval = f"ratio's 95 % interval [{low:.2f}, {high:.2f}]"
             notes: dict[str, str | None] = {
                 OURS: f"{device.note}; {_facts(ours)}; {interval}",
                 BASELINE: f"{device.note}; {buffer}; {_facts(theirs)}",
             }
-            times = {OURS: median(ours.times), BASELINE: median(theirs.times)}
+            times = {OURS: median(ours.token_ms), BASELINE: median(theirs.token_ms)}
             shown = "exact" if not loss else f"loss {loss:.0%}"
             case = f"nested, {shown}, {setting.share:.0%} in memory, IO-QEXP with {buffer}: {device.name}"
-            rows += compared(
-                times, ours=OURS, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
-            )
+            rows += compared(case, "tpot_ms", times, notes)
     for each in engines.values():
         each.close()
     return rows
@@ -118,21 +94,15 @@ def quality_rows(setting: NestedSetting, plan: NestedPlan) -> list[Row]:
         exact = exact or each
         case = f"nested, loss {loss:.0%}: {len(each.likeliest):,} tokens"
         share = float((each.likeliest == exact.likeliest).mean())
-        for metric, value, unit in (
-            ("perplexity", each.perplexity, "perplexity"),
-            ("agreement", share, "share"),
-        ):
-            rows.append(Row(case=case, system=OURS, metric=metric, value=value, unit=unit))
+        rows += [row(case, "perplexity", each.perplexity), row(case, "agreement", share)]
     engine = nested_engine(setting, baseline="equal", trees=TREES)
     four = predicted(engine, plan.windows)
     engine.close()
     assert exact is not None
     case = f"experts at 4 bits: {len(four.likeliest):,} tokens"
     agreement = float((four.likeliest == exact.likeliest).mean())
-    rows.append(
-        Row(case=case, system=BASELINE, metric="perplexity", value=four.perplexity, unit="perplexity")
-    )
-    rows.append(Row(case=case, system=BASELINE, metric="agreement", value=agreement, unit="share"))
+    rows.append(row(case, "perplexity", four.perplexity, system=BASELINE))
+    rows.append(row(case, "agreement", agreement, system=BASELINE))
     return rows
 
 
@@ -143,52 +113,18 @@ def text_windows(ids: Sequence[int], count: int) -> list[list[int]]:
     return [list(ids[start : start + size]) for start in starts]
 
 
-def _in_turns(engines: Mapping[str, Engine], plan: NestedPlan) -> dict[str, _Measured]:
-    found = {name: _Measured() for name in engines}
-    for number, prompt in enumerate(plan.prompts):
-        sampling = Sampling(temperature=1.0, seed=number)
-        config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True, sampling=sampling)
-        order = list(engines) if number % 2 else list(engines)[::-1]
-        for name in order:
-            engine, each = engines[name], found[name]
-            before = _counts(engine)
-            answer = engine.generate(prompt, config)
-            # The first answer warms up: code runs for the first time, and expert buffers are empty.
-            if not number:
-                continue
-            each.times.append(answer.timings.tpot_ms(len(answer.tokens)))
-            each.tokens += len(answer.tokens)
-            after = _counts(engine)
-            for field, first in before.items():
-                setattr(each, field, getattr(each, field) + after[field] - first)
-    return found
-
-
-def _counts(engine: Engine) -> dict[str, int]:
-    streamed = engine.model.streamed
-    assert streamed is not None
-    counts = streamed.counts
-    visits = engine.runner.layers.visits  # pyright: ignore
-    return {
-        "read_bytes": counts.read_bytes,
-        "visits": counts.visits,  # pyright: ignore
-        "hits": counts.hits,  # pyright: ignore
-        "calls": getattr(visits, "calls", 0),
-    }
-
-
-def _facts(each: _Measured) -> str:
-    tokens = max(1, each.tokens)
+def _facts(each: Measured) -> str:
+    read, calls = (each.counts[name] / max(1, each.tokens) for name in ("read_bytes", "calls"))
     return (
-        f"{each.read_bytes / tokens / 1e6:.2f} MB and {each.calls / tokens:.1f} calls a token (prompts among "
-        f"them), {each.hits / max(1, each.visits):.0%} of visits in memory"
+        f"{read / 1e6:.2f} MB and {calls:.1f} calls a token (prompts among them), {each.hit_rate:.0%} of "
+        "visits in memory"
     )
 
 
 _VERSION = 1
 
 
-def widened_folder(folder: Path, out: Path, times: int, progress: Progress | None = None) -> Path:
+def widened_folder(folder: Path, out: Path, times: int, progress: Progress = silent) -> Path:
     """A Hugging Face folder of a mixture whose experts have `times` as many neurons, made unless it is there.
 
     Args:
@@ -214,8 +150,7 @@ def widened_folder(folder: Path, out: Path, times: int, progress: Progress | Non
     for number, (name, value) in enumerate(read_params(folder, cfg)):
         whole = np.asarray(value, np.float32)
         params[name] = _wider(name, whole, added, number) if ".experts." in name else whole
-        if progress is not None:
-            progress("Widening experts", number + 1, 0)
+        progress("Widening experts", number + 1, 0)
     path.mkdir(parents=True, exist_ok=True)
     write_tokenizer(path, read_tokenizer(folder))
     # The config comes last and whole: where it is, the folder is.

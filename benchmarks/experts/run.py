@@ -3,15 +3,12 @@
 Judges predictors and eviction policies by the experts that a model visited.
 
 Measures what a loss of experts costs: perplexity and agreement, as tokens are decoded from storage.
-
-Draws times per token by storage and technique, predictors, eviction policies, and what a task costs.
 """
 
 import dataclasses
-import re
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,14 +28,18 @@ from benchmarks.experts.systems import (
     Setting,
     ablations,
     config_of,
+    drawn,
     make_bundles,
     make_nested,
+    measured,
     memory_rows,
     opened,
     widths_of,
 )
+from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import BOARDS, REAL, Device, named_devices
-from benchmarks.harness.report import OURS, Row, check_plot, compared, label_bars, median
+from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.harness.report import OURS, Row, compared, median, row
 from benchmarks.samples import SEPARATOR
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import expert_facts, read_path_counts, read_token_experts
@@ -46,8 +47,6 @@ from jaxllm.cli.console import read_text
 from jaxllm.errors import ConfigError
 from jaxllm.experts.prediction import POLICIES, PathCounts, Policy, Residents, TokenExperts
 from jaxllm.models.features import require_decoder_alone
-from jaxllm.sampling import Sampling
-from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.experts.predictors import Predictor, make_predictor
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.expert_options import ExpertOptions
@@ -57,7 +56,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(BasePlan):
     """Sizes of one run.
 
     Attributes:
@@ -80,39 +79,25 @@ class Plan:
         quantized a second time.
     """
 
-    devices: tuple[Device, ...] = named_devices(BOARDS)
-    tokens: int = 32
-    repeats: int = 3
+    devices: tuple[Device, ...] = sized(named_devices(BOARDS), quick=named_devices(["tx2-ssd"]))
+    tokens: int = sized(32, quick=12)
+    repeats: int = sized(3, quick=1)
     prompt_tokens: int = 24
     context_tokens: int = 256
     share: float = 0.25
-    buffers: tuple[int, ...] = (2, 5, 10, 20)
-    watched_tokens: int = 400
+    buffers: tuple[int, ...] = sized((2, 5, 10, 20), quick=(2, 10))
+    watched_tokens: int = sized(400, quick=60)
     parts: tuple[str, ...] = tuple(PARTS)
     text: Path | None = None
     widened: int = 64
-    shares: tuple[float, ...] = (0.25, 0.5)
-    nested_answers: int = 16
-    windows: int = 100
+    shares: tuple[float, ...] = sized((0.25, 0.5), quick=(0.25,))
+    nested_answers: int = sized(16, quick=2)
+    windows: int = sized(100, quick=10)
     quantized_again: bool = False
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for a small model, once its bundles are made."""
-        return cls(
-            devices=named_devices(["tx2-ssd"]),
-            tokens=12,
-            repeats=1,
-            buffers=(2, 10),
-            watched_tokens=60,
-            windows=10,
-            shares=(0.25,),
-            nested_answers=2,
-        )
 
 
 def run(
-    folder: Path, mixed: Sequence[Path], cache: Path, plan: Plan, progress: Progress | None = None
+    folder: Path, mixed: Sequence[Path], cache: Path, plan: Plan, progress: Progress = silent
 ) -> list[Row]:
     """Measures everything.
 
@@ -152,29 +137,11 @@ def run(
                 rows += _buffer_rows(setting, device, plan, choices)
             if "losses" in plan.parts:
                 rows += _loss_rows(setting, device, plan, mixed)
-        if progress is not None:
-            progress("Measuring", number + 1, stages)
+        progress("Measuring", number + 1, stages)
     if "predictors" in plan.parts:
         rows += _watched_rows(fast, plan, choices)
-    if progress is not None:
-        progress("Measuring", stages, stages)
+    progress("Measuring", stages, stages)
     return rows
-
-
-def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
-    """Time per token of each system, the median over answers to the same prompts, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in engines}
-    for number, prompt in enumerate(_prompts(next(iter(engines.values())), plan)):
-        # Drawn: a greedy answer of random weights repeats one token, and visits the same experts.
-        sampling = Sampling(temperature=1.0, seed=number)
-        config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True, sampling=sampling)
-        order = list(engines) if number % 2 else list(engines)[::-1]
-        for name in order:
-            answer = engines[name].generate(prompt, config)
-            # The first answer warms up: code runs for the first time, and expert buffers are empty.
-            if number:
-                found[name].append(answer.timings.tpot_ms(len(answer.tokens)))
-    return {name: median(each) for name, each in found.items()}
 
 
 def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
@@ -210,14 +177,13 @@ def _note(name: str, engine: Engine, device: Device, plan: Plan) -> str:
 
 def _timed(names: Sequence[str], setting: Setting, device: Device, plan: Plan, case: str) -> list[Row]:
     engines = {name: opened(name, setting) for name in names}
-    times = _token_ms(engines, plan)
+    found = measured(engines, _prompts(engines[names[0]], plan), drawn(plan.tokens))
+    times = {name: median(each.token_ms) for name, each in found.items()}
     notes: dict[str, str | None] = {
         name: _note(name, engine, device, plan) for name, engine in engines.items()
     }
     notes[OURS] = "; ".join(filter(None, (notes[OURS], widths_of(setting.bundles.mixed))))
-    rows = compared(
-        times, ours=OURS, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
-    )
+    rows = compared(case, "tpot_ms", times, notes)
     for each in engines.values():
         each.close()
     return rows
@@ -256,7 +222,7 @@ def _loss_rows(setting: Setting, device: Device, plan: Plan, mixed: Sequence[Pat
         case = f"tolerable loss {facts['most_loss']:.0%}"
         note = f"{facts['lowered']} of {facts['experts']} at {facts['lower']} bits, others {facts['upper']}"
         for metric, key in (("perplexity_loss", "loss"), ("held_out_perplexity_loss", "held_out_loss")):
-            rows.append(Row(case=case, system=OURS, metric=metric, value=facts[key], unit="share", note=note))
+            rows.append(row(case, metric, facts[key], note))
         bundles = dataclasses.replace(setting.bundles, mixed=path)
         rows += _timed((OURS,), dataclasses.replace(setting, bundles=bundles), device, plan, case)
     return rows
@@ -305,8 +271,8 @@ def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
     told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
     for layer in range(len(watched.visits)):
         case = f"predictor: layer {layer}"
-        rows += [_hits(case, names[name], float(watched.hits[name][layer])) for name in told]
-        rows.append(_hits(case, "oracle", 1.0))
+        rows += [row(case, "hit_rate", float(watched.hits[name][layer]), system=names[name]) for name in told]
+        rows.append(row(case, "hit_rate", 1.0, system="oracle"))
     share = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
     for times in sorted({*plan.buffers}):
         room = min(times * choices, counts.alone.size)
@@ -316,12 +282,8 @@ def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
             )
             for name, policy in POLICIES.items()
         }
-        rows += compared(ratios, ours=OURS, case=f"eviction: {room} experts", metric="hit_rate", unit="share")
+        rows += compared(f"eviction: {room} experts", "hit_rate", ratios)
     return rows
-
-
-def _hits(case: str, system: str, value: float) -> Row:
-    return Row(case=case, system=system, metric="hit_rate", value=value, unit="share")
 
 
 _UNKNOWN = np.zeros(0, np.int32)
@@ -386,8 +348,7 @@ def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], 
     watching = _Watching(counts, read_token_experts(engine.model.bundle))
     engine.runner.layers.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
-        sampling = Sampling(temperature=1.0, seed=number)
-        engine.generate(prompt, GenerationConfig(max_tokens=tokens, ignore_eos=True, sampling=sampling))
+        engine.generate(list(prompt), drawn(tokens)(number))
     hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
     return Watched(np.stack(watching.passes, axis=1), hits)
 
@@ -427,62 +388,25 @@ def hit_ratio(visits: np.ndarray, policy: Policy, room: int, frequency: np.ndarr
     return hits / visits.size
 
 
-_LAYER = re.compile(r"predictor: layer (\d+)$")
-_ROOM = re.compile(r"eviction: (\d+) experts$")
-_BUFFER = re.compile(r"buffer of (\d+) experts: ")
-_LOSS = re.compile(r"tolerable loss (\d+)%$")
-_ENCODER = re.compile(r"encoder layer (\d+): ")
-_DECODER = re.compile(r"decoder layer (\d+): ")
-# Line figures: cases, metric, the axes' names.
-_LINES = {
-    "predictors": (_LAYER, "hit_rate", "sparse layer", "visits that were predicted (share)"),
-    "evictions": (_ROOM, "hit_rate", "room (experts)", "visits to experts in memory (share)"),
-    "buffers": (_BUFFER, "tpot_ms", "room (experts at 4 bits)", "time per token (ms)"),
-    "losses": (_LOSS, "tpot_ms", "tolerable loss (%)", "time per token (ms)"),
-    "rouge": (_LOSS, "rouge2", "tolerable loss (%)", "Rouge-2"),
-    "encoder_hits": (_ENCODER, "hit_rate", "layer of the encoder", "visits to experts in memory (share)"),
-    "decoder_hits": (_DECODER, "hit_rate", "layer of the decoder", "visits to experts in memory (share)"),
-}
-
-
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws the figures that the rows allow into a folder, a PNG each."""
-    check_plot(folder)
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
-
-    def saved(name: str, figure: Any) -> None:
-        figure.savefig(folder / f"experts_{name}.png", dpi=150)
-        plt.close(figure)
-
-    for name, (cases, metric, across, upwards) in _LINES.items():
-        lines: dict[str, dict[int, float]] = {}
-        for row in rows:
-            found = cases.match(row.case)
-            if found is not None and row.metric == metric:
-                lines.setdefault(row.system, {})[int(found[1])] = row.value
-        if not lines:
-            continue
-        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-        for system, points in lines.items():
-            axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
-        axes.set_xlabel(across)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylabel(upwards)
-        axes.legend()
-        saved(name, figure)
-    others = [row for row in rows if not any(cases.match(row.case) for cases, *_ in _LINES.values())]
-    for name, chosen in (
-        ("systems", [row for row in others if not row.case.startswith("ablation")]),
-        ("ablations", [row for row in others if row.case.startswith("ablation")]),
-    ):
-        bars = {(row.case, row.system): row.value for row in chosen if row.metric == "tpot_ms"}
-        if not bars:
-            continue
-        figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(bars)), layout="constrained")
-        labels = [f"{case}\n{system}" for case, system in bars]
-        drawn = axes.barh(labels, list(bars.values()))
-        axes.invert_yaxis()
-        axes.set_xlabel("time per token (ms)")
-        label_bars(axes, drawn, "{:,.3g}")
-        saved(name, figure)
+_LOSS, _IN_MEMORY = r"tolerable loss (?P<x>\d+)%", "visits to experts in memory (share)"
+_TIME = "time per token (ms)"
+# Name, metric, cases, the axes' names.
+_LINES = (
+    ("predictors", "hit_rate", r"predictor: layer (?P<x>\d+)", "sparse layer", "predicted visits (share)"),
+    ("evictions", "hit_rate", r"eviction: (?P<x>\d+) experts", "room (experts)", _IN_MEMORY),
+    ("buffers", "tpot_ms", r"buffer of (?P<x>\d+) experts: .*", "room (experts at 4 bits)", _TIME),
+    ("losses", "tpot_ms", _LOSS, "tolerable loss (%)", _TIME),
+    ("rouge", "rouge2", _LOSS, "tolerable loss (%)", "Rouge-2"),
+    ("encoder_hits", "hit_rate", r"encoder layer (?P<x>\d+): .*", "layer of the encoder", _IN_MEMORY),
+    ("decoder_hits", "hit_rate", r"decoder layer (?P<x>\d+): .*", "layer of the decoder", _IN_MEMORY),
+)
+_OTHER = "(?!ablation|buffer of|tolerable loss)(?P<x>.*)"
+FIGURES = (
+    *(
+        Figure(name=name, metric=metric, case=case, across=across, up=up)
+        for name, metric, case, across, up in _LINES
+    ),
+    Figure(name="systems", metric="tpot_ms", case=_OTHER, up=_TIME, kind="bars"),
+    Figure(name="ablations", metric="tpot_ms", case="(?P<x>ablation.*)", up=_TIME, kind="bars"),
+)
+draw = functools.partial(draw_figures, "experts", FIGURES)

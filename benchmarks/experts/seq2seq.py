@@ -5,26 +5,24 @@ experts that were used last. Each expert of an encoder is loaded at most once fo
 """
 
 import dataclasses
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
 
 from benchmarks.experts.systems import (
     SYSTEMS,
+    Measured,
     Setting,
     ablations,
     config_of,
     make_bundles,
+    measured,
     memory_rows,
     opened,
     resident,
 )
 from benchmarks.harness.machine import REAL, Device
-from benchmarks.harness.report import OURS, Row, compared, median
+from benchmarks.harness.plan import silent, unheard
+from benchmarks.harness.report import OURS, Row, compared, median, row
 from benchmarks.samples import SOURCE_TASKS, chosen_tasks, read_lines, source_examples
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import expert_facts
@@ -114,35 +112,15 @@ class Seq2SeqPlan:
     share: float = 0.25
     buffers: tuple[float, ...] = (0.1, 0.5, 0.75)
     parts: tuple[str, ...]
-    tell: Callable[[str], None] = lambda _: None
+    tell: Callable[[str], None] = unheard
 
     def quicker(self) -> "Seq2SeqPlan":
         """The same in about a minute for a small model, once its bundles are made."""
         return dataclasses.replace(self, answers=6, judged=40, buffers=(0.5,))
 
 
-@dataclasses.dataclass
-class Measured:
-    """Of one system: times of each answer, and counts of all of them.
-
-    Attributes:
-      token_ms: per token after the first, of each answer that has several.
-      encode_ms: until a source has been read.
-      prompts: answers that were counted.
-      visits, hits: by the index of the sparse layer.
-      loads: experts that were read, by the index of the sparse layer.
-    """
-
-    token_ms: list[float] = dataclasses.field(default_factory=list)
-    encode_ms: list[float] = dataclasses.field(default_factory=list)
-    prompts: int = 0
-    visits: Counter[int] = dataclasses.field(default_factory=Counter)
-    hits: Counter[int] = dataclasses.field(default_factory=Counter)
-    loads: Counter[int] = dataclasses.field(default_factory=Counter)
-
-
 def run_seq2seq(
-    folder: Path, mixed: Sequence[Path], cache: Path, plan: Seq2SeqPlan, progress: Progress | None = None
+    folder: Path, mixed: Sequence[Path], cache: Path, plan: Seq2SeqPlan, progress: Progress = silent
 ) -> list[Row]:
     """Measures all parts.
 
@@ -185,8 +163,7 @@ def run_seq2seq(
                 rows += _time_rows(_measured((OURS, f"{OURS}-lru"), room, plan), case, device)
             if "losses" in plan.parts:
                 rows += _loss_rows(setting, device, plan, mixed)
-        if progress is not None:
-            progress("Measuring", number + 1, len(plan.devices))
+        progress("Measuring", number + 1, len(plan.devices))
     if plan.task.called:
         rows = [dataclasses.replace(row, case=f"{plan.task.called}: {row.case}") for row in rows]
     return rows
@@ -202,60 +179,11 @@ def _measured(names: Sequence[str], setting: Setting, plan: Seq2SeqPlan) -> dict
             if name == OURS:
                 raise
             plan.tell(f"without {name}: {error}")
-    found = {name: Measured() for name in engines}
-    clocks = {name: _timed_encoding(engine) for name, engine in engines.items()}
-    config = _config(plan)
-    for number, (source, _) in enumerate(_tokens(engines[OURS], plan.task)[: plan.answers + 1]):
-        order = list(engines) if number % 2 else list(engines)[::-1]
-        for name in order:
-            engine, each = engines[name], found[name]
-            before = _counts(engine)
-            answer = engine.generate(source, config)
-            encode_ms = clocks[name].pop()
-            # The first answer warms up: code runs for the first time, and expert buffers are empty.
-            if not number:
-                continue
-            each.encode_ms.append(encode_ms)
-            if len(answer.tokens) > 1:
-                each.token_ms.append(answer.timings.tpot_ms(len(answer.tokens)))
-            each.prompts += 1
-            after = _counts(engine)
-            for field, counted in before.items():
-                getattr(each, field).update(after[field] - counted)
+    sources = [source for source, _ in _tokens(engines[OURS], plan.task)[: plan.answers + 1]]
+    found = measured(engines, sources, lambda _: _config(plan))
     for engine in engines.values():
         engine.close()
     return found
-
-
-def _timed_encoding(engine: Engine) -> list[float]:
-    """Has an engine note how long it reads each source, in ms, in the list that is returned."""
-    found: list[float] = []
-    runner: Any = engine.runner
-    read = runner.read_source
-
-    def timed(cache: Any, tokens: Sequence[int]) -> Any:
-        began = time.perf_counter()
-        # What is dispatched shall be done.
-        cache = jax.block_until_ready(read(cache, tokens))
-        found.append(1e3 * (time.perf_counter() - began))
-        return cache
-
-    runner.read_source = timed
-    return found
-
-
-def _counts(engine: Engine) -> dict[str, Counter[int]]:
-    """Visits, hits and loads so far, by the index of the sparse layer; none where layers are read whole."""
-    counts: Any = getattr(engine.model.streamed, "counts", None)
-    layers: Mapping[int, tuple[int, int]] = getattr(counts, "layers", {})
-    loads: Counter[int] = Counter()
-    for key, count in getattr(counts, "loads", {}).items():
-        loads[key[0]] += count
-    return {
-        "visits": Counter({layer: visits for layer, (visits, _) in layers.items()}),
-        "hits": Counter({layer: hits for layer, (_, hits) in layers.items()}),
-        "loads": loads,
-    }
 
 
 def _tokens(engine: Engine, task: TaskPairs) -> list[tuple[list[int], str]]:
@@ -291,18 +219,18 @@ def _system_rows(setting: Setting, device: Device, plan: Seq2SeqPlan) -> list[Ro
     for index, prefix in enumerate(layers):
         side, _, layer = prefix.rstrip(".").rpartition("layers.")
         case = f"{'encoder' if side else 'decoder'} layer {int(layer) + 1}: {device.name}"
-        for metric, unit in (("hit_rate", "share"), ("loads_per_prompt", "loads")):
-            values = {name: _by_layer(each, index, metric) for name, each in found.items() if each.visits}
-            rows += compared(
-                values, ours=OURS, case=case, metric=metric, unit=unit, lower_is_better=unit == "loads"
-            )
+        for metric in ("hit_rate", "loads_per_prompt"):
+            values = {
+                name: _by_layer(each, index, metric) for name, each in found.items() if each.counts["visits"]
+            }
+            rows += compared(case, metric, values)
     return rows + memory_rows(list(found), setting, f"memory: {device.name}")
 
 
 def _by_layer(each: Measured, index: int, metric: str) -> float:
     if metric == "hit_rate":
-        return each.hits[index] / max(1, each.visits[index])
-    return each.loads[index] / max(1, each.prompts)
+        return each.counts["hits", index] / max(1, each.counts["visits", index])
+    return each.counts["loads", index] / max(1, each.prompts)
 
 
 def _time_rows(found: Mapping[str, Measured], case: str, device: Device) -> list[Row]:
@@ -313,18 +241,16 @@ def _time_rows(found: Mapping[str, Measured], case: str, device: Device) -> list
         of = {name: each.token_ms if metric == "tpot_ms" else each.encode_ms for name, each in found.items()}
         times = {name: median(values) for name, values in of.items() if values}
         if OURS in times:
-            rows += compared(
-                times, ours=OURS, case=case, metric=metric, unit="ms", notes=notes, lower_is_better=True
-            )
+            rows += compared(case, metric, times, notes)
     return rows
 
 
 def _note(each: Measured, device: Device) -> str:
     parts = [device.note] if device.note else []
     parts.append(f"{each.prompts} answers")
-    if each.visits:
-        hits = each.hits.total() / max(1, each.visits.total())
-        parts.append(f"{hits:.0%} of visits in memory, {each.loads.total() / each.prompts:.1f} loads each")
+    if each.counts["visits"]:
+        loads = sum(count for key, count in each.counts.items() if "loads" in key) / each.prompts
+        parts.append(f"{each.hit_rate:.0%} of visits in memory, {loads:.1f} loads each")
     return "; ".join(parts)
 
 
@@ -351,11 +277,11 @@ def _loss_rows(setting: Setting, device: Device, plan: Seq2SeqPlan, mixed: Seque
             name: f"{count} answers; {_share_lost(value, whole, tolerable)}" for name, value in values.items()
         }
         notes[OURS] = f"{notes[OURS]}; {by}"
-        rows += compared(values, ours=OURS, case=case, metric=quality, unit="share", notes=notes)
+        rows += compared(case, quality, values, notes)
         widths = f"{facts['lowered']} of {facts['experts']} at {facts['lower']} bits, others {facts['upper']}"
         for metric, key in (("loss", "loss"), ("held_out_loss", "held_out_loss")):
             name = f"{facts.get('measure', 'perplexity')}_{metric}"
-            rows.append(Row(case=case, system=OURS, metric=name, value=facts[key], unit="share", note=widths))
+            rows.append(row(case, name, facts[key], widths))
         rows += _time_rows(_measured((OURS,), own, plan), case, device)
     return rows
 

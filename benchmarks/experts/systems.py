@@ -12,17 +12,19 @@ room for the experts of one token at one layer, as EdgeMoE's baselines.
 Measures the memory of each system of experts, in a process of its own.
 """
 
-import concurrent.futures
 import dataclasses
 import itertools
-import multiprocessing
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
-from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.harness.children import in_turns, taken_by
+from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS, Row, compared
 from jaxllm.bundle import Bundle, Part
 from jaxllm.bundle.calibrations import copied_parts, expert_facts, read_path_counts
@@ -131,9 +133,7 @@ class NestedSetting:
             return max(int(self.share * store.total_bytes), store.least_bytes())
 
 
-def make_nested(
-    folder: Path, mixed: Path, cache: Path, progress: Progress | None = None
-) -> tuple[Path, Path]:
+def make_nested(folder: Path, mixed: Path, cache: Path, progress: Progress = silent) -> tuple[Path, Path]:
     """The nested bundle and the one of 4 bits of a mixture's folder, made unless they are there.
 
     Args:
@@ -156,7 +156,7 @@ def make_nested(
     return found[0], found[1]
 
 
-def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | None = None) -> Bundles:
+def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress = silent) -> Bundles:
     """The bundles of a mixture's Hugging Face folder, made unless they are there.
 
     Args:
@@ -186,7 +186,7 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | No
     return Bundles(**found)
 
 
-def random_mixed(folder: Path, out: Path, progress: Progress | None = None) -> Path:
+def random_mixed(folder: Path, out: Path, progress: Progress = silent) -> Path:
     """The bundle of a mixture of random weights, made unless it is there: every other expert has 2 bits, the
     others 4, for random weights cannot be calibrated."""
     if not out.exists():
@@ -318,6 +318,101 @@ def _options(setting: Setting | NestedSetting, memory_bytes: int = 0) -> EngineO
     )
 
 
+@dataclasses.dataclass
+class Measured:
+    """Of one system: times of each answer that is counted, and counts of all of them.
+
+    Attributes:
+      token_ms: per token after the first, of each answer that has several.
+      encode_ms: until a source has been read, of encoder-decoders.
+      prompts, tokens: that were answered.
+      counts: `read_bytes`, `visits` and `hits` of experts, `calls` of kernels; and with the index of a sparse
+        layer its "visits", "hits" and "loads". None where layers are read whole.
+    """
+
+    token_ms: list[float] = dataclasses.field(default_factory=list)
+    encode_ms: list[float] = dataclasses.field(default_factory=list)
+    prompts: int = 0
+    tokens: int = 0
+    counts: Counter[Any] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of visits whose expert was in memory."""
+        return self.counts["hits"] / max(1, self.counts["visits"])
+
+
+def measured(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[Sequence[int]],
+    config: Callable[[int], GenerationConfig],
+) -> dict[str, Measured]:
+    """Times answers of all systems in turns, over the same prompts, of which the first warms up.
+
+    Args:
+      engines: by system.
+      prompts: token ids.
+      config: of the answer to the prompt of a number.
+    """
+    found = {name: Measured() for name in engines}
+    clocks = {name: _timed_encoding(each) for name, each in engines.items() if each.cfg.encoder is not None}
+    for number, prompt, name in in_turns(engines, prompts):
+        engine, each = engines[name], found[name]
+        before = _counts(engine)
+        answer = engine.generate(list(prompt), config(number))
+        encoded = clocks[name].pop() if name in clocks else None
+        # The first answer warms up: code runs for the first time, and expert buffers are empty.
+        if not number:
+            continue
+        if encoded is not None:
+            each.encode_ms.append(encoded)
+        if len(answer.tokens) > 1:
+            each.token_ms.append(answer.timings.tpot_ms(len(answer.tokens)))
+        each.prompts += 1
+        each.tokens += len(answer.tokens)
+        each.counts.update(_counts(engine) - before)
+    return found
+
+
+def drawn(tokens: int) -> Callable[[int], GenerationConfig]:
+    """How answers of so many tokens are drawn: a greedy one of random weights repeats one token, and visits
+    the same experts."""
+    return lambda number: GenerationConfig(
+        max_tokens=tokens, ignore_eos=True, sampling=Sampling(temperature=1.0, seed=number)
+    )
+
+
+def _timed_encoding(engine: Engine) -> list[float]:
+    """Has an engine note how long it reads each source, in ms, in the list that is returned."""
+    found: list[float] = []
+    runner: Any = engine.runner
+    read = runner.read_source
+
+    def timed(cache: Any, tokens: Sequence[int]) -> Any:
+        began = time.perf_counter()
+        # What is dispatched shall be done.
+        cache = jax.block_until_ready(read(cache, tokens))
+        found.append(1e3 * (time.perf_counter() - began))
+        return cache
+
+    runner.read_source = timed
+    return found
+
+
+def _counts(engine: Engine) -> Counter[Any]:
+    """So far; see `Measured`."""
+    counts: Any = getattr(engine.model.streamed, "counts", None)
+    names = ("read_bytes", "visits", "hits")
+    found: Counter[Any] = Counter({name: getattr(counts, name, 0) for name in names})
+    visits = getattr(getattr(engine.runner, "layers", None), "visits", None)
+    found["calls"] = getattr(visits, "calls", 0)
+    for layer, (visited, hit) in getattr(counts, "layers", {}).items():
+        found["visits", layer], found["hits", layer] = visited, hit
+    for key, count in getattr(counts, "loads", {}).items():
+        found["loads", key[0]] += count
+    return found
+
+
 _PROMPT_TOKENS, _TOKENS = 24, 9
 
 
@@ -331,37 +426,18 @@ def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
       setting: of all of them.
       case: of the rows.
     """
-    found = {name: _in_process(name, setting) for name in names}
+    found = {name: taken_by(_answered, name, setting) for name in names}
     notes: dict[str, str | None] = {
-        name: f"measured, above {before / 1e6:,.0f} MB of Python and JAX; planned {planned / 1e6:,.0f} MB"
-        if planned
-        else f"measured, above {before / 1e6:,.0f} MB of Python and JAX; all in memory"
-        for name, (_, before, planned) in found.items()
+        name: f"measured, above {each.idle_bytes / 1e6:,.0f} MB of Python and JAX; "
+        + (f"planned {each.found / 1e6:,.0f} MB" if each.found else "all in memory")
+        for name, each in found.items()
     }
-    peaks = {name: float(peak) for name, (peak, _, _) in found.items()}
-    return compared(
-        peaks, ours=OURS, case=case, metric="peak_memory_bytes", unit="bytes", notes=notes,
-        lower_is_better=True,
-    )  # fmt: skip
+    peaks = {name: float(each.peak_bytes) for name, each in found.items()}
+    return compared(case, "peak_memory_bytes", peaks, notes)
 
 
-def _in_process(name: str, setting: Setting) -> tuple[int, int, int]:
-    """`_measured` in a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_measured, name, setting).result()
-
-
-def _measured(name: str, setting: Setting) -> tuple[int, int, int]:
-    """Bytes of this process: the peak above those before, those before, and the system's plan (0 where all is
-    in memory)."""
-    import jax
-    import numpy as np
-
-    # JAX takes memory of its own before there is a model.
-    jax.device_put(np.zeros(4)).block_until_ready()
-    reset_peak_memory()
-    before = peak_resident_bytes()
+def _answered(name: str, setting: Setting) -> int:
+    """Answers with a system in this process: the bytes of its plan, 0 where all is in memory."""
     engine = opened(name, setting)
     count = min(_PROMPT_TOKENS, setting.context_tokens - _TOKENS)
     prompt = (np.arange(count) % engine.cfg.vocab_size).tolist()
@@ -370,4 +446,4 @@ def _measured(name: str, setting: Setting) -> tuple[int, int, int]:
     streamed = engine.model.streamed
     planned = 0 if streamed is None else int(streamed.facts()["planned_bytes"])
     engine.close()
-    return peak_resident_bytes() - before, before, planned
+    return planned

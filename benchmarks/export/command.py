@@ -8,24 +8,16 @@ from benchmarks.export import PARTS
 from benchmarks.harness.options import (
     ModelOrShape,
     Reporting,
-    model_options,
-    parts_option,
+    benchmark,
     parts_without,
-    report_options,
     tell,
     text_option,
     threads_option,
 )
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 
 
-@click.command("export", cls=EngineCommand)
-@model_options()
-@text_option
-@threads_option
-@parts_option(PARTS)
-@report_options
+@benchmark("export", "default", text_option, threads_option, parts=PARTS)
 def export_command(
     subject: ModelOrShape, text: Path | None, threads: int, parts: tuple[str, ...], report: Reporting
 ) -> None:
@@ -50,11 +42,11 @@ def export_command(
         raise click.UsageError("--shape does not go with --text")
     if subject.shape is None:
         text = text or stories_file(None)
-    plan = run.Plan.quick() if report.quick else run.Plan()
+    plan = report.plan(run.Plan, threads=threads)
     if missing := exported.missing():
         parts = parts_without(parts, ("sampling", "shadow", "stages"), f"{missing} is not installed")
     with progress_bars() as progress:
-        asked = run.Subject(model=subject.path(progress), text=text, threads=threads)
+        asked = run.Subject(model=subject.path(progress), text=text)
         integer = asked.model
         if {"shadow", "stages"} & {*parts}:
             try:

@@ -19,7 +19,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.peers.process import last_words
+from benchmarks.harness.plan import sized
+from benchmarks.peers import PEERS, Opening
+from benchmarks.peers.process import TimedPlan, last_words, threads_of
 from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
@@ -40,6 +42,68 @@ _NEEDED = (
     (("tflite",), "litert_converter"),
     (("litertlm",), "litert_lm_builder"),
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(TimedPlan):
+    """Sizes of one measurement.
+
+    Attributes:
+      answers: greedy answers that are compared with the live engine's.
+      answer_tokens: of each.
+      context_tokens: most.
+      sampled_precisions: of the TFLite programs whose sampling is measured.
+    """
+
+    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
+    decode_tokens: int = sized(64, quick=16)
+    rounds: int = sized(5, quick=2)
+    answers: int = sized(20, quick=4)
+    answer_tokens: int = sized(48, quick=16)
+    text_windows: int = sized(12, quick=2)
+    context_tokens: int = sized(1024, quick=256)
+    sampled_precisions: tuple[str, ...] = sized(("f32", "int8"), quick=("int8",))
+    patience_s: float = sized(60.0, quick=2.0)
+
+    def export_options(self, lengths: Sequence[int] = (16, 64, 256)) -> list[str]:
+        """The options of an export of these sizes, with one length of caches and chunks of `lengths`."""
+        chunks = (
+            part for each in lengths if each <= self.context_tokens for part in ("--chunk-tokens", each)
+        )
+        return [str(each) for each in ("--context", self.context_tokens, "--cache-tokens", 0, *chunks)]
+
+    def opening(self, peer: str, model: Path, format_: str = "", **options: Any) -> Opening:
+        """What a system opens, with the threads and the context of all."""
+        threads = threads_of(self.threads)
+        return Opening(
+            peer=peer,
+            model=model,
+            format=format_,
+            threads=threads,
+            context_tokens=self.context_tokens,
+            options=options,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+      model: a bundle or a Hugging Face folder.
+      text: to calibrate w8a8 on, to take prompts from and to score; without it there is no w8a8.
+    """
+
+    model: Path
+    text: Path | None
+
+
+def llama_cpp(folder: Path, plan: Plan, tell: Tell) -> dict[str, Opening]:
+    """What llama.cpp opens of a folder; nothing where it is not installed, which is told."""
+    if missing := PEERS[LLAMA_CPP].missing():
+        tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
+        return {}
+    return {LLAMA_CPP: plan.opening(LLAMA_CPP, folder, "Q8_0")}
 
 
 @dataclasses.dataclass(frozen=True)

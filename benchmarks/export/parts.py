@@ -4,33 +4,27 @@ Times stage programs on two processors in each order, beside the simulator's tim
 beside whole prefill programs on the threads of both.
 """
 
-import contextlib
-import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.export.formats import LLAMA_CPP, TFLITE, Tell, exported
+from benchmarks.export.formats import TFLITE, Plan, Tell, exported, llama_cpp
+from benchmarks.harness.children import in_process
 from benchmarks.harness.machine import wait_for_quiet
-from benchmarks.harness.report import Row, compared
+from benchmarks.harness.report import Row, compared, row
 from benchmarks.models import Checkpoint
-from benchmarks.peers import PEERS, Opening
 from benchmarks.peers.ours import DRAWN, GREEDY
-from benchmarks.peers.process import Child, Result, System, alternate, last_words, prompt_ids
+from benchmarks.peers.process import Result, System, alternate, opened, prompt_ids
 from jaxllm.bundle import Bundle
-from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.programs.model import open_program
 from jaxllm.export.programs.stages import StagePrograms
-from jaxllm.int8_prefill.schedule import Order, lower_bound_ms, simulate
+from jaxllm.int8_prefill.schedule import Order, simulate
 from jaxllm.serving.host.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -41,85 +35,55 @@ _CALIBRATION_BYTES = 1 << 16
 _CALIBRATION_WORDS = 2048
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Of one measurement.
-
-    Attributes:
-      prompt_tokens: lengths of prompts.
-      decode_tokens: decoded after each of them.
-      rounds: of which medians are taken.
-      context_tokens: most.
-      patience_s: for repeating what other processes disturbed, in all.
-      threads: that every system may compute with.
-    """
-
-    prompt_tokens: tuple[int, ...]
-    decode_tokens: int
-    rounds: int
-    context_tokens: int
-    patience_s: float
-    threads: int
-
-    def export_options(self, lengths: Sequence[int] = (16, 64, 256)) -> list[str]:
-        """The options of an export of these sizes, with one length of caches and chunks of `lengths`."""
-        chunks = (
-            part for each in lengths if each <= self.context_tokens for part in ("--chunk-tokens", each)
-        )
-        return [str(each) for each in ("--context", self.context_tokens, "--cache-tokens", 0, *chunks)]
-
-
-def sampling_rows(bundle: Path, precisions: Sequence[str], sizes: Sizes, progress: Progress) -> list[Row]:
+def sampling_rows(bundle: Path, plan: Plan, progress: Progress) -> list[Row]:
     """Decoding by programs of `BLOCK_TOKENS` tokens with sampling inside, beside the same model by a dispatch
     for each token with NumPy's sampling; greedy, and drawn.
 
     Args:
       bundle: of float weights.
-      precisions: of `TFLITE`.
-      sizes: of the measurement; prompts have the first length.
+      plan: of the measurement; prompts have the first length.
       progress: called with (stage, done, total).
     """
     openings, scratch = {}, Path()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        for precision in precisions:
+        for precision in plan.sampled_precisions:
             for suffix, block in (("", 0), (_SUFFIX, BLOCK_TOKENS)):
                 name = f"{TFLITE[precision]}{suffix}"
                 options = ["--format", "tflite", "--precision", precision, "--block-tokens", block]
-                made = exported(bundle, scratch / name, [*options, *sizes.export_options()])
-                openings[name] = _opening("device-programs", made.path, "", sizes)
-        with _opened(openings, progress) as children:
+                made = exported(bundle, scratch / name, [*options, *plan.export_options()])
+                openings[name] = plan.opening("device-programs", made.path)
+        with opened(openings, progress) as children:
             systems = [
                 System(f"{name} {how}", child, (how,))
                 for name, child in children.items()
                 for how in (GREEDY, DRAWN)
             ]
-            results, prompt = _alternated(systems, bundle, sizes, sizes.prompt_tokens[:1], progress)
+            results, prompt = _alternated(systems, bundle, plan, plan.prompt_tokens[:1], progress)
     rows = []
-    for precision in precisions:
+    for precision in plan.sampled_precisions:
         for how in (GREEDY, DRAWN):
             rates = {
-                each: 1000 * sizes.decode_tokens / results[f"{each} {how}", prompt].decode_ms
+                each: 1000 * plan.decode_tokens / results[f"{each} {how}", prompt].decode_ms
                 for each in (f"{TFLITE[precision]}{_SUFFIX}", TFLITE[precision])
             }
             rows += compared(
+                f"decode {plan.decode_tokens} after {prompt}, {how}",
+                "decode_tokens_per_s",
                 rates,
                 ours=f"{TFLITE[precision]}{_SUFFIX}",
-                case=f"decode {sizes.decode_tokens} after {prompt}, {how}",
-                metric="decode_tokens_per_s",
-                unit="tokens/s",
             )
     return rows
 
 
-def shadow_rows(integer: Path, text: Path | None, sizes: Sizes, progress: Progress, tell: Tell) -> list[Row]:
+def shadow_rows(integer: Path, text: Path | None, plan: Plan, progress: Progress, tell: Tell) -> list[Row]:
     """Prefill by W8A8 programs with the shadow of a calibrated bundle, beside those without, the int8
     programs, and llama.cpp.
 
     Args:
       integer: a calibrated bundle.
       text: its end gives the steps of outputs; None for words of the model's.
-      sizes: of the measurement.
+      plan: of the measurement.
       progress: called with (stage, done, total).
       tell: called with a line for what is left out.
     """
@@ -134,24 +98,17 @@ def shadow_rows(integer: Path, text: Path | None, sizes: Sizes, progress: Progre
         }
         openings = {}
         for name, options in forms.items():
-            made = exported(
-                integer, scratch / name, ["--format", "tflite", *options, *sizes.export_options()]
-            )
-            openings[name] = _opening("programs", made.path, "", sizes)
-        missing = PEERS[LLAMA_CPP].missing()
-        if missing is None:
-            floats = Checkpoint.find(integer).folder(progress)
-            openings[LLAMA_CPP] = _opening(LLAMA_CPP, floats, "Q8_0", sizes)
-        else:
-            tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
-        with _opened(openings, progress) as children:
+            made = exported(integer, scratch / name, ["--format", "tflite", *options, *plan.export_options()])
+            openings[name] = plan.opening("programs", made.path)
+        openings |= llama_cpp(Checkpoint.find(integer).folder(progress), plan, tell)
+        with opened(openings, progress) as children:
             systems = [System(name, child, tuple(child.settings)) for name, child in children.items()]
-            results, _ = _alternated(systems, integer, sizes, sizes.prompt_tokens, progress)
+            results, _ = _alternated(systems, integer, plan, plan.prompt_tokens, progress)
     rows = []
     for prompt in {length for _, length in results}:
         rates = {name: 1000 * prompt / results[name, prompt].prefill_ms for name in openings}
         case = f"prompt {prompt}"
-        rows += compared(rates, ours=SHADOW, case=case, metric="prefill_tokens_per_s", unit="tokens/s")
+        rows += compared(case, "prefill_tokens_per_s", rates, ours=SHADOW)
     return rows
 
 
@@ -168,37 +125,19 @@ def calibration_text(integer: Path, text: Path | None, folder: Path) -> Path:
 
 
 def _alternated(
-    systems: Sequence[System], bundle: Path, sizes: Sizes, lengths: Sequence[int], progress: Progress
+    systems: Sequence[System], bundle: Path, plan: Plan, lengths: Sequence[int], progress: Progress
 ) -> tuple[dict[tuple[str, int], Result], int]:
     """The results of prompts of these lengths, or half the context, and the longest."""
-    with Bundle.open(bundle) as opened:
-        vocab_size = opened.cfg.vocab_size
-    fitting = sorted({min(each, sizes.context_tokens // 2) for each in lengths})
+    with Bundle.open(bundle) as model:
+        vocab_size = model.cfg.vocab_size
+    fitting = sorted({min(each, plan.context_tokens // 2) for each in lengths})
     results = alternate(
         systems,
         [prompt_ids(vocab_size, each) for each in fitting],
-        decode_tokens=sizes.decode_tokens,
-        rounds=sizes.rounds,
-        patience_s=sizes.patience_s,
+        plan=plan,
         progress=progress,
     )
     return results, fitting[-1]
-
-
-def _opening(peer: str, model: Path, format_: str, sizes: Sizes) -> Opening:
-    return Opening(
-        peer=peer, model=model, format=format_, threads=sizes.threads, context_tokens=sizes.context_tokens
-    )
-
-
-@contextlib.contextmanager
-def _opened(openings: Mapping[str, Opening], progress: Progress) -> Iterator[dict[str, Any]]:
-    """Every system in a process of its own, by name."""
-    with contextlib.ExitStack() as stack:
-        yield {
-            system: stack.enter_context(Child(system, opening, progress))
-            for system, opening in openings.items()
-        }
 
 
 OURS = "jaxllm-stages"
@@ -212,13 +151,13 @@ _CHUNKS = (64, 128, 256)
 _WHOLE = TFLITE["w8a8"]
 
 
-def stage_rows(integer: Path, text: Path | None, sizes: Sizes, progress: Progress) -> list[Row]:
+def stage_rows(integer: Path, text: Path | None, plan: Plan, progress: Progress) -> list[Row]:
     """Makespans of prompts on two processors.
 
     Args:
       integer: a calibrated bundle.
       text: its end gives the steps of outputs; None for words of the model's.
-      sizes: of the measurement; there is one more prompt, of half the context.
+      plan: of the measurement; there is one more prompt, of half the context.
       progress: called with (stage, done, total).
 
     Raises:
@@ -226,60 +165,49 @@ def stage_rows(integer: Path, text: Path | None, sizes: Sizes, progress: Progres
     """
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        options = ["--format", "tflite", "--precision", "w8a8", "--stages", *sizes.export_options(_CHUNKS)]
+        options = ["--format", "tflite", "--precision", "w8a8", "--stages", *plan.export_options(_CHUNKS)]
         options += ["--calibration-text", calibration_text(integer, text, scratch)]
         progress("Measuring", 0, 2)
         made = exported(integer, scratch / "stages", options)
         progress("Measuring", 1, 2)
-        lengths = {min(each, sizes.context_tokens // 2) for each in sizes.prompt_tokens}
-        asked = {
-            "folder": str(made.path),
-            "lengths": sorted({*lengths, sizes.context_tokens // 2}),
-            "rounds": sizes.rounds,
-        }
-        command = [sys.executable, "-m", "benchmarks.export.parts", json.dumps(asked)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise JaxllmError(f"measuring stages failed: {last_words(done.stderr)}")
+        lengths = {min(each, plan.context_tokens // 2) for each in plan.prompt_tokens}
+        lengths = sorted({*lengths, plan.context_tokens // 2})
+        found = in_process(_measured, made.path, lengths, plan.rounds)
     progress("Measuring", 2, 2)
-    return _rows(json.loads(done.stdout.splitlines()[-1]))
+    return _rows(found)
 
 
-def _rows(found: dict[str, Any]) -> list[Row]:
+def _rows(found: dict[int, Any]) -> list[Row]:
     rows = []
     for length, systems in found.items():
         case = f"prompt {length}, two processors"
-        notes: dict[str, str | None] = {
+        notes = {
             name: f"chunks of {each['chunks']}; {each['real_to_simulated'] - 1:+.0%} against simulated "
             f"{each['simulated_ms']:.0f} ms"
             for name, each in systems.items()
             if name in _ORDERS
         }
         spans = {name: each["real_ms"] for name, each in systems.items()}
-        rows += compared(
-            spans, ours=OURS, case=case, metric="makespan_ms", unit="ms", notes=notes, lower_is_better=True
-        )
+        rows += compared(case, "makespan_ms", spans, notes, ours=OURS)
         rows += [
-            Row(case=case, system=name, metric="real_to_simulated", value=each["real_to_simulated"], unit="")
+            row(case, "real_to_simulated", each["real_to_simulated"], system=name)
             for name, each in systems.items()
             if name in _ORDERS
         ]
     return rows
 
 
-def main(told: str) -> None:
-    """Measures a folder in this process, and prints one JSON object."""
-    asked = json.loads(told)
-    folder = Path(asked["folder"])
+def _measured(folder: Path, lengths: Sequence[int], rounds: int) -> dict[int, Any]:
+    """Milliseconds of prompts of these lengths, by length and system."""
     manifest = Manifest.read(folder)
     stages, runner = StagePrograms(manifest, folder), open_program(folder).runner
     draw, found = np.random.default_rng(0), {}
     vocab_size = stages.cfg.vocab_size
     for tokens in stages.facts.chunk_tokens:
         stages.measure(tokens)
-    for length in asked["lengths"]:
+    for length in lengths:
         plan, runs = list(stages.plan(length, 0)), {}
-        for number in range(asked["rounds"] + 1):
+        for number in range(rounds + 1):
             tokens = draw.integers(0, vocab_size, length).tolist()
             systems = list(_ORDERS) if number % 2 else list(_ORDERS)[::-1]
             for name in systems:
@@ -297,16 +225,18 @@ def main(told: str) -> None:
         for name in _ORDERS:
             found[length][name]["chunks"] = " + ".join(map(str, plan))
     stages.close()
-    print(json.dumps(found))
+    return found
 
 
-def _timed(stages: StagePrograms, order: Order, tokens: list[int], plan: Sequence[int]) -> dict[str, float]:
+def _timed(
+    stages: StagePrograms, order: Order, tokens: list[int], lengths: Sequence[int]
+) -> dict[str, float]:
     """Milliseconds of a prompt, and the simulator's by times that were measured just before: they change with
     the machine's load, from moment to moment."""
-    for length in dict.fromkeys(plan):
+    for length in dict.fromkeys(lengths):
         stages.measure(length, runs=1)
-    chunks = [(length, sum(plan[:place])) for place, length in enumerate(plan)]
-    subgraphs = stages.subgraphs(len(plan))
+    chunks = [(length, sum(lengths[:place])) for place, length in enumerate(lengths)]
+    subgraphs = stages.subgraphs(len(lengths))
     simulated_ms = simulate(
         subgraphs,
         stages.times_of(chunks),
@@ -316,15 +246,9 @@ def _timed(stages: StagePrograms, order: Order, tokens: list[int], plan: Sequenc
     ).makespan_ms
     stages.order = order
     wait_for_quiet(0.3)
-    _, trace = stages.prefill(tokens, 0, {}, plan)
-    took = {subgraphs[run.index]: run.end_ms - run.start_ms for run in trace.runs}
+    _, trace = stages.prefill(tokens, 0, {}, lengths)
     return {
         "real_ms": trace.makespan_ms,
         "simulated_ms": simulated_ms,
         "real_to_simulated": trace.makespan_ms / simulated_ms,
-        "real_to_own_bound": trace.makespan_ms / lower_bound_ms(subgraphs, took.__getitem__),
     }
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -11,14 +11,12 @@ Makes rows of what was measured of exported programs.
 Measures Google's LiteRT-LM on an exported bundle, in a process of its own.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +31,16 @@ from benchmarks.export.formats import (
     TFLITE,
     VERIFY_TOKENS,
     Export,
+    Plan,
+    Subject,
     Tell,
+    llama_cpp,
     make_exports,
 )
-from benchmarks.export.parts import Sizes, sampling_rows, shadow_rows, stage_rows
-from benchmarks.harness.report import Row, compared, median
+from benchmarks.export.parts import sampling_rows, shadow_rows, stage_rows
+from benchmarks.harness.report import Row, compared, median, row
 from benchmarks.models import Checkpoint
-from benchmarks.peers import PEERS, Opening
+from benchmarks.peers import Opening
 from benchmarks.peers.ours import BLOCKS
 from benchmarks.peers.process import (
     Child,
@@ -48,8 +49,10 @@ from benchmarks.peers.process import (
     Text,
     alternate,
     last_words,
+    opened,
     perplexity,
     prompt_ids,
+    threads_of,
 )
 from benchmarks.samples import SEPARATOR
 from jaxllm.errors import JaxllmError
@@ -59,56 +62,6 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer
 
 _PROMPT_TOKENS = 12
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Sizes of one measurement.
-
-    Attributes:
-      prompt_tokens: lengths of prompts.
-      decode_tokens: decoded after each of them.
-      rounds: of which medians are taken.
-      answers: greedy answers that are compared with the live engine's.
-      answer_tokens: of each.
-      text_windows: of text to score.
-      context_tokens: most; 0 is the model's window.
-      sampled_precisions: of the TFLite programs whose sampling is measured.
-      patience_s: for repeating what other processes disturbed, in all.
-    """
-
-    prompt_tokens: tuple[int, ...] = (64, 256)
-    decode_tokens: int = 64
-    rounds: int = 5
-    answers: int = 20
-    answer_tokens: int = 48
-    text_windows: int = 12
-    context_tokens: int = 1024
-    sampled_precisions: tuple[str, ...] = ("f32", "int8")
-    patience_s: float = 60.0
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute on two cores for the packaged model."""
-        return cls(
-            prompt_tokens=(64,), decode_tokens=16, rounds=2, answers=4, answer_tokens=16, text_windows=2,
-            context_tokens=256, sampled_precisions=("int8",), patience_s=2.0,
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured.
-
-    Attributes:
-      model: a bundle or a Hugging Face folder.
-      text: to calibrate w8a8 on, to take prompts from and to score; without it there is no w8a8.
-      threads: that every system may compute with; 0 takes all cores.
-    """
-
-    model: Path
-    text: Path | None
-    threads: int = 0
 
 
 def run_parts(
@@ -126,23 +79,15 @@ def run_parts(
       JaxllmError: a model cannot be opened.
     """
     rows = run(subject, plan, progress, tell) if "formats" in parts else []
-    sizes = Sizes(
-        prompt_tokens=plan.prompt_tokens,
-        decode_tokens=plan.decode_tokens,
-        rounds=plan.rounds,
-        context_tokens=plan.context_tokens,
-        patience_s=plan.patience_s,
-        threads=subject.threads or len(os.sched_getaffinity(0)),
-    )
     if "sampling" in parts:
         folder = Checkpoint.find(subject.model).folder(progress)
         with open_model(folder, weights="f32", progress=progress) as bundle:
             path = bundle.path
-        rows += sampling_rows(path, plan.sampled_precisions, sizes, progress)
+        rows += sampling_rows(path, plan, progress)
     if "shadow" in parts:
-        rows += shadow_rows(integer, subject.text, sizes, progress, tell)
+        rows += shadow_rows(integer, subject.text, plan, progress, tell)
     if "stages" in parts:
-        rows += stage_rows(integer, subject.text, sizes, progress)
+        rows += stage_rows(integer, subject.text, plan, progress)
     return rows
 
 
@@ -152,23 +97,22 @@ def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Ro
     Raises:
       JaxllmError: the model cannot be opened.
     """
-    threads = subject.threads or len(os.sched_getaffinity(0))
     checkpoint = Checkpoint.find(subject.model)
     folder = checkpoint.folder(progress)
     with open_model(folder, weights="f32", progress=progress) as bundle:
         path, tokenizer = bundle.path, Tokenizer(bundle.tokenizer_files())
         context = min(plan.context_tokens, bundle.cfg.window_tokens)
         vocab = bundle.cfg.vocab_size
+    fitting = dataclasses.replace(plan, context_tokens=context)
     text = None
     if subject.text is not None:
         text = Text.read(
             subject.text, checkpoint, separator=SEPARATOR, window_tokens=context // 2, limit=plan.text_windows
         )
     prompts = _prompts(text, vocab, plan, tokenizer)
-    models = _Models(folder=folder, bundle=path, context_tokens=context, threads=threads)
     with tempfile.TemporaryDirectory() as scratch:
         exports = make_exports(path, Path(scratch), context, subject.text, tell)
-        with _opened(models, exports, progress, tell) as children:
+        with opened(_openings(folder, path, exports, fitting, tell), progress) as children:
             speed_prompts = [prompt_ids(vocab, min(each, context // 2)) for each in plan.prompt_tokens]
             results = alternate(
                 [
@@ -176,15 +120,13 @@ def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Ro
                     for system, child in children.items()
                 ],
                 speed_prompts,
-                decode_tokens=plan.decode_tokens,
-                rounds=plan.rounds,
-                patience_s=plan.patience_s,
+                plan=plan,
                 progress=progress,
             )
             runtime = None
             if LITERT_LM in exports:
                 order = {
-                    "threads": threads,
+                    "threads": threads_of(plan.threads),
                     "context_tokens": context,
                     "prefill": min(max(plan.prompt_tokens), context // 2),
                     "decode": plan.decode_tokens,
@@ -203,64 +145,24 @@ def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Ro
     return rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Models:
-    """The model's float weights as a folder and as a bundle, and what all systems are given alike."""
-
-    folder: Path
-    bundle: Path
-    context_tokens: int
-    threads: int
-
-    def opening(self, peer: str, model: Path, format_: str, **options: Any) -> Opening:
-        return Opening(
-            peer=peer,
-            model=model,
-            format=format_,
-            threads=self.threads,
-            context_tokens=self.context_tokens,
-            options=options,
-        )
-
-
-@contextlib.contextmanager
-def _opened(
-    models: _Models, exports: Mapping[str, Export], progress: Progress, tell: Tell
-) -> Iterator[dict[str, Child]]:
-    """Every system in a process of its own, by name."""
-    context = models.context_tokens
-    openings = {
-        LIVE: models.opening(
-            "jaxllm",
-            models.folder,
-            "f32",
-            context_tokens=context,
-            chunk_tokens=list(CPU_CHUNK_TOKENS),
-            buckets_bytes=0,
-        ),
-        STEPS: models.opening(
-            "live-steps",
-            models.bundle,
-            "f32",
-            chunk_tokens=[each for each in CPU_CHUNK_TOKENS if each <= context],
-            verify_tokens=[min(VERIFY_TOKENS, context)],
-            block_tokens=BLOCK_TOKENS,
-            cache_tokens=list(cache_lengths(context)[:-1]),
-        ),
+def _openings(
+    folder: Path, bundle: Path, exports: Mapping[str, Export], plan: Plan, tell: Tell
+) -> dict[str, Opening]:
+    """What every system opens: of a model's float weights as a folder and as a bundle, and its exports."""
+    context = plan.context_tokens
+    ours = {"context_tokens": context, "chunk_tokens": list(CPU_CHUNK_TOKENS), "buckets_bytes": 0}
+    steps = {
+        "chunk_tokens": [each for each in CPU_CHUNK_TOKENS if each <= context],
+        "verify_tokens": [min(VERIFY_TOKENS, context)],
+        "block_tokens": BLOCK_TOKENS,
+        "cache_tokens": list(cache_lengths(context)[:-1]),
     }
-    for system, export in exports.items():
-        if system != LITERT_LM:
-            openings[system] = models.opening("programs", export.path, "")
-    missing = PEERS[LLAMA_CPP].missing()
-    if missing is None:
-        openings[LLAMA_CPP] = models.opening(LLAMA_CPP, models.folder, "Q8_0")
-    else:
-        tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
-    with contextlib.ExitStack() as stack:
-        yield {
-            system: stack.enter_context(Child(system, opening, progress))
-            for system, opening in openings.items()
-        }
+    return {
+        LIVE: plan.opening("jaxllm", folder, "f32", **ours),
+        STEPS: plan.opening("live-steps", bundle, "f32", **steps),
+        **{name: plan.opening("programs", each.path) for name, each in exports.items() if name != LITERT_LM},
+        **llama_cpp(folder, plan, tell),
+    }
 
 
 def _prompts(text: Text | None, vocab: int, plan: Plan, tokenizer: Tokenizer) -> list[list[int]]:
@@ -286,16 +188,16 @@ def opening_rows(
     """
     rows = []
     for system, export in exports.items():
-        rows.append(_row("export", system, "build_ms", export.export_ms, "ms"))
-        rows.append(_row("file", system, "file_bytes", export.file_bytes, "bytes"))
+        rows.append(row("export", "build_ms", export.export_ms, system=system))
+        rows.append(row("file", "file_bytes", export.file_bytes, system=system))
     for system, child in children.items():
         times = {metric: child.facts[metric] for metric in ("load_ms", "build_ms") if metric in child.facts}
-        rows += [_row("open", system, metric, value, "ms") for metric, value in times.items()]
-        rows.append(_row("open", system, "peak_memory_bytes", child.open_peak_bytes, "bytes"))
-        rows.append(_row("run", system, "peak_memory_bytes", child.peak_bytes, "bytes"))
+        rows += [row("open", metric, value, system=system) for metric, value in times.items()]
+        rows.append(row("open", "peak_memory_bytes", child.open_peak_bytes, system=system))
+        rows.append(row("run", "peak_memory_bytes", child.peak_bytes, system=system))
     if runtime is not None:
-        rows.append(_row("open", LITERT_LM, "load_ms", median(runtime["init_ms"]), "ms"))
-        rows.append(_row("run", LITERT_LM, "peak_memory_bytes", runtime["peak_bytes"], "bytes"))
+        rows.append(row("open", "load_ms", median(runtime["init_ms"]), system=LITERT_LM))
+        rows.append(row("run", "peak_memory_bytes", runtime["peak_bytes"], system=LITERT_LM))
     return rows
 
 
@@ -307,14 +209,13 @@ def speed_rows(
     runtime: Mapping[str, Any] | None,
 ) -> list[Row]:
     """Prefill and decode at one prompt length, each form of ours against the baselines it is measured by."""
-    found = {system: results[system, prompt] for system in children}
-    prefill = {system: 1000 * prompt / each.prefill_ms for system, each in found.items()}
-    decode = {system: 1000 * tokens / each.decode_ms for system, each in found.items()}
+    each_rate = {system: results[system, prompt].rates(prompt, tokens) for system in children}
     rows = []
-    for case, metric, rates in (
-        (f"prompt {prompt}", "prefill_tokens_per_s", prefill),
-        (f"decode {tokens} after {prompt}", "decode_tokens_per_s", decode),
+    for case, metric in (
+        (f"prompt {prompt}", "prefill_tokens_per_s"),
+        (f"decode {tokens} after {prompt}", "decode_tokens_per_s"),
     ):
+        rates = {system: each[metric] for system, each in each_rate.items()}
         for ours, others in (
             (STABLEHLO, (STEPS, LIVE)),
             (TFLITE["f32"], (LIVE,)),
@@ -323,13 +224,13 @@ def speed_rows(
         ):
             beside = {name: rates[name] for name in (ours, *others) if name in rates}
             if ours in beside:
-                shown = compared(beside, ours=ours, case=case, metric=metric, unit="tokens/s")
+                shown = compared(case, metric, beside, ours=ours)
                 rows += [each for each in shown if each.system == ours]
         baselines = [name for name in (LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER) if name in rates]
-        rows += [_row(case, name, metric, rates[name], "tokens/s") for name in baselines]
+        rows += [row(case, metric, rates[name], system=name) for name in baselines]
         if runtime is not None:
             note = "by its own clock"
-            rows.append(_row(case, LITERT_LM, metric, median(runtime[metric]), "tokens/s", note=note))
+            rows.append(row(case, metric, median(runtime[metric]), note, system=LITERT_LM))
     return rows
 
 
@@ -351,7 +252,7 @@ def agreement_rows(
     for system, child in children.items():
         if system not in (LIVE, LLAMA_CPP):
             same = sum(one == other for one, other in zip(answers(child), wanted, strict=True))
-            rows.append(_row(case, system, "agreement", same / len(prompts), "share"))
+            rows.append(row(case, "agreement", same / len(prompts), system=system))
     if runtime is not None and runtime["texts"]:
         stops = set(tokenizer.eos_ids)
         texts = []
@@ -359,7 +260,7 @@ def agreement_rows(
             end = next((at for at, token in enumerate(each) if token in stops), len(each))
             texts.append(tokenizer.decode(each[:end]))
         same = sum(one.strip() == other.strip() for one, other in zip(runtime["texts"], texts, strict=True))
-        rows.append(_row(case, LITERT_LM, "agreement", same / len(prompts), "share"))
+        rows.append(row(case, "agreement", same / len(prompts), system=LITERT_LM))
     return rows
 
 
@@ -367,17 +268,13 @@ def quality_rows(children: Mapping[str, Child], text: Text, progress: Progress) 
     """Perplexity of every system on a text, forms of ours against the live engine."""
     case = f"{text.name}, {text.tokens} tokens"
     values = {system: perplexity(child, text, progress) for system, child in children.items()}
-    rows = [_row(case, system, "perplexity", value, "") for system, value in values.items()]
+    rows = [row(case, "perplexity", value, system=system) for system, value in values.items()]
     return [
         dataclasses.replace(each, baseline=LIVE, ratio=values[LIVE] / each.value)
         if each.system.startswith(f"{LIVE}-")
         else each
         for each in rows
     ]
-
-
-def _row(case: str, system: str, metric: str, value: float, unit: str, *, note: str | None = None) -> Row:
-    return Row(case=case, system=system, metric=metric, value=value, unit=unit, note=note)
 
 
 def measure_litert_lm(bundle: Path, scratch: Path, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,19 +9,22 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import json_option
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
+    from benchmarks.harness.plan import BasePlan
     from benchmarks.harness.report import Draw, Row
     from jaxllm.config import ModelConfig
     from jaxllm.serving.host.progress import Progress
 
 
+Sizes = TypeVar("Sizes", bound="BasePlan")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 DENSE_SHAPES = ("15m", "110m", "250m", "0.5b", "1b")
 MIXTURE_SHAPES = ("moe-1b",)
@@ -44,6 +47,11 @@ class Reporting:
     quick: bool = True
     plot: Path | None = None
     as_json: bool = False
+
+    def plan(self, plan: type[Sizes], **chosen: Any) -> Sizes:
+        """The sizes of a quick run or of the whole one, but for what was chosen."""
+        sizes = plan.quick() if self.quick else plan()
+        return dataclasses.replace(sizes, **{name: each for name, each in chosen.items() if each})
 
     def emit(self, bench: str, rows: "Sequence[Row]", draw: "Draw | None" = None) -> None:
         """Prints a benchmark's rows, and draws them where that is asked for."""
@@ -84,6 +92,35 @@ class ModelOrShape:
             return SHAPES[self.shape].cfg
         with open_model(self.model) as bundle:
             return bundle.cfg
+
+
+def benchmark(
+    name: str,
+    packaged: str = "default",
+    *options: Decorator,
+    shapes: Sequence[str] = (*DENSE_SHAPES, *MIXTURE_SHAPES),
+    weights: bool = False,
+    parts: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """A benchmark's command, with the options that all have, and others.
+
+    Args:
+      name: of the command.
+      packaged, shapes, weights: see `model_options`.
+      options: among those of this module.
+      parts: see `parts_option`; None for a benchmark that has none.
+    """
+    last = [report_options, *([parts_option(parts)] if parts else [])]
+    first = [*options[::-1], model_options(packaged, shapes=shapes, weights=weights)]
+
+    def decorate(command: Callable[..., Any]) -> click.Command:
+        # Help shows a command's own options between those that all have.
+        own = vars(command).pop("__click_params__", [])
+        command = _with_options(command, last)
+        vars(command)["__click_params__"] += own
+        return click.command(name, cls=EngineCommand)(_with_options(command, first))
+
+    return decorate
 
 
 def report_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,7 +288,7 @@ def _checked(context: click.Context, parameter: click.Parameter, plot: Path | No
     """Refuses a folder that cannot be drawn into before anything is measured."""
     del context, parameter
     if plot is not None:
-        from benchmarks.harness.report import check_plot
+        from benchmarks.harness.figures import check_plot
 
         check_plot(plot)
     return plot

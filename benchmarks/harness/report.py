@@ -1,4 +1,4 @@
-"""Prints the rows of a benchmark, as a table or as one JSON object, and draws them.
+"""Prints the rows of a benchmark, as a table or as one JSON object.
 
 Intervals of ratios are of runs measured in pairs (paired bootstrap), those of shares of the cluster
 bootstrap. A trace asks the same question for several apps, whose answers depend on each other: so questions
@@ -7,11 +7,11 @@ section 3.8). Two systems are compared request by request, which cancels how har
 """
 
 import dataclasses
+import functools
 import json
 import os
 import platform
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,20 @@ from jaxllm.version import __version__
 
 # Our system's name in rows.
 OURS = "jaxllm"
-# Between a bar and what is written behind it.
-_LABEL_PADDING_POINTS = 3
+# Units of metrics whose names do not end in one, and of those by the ends of their names.
+_UNITS = {
+    "acceptance_length": "tokens", "bits_per_weight": "bits", "buckets": "buckets", "decision_us": "us",
+    "context_bytes_share": "times", "goodput_per_s": "answers/s", "joules_per_call": "J", "level": "%",
+    "loads_per_prompt": "loads", "read_bandwidth": "bytes/s", "recall": "nats/token",
+    "recall_loss": "nats/token", "requests_per_s": "answers/s",
+}  # fmt: skip
+_SHARES = (
+    "_share", "_rate", "accuracy", "agreement", "_met", "refused", "failed", "kept", "reused", "rouge_l",
+    "rouge2", "mfu", "_loss",
+)  # fmt: skip
+_ENDS = {("_ms",): "ms", ("_bytes",): "bytes", ("_tokens_per_s",): "tokens/s", _SHARES: "share"}
+# Units and metrics of which less is better.
+_LESS = ("ms", "us", "bytes", "J", "bits", "buckets", "times", "loads", "perplexity", "recall_loss")
 # Digits after the point of metrics that are read with more than one.
 _DIGITS = {"perplexity": 4, "bits_per_weight": 2, "goodput_per_s": 2, "context_bytes_share": 2}
 
@@ -73,67 +85,58 @@ def machine() -> dict[str, Any]:
     }
 
 
-def check_plot(folder: Path | None) -> None:
-    """Refuses a folder for figures that cannot be drawn into, before anything is measured.
+def unit_of(metric: str) -> str:
+    """The unit of a metric, by its name or by the end of its name."""
+    if metric in _UNITS:
+        return _UNITS[metric]
+    if metric.startswith("contexts_within_"):
+        return "contexts"
+    return next((unit for ends, unit in _ENDS.items() if metric.endswith(ends)), "")
 
-    Raises:
-      click.UsageError: matplotlib is missing, or the folder cannot be made or written.
-    """
-    if folder is None:
-        return
-    try:
-        import matplotlib.pyplot  # noqa: F401
-    except ImportError as error:
-        raise click.UsageError("--plot needs matplotlib: pip install 'jaxllm[plot]'") from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise click.UsageError(
-            f"--plot {folder}: cannot be written ({error.strerror}); name another"
-        ) from error
+
+def row(case: str, metric: str, value: float, note: str | None = None, **more: Any) -> Row:
+    """A row of ours, or of another `system`, with the metric's unit unless another one is given."""
+    fields = {"system": OURS, "unit": unit_of(metric), **more}
+    return Row(case=case, metric=metric, value=value, note=note, **fields)
 
 
 def compared(
-    rows_of: Mapping[str, float],
-    *,
-    ours: str,
     case: str,
     metric: str,
-    unit: str,
+    values: Mapping[str, float],
     notes: Mapping[str, str | None] | None = None,
-    lower_is_better: bool = False,
-) -> list["Row"]:
+    *,
+    ours: str = OURS,
+) -> list[Row]:
     """The rows of one case and metric: ours once per baseline with its ratio, then each baseline's.
 
     Args:
-      rows_of: value by system, ours among them.
-      ours: our system's name.
       case: what was measured.
-      metric: by the contract's name.
-      unit: of the values.
+      metric: by the contract's name, which says the unit and whether less is better.
+      values: by system, ours among them.
       notes: by system, how it ran.
-      lower_is_better: whether the smaller of two values is the better one.
+      ours: our system's name.
     """
     notes = notes or {}
 
-    def row(system: str, **against: Any) -> Row:
-        value = rows_of[system]
-        return Row(
-            case=case, system=system, metric=metric, value=value, unit=unit, note=notes.get(system), **against
-        )
+    def of(system: str, **against: Any) -> Row:
+        return row(case, metric, values[system], notes.get(system), system=system, **against)
 
-    others = [system for system in rows_of if system != ours]
+    others = [system for system in values if system != ours]
     if not others:
-        return [row(ours)]
+        return [of(ours)]
     rows = []
     for other in others:
-        better, worse = (other, ours) if lower_is_better else (ours, other)
+        better, worse = (other, ours) if less_is_better(metric) else (ours, other)
         # There is no ratio to zero.
-        ratio = rows_of[better] / rows_of[worse] if rows_of[worse] else None
-        rows.append(row(ours, baseline=other, ratio=ratio))
-    return rows + [row(other) for other in others]
+        ratio = values[better] / values[worse] if values[worse] else None
+        rows.append(of(ours, baseline=other, ratio=ratio))
+    return rows + [of(other) for other in others]
+
+
+def less_is_better(metric: str) -> bool:
+    """Whether the smaller of two values is the better one."""
+    return metric in _LESS or unit_of(metric) in _LESS
 
 
 def emit(
@@ -154,27 +157,10 @@ def emit(
         # A file or pipe has no width; the usual 80 columns would break the rows.
         console.width = console.width if console.is_terminal else 180
         console.print(_table(bench, rows))
-    if plot is not None and draw is not None:
-        draw(rows, plot)
-    elif plot is not None:
-        _draw(bench, rows, plot)
+    if plot is not None:
+        from benchmarks.harness.figures import draw_metrics
 
-
-def label_bars(axes: Any, bars: Any, form: str) -> None:
-    """Writes the value behind each of some horizontal bars, and leaves room for it.
-
-    Args:
-      axes: of matplotlib; all else in the figure is already there.
-      bars: on them.
-      form: of the numbers, as `str.format` takes it.
-    """
-    labels = axes.bar_label(bars, fmt=form, padding=_LABEL_PADDING_POINTS)
-    # Sizes of labels are known only after the layout.
-    axes.figure.draw_without_rendering()
-    widest = max(label.get_window_extent().width for label in labels)
-    taken = widest + 2 * _LABEL_PADDING_POINTS * axes.figure.dpi / 72
-    # On both sides, for bars may point both ways; bars become at most half as long.
-    axes.margins(x=taken / max(axes.get_window_extent().width - 2 * taken, taken))
+        (draw or functools.partial(draw_metrics, bench))(rows, plot)
 
 
 def _table(bench: str, rows: Sequence[Row]) -> Table:
@@ -201,22 +187,6 @@ def _shown(row: Row) -> str:
     return f"{row.value:,.{_DIGITS.get(row.metric, 1)}f} {row.unit}".rstrip()
 
 
-def _draw(bench: str, rows: Sequence[Row], folder: Path) -> None:
-    """One figure per metric: bars per case and system."""
-    check_plot(folder)
-    import matplotlib.pyplot as plt
-
-    for metric in dict.fromkeys(row.metric for row in rows):
-        chosen = {(r.case, r.system): r for r in rows if r.metric == metric}.values()
-        figure, axes = plt.subplots(figsize=(7, 1 + 0.4 * len(chosen)), layout="constrained")
-        bars = axes.barh([f"{r.case}\n{r.system}" for r in chosen], [r.value for r in chosen])
-        axes.invert_yaxis()
-        axes.set_xlabel(f"{metric} ({next(iter(chosen)).unit})")
-        label_bars(axes, bars, "{:,.1f}")
-        figure.savefig(folder / f"{bench}_{metric}.png", dpi=150)
-        plt.close(figure)
-
-
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -227,41 +197,38 @@ def _cpu_model() -> str:
 
 
 _DRAWS = 2000
+# Computes, from `[draws, N]` numbers of what was drawn, a value `[draws]` of each draw.
+Statistic = Callable[[np.ndarray], np.ndarray]
 
 
-def median_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """The middle 95 % of the ratio of medians, `theirs` to `ours`, over runs drawn with replacement, the same
-    ones of both (paired bootstrap).
-
-    Args:
-      ours: a figure of each run.
-      theirs: of the same runs.
-    """
-    drawn = np.random.default_rng(0).integers(0, len(ours), (_DRAWS, len(ours)))
-    medians = [np.median(np.asarray(each)[drawn], axis=1) for each in (ours, theirs)]
-    low, high = np.percentile(medians[1] / medians[0], (2.5, 97.5))
+def bootstrap(count: int, statistic: Statistic, *, draws: int = _DRAWS) -> tuple[float, float]:
+    """The middle 95 % of a statistic of `count` things drawn with replacement."""
+    drawn = np.random.default_rng(0).integers(0, count, (draws, count))
+    low, high = np.percentile(statistic(drawn), (2.5, 97.5))
     return float(low), float(high)
 
 
-def interval(
-    values: np.ndarray, questions: np.ndarray, *, seed: int = 0, draws: int = 2000
-) -> tuple[float, float]:
-    """The middle 95 % of means over questions drawn with replacement: a confidence interval of the mean.
+def median_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """An interval of the ratio of medians, `theirs` to `ours`, of the same runs (paired bootstrap)."""
+
+    def ratio(drawn: np.ndarray) -> np.ndarray:
+        return np.median(np.asarray(theirs)[drawn], axis=1) / np.median(np.asarray(ours)[drawn], axis=1)
+
+    return bootstrap(len(ours), ratio)
+
+
+def interval(values: np.ndarray, questions: np.ndarray) -> tuple[float, float]:
+    """A confidence interval of a mean, over questions that are drawn.
 
     With few questions it is too narrow, and with one it is a point.
 
     Args:
       values: `[M]` bool or float, of each request; for two systems the difference of theirs.
       questions: `[M]` int, which question each request asks.
-      seed: of the draws.
-      draws: how many.
     """
     _, clusters = np.unique(questions, return_inverse=True)
-    sums = np.bincount(clusters, weights=np.asarray(values, np.float64))
-    counts = np.bincount(clusters)
-    drawn = np.random.default_rng(seed).integers(0, len(counts), (draws, len(counts)))
-    low, high = np.percentile(sums[drawn].sum(1) / counts[drawn].sum(1), (2.5, 97.5))
-    return float(low), float(high)
+    sums, counts = np.bincount(clusters, np.asarray(values, np.float64)), np.bincount(clusters)
+    return bootstrap(len(counts), lambda drawn: sums[drawn].sum(1) / counts[drawn].sum(1))
 
 
 def said(values: np.ndarray, questions: np.ndarray) -> str:

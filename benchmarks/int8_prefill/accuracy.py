@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS, Row, compared
 from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, QUANTIZERS, rotated_steps, rule_of
 from benchmarks.models import Checkpoint
@@ -115,7 +116,7 @@ class Subject:
 
 
 def accuracy_rows(
-    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress | None = None
+    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress = silent
 ) -> list[Row]:
     """Perplexity and accuracy of every quantizer.
 
@@ -134,11 +135,8 @@ def accuracy_rows(
     return rows
 
 
-def subjects(
-    model: Path, plan: AccuracyPlan, stage: str, progress: Progress | None = None
-) -> Iterator[Subject]:
+def subjects(model: Path, plan: AccuracyPlan, stage: str, progress: Progress = silent) -> Iterator[Subject]:
     """The model as it is and with outliers put in, as the plan asks; `progress` is told of the stage."""
-    progress = progress or (lambda *_: None)
     checkpoint = Checkpoint.find(model)
     folder = checkpoint.folder(progress)
     cfg, files = checkpoint.cfg, read_tokenizer(folder)
@@ -236,15 +234,13 @@ def _rows_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> list[Ro
     for name, calibration in fitted.items():
         shadow = f"{sum(calibration.shadowed)} of {cfg.layers} layers with shadow"
         notes[name] = f"{notes[name]}; {shadow}; {scored_tokens(judged):,} tokens"
-    found = compared(
-        perplexity, ours=OURS, case=case, metric="perplexity", unit="", notes=notes, lower_is_better=True
-    )
+    found = compared(case, "perplexity", perplexity, notes)
     if right:
         told: dict[str, str | None] = {
             name: f"{100 * (value - right['float']):+.1f} points; {len(questions)} questions"
             for name, value in right.items()
         }
-        found += compared(right, ours=OURS, case=case, metric="accuracy", unit="share", notes=told)
+        found += compared(case, "accuracy", right, told)
     return found
 
 
@@ -354,7 +350,7 @@ CLIPPED, WIDE = f"{OURS}-clipped", f"{OURS}-wide"
 
 
 def pruning_rows(
-    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress | None = None
+    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress = silent
 ) -> list[Row]:
     """Perplexity by how many layers have a shadow and by what the others do; as `accuracy_rows`."""
     rows = []
@@ -418,7 +414,5 @@ def _pruning_rows_of(subject: Subject, data: Path | None, plan: AccuracyPlan) ->
             )
         shadows = sum(by_system[OURS][0].shadowed)
         case = f"{subject.case}, shadow in {shadows} of {cfg.layers} layers"
-        rows += compared(
-            found, ours=OURS, case=case, metric="perplexity", unit="", notes=notes, lower_is_better=True
-        )
+        rows += compared(case, "perplexity", found, notes)
     return rows

@@ -3,28 +3,19 @@
 import dataclasses
 from pathlib import Path
 
-import click
-
 from benchmarks.harness.options import (
     DENSE_SHAPES,
     ModelOrShape,
     Reporting,
+    benchmark,
     data_option,
-    model_options,
-    parts_option,
     parts_without,
-    report_options,
 )
 from benchmarks.int8_prefill import PARTS
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 
 
-@click.command("prefill", cls=EngineCommand)
-@model_options("draft", shapes=DENSE_SHAPES)
-@data_option
-@parts_option(PARTS)
-@report_options
+@benchmark("prefill", "draft", data_option, shapes=DENSE_SHAPES, parts=PARTS)
 def prefill_command(
     subject: ModelOrShape, data: Path | None, parts: tuple[str, ...], report: Reporting
 ) -> None:

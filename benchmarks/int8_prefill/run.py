@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.int8_prefill import PARTS
 from benchmarks.int8_prefill.accuracy import AccuracyPlan, accuracy_rows, pruning_rows
 from benchmarks.int8_prefill.models import (
@@ -133,15 +133,7 @@ def _phone_rows(phone: SpeedProfile, tokens: int) -> list[Row]:
     }
     notes[OURS] = f"{notes[OURS]}; {1 - spans[OURS] / spans[f'{OURS}-in-order']:.0%} less than in order"
     notes[_CHOSEN] = f"{notes[_CHOSEN]}; chunks of {chunk} tokens"
-    return compared(
-        spans,
-        ours=OURS,
-        case=f"simulated {phone.name}, Qwen1.5-1.8B, {tokens} tokens",
-        metric="makespan_ms",
-        unit="ms",
-        notes=notes,
-        lower_is_better=True,
-    )
+    return compared(f"simulated {phone.name}, Qwen1.5-1.8B, {tokens} tokens", "makespan_ms", spans, notes)
 
 
 def _of_order(order: str) -> str:
@@ -153,31 +145,28 @@ def _one_processor_rows(shape: str, found: dict[str, Any], plan: Plan, note: str
     rows = []
     ms = found["ms"]
     for length in plan.speed.lengths:
-        rates = {name: 1000 * length / each[str(length)] for name, each in ms.items()}
-        spent = ms[OURS][str(length)] / ms["naive-int8"][str(length)] - 1
+        rates = {name: 1000 * length / each[length] for name, each in ms.items()}
+        spent = ms[OURS][length] / ms["naive-int8"][length] - 1
         notes: dict[str, str | None] = dict.fromkeys(rates, note)
         notes[OURS] = "; ".join(filter(None, [note, f"shadow takes {spent:.1%} of naive-int8's time"]))
         case = f"{shape}, prompt of {length} tokens, one processor"
-        rows += compared(rates, ours=OURS, case=case, metric=_RATE, unit="tokens/s", notes=notes)
+        rows += compared(case, _RATE, rates, notes)
     share = found["row_bytes"] / found["weight_bytes"]
     return [
         *rows,
-        Row(
-            case=f"{shape}, float rows in the file",
-            system=OURS,
-            metric="row_bytes",
-            value=float(found["row_bytes"]),
-            unit="bytes",
-            note=f"{share:.2%} of the weights' bytes",
+        row(
+            f"{shape}, float rows in the file",
+            "row_bytes",
+            float(found["row_bytes"]),
+            f"{share:.2%} of the weights' bytes",
         ),
         *(
-            Row(
-                case=f"{shape}, all buckets of an engine",
+            row(
+                f"{shape}, all buckets of an engine",
+                "build_ms",
+                spent,
+                f"{found['buckets'][name]} buckets",
                 system=name,
-                metric="build_ms",
-                value=spent,
-                unit="ms",
-                note=f"{found['buckets'][name]} buckets",
             )
             for name, spent in found["build_ms"].items()
         ),
@@ -187,19 +176,12 @@ def _one_processor_rows(shape: str, found: dict[str, Any], plan: Plan, note: str
 def _bucket_rows(shape: str, found: dict[str, Any]) -> list[Row]:
     shared, apart = found["sharing"]["shared"], found["sharing"]["apart"]
     rows = []
-    for metric, unit, key in (
-        ("buckets", "", "buckets"),
-        ("bucket_bytes", "bytes", "bytes"),
-        ("build_ms", "ms", "build_ms"),
-    ):
+    for metric, key in (("buckets", "buckets"), ("bucket_bytes", "bytes"), ("build_ms", "build_ms")):
         rows += compared(
+            f"{shape}, subgraphs of the longest prompt",
+            metric,
             {OURS: float(shared[key]), "bucket-per-chunk-and-layer": float(apart[key])},
-            ours=OURS,
-            case=f"{shape}, subgraphs of the longest prompt",
-            metric=metric,
-            unit=unit,
-            notes={"bucket-per-chunk-and-layer": "counted by those that are shared"},
-            lower_is_better=True,
+            {"bucket-per-chunk-and-layer": "counted by those that are shared"},
         )
     return rows
 
@@ -208,7 +190,7 @@ def _two_processor_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[R
     """Makespans of prompts on an integer and a float processor, and buckets of their subgraphs."""
     rows = _bucket_rows(shape, found)
     for length in plan.speed.lengths:
-        known = {name: each[str(length)] for name, each in found["spans"].items()}
+        known = {name: each[length] for name, each in found["spans"].items()}
         spans = {name: each["real_ms"] for name, each in known.items()}
         notes: dict[str, str | None] = {
             name: f"{each['real_to_simulated'] - 1:+.0%} against simulated {each['simulated_ms']:.0f} ms; "
@@ -218,18 +200,8 @@ def _two_processor_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[R
         }
         spent = spans[OURS] / spans[f"{OURS}-no-shadow"] - 1
         notes[OURS] = f"{notes[OURS]}; shadow takes {spent:.1%} of the time without"
-        rows += compared(
-            spans,
-            ours=OURS,
-            case=f"{shape}, prompt of {length} tokens, two processors",
-            metric="makespan_ms",
-            unit="ms",
-            notes=notes,
-            lower_is_better=True,
-        )
+        rows += compared(f"{shape}, prompt of {length} tokens, two processors", "makespan_ms", spans, notes)
     for order, spent in found["decision_us"].items():
         name = _of_order(order)
-        rows.append(
-            Row(case=f"{shape}, a decision", system=name, metric="decision_us", value=spent, unit="us")
-        )
+        rows.append(row(f"{shape}, a decision", "decision_us", spent, system=name))
     return rows

@@ -7,10 +7,7 @@ steps with and without shadow, in order and out of order, beside the simulator's
 """
 
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness.children import in_process, in_turns
 from benchmarks.harness.machine import wait_for_quiet
 from benchmarks.harness.report import OURS
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
-from jaxllm.errors import JaxllmError
 from jaxllm.int8_prefill.schedule import (
     ORDERS,
     PROCESSORS,
@@ -47,7 +44,7 @@ from jaxllm.serving.runners.runner import prefill_prompt
 # Suffix of a system whose prompts are padded to the longest.
 _PADDED = "-padded"
 # Bundles by what systems run them.
-Paths = dict[str, str]
+Paths = dict[str, Path]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,41 +73,19 @@ def bundles_of(integer: Path, floats: Path) -> Paths:
             assert known is not None
             none = dataclasses.replace(known, shadowed=(False,) * len(known.shadowed), channels={}, rows={})
             rewrite_bundle(bare, bundle, prefill_parts(none))
-    return {"int8": str(integer), "naive": str(bare), "float": str(floats)}
+    return {"int8": integer, "naive": bare, "float": floats}
 
 
 def measured(paths: Paths, plan: SpeedPlan, *, processors: int) -> dict[str, Any]:
-    """The measurements of a process of its own (see `main`).
-
-    Raises:
-      JaxllmError: it failed.
-    """
-    told = json.dumps({"paths": paths, "plan": dataclasses.asdict(plan), "processors": processors})
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.int8_prefill.speed", told],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if run.returncode:
-        raise JaxllmError(f"measuring failed: {run.stderr.strip()[-400:]}")
-    return json.loads(run.stdout.splitlines()[-1])
+    """The measurements of a process of its own, in which JAX was not used before."""
+    return in_process(_measured, paths, plan, processors)
 
 
-def main(told: str) -> None:
-    """Measures in this process, before JAX was used, and prints one JSON object."""
-    asked = json.loads(told)
-    sizes: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in asked["plan"].items()
-    }
-    plan = SpeedPlan(**sizes)
-    paths: Paths = asked["paths"]
-    if asked["processors"] == 1:
-        found = _on_all_cores(paths, plan)
-    else:
-        prepare_processors()
-        found = _on_two_processors(paths, plan)
-    print(json.dumps(found))
+def _measured(paths: Paths, plan: SpeedPlan, processors: int) -> dict[str, Any]:
+    if processors == 1:
+        return _on_all_cores(paths, plan)
+    prepare_processors()
+    return _on_two_processors(paths, plan)
 
 
 def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
@@ -130,7 +105,6 @@ def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         "buckets": {name: len(engine.runner.buckets.bucket_ms) for name, engine in engines.items()},
         "row_bytes": int8.calibration.row_bytes,
         "weight_bytes": engines[OURS].model.bundle.weight_bytes,
-        "outliers": dataclasses.asdict(int8.shared.outliers),
     }
 
 
@@ -174,19 +148,18 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         latest["real_to_own_bound"] = latest["real_ms"] / lower_bound_ms(subgraphs, took.__getitem__)
         latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
 
-    times = _times(engines, plan, predict, watch)
+    _times(engines, plan, predict, watch)
     found: dict[str, Any] = {}
     for name, by_length in spans.items():
         found[name] = {}
         for length, runs in by_length.items():
             # The first run is not counted.
             medians = {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
-            found[name][str(length)] = medians
+            found[name][length] = medians
     int8 = prefills[OURS]
     prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
     subgraphs = int8.subgraphs(prompt)
     return {
-        "ms": times,
         "spans": found,
         "sharing": _sharing(int8, engines[OURS].runner.buckets, plan),
         "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
@@ -205,7 +178,7 @@ def _decision_us(subgraphs: Sequence[Subgraph], order: Order) -> float:
     return 1e6 * (time.perf_counter() - began) / len(subgraphs)
 
 
-def _opened(path: str, how: PrefillOptions, plan: SpeedPlan) -> Engine:
+def _opened(path: Path, how: PrefillOptions, plan: SpeedPlan) -> Engine:
     longest = plan.lengths[-1]
     options = EngineOptions(
         context_tokens=longest,
@@ -230,31 +203,29 @@ def _times(
     plan: SpeedPlan,
     before: Callable[[str, int], None] = lambda name, length: None,
     after: Callable[[str, int], None] = lambda name, length: None,
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[int, float]]:
     """Milliseconds of each system and length, medians over prompts that all get by turns; `before` and
     `after` are called with both around each."""
-    found: dict[str, dict[str, float]] = {name: {} for name in engines}
+    found: dict[str, dict[int, float]] = {name: {} for name in engines}
     draw = np.random.default_rng(0)
     for length in plan.lengths:
         taken: dict[str, list[float]] = {name: [] for name in engines}
-        for number in range(plan.repeats + 1):
-            order = list(engines) if number % 2 else list(engines)[::-1]
-            vocab_size = engines[order[0]].cfg.vocab_size
-            tokens: list[int] = draw.integers(0, vocab_size, length).tolist()
-            for name in order:
-                engine = engines[name]
-                before(name, length)
-                cache = jax.block_until_ready(engine.runner.start(plan.lengths[-1]))
-                missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
-                wait_for_quiet(0.3)
-                began = time.perf_counter()
-                jax.block_until_ready(prefill_prompt(engine.runner, cache, tokens + [0] * missing, 0)[0])
-                spent_ms = 1000 * (time.perf_counter() - began)
-                after(name, length)
-                if number:
-                    taken[name].append(spent_ms)
+        vocab_size = next(iter(engines.values())).cfg.vocab_size
+        prompts = draw.integers(0, vocab_size, (plan.repeats + 1, length)).tolist()
+        for number, tokens, name in in_turns(engines, prompts):
+            engine = engines[name]
+            before(name, length)
+            cache = jax.block_until_ready(engine.runner.start(plan.lengths[-1]))
+            missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
+            wait_for_quiet(0.3)
+            began = time.perf_counter()
+            jax.block_until_ready(prefill_prompt(engine.runner, cache, tokens + [0] * missing, 0)[0])
+            spent_ms = 1000 * (time.perf_counter() - began)
+            after(name, length)
+            if number:
+                taken[name].append(spent_ms)
         for name, values in taken.items():
-            found[name][str(length)] = statistics.median(values)
+            found[name][length] = statistics.median(values)
     return found
 
 
@@ -289,7 +260,3 @@ def _compiled_bytes(compiled: Any) -> int:
     """Bytes of a bucket besides its arguments: code, and memory while it runs."""
     known = compiled.memory_analysis()
     return int(known.generated_code_size_in_bytes + known.temp_size_in_bytes + known.output_size_in_bytes)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -3,23 +3,48 @@
 A peer is one file here and one line below.
 """
 
-from benchmarks.peers.drafting import DraftedLlamaCpp, NestedEngine
-from benchmarks.peers.llama import LlamaCpp
-from benchmarks.peers.ours import DevicePrograms, JaxllmEngine, LiveSteps, Programs
-from benchmarks.peers.peer import Opening, Peer, Progress, Session
-from benchmarks.peers.torch_transformers import TorchTransformers
+from typing import Any
 
-OURS = JaxllmEngine()
+from benchmarks.peers.drafting import NestedSession, open_drafted
+from benchmarks.peers.gguf_file import refusal
+from benchmarks.peers.llama import FORMATS, open_llama
+from benchmarks.peers.ours import EngineSession, open_device_programs, open_live_steps, open_programs
+from benchmarks.peers.peer import Opening, Peer, Progress, Session
+from benchmarks.peers.torch_transformers import DTYPES, TransformersSession
+
+OURS = Peer("jaxllm", EngineSession, systems=lambda weights: {"jaxllm": weights})
 # Ours too, in other forms: `jaxllm bench export` measures them.
-FORMS: tuple[Peer, ...] = (Programs(), DevicePrograms(), LiveSteps())
+FORMS = (
+    Peer("programs", open_programs),
+    # Opened as a device opens them: what no program draws, NumPy does.
+    Peer("device-programs", open_device_programs),
+    Peer("live-steps", open_live_steps),
+)
+_LLAMA: dict[str, Any] = {"packages": ("llama_cpp", "gguf"), "refusal": refusal}
 # With drafts and all weights in memory: `jaxllm bench speculative` measures them.
-DRAFTED: tuple[Peer, ...] = (NestedEngine(), DraftedLlamaCpp())
+DRAFTED = (
+    Peer("jaxllm, nested", NestedSession),
+    Peer(
+        "llama.cpp, drafted",
+        open_drafted,
+        systems=lambda weights: {"llama.cpp, drafted": FORMATS[weights]},
+        **_LLAMA,
+    ),
+)
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        LlamaCpp(),
-        TorchTransformers(),
+        # At the format nearest to each of our widths.
+        Peer("llama.cpp", open_llama, systems=lambda weights: {"llama.cpp": FORMATS[weights]}, **_LLAMA),
+        Peer(
+            "transformers",
+            TransformersSession,
+            packages=("torch", "transformers"),
+            # Both widths, whatever ours is: others take further packages.
+            systems=lambda weights: {f"transformers-{width}": width for width in DTYPES},
+            slow=True,
+        ),
     )
 }
-SYSTEMS: dict[str, Peer] = {OURS.name: OURS, **{each.name: each for each in (*FORMS, *DRAFTED)}, **PEERS}
+SYSTEMS: dict[str, Peer] = {each.name: each for each in (OURS, *FORMS, *DRAFTED, *PEERS.values())}
 __all__ = ["DRAFTED", "FORMS", "OURS", "PEERS", "SYSTEMS", "Opening", "Peer", "Progress", "Session"]

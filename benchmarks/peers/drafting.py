@@ -13,8 +13,8 @@ from typing import cast
 
 import numpy as np
 
-from benchmarks.peers.llama import FORMATS, LlamaCpp, LlamaCppSession, gguf_of
-from benchmarks.peers.ours import EngineSession, Ours
+from benchmarks.peers.llama import LlamaCppSession, gguf_of
+from benchmarks.peers.ours import EngineSession
 from benchmarks.peers.peer import Opening, Progress, Session
 from jaxllm.bundle import WeightFormat
 
@@ -23,20 +23,6 @@ _DRAFT_FORMAT, _SMALL_FORMAT = "Q4_0", "Q8_0"
 _LINES, _LEAST = (16, 8, 4), 0.75
 # Of the likeliest tokens, among which probabilities are shared out.
 _TOP = 10
-
-
-class NestedEngine(Ours):
-    """Our engine on `int8-nested` weights, whose high planes draft."""
-
-    name = "jaxllm, nested"
-
-    def systems(self, weights: str) -> Mapping[str, str]:
-        """One system, at the width that is asked for."""
-        return {self.name: weights}
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Opens the engine and its drafter, and compiles all buckets."""
-        return NestedSession(opening, progress)
 
 
 class NestedSession(EngineSession):
@@ -90,26 +76,18 @@ class NestedSession(EngineSession):
             pass
 
 
-class DraftedLlamaCpp(LlamaCpp):
-    """llama.cpp with a draft: the same model at 4 bits, or a small model at 8."""
+def open_drafted(opening: Opening, progress: Progress) -> Session:
+    """llama.cpp with a draft: the same model at 4 bits, or a small model at 8. Writes and quantizes the files
+    unless that was done, and loads them. `Opening.options` may name the folder of the small model's float
+    weights as `draft`."""
 
-    name = "llama.cpp, drafted"
+    def file(folder: Path, format_: str) -> Path:
+        return gguf_of(folder, format_, threads=opening.threads, progress=progress)
 
-    def systems(self, weights: str) -> Mapping[str, str]:
-        """One system, at the format of the same width."""
-        return {self.name: FORMATS[weights]}
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Writes and quantizes the files unless that was done, and loads them. `Opening.options` may name
-        the folder of the small model's float weights as `draft`."""
-
-        def file(folder: Path, format_: str) -> Path:
-            return gguf_of(folder, format_, threads=opening.threads, progress=progress)
-
-        drafts = {_DRAFT_FORMAT: file(opening.model, _DRAFT_FORMAT)}
-        if small := opening.options.get("draft"):
-            drafts["the small model"] = file(Path(small), _SMALL_FORMAT)
-        return DraftedLlamaSession(file(opening.model, opening.format), drafts, opening)
+    drafts = {_DRAFT_FORMAT: file(opening.model, _DRAFT_FORMAT)}
+    if small := opening.options.get("draft"):
+        drafts["the small model"] = file(Path(small), _SMALL_FORMAT)
+    return DraftedLlamaSession(file(opening.model, opening.format), drafts, opening)
 
 
 class DraftedLlamaSession(LlamaCppSession):

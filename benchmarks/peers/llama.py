@@ -13,16 +13,15 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.gguf_file import quantize_gguf, refusal, tensor_bytes, write_gguf
-from benchmarks.peers.peer import Opening, Progress, Session, missing_packages
-from jaxllm.config import ModelConfig
+from benchmarks.peers.gguf_file import quantize_gguf, tensor_bytes, write_gguf
+from benchmarks.peers.peer import Opening, Progress, Session
 from jaxllm.errors import JaxllmError
 from jaxllm.serving.host.user_cache import cache_folder
 
@@ -40,30 +39,12 @@ _WARNING = 3  # of ggml's log levels
 _SETTINGS = {"flash attention": 1, "no flash attention": 0}
 
 
-class LlamaCpp:
-    """llama.cpp, at the format nearest to each of our widths."""
-
-    name = "llama.cpp"
-    slow = False
-
-    def missing(self) -> str | None:
-        """llama-cpp-python, which runs it, and gguf, which writes its files."""
-        return missing_packages("llama_cpp", "gguf")
-
-    def refusal(self, cfg: ModelConfig) -> str | None:
-        """The reason why the model cannot be written as GGUF."""
-        return refusal(cfg)
-
-    def systems(self, weights: str) -> Mapping[str, str]:
-        """One system, at the format of the same width."""
-        return {self.name: FORMATS[weights]}
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Writes and quantizes the GGUF unless that has been done or the model is one, and loads it."""
-        path = opening.model
-        if path.is_dir():
-            path = gguf_of(path, opening.format, threads=opening.threads, progress=progress)
-        return LlamaCppSession(path, opening)
+def open_llama(opening: Opening, progress: Progress) -> Session:
+    """Writes and quantizes the GGUF unless that has been done or the model is one, and loads it."""
+    path = opening.model
+    if path.is_dir():
+        path = gguf_of(path, opening.format, threads=opening.threads, progress=progress)
+    return LlamaCppSession(path, opening)
 
 
 class LlamaCppSession:

@@ -10,45 +10,16 @@ The `model` of their opening is a folder of programs, or for the live steps a bu
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from benchmarks.peers.peer import Opening, Progress, Session
 from jaxllm.bundle import WeightFormat
-from jaxllm.config import ModelConfig
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
 
 BLOCKS, ONE_TOKEN = "blocks of tokens", "one token per dispatch"
-
-
-class Ours:
-    """The base of our own systems: always installed, and able to run every model."""
-
-    slow = False
-
-    def missing(self) -> str | None:
-        """None: it is this package."""
-        return None
-
-    def refusal(self, cfg: ModelConfig) -> str | None:
-        """None: the model was opened as one of ours."""
-        return None
-
-
-class JaxllmEngine(Ours):
-    """Our engine on a bundle or a folder."""
-
-    name = "jaxllm"
-
-    def systems(self, weights: str) -> Mapping[str, str]:
-        """One system, at the width that is asked for."""
-        return {self.name: weights}
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Opens the engine and compiles all of its buckets."""
-        return EngineSession(opening, progress)
 
 
 class EngineSession:
@@ -161,74 +132,59 @@ GREEDY, DRAWN = "greedy", "drawn"
 _DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1}
 
 
-class Programs(Ours):
-    """Programs of a folder."""
-
-    name = "programs"
-
-    def systems(self, weights: str) -> Mapping[str, str]:
-        """None: `benchmarks.export` names them."""
-        return {}
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Opens a folder, and gets its programs ready."""
-
-        engine = open_program(opening.model, threads=opening.threads)
-        engine.warm_up(progress=progress)
-        facts = {"load_ms": engine.model.load_ms, "build_ms": engine.model.build_ms}
-        return ProgramSession(engine.runner, facts)
+def open_programs(opening: Opening, progress: Progress) -> Session:
+    """Opens programs of a folder, and gets them ready."""
+    engine = open_program(opening.model, threads=opening.threads)
+    engine.warm_up(progress=progress)
+    return ProgramSession(engine.runner, _times_of(engine.model))
 
 
-class DevicePrograms(Programs):
-    """Programs of a folder, opened as a device opens them: what no program draws, NumPy does."""
+def open_device_programs(opening: Opening, progress: Progress) -> Session:
+    """Opens programs of a folder as a device opens them."""
+    from jaxllm.export.device.opening import open_device
 
-    name = "device-programs"
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Opens a folder, and gets its programs ready."""
-        from jaxllm.export.device.opening import open_device
-
-        engine = open_device(opening.model, threads=opening.threads)
-        facts = {"load_ms": engine.model.load_ms, "build_ms": engine.model.build_ms}
-        return ProgramSession(engine.runner, facts, settings=(GREEDY, DRAWN))
+    del progress
+    engine = open_device(opening.model, threads=opening.threads)
+    return ProgramSession(engine.runner, _times_of(engine.model), settings=(GREEDY, DRAWN))
 
 
-class LiveSteps(Programs):
-    """The steps of programs, traced and jitted in this process from a bundle's weights as floats."""
+def _times_of(model: Any) -> dict[str, Any]:
+    return {"load_ms": model.load_ms, "build_ms": model.build_ms}
 
-    name = "live-steps"
 
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Opens a bundle; `options` has the lengths that an export would be given."""
-        import jax.numpy as jnp
+def open_live_steps(opening: Opening, progress: Progress) -> Session:
+    """Traces and jits the steps of programs from a bundle's weights as floats; `options` has the lengths that
+    an export would be given."""
+    import jax.numpy as jnp
 
-        from jaxllm.bundle import Bundle
-        from jaxllm.config import WHOLE
-        from jaxllm.export.programs.live import LiveExecutor
-        from jaxllm.export.programs.runner import ProgramRunner
-        from jaxllm.kernels.native import without_native_kernels
-        from jaxllm.quant import dequantize
+    from jaxllm.bundle import Bundle
+    from jaxllm.config import WHOLE
+    from jaxllm.export.programs.live import LiveExecutor
+    from jaxllm.export.programs.runner import ProgramRunner
+    from jaxllm.kernels.native import without_native_kernels
+    from jaxllm.quant import dequantize
 
-        began = time.perf_counter()
-        with without_native_kernels(), Bundle.open(opening.model) as bundle:
-            params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
-            cfg = bundle.cfg
-        executor = LiveExecutor(
-            "live steps",
-            {WHOLE: params},
-            {WHOLE: cfg},
-            context_tokens=opening.context_tokens,
-            **opening.options,
-        )
-        loaded = time.perf_counter()
-        with without_native_kernels(branches=True):
-            for signature in executor.manifest.signatures:
-                # One after the other: `without_native_kernels` does not apply to other threads.
-                executor.compile(signature)
-        # The copies from short caches into longer ones are left.
-        executor.prepare(executor.manifest.signatures)
-        facts = {"load_ms": 1000 * (loaded - began), "build_ms": 1000 * (time.perf_counter() - loaded)}
-        return ProgramSession(ProgramRunner(executor), facts)
+    del progress
+    began = time.perf_counter()
+    with without_native_kernels(), Bundle.open(opening.model) as bundle:
+        params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
+        cfg = bundle.cfg
+    executor = LiveExecutor(
+        "live steps",
+        {WHOLE: params},
+        {WHOLE: cfg},
+        context_tokens=opening.context_tokens,
+        **opening.options,
+    )
+    loaded = time.perf_counter()
+    with without_native_kernels(branches=True):
+        for signature in executor.manifest.signatures:
+            # One after the other: `without_native_kernels` does not apply to other threads.
+            executor.compile(signature)
+    # The copies from short caches into longer ones are left.
+    executor.prepare(executor.manifest.signatures)
+    facts = {"load_ms": 1000 * (loaded - began), "build_ms": 1000 * (time.perf_counter() - loaded)}
+    return ProgramSession(ProgramRunner(executor), facts)
 
 
 class ProgramSession:

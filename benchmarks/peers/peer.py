@@ -8,7 +8,7 @@ Libraries are imported inside of methods, so that a peer that is not installed c
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,32 +73,29 @@ class Session(Protocol):
         ...
 
 
-class Peer(Protocol):
-    """One system that the benchmark can measure.
+@dataclasses.dataclass
+class Peer:
+    """One system that a benchmark can measure.
 
     Attributes:
       name: as rows and the command line call it.
+      open: opens a model, in the child.
+      packages: that it needs.
+      systems: the systems to compare with a width of ours, by name, and the format that each of them runs.
+      refusal: the reason why it cannot run such a model; None when it can.
       slow: whether a quick run leaves it out unless it is named.
     """
 
     name: str
-    slow: bool
+    open: Callable[[Opening, Progress], Session]
+    packages: tuple[str, ...] = ()
+    systems: Callable[[str], Mapping[str, str]] = lambda weights: {}
+    refusal: Callable[[ModelConfig], str | None] = lambda cfg: None
+    slow: bool = False
 
     def missing(self) -> str | None:
         """Names the packages that are not installed; None when all are."""
-        ...
-
-    def refusal(self, cfg: ModelConfig) -> str | None:
-        """The reason why this system cannot run such a model; None when it can."""
-        ...
-
-    def systems(self, weights: str) -> Mapping[str, str]:
-        """The systems to compare with our `weights`, by name, and the format that each of them runs."""
-        ...
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Opens a model, in the child."""
-        ...
+        return missing_packages(*self.packages)
 
 
 def unavailable(peer: Peer, cfg: ModelConfig) -> str | None:

@@ -27,13 +27,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness.machine import Disturbance, wait_for_quiet, wait_until_asleep
+from benchmarks.harness.plan import BasePlan
 from benchmarks.harness.report import median
 from benchmarks.models import Checkpoint
 from benchmarks.peers.peer import Opening
@@ -241,10 +242,37 @@ def _start(command: Sequence[str], threads: int, stderr: Any) -> "subprocess.Pop
         )
 
 
-def rest(children: Sequence[Child]) -> None:
-    """Returns once none of the children computes any more."""
-    for child in children:
-        child.wait_until_asleep()
+@contextlib.contextmanager
+def opened(
+    openings: Mapping[str, Opening], progress: Progress, label: str = ""
+) -> Iterator[dict[str, Child]]:
+    """Systems, each in a process of its own, by name; messages say the `label`, too."""
+    with contextlib.ExitStack() as stack:
+        yield {
+            system: stack.enter_context(Child(f"{system} {label}".rstrip(), opening, progress))
+            for system, opening in openings.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedPlan(BasePlan):
+    """Sizes of what is timed in alternation.
+
+    Attributes:
+      prompt_tokens: lengths of prompts.
+      decode_tokens: decoded after each of them.
+      rounds: of which medians are taken.
+      text_windows: most windows of a text to score; 0 means all.
+      patience_s: for repeating what other processes disturbed, in all.
+      threads: that every system computes with; 0 takes all cores of this process.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    decode_tokens: int
+    rounds: int
+    text_windows: int = 0
+    patience_s: float
+    threads: int = 0
 
 
 _PHASES = ("prefill_ms", "decode_ms")
@@ -289,14 +317,19 @@ class Result:
     disturbed: int
     samples: int
 
+    def rates(self, prompt: int, tokens: int) -> dict[str, float]:
+        """Tokens per second by metric, of a prompt of so many tokens and of so many further ones."""
+        return {
+            "prefill_tokens_per_s": 1000 * prompt / self.prefill_ms,
+            "decode_tokens_per_s": 1000 * tokens / self.decode_ms,
+        }
+
 
 def alternate(
     systems: Sequence[System],
     prompts: Sequence[Sequence[int]],
     *,
-    decode_tokens: int,
-    rounds: int,
-    patience_s: float,
+    plan: TimedPlan,
     progress: Progress,
     bytes_per_s: Callable[[], float] | None = None,
 ) -> dict[tuple[str, int], Result]:
@@ -305,27 +338,25 @@ def alternate(
     Args:
       systems: several may share a child.
       prompts: token ids, of different lengths.
-      decode_tokens: decoded after each prompt, besides the first token.
-      rounds: timed ones.
-      patience_s: time in all to spend on samples that are not kept, and on waiting for quiet.
+      plan: how many tokens are decoded after each prompt besides the first one, in how many rounds, and how
+        much time is spent on samples that are not kept and on waiting for quiet.
       progress: called with ("Measuring", done, total).
       bytes_per_s: measures memory's bandwidth at this moment; called before and after every sample.
 
     Returns:
       Results by the system's name and prompt length.
     """
-    total = len(systems) * len(prompts) * (rounds + 1)
-    turns = _Alternation(decode_tokens, patience_s, total, progress, bytes_per_s)
+    total = len(systems) * len(prompts) * (plan.rounds + 1)
+    turns = _Alternation(plan, total, progress, bytes_per_s)
     best: dict[tuple[str, int], dict[str, str]] = {}
     for system in systems:
         for prompt in prompts:
             best[system.name, len(prompt)] = turns.fastest(system, prompt)
     kept: dict[tuple[str, int], list[dict[str, Any]]] = {key: [] for key in best}
-    for round_ in range(rounds):
-        # No system always runs behind the same one.
-        order = list(systems if round_ % 2 else reversed(systems))
+    for round_ in range(plan.rounds):
         for prompt in prompts:
-            for system in order:
+            # No system always runs behind the same one.
+            for system in systems if round_ % 2 else reversed(systems):
                 key = system.name, len(prompt)
                 kept[key].append(turns.sample(system.child, prompt, best[key]))
     choices = {(each.name, len(prompt)): len(each.settings) for each in systems for prompt in prompts}
@@ -342,15 +373,13 @@ class _Alternation:
 
     def __init__(
         self,
-        decode_tokens: int,
-        patience_s: float,
+        plan: TimedPlan,
         total: int,
         progress: Progress,
         bytes_per_s: Callable[[], float] | None,
     ) -> None:
         self._bytes_per_s = bytes_per_s
-        self._decode_tokens = decode_tokens
-        self._patience_s = patience_s
+        self._decode_tokens, self._patience_s = plan.decode_tokens, plan.patience_s
         self._progress, self._done, self._total = progress, 0, total
         self._last: Child | None = None
         self._repeats: dict[tuple[Child, int], int] = {}

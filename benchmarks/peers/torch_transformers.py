@@ -4,37 +4,13 @@ It uses `inference_mode`, scaled-dot-product attention, logits of the last token
 caches: the one that grows and the one of a fixed length.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.peers.peer import Opening, Progress, Session, missing_packages
-from jaxllm.config import ModelConfig
+from benchmarks.peers.peer import Opening, Progress
 
-_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 GROWING, FIXED = "dynamic cache", "static cache"
-
-
-class TorchTransformers:
-    """transformers, in the two widths in which torch computes quickly on a CPU."""
-
-    name = "transformers"
-    slow = True
-
-    def missing(self) -> str | None:
-        """torch and transformers."""
-        return missing_packages("torch", "transformers")
-
-    def refusal(self, cfg: ModelConfig) -> str | None:
-        """None: it can run every model of ours."""
-        return None
-
-    def systems(self, weights: str) -> Mapping[str, str]:
-        """Both widths, whatever ours is: others take further packages."""
-        return {f"{self.name}-{width}": width for width in _DTYPES}
-
-    def open(self, opening: Opening, progress: Progress) -> Session:
-        """Loads the folder."""
-        return TransformersSession(opening)
 
 
 class TransformersSession:
@@ -42,7 +18,8 @@ class TransformersSession:
 
     settings = (GROWING, FIXED)
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, progress: Progress) -> None:
+        del progress
         import torch
         import transformers
 
@@ -53,7 +30,7 @@ class TransformersSession:
         self._format = opening.format
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             opening.model,
-            dtype=getattr(torch, _DTYPES[opening.format]),
+            dtype=getattr(torch, DTYPES[opening.format]),
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=False,

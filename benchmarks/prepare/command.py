@@ -1,6 +1,5 @@
 """`jaxllm bench prepare`: preparing folders and GGUF files."""
 
-import dataclasses
 from pathlib import Path
 
 import click
@@ -8,17 +7,14 @@ import click
 from benchmarks.harness.options import (
     ModelOrShape,
     Reporting,
-    model_options,
-    parts_option,
+    benchmark,
     parts_without,
-    report_options,
     tell,
     text_option,
     threads_option,
 )
 from benchmarks.prepare import PARTS
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 
 KINDS = ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
 
@@ -26,8 +22,7 @@ KINDS = ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
 VOCABULARY_SHAPES = ("0.5b-128k",)
 
 
-@click.command("prepare", cls=EngineCommand)
-@model_options(shapes=VOCABULARY_SHAPES)
+@benchmark("prepare", "default", text_option, threads_option, shapes=VOCABULARY_SHAPES, parts=PARTS)
 @click.option(
     "--kind",
     "kinds",
@@ -41,10 +36,6 @@ VOCABULARY_SHAPES = ("0.5b-128k",)
     metavar="DIR",
     help="Learn the vocabulary of a shape of the texts in this folder.  [default: packaged stories]",
 )
-@text_option
-@threads_option
-@parts_option(PARTS)
-@report_options
 def prepare_command(
     subject: ModelOrShape,
     kinds: tuple[str, ...],
@@ -73,8 +64,7 @@ def prepare_command(
         raise click.UsageError(f"--data names a folder of texts; {data} is none")
     if subject.shape is not None:
         parts = parts_without(parts, ("perplexity",), "random weights have no meaningful one")
-    plan = run.Plan.quick() if report.quick else run.Plan()
-    plan = dataclasses.replace(plan, kinds=kinds or plan.kinds, parts=parts, threads=threads)
+    plan = report.plan(run.Plan, kinds=kinds, parts=parts, threads=threads)
     model = subject.shape or subject.model
     assert model is not None
     with progress_bars() as progress:

@@ -5,15 +5,16 @@ alternation; and perplexities beside llama.cpp's on the same files.
 Makes what is prepared: a model's folder, and GGUF files of the same weights; kept in the cache folder.
 """
 
-import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import Row, compared
+from benchmarks.harness.children import taken_by
+from benchmarks.harness.plan import silent, sized, unheard
+from benchmarks.harness.report import Row, compared, row
 from benchmarks.models import Checkpoint, Shape, byte_pairs, texts_of, vocabulary_keys, write_random
 from benchmarks.peers import OURS, PEERS, Opening
 from benchmarks.peers.gguf_file import PACKAGE_TYPES, quantize_gguf, refusal, write_gguf
@@ -24,19 +25,22 @@ from benchmarks.peers.process import (
     Child,
     System,
     Text,
+    TimedPlan,
     alternate,
+    environment_of,
+    opened,
     perplexity,
     prompt_ids,
     threads_of,
 )
 from benchmarks.prepare import PARTS
-from benchmarks.prepare.measured import measure
 from benchmarks.samples import SEPARATOR, stories_file
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.gguf_file import read_gguf
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import parameter_count
+from jaxllm.prepare import prepare
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 
@@ -46,40 +50,23 @@ _BOUND = 1.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(TimedPlan):
     """What is measured, and how long.
 
     Attributes:
       kinds: types of GGUF files, keys of `FORMATS`.
       parts: of `PARTS`.
-      prompt_tokens, decode_tokens, rounds: of speeds.
       context_tokens: of the engines.
-      text_windows: most windows of a text to score; 0 means all.
-      patience_s: for repeating what other processes disturbed.
-      threads: that every system computes with; 0 takes all cores of this process.
     """
 
-    kinds: tuple[str, ...] = ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
+    kinds: tuple[str, ...] = sized(("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"), quick=("Q8_0", "Q4_0"))
     parts: tuple[str, ...] = tuple(PARTS)
-    prompt_tokens: tuple[int, ...] = (64, 256)
-    decode_tokens: int = 64
-    rounds: int = 7
+    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
+    decode_tokens: int = sized(64, quick=32)
+    rounds: int = sized(7, quick=3)
     context_tokens: int = 512
-    text_windows: int = 256
-    patience_s: float = 120.0
-    threads: int = 0
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute on two cores."""
-        return cls(
-            kinds=("Q8_0", "Q4_0"),
-            prompt_tokens=(64,),
-            decode_tokens=32,
-            rounds=3,
-            text_windows=8,
-            patience_s=5.0,
-        )
+    text_windows: int = sized(256, quick=8)
+    patience_s: float = sized(120.0, quick=5.0)
 
 
 def run(
@@ -88,8 +75,8 @@ def run(
     *,
     data: Path | None = None,
     text: Path | None = None,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] | None = None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
 ) -> list[Row]:
     """Measures one model.
 
@@ -104,7 +91,6 @@ def run(
     Raises:
       JaxllmError: the model cannot be written as GGUF, or a system fails.
     """
-    progress, tell = progress or (lambda *_: None), tell or (lambda _: None)
     threads = threads_of(plan.threads)
     kinds = _kinds(plan.kinds, tell)
     if isinstance(model, str):
@@ -161,7 +147,7 @@ class _Scored:
             window_tokens=plan.context_tokens,
             limit=plan.text_windows,
         )
-        with _child(REFERENCE, source.folder, plan, progress) as child:
+        with Child(REFERENCE, _opening(source.folder, plan), progress) as child:
             return cls(text=text, floats=perplexity(child, text, progress))
 
 
@@ -181,34 +167,29 @@ def _memory_rows(
     name: str, what: str, model: Path, bundle: Path, weights: str | None, cfg: ModelConfig, threads: int
 ) -> list[Row]:
     """Time and peak memory of preparing a source, and sizes."""
-    found = measure(model, bundle, weights, threads)
+    found = taken_by(_prepared, model, bundle, weights, environment=environment_of(threads))
     files = [model] if model.is_file() else [*model.glob("*.safetensors")]
     file_bytes = sum(each.stat().st_size for each in files)
     # A layer as it is in the file.
     shallow = dataclasses.replace(cfg, layers=cfg.layers - 1, **_shortened(cfg))
     share = 1 - parameter_count(shallow) / parameter_count(cfg)
     bound = _BOUND * file_bytes + share * file_bytes
-    above, case = found.peak_bytes - found.idle_bytes, f"{name}, prepare from {what}"
+    above, case = found.peak_bytes, f"{name}, prepare from {what}"
     note = (
         f"above {found.idle_bytes / 1e6:.0f} MB of Python and JAX, with mapped pages; "
-        f"{found.peak_bytes / 1e6:.0f} MB in all; the file has {file_bytes / 1e6:.0f} MB"
+        f"{(found.peak_bytes + found.idle_bytes) / 1e6:.0f} MB in all; the file has {file_bytes / 1e6:.0f} MB"
     )
 
-    def row(metric: str, value: float, unit: str, **more: object) -> Row:
-        return Row(case=case, system=OURS.name, metric=metric, value=value, unit=unit, **more)  # pyright: ignore
-
+    beside = {"baseline": f"{_BOUND} files and a layer", "ratio": bound / max(1, above)}
     return [
-        row("build_ms", 1000 * found.took_s, "ms", note=f"{found.cpu_s:.1f} s of processors"),
-        row(
-            "peak_memory_bytes",
-            above,
-            "bytes",
-            baseline=f"{_BOUND} files and a layer",
-            ratio=bound / max(1, above),
-            note=note,
-        ),
-        row("file_bytes", bundle.stat().st_size, "bytes"),
+        row(case, "build_ms", 1000 * found.took_s, f"{found.cpu_s:.1f} s of processors"),
+        row(case, "peak_memory_bytes", above, note, **beside),
+        row(case, "file_bytes", bundle.stat().st_size),
     ]
+
+
+def _prepared(model: Path, bundle: Path, weights: str | None) -> None:
+    prepare(model, bundle, weights=weights)  # pyright: ignore[reportArgumentType]: one of the formats
 
 
 def _shortened(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -220,34 +201,24 @@ def _speed_rows(
     case: str, bundles: dict[str, Path], checkpoint: Checkpoint, plan: Plan, progress: Progress
 ) -> list[Row]:
     """Prefill and decode of a file's bundle beside that of floats."""
-    with contextlib.ExitStack() as stack:
-        children = {
-            system: stack.enter_context(_child(f"{system} {case}", bundle, plan, progress))
-            for system, bundle in bundles.items()
-        }
-        prompts = [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens]
+    openings = {system: _opening(bundle, plan) for system, bundle in bundles.items()}
+    with opened(openings, progress, case) as children:
         results = alternate(
             [System(system, child, (BLOCKS,)) for system, child in children.items()],
-            prompts,
-            decode_tokens=plan.decode_tokens,
-            rounds=plan.rounds,
-            patience_s=plan.patience_s,
+            [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens],
+            plan=plan,
             progress=progress,
         )
         bits = {system: f"{child.facts['bits_per_weight']:.2f} bits" for system, child in children.items()}
-    rows = []
+    rows, decoded = [], plan.decode_tokens
     for tokens in plan.prompt_tokens:
-        found = {system: results[system, tokens] for system in bundles}
-        rates = {
-            (f"{case}, prompt {tokens}", "prefill_tokens_per_s"): {
-                system: 1000 * tokens / each.prefill_ms for system, each in found.items()
-            },
-            (f"{case}, decode {plan.decode_tokens} after {tokens}", "decode_tokens_per_s"): {
-                system: 1000 * plan.decode_tokens / each.decode_ms for system, each in found.items()
-            },
-        }
-        for (what, metric), values in rates.items():
-            rows += compared(values, ours=OURS.name, case=what, metric=metric, unit="tokens/s", notes=bits)
+        rates = {system: results[system, tokens].rates(tokens, decoded) for system in bundles}
+        for what, metric in (
+            (f"prompt {tokens}", "prefill_tokens_per_s"),
+            (f"decode {decoded} after {tokens}", "decode_tokens_per_s"),
+        ):
+            values = {system: each[metric] for system, each in rates.items()}
+            rows += compared(f"{case}, {what}", metric, values, bits)
     return rows
 
 
@@ -261,32 +232,27 @@ def _perplexity_rows(
 ) -> list[Row]:
     """Perplexity of a file, of floats at its bits, of float32, and of llama.cpp on the file."""
 
-    def systems() -> Iterator[tuple[str, Child]]:
-        for system, bundle in bundles.items():
-            yield system, _child(f"{system} {case}", bundle, plan, progress)
-        if not PEERS[LLAMA_CPP].missing():
-            yield LLAMA_CPP, _child(f"{LLAMA_CPP} {case}", gguf, plan, progress, peer=LLAMA_CPP)
-
+    openings = {system: _opening(bundle, plan) for system, bundle in bundles.items()}
+    if not PEERS[LLAMA_CPP].missing():
+        openings[LLAMA_CPP] = _opening(gguf, plan, peer=LLAMA_CPP)
     values, text = {REFERENCE: scored.floats}, scored.text
     # One after the other: each is in memory for its own text alone.
-    for system, child in systems():
-        with child:
+    for system, opening in openings.items():
+        with Child(f"{system} {case}", opening, progress) as child:
             values[system] = perplexity(child, text, progress)
     # llama.cpp's quantizer gives rows that do not divide into blocks of a type another one.
     kinds = {each.kind for each in read_gguf(gguf).tensors.values() if len(each.shape) > 1}
     note = f"matrices of {' and '.join(sorted(kinds))}"
     return compared(
+        f"{case}, {text.name}, {text.tokens} tokens",
+        "perplexity",
         values,
+        {OURS.name: note, LLAMA_CPP: note},
         ours=OURS.name,
-        case=f"{case}, {text.name}, {text.tokens} tokens",
-        metric="perplexity",
-        unit="",
-        notes={OURS.name: note, LLAMA_CPP: note},
-        lower_is_better=True,
     )
 
 
-def _child(label: str, model: Path, plan: Plan, progress: Progress, *, peer: str = OURS.name) -> Child:
+def _opening(model: Path, plan: Plan, *, peer: str = OURS.name) -> Opening:
     if peer != OURS.name:
         form = "GGUF"
     elif model.is_dir():
@@ -294,15 +260,16 @@ def _child(label: str, model: Path, plan: Plan, progress: Progress, *, peer: str
     else:
         with Bundle.open(model) as bundle:
             form = bundle.layout.weights
-    opening = Opening(
+    context = plan.context_tokens
+    own = {"context_tokens": context} if peer == OURS.name else {}
+    return Opening(
         peer=peer,
         model=model,
         format=form,
         threads=threads_of(plan.threads),
-        context_tokens=plan.context_tokens,
-        options={"context_tokens": plan.context_tokens} if peer == OURS.name else {},
+        context_tokens=context,
+        options=own,
     )
-    return Child(label, opening, progress)
 
 
 SHAPES = {

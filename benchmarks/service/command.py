@@ -1,30 +1,18 @@
 """`jaxllm bench service`: the service under load."""
 
-import dataclasses
 import functools
 from pathlib import Path
 
 import click
 
-from benchmarks.harness.options import (
-    DENSE_SHAPES,
-    ModelOrShape,
-    Reporting,
-    model_options,
-    parts_option,
-    report_options,
-    tell,
-    threads_option,
-)
+from benchmarks.harness.options import DENSE_SHAPES, ModelOrShape, Reporting, benchmark, tell, threads_option
 from benchmarks.service import PARTS
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 
 SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
 
 
-@click.command("service", cls=EngineCommand)
-@model_options(shapes=DENSE_SHAPES, weights=True)
+@benchmark("service", "default", threads_option, shapes=DENSE_SHAPES, weights=True, parts=PARTS)
 @click.option(
     "--system",
     "systems",
@@ -100,9 +88,6 @@ SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
     metavar="FILE",
     help="Write the outcome of every request, a JSON line each.",
 )
-@threads_option
-@parts_option(PARTS)
-@report_options
 def service_command(
     subject: ModelOrShape,
     systems: tuple[str, ...],
@@ -134,19 +119,12 @@ def service_command(
     from benchmarks.service import run
     from benchmarks.service.outcomes import draw
 
-    plan = run.Plan.quick() if report.quick else run.Plan()
-    plan = dataclasses.replace(
-        plan,
-        loads=tuple(dict.fromkeys(loads)) or plan.loads,
-        clients=tuple(dict.fromkeys(clients)) or plan.clients,
-        prompt_tokens=prompt_tokens or plan.prompt_tokens,
-        answer_tokens=answer_tokens or plan.answer_tokens,
-        slo_scale=plan.slo_scale if slo_scale is None else slo_scale,
-        repetitions=repetitions or plan.repetitions,
-        load_s=seconds or plan.load_s,
-        clients_s=seconds or plan.clients_s,
-        parts=parts,
-    )
+    plan = report.plan(
+        run.Plan,
+        loads=tuple(dict.fromkeys(loads)), clients=tuple(dict.fromkeys(clients)), parts=parts,
+        prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, slo_scale=slo_scale,
+        repetitions=repetitions, load_s=seconds, clients_s=seconds,
+    )  # fmt: skip
     kept: list[run.Measured] = []
     with progress_bars() as progress:
         asked = run.Subject(

@@ -10,9 +10,6 @@ calls: they are compared block by block, which cancels how many calls come at on
 
 Makes rows of figures, with what repeated measurements say of their certainty: an interval for answers in
 time, else the least and the greatest of the repetitions.
-
-Draws answers in time over loads, tokens per second over clients, and the spread of times to the first
-token.
 """
 
 import dataclasses
@@ -25,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.report import OURS, Row, check_plot, compared, median
+from benchmarks.harness.figures import Figure, draw_figures
+from benchmarks.harness.report import OURS, Row, bootstrap, compared, median, row
 from benchmarks.service.load import NOT_ANSWERED
 from benchmarks.service.systems import (
     Limits,
@@ -230,7 +228,7 @@ def said(windows: Sequence[Window]) -> str | None:
     sums, seconds = _blocks(windows), sum(each.seconds for each in windows)
     if len(sums) < LEAST_BLOCKS:
         return None
-    low, high = np.percentile(_resampled(sums), (2.5, 97.5)) / seconds
+    low, high = bootstrap(len(sums), lambda drawn: sums[drawn].sum(1) / seconds, draws=_DRAWS)
     return f"95 % in [{low:.3g}, {high:.3g}] of {_calls(windows)} calls"
 
 
@@ -270,20 +268,8 @@ def _resampled(sums: np.ndarray) -> np.ndarray:
     return sums[drawn].sum(1)
 
 
-# Metric -> unit, and whether the smaller value is the better one; None for values of which none is better.
-_METRICS: Mapping[str, tuple[str, bool | None]] = {
-    "goodput_per_s": ("answers/s", False),
-    "slo_met": ("share", False),
-    "requests_per_s": ("answers/s", False),
-    "decode_tokens_per_s": ("tokens/s", False),
-    "ttft_ms": ("ms", True),
-    "tpot_ms": ("ms", True),
-    "refused": ("share", None),
-    "failed": ("share", None),
-    "level": ("%", None),
-    "kept": ("share", None),
-    "reused": ("share", None),
-}
+# Of these no value is the better one.
+_UNCOMPARED = ("refused", "failed", "level", "kept", "reused")
 # Without objectives these say nothing.
 _OF_OBJECTIVES = ("goodput_per_s", "slo_met")
 
@@ -342,13 +328,10 @@ def memory_rows(name: str, peaks: Mapping[str, Sequence[int]], shares: Mapping[s
         return []
     notes = {each: f"proportional share at the end {bytes_ / 1e6:,.0f} MB" for each, bytes_ in shares.items()}
     return compared(
+        f"{name}, server",
+        "peak_memory_bytes",
         {system: median(values) for system, values in peaks.items()},
-        ours=OURS,
-        case=f"{name}, server",
-        metric="peak_memory_bytes",
-        unit="bytes",
-        notes=notes,
-        lower_is_better=True,
+        notes,
     )
 
 
@@ -362,18 +345,12 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _rows(cells: Sequence[Cell], name: str, metric: str, case: str) -> list[Row]:
-    unit, lower = _METRICS[metric]
     own = {cell.system: cell for cell in cells if name in cell.figures}
     values = {system: cell.figures[name] for system, cell in own.items()}
     notes = {system: _note(cell, name, own.get(OURS)) for system, cell in own.items()}
-    if lower is None or OURS not in values:
-        return [
-            Row(case=case, system=system, metric=metric, value=value, unit=unit, note=notes[system])
-            for system, value in values.items()
-        ]
-    return compared(
-        values, ours=OURS, case=case, metric=metric, unit=unit, notes=notes, lower_is_better=lower
-    )
+    if metric in _UNCOMPARED or OURS not in values:
+        return [row(case, metric, values[each], notes[each], system=each) for each in values]
+    return compared(case, metric, values, notes)
 
 
 def _note(cell: Cell, name: str, ours: Cell | None) -> str | None:
@@ -388,64 +365,39 @@ def _note(cell: Cell, name: str, ours: Cell | None) -> str | None:
     return "; ".join(filter(None, parts)) or None
 
 
-_LOAD = re.compile(r".*, load ([\d.e+-]+)$")
-_CLIENTS = re.compile(r".*, (\d+) clients$")
+_LOAD = r".*, load (?P<x>[\d.e+-]+)"
+FIGURES = (
+    Figure(
+        name="goodput", metric="goodput_per_s", case=_LOAD, kind="groups", up="answers in time per second",
+        across="load (in what the idle whole model answers one after another)",
+    ),
+    Figure(
+        name="clients", metric="decode_tokens_per_s", case=r".*, (?P<x>\d+) clients", kind="groups",
+        up="tokens per second", across="clients",
+    ),
+)  # fmt: skip
 
 
 def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> None:
-    """Draws the figures that the rows and outcomes allow into a folder, a PNG each."""
-    check_plot(folder)
+    """Draws the figures that the rows allow, and the spread of times to the first token, a PNG each."""
+    draw_figures("service", FIGURES, rows, folder)
     import matplotlib.pyplot as plt
 
-    def saved(name: str, figure: Any) -> None:
-        figure.savefig(folder / f"service_{name}.png", dpi=150)
-        plt.close(figure)
-
-    if lines := _lines(rows, "goodput_per_s", _LOAD):
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        _bars(axes, lines)
-        axes.set_xlabel("load (in what the idle whole model answers one after another)")
-        axes.set_ylabel("answers in time per second")
-        saved("goodput", figure)
-    if lines := _lines(rows, "decode_tokens_per_s", _CLIENTS):
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        _bars(axes, lines)
-        axes.set_xlabel("clients")
-        axes.set_ylabel("tokens per second")
-        saved("clients", figure)
-    cases = [each for each in dict.fromkeys(one.case for one in kept) if _LOAD.match(each)]
-    if cases:
-        figure, all_axes = plt.subplots(
-            1, len(cases), figsize=(1 + 4 * len(cases), 4.5), layout="constrained", squeeze=False, sharey=True
-        )
-        for axes, case in zip(all_axes[0], cases, strict=True):
-            _shares(axes, [each for each in kept if each.case == case])
-            axes.set_title(case)
-        all_axes[0][0].set_ylabel("share of requests")
-        if any(one.answered for each in kept for one in each.window.counted):
-            all_axes[0][0].legend(fontsize="small")
-        saved("ttft", figure)
-
-
-def _lines(rows: Sequence[Row], metric: str, cases: re.Pattern[str]) -> dict[str, dict[float, float]]:
-    """Values of a metric by system and load."""
-    found: dict[str, dict[float, float]] = {}
-    for row in rows:
-        match = cases.match(row.case) if row.metric == metric else None
-        if match:
-            found.setdefault(row.system, {})[float(match[1])] = row.value
-    return found
-
-
-def _bars(axes: Any, lines: dict[str, dict[float, float]]) -> None:
-    """A group of bars for each load, in it one for each system."""
-    loads = sorted({load for points in lines.values() for load in points})
-    width = 0.9 / len(lines)
-    for number, (system, points) in enumerate(lines.items()):
-        at = [place + (number + 0.5) * width - 0.45 for place in range(len(loads))]
-        axes.bar(at, [points.get(load, 0.0) for load in loads], width, label=system)
-    axes.set_xticks(range(len(loads)), [f"{load:g}" for load in loads])
-    axes.legend(fontsize="small")
+    cases = [each for each in dict.fromkeys(one.case for one in kept) if re.fullmatch(_LOAD, each)]
+    if not cases:
+        return
+    size = (1 + 4 * len(cases), 4.5)
+    figure, all_axes = plt.subplots(
+        1, len(cases), figsize=size, layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, case in zip(all_axes[0], cases, strict=True):
+        _shares(axes, [each for each in kept if each.case == case])
+        axes.set_title(case)
+    all_axes[0][0].set_ylabel("share of requests")
+    if any(one.answered for each in kept for one in each.window.counted):
+        all_axes[0][0].legend(fontsize="small")
+    figure.savefig(folder / "service_ttft.png", dpi=150)
+    plt.close(figure)
 
 
 def _shares(axes: Any, kept: Sequence[Measured]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.elastic.baselines import elastic_shape
 from benchmarks.harness.machine import wait_for_quiet, wait_until_asleep
+from benchmarks.harness.plan import BasePlan, silent, sized, unheard
 from benchmarks.harness.report import OURS, Row
 from benchmarks.models import Checkpoint, shape_folder
 from benchmarks.peers.process import threads_of
@@ -103,7 +104,7 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(BasePlan):
     """Sizes of one measurement.
 
     Attributes:
@@ -126,30 +127,21 @@ class Plan:
       parts: of `PARTS`, those to run.
     """
 
-    loads: tuple[float, ...] = (1.0, 2.0)
-    clients: tuple[int, ...] = (1, 8, 64)
-    repetitions: int = 3
-    load_s: float = 40.0
-    clients_s: float = 10.0
-    least_requests: int = 50
+    loads: tuple[float, ...] = sized((1.0, 2.0), quick=(1.0,))
+    clients: tuple[int, ...] = sized((1, 8, 64), quick=(8,))
+    repetitions: int = sized(3, quick=1)
+    load_s: float = sized(40.0, quick=4.0)
+    clients_s: float = sized(10.0, quick=2.5)
+    least_requests: int = sized(50, quick=20)
     warm_up_share: float = 0.2
-    patience_s: float = 30.0
+    patience_s: float = sized(30.0, quick=4.0)
     slo_scale: float = 3.0
-    prompt_tokens: int = 256
-    answer_tokens: int = 48
-    starts: int = 5
-    reference_repeats: int = 5
+    prompt_tokens: int = sized(256, quick=128)
+    answer_tokens: int = sized(48, quick=32)
+    starts: int = sized(5, quick=3)
+    reference_repeats: int = sized(5, quick=3)
     seed: int = 0
     parts: tuple[str, ...] = tuple(PARTS)
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in about a minute for the packaged model, once it was served before."""
-        return cls(
-            loads=(1.0,), clients=(8,), repetitions=1, load_s=4.0, clients_s=2.5, patience_s=4.0,
-            least_requests=20,
-            prompt_tokens=128, answer_tokens=32, reference_repeats=3, starts=3,
-        )  # fmt: skip
 
     def __post_init__(self) -> None:
         if not 0 < self.slo_scale < float("inf"):
@@ -197,8 +189,8 @@ class _Load:
 def run(
     subject: Subject,
     plan: Plan,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] | None = None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
     kept: list[Measured] | None = None,
 ) -> list[Row]:
     """Measures one model.
@@ -213,11 +205,7 @@ def run(
     Raises:
       JaxllmError: the model, a peer or the plan does not fit, or a server fails.
     """
-    progress, tell, kept = (
-        progress or (lambda *_: None),
-        tell or (lambda _: None),
-        [] if kept is None else kept,
-    )
+    kept = [] if kept is None else kept
     require_httpx()
     arrivals = None if subject.trace is None else Arrivals.read(subject.trace)
     model, checkpoint = _model(subject, progress)

@@ -28,9 +28,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.report import OURS, Row
+from benchmarks.harness.report import OURS, Row, row
 from benchmarks.peers.gguf_file import refusal, text_of_token
 from benchmarks.peers.llama import FORMATS, gguf_of
 from benchmarks.peers.process import PeerFailed, environment_of, last_words, pinned
@@ -90,40 +90,6 @@ class Conditions:
     keys: Sequence[str]
 
 
-class System(Protocol):
-    """A server that can be measured.
-
-    Attributes:
-      name: in rows.
-      note: how it runs; None for nothing to say.
-    """
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-    @property
-    def note(self) -> str | None: ...  # noqa: D102
-
-    def start(self, given: Conditions, progress: Progress) -> "Server":
-        """Starts the server.
-
-        Raises:
-          JaxllmError: it cannot be started.
-        """
-        ...
-
-    def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
-        """Headers and body of a request.
-
-        Args:
-          request: to send.
-          limits_ms: most TTFT and TPOT of its answer, infinity where the app's objective has none; None for a
-            request without an objective.
-          given: the conditions.
-        """
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class OurService:
     """`jaxllm serve`, with options changed for an ablation."""
@@ -132,16 +98,20 @@ class OurService:
 
     @property
     def name(self) -> str:
-        """See `System`."""
+        """In rows."""
         return f"{OURS}-{self.ablation}" if self.ablation else OURS
 
     @property
     def note(self) -> str | None:
-        """See `System`."""
+        """How it runs; None for nothing to say."""
         return NOTES.get(self.ablation)
 
     def start(self, given: Conditions, progress: Progress) -> "Server":
-        """See `System`: the whole profile of the device is there before anything is sent."""
+        """Starts the server: the whole profile of the device is there before anything is sent.
+
+        Raises:
+          JaxllmError: it cannot be started.
+        """
         del progress
         port = free_port()
         command, environment = self.command(given, port)
@@ -172,7 +142,14 @@ class OurService:
         return command, {"JAXLLM_KEYS": str(given.folder / "keys.json")}
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
-        """See `System`: an app has a key, and a call its objective in milliseconds."""
+        """Headers and body of a request: an app has a key, and a call its objective in milliseconds.
+
+        Args:
+          request: to send.
+          limits_ms: most TTFT and TPOT of its answer, infinity where the app's objective has none; None for a
+            request without an objective.
+          given: the conditions.
+        """
         body: dict[str, Any] = {
             "prompt": request.prompt,
             "max_tokens": request.answer_tokens,
@@ -202,16 +179,16 @@ class LlamaServer:
 
     @property
     def name(self) -> str:
-        """See `System`."""
+        """See `OurService`."""
         return "llama-server" if self.binary else "llama-cpp-python"
 
     @property
     def note(self) -> str | None:
-        """See `System`."""
+        """See `OurService`."""
         return f"{self.slots} slots" if self.binary else "its server answers one request at a time"
 
     def start(self, given: Conditions, progress: Progress) -> "Server":
-        """See `System`."""
+        """See `OurService`."""
         assert given.floats is not None
         model = gguf_of(given.floats, FORMATS[given.weights], threads=given.threads, progress=progress)
         port, threads = free_port(), str(given.threads)
@@ -235,8 +212,8 @@ class LlamaServer:
         return Server(self.name, command, port=port, ready="/v1/models", threads=given.threads)
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
-        """See `System`: it knows neither apps nor objectives. llama-cpp-python's takes no token ids, but in
-        our GGUF a token is a character."""
+        """See `OurService`: it knows neither apps nor objectives. llama-cpp-python's takes no token ids, but
+        in our GGUF a token is a character."""
         del limits_ms, given
         prompt = request.prompt if self.binary else "".join(map(text_of_token, request.prompt))
         body = {
@@ -250,6 +227,10 @@ class LlamaServer:
             # Its other samplers would sort the vocabulary for each token, though the likeliest one is taken.
             body |= {"samplers": ["top_k"], "top_k": 1}
         return {"headers": {}, "body": body}
+
+
+# A server that can be measured.
+System = OurService | LlamaServer
 
 
 def missing(binary: Path | None) -> str | None:
@@ -326,7 +307,7 @@ class Server:
         command: Sequence[str],
         *,
         port: int,
-        ready: str,
+        ready: str | None = None,
         threads: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -336,7 +317,7 @@ class Server:
           name: of the system.
           command: to run.
           port: that it is told to listen on.
-          ready: a path that answers 200 once it can be called.
+          ready: a path that answers 200 once it can be called; None does not wait for it.
           threads: that it computes with, on as many cores.
           environment: variables besides those of all systems.
 
@@ -356,7 +337,8 @@ class Server:
                 start_new_session=True,
             )
         try:
-            self.wait_until(ready, lambda answer: answer.status_code == _OK)
+            if ready is not None:
+                self.wait_until(ready, lambda answer: answer.status_code == _OK)
         except BaseException:
             self.close()
             raise
@@ -441,7 +423,6 @@ def _kibibytes(path: Path, name: str) -> int | None:
 
 _AGAIN_S = 0.005
 _LATE_S = 120.0
-_START_STOP_S = 60.0
 _BODY = json.dumps({"prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True}).encode()
 
 
@@ -463,42 +444,21 @@ def start_rows(name: str, given: Conditions, starts: int, progress: Progress) ->
         progress("start", number + 1, starts)
     note = f"{min(times):.4g} to {max(times):.4g} of {starts}"
     return [
-        Row(
-            case=f"{name}, start to the first token", system=OURS, metric="load_ms",
-            value=statistics.median(times), unit="ms", note=note,
-        )
+        row(f"{name}, start to the first token", "load_ms", statistics.median(times), note)
     ]  # fmt: skip
 
 
 def _first_token_s(given: Conditions) -> float:
-    port = free_port()
-    command, environment = OurService().command(given, port)
-    environment = environment_of(given.threads) | dict(environment)
+    port, ours = free_port(), OurService()
+    command, environment = ours.command(given, port)
     began = time.perf_counter()
-    with pinned(given.threads):
-        process = _started(command, environment)
-    try:
+    with Server(ours.name, command, port=port, threads=given.threads, environment=environment) as server:
         while not _has_token(port, given.keys[0]):
-            if process.poll() is not None:
-                raise PeerFailed(f"the service exited with {process.returncode} before its first token")
+            server.require_alive()
             if time.perf_counter() - began > _LATE_S:
                 raise PeerFailed(f"the service gave no token within {_LATE_S:.0f} s")
             time.sleep(_AGAIN_S)
         return time.perf_counter() - began
-    finally:
-        process.terminate()
-        try:
-            process.wait(_START_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _started(command: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-    nothing = subprocess.DEVNULL
-    return subprocess.Popen(
-        command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment, start_new_session=True
-    )
 
 
 def _has_token(port: int, key: str) -> bool:

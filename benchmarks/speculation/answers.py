@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.children import in_turns
 from benchmarks.harness.machine import Device
-from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.harness.plan import silent
+from benchmarks.harness.report import OURS, Row, bootstrap, compared, row
 from benchmarks.samples import SOURCE_TASKS, chosen_tasks, packaged_examples, read_stories, source_examples
 from benchmarks.speculation.systems import BLD, PUBLISHED, STDPL, STI, Opener, Setting
 from jaxllm.cli.console import read_text
@@ -42,7 +44,7 @@ def ask(
     prompts: Mapping[str, Sequence[list[int]]],
     config: GenerationConfig,
     label: str,
-    progress: Progress | None,
+    progress: Progress,
 ) -> dict[str, Answers]:
     """Answers of every system, all systems at one prompt before the next one.
 
@@ -54,15 +56,10 @@ def ask(
       progress: see above.
     """
     found: dict[str, Answers] = {name: {task: [] for task in prompts} for name in engines}
-    done, total = 0, len(engines) * sum(map(len, prompts.values()))
-    for number, (task, prompt) in enumerate((task, each) for task, all_ in prompts.items() for each in all_):
-        # No system always runs behind the same one.
-        order = list(engines) if number % 2 else list(engines)[::-1]
-        for name in order:
-            found[name][task].append(engines[name].generate(prompt, config))
-            done += 1
-            if progress is not None:
-                progress(label, done, total)
+    asked = [(task, each) for task, all_ in prompts.items() for each in all_]
+    for number, (task, prompt), name in in_turns(engines, asked):
+        found[name][task].append(engines[name].generate(prompt, config))
+        progress(label, number + 1, len(asked))
     return found
 
 
@@ -122,12 +119,10 @@ def rouge_l(ours: Answers, target: Answers) -> list[float]:
     return [1.0 if a == b else rouge([b], a)["rougeL"] for a, b in pairs]
 
 
-def mean_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """The middle 95 % of means over values drawn with replacement."""
     found = np.asarray(values)
-    drawn = np.random.default_rng(seed).integers(0, len(found), (_DRAWS, len(found)))
-    low, high = np.percentile(found[drawn].mean(1), (2.5, 97.5))
-    return float(low), float(high)
+    return bootstrap(len(found), lambda drawn: found[drawn].mean(1))
 
 
 def spent(answers: Answers) -> Spent:
@@ -291,7 +286,7 @@ def quality_rows(case: str, answers: Mapping[str, Answers]) -> list[Row]:
         same = agreement(answers[name], answers[STDPL])
         notes[name] = f"95 % in [{low:.2f}, {high:.2f}] of {len(each)} prompts; {same:.0%} of tokens the same"
     means = {name: float(np.mean(each)) for name, each in scores.items()}
-    return compared(means, ours=OURS, case=f"{case}: {ALL}", metric="rouge_l", unit="share", notes=notes)
+    return compared(f"{case}: {ALL}", "rouge_l", means, notes)
 
 
 def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list[Row]:
@@ -311,11 +306,8 @@ def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list
             f"{counts.verifications} verifications, {counts.plain_tokens} tokens without one; "
             f"{counts.hidden_steps} steps of the draft while the target waited"
         )
-        for metric, value, unit in (
-            ("acceptance_length", counts.acceptance_length, "tokens"),
-            ("useful_share", counts.useful_share, "share"),
-        ):
-            rows.append(Row(case=case, system=name, metric=metric, value=value, unit=unit, note=note))
+        metrics = ("acceptance_length", "useful_share")
+        rows += [row(case, metric, getattr(counts, metric), note, system=name) for metric in metrics]
         if counts.verifications:
             rows += _pass_rows(engine, device, case, name)
     return rows
@@ -335,8 +327,8 @@ def _pass_rows(engine: Engine, device: Device, case: str, name: str) -> list[Row
             read += f", in {1000 * facts['pass_bytes'] / speed:.1f} ms at least"
         parts.append(read)
     return [
-        Row(case=case, system=name, metric="draft_ms", value=draft_ms, unit="ms"),
-        Row(case=case, system=name, metric="verify_ms", value=verify_ms, unit="ms", note="; ".join(parts)),
+        row(case, "draft_ms", draft_ms, system=name),
+        row(case, "verify_ms", verify_ms, "; ".join(parts), system=name),
     ]
 
 
@@ -369,15 +361,7 @@ def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[
       case: of the rows.
       notes: how each system ran.
     """
-    rows = compared(
-        {name: token_ms(each) for name, each in times.items()},
-        ours=ours,
-        case=case,
-        metric="tpot_ms",
-        unit="ms",
-        notes=notes,
-        lower_is_better=True,
-    )
+    rows = compared(case, "tpot_ms", {name: token_ms(each) for name, each in times.items()}, notes, ours=ours)
     counts = [len(answers) for answers, _ in times[ours]]
     if not notes or max(counts) < 2:
         return rows
@@ -414,7 +398,7 @@ def tuned(
     target: Engine,
     prompts: Mapping[str, Sequence[list[int]]],
     config: GenerationConfig,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> tuple[Engine, str]:
     """Opens a system as it is best, and says how that is.
 

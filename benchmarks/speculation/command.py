@@ -13,15 +13,12 @@ from benchmarks.harness.options import (
     SEQ2SEQ_SHAPES,
     ModelOrShape,
     Reporting,
+    benchmark,
     data_option,
     device_option,
-    model_options,
-    parts_option,
-    report_options,
     tell,
 )
 from jaxllm.cli.console import progress_bars
-from jaxllm.cli.lazy import EngineCommand
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Share
 
@@ -38,8 +35,14 @@ _SHAPE_SHARES = (0.25, 0.5, 0.75)
 _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
 
 
-@click.command("speculative", cls=EngineCommand)
-@model_options(shapes=(*DENSE_SHAPES, *SEQ2SEQ_SHAPES))
+@benchmark(
+    "speculative",
+    "default",
+    data_option,
+    device_option(PHONES),
+    shapes=(*DENSE_SHAPES, *SEQ2SEQ_SHAPES),
+    parts=PARTS,
+)
 @click.option(
     "--draft",
     type=click.Path(path_type=Path),
@@ -56,7 +59,6 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
     help="Make the model N times as deep and wide by units that cancel: the same answers of a model that is "
     "much larger than its draft.",
 )
-@data_option
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
@@ -88,9 +90,6 @@ _ANSWERED = {"prompts": "prompts", "count": "count", "preset": "presets"}
     + "; ".join(f"{name}: {what}" for name, what in PRESETS.items())
     + "). Repeatable.  [default: all]",
 )
-@device_option(PHONES)
-@parts_option(PARTS)
-@report_options
 def speculative_command(
     subject: ModelOrShape,
     draft: Path,
@@ -175,7 +174,7 @@ def _plan(
     from benchmarks.speculation.run import Plan
     from jaxllm.tasks.rouge import require_rouge
 
-    plan, judged = Plan.quick() if report.quick else Plan(), True
+    judged = True
     if report.quick and parts == tuple(PARTS):
         parts = tuple(part for part in parts if part != "in-memory")
     try:
@@ -184,15 +183,8 @@ def _plan(
         judged = False
         if "systems" in parts:
             tell("without BLD and STI, whose answers are judged by Rouge: pip install 'jaxllm[bench]'")
-    return dataclasses.replace(
-        plan,
-        prompts=count or plan.prompts,
-        shares=shares or plan.shares,
-        devices=named_devices(devices) or plan.devices,
-        parts=parts,
-        presets=presets or plan.presets,
-        judged=judged,
-    )
+    chosen = {"prompts": count, "shares": shares, "devices": named_devices(devices), "presets": presets}
+    return dataclasses.replace(report.plan(Plan, parts=parts, **chosen), judged=judged)
 
 
 def _shape_rows(subject: ModelOrShape, shares: tuple[float, ...], progress: "Progress") -> "list[Row]":

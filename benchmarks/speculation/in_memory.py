@@ -13,27 +13,26 @@ in pairs that read the same and write the opposite, and so cancel. They cost sto
 much as any weights, and answers stay those of the trained model (up to rounding). Rows name enlarged models.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.children import in_turns
+from benchmarks.harness.plan import silent
 from benchmarks.harness.report import Row
-from benchmarks.models import Checkpoint
-from benchmarks.peers import DRAFTED, OURS, PEERS, Opening, Peer
+from benchmarks.models import Checkpoint, float_params
+from benchmarks.peers import DRAFTED, OURS, PEERS, Opening
 from benchmarks.peers.peer import unavailable
-from benchmarks.peers.process import Child, threads_of
+from benchmarks.peers.process import Child, opened, threads_of
 from benchmarks.speculation.answers import ALL, Spent, spent_rows, token_ms
 from jaxllm.bundle import Bundle, write_bundle
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import dequantize
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 
@@ -112,27 +111,15 @@ def in_memory_rows(
       PeerFailed: a system cannot be opened.
     """
     checkpoint = Checkpoint.find(model)
-    opened = _Opened(checkpoint, tokens + 1, context_tokens, progress, draft)
-    with opened:
-        opened.open(DRAFTED[0], _WIDTH)
-        opened.open(OURS, _WIDTH)
-        for peer in (PEERS[LLAMA], DRAFTED[1]):
-            if reason := unavailable(peer, checkpoint.cfg):
-                tell(f"without {peer.name}: {reason}")
-                continue
-            (format_,) = peer.systems("int8").values()
-            opened.open(peer, format_)
-        chosen = {task: each for task, each in tried.items() if each} or {
-            task: each[:1] for task, each in prompts.items()
-        }
-        systems = {
-            name: Turns(child, _fastest(child, chosen, tokens)) for name, child in opened.children.items()
-        }
+    openings = _openings(checkpoint, draft, tokens + 1, context_tokens, progress, tell)
+    chosen = {task: each for task, each in tried.items() if each} or {
+        task: each[:1] for task, each in prompts.items()
+    }
+    with opened(openings, progress) as children:
+        systems = {name: Turns(child, _fastest(child, chosen, tokens)) for name, child in children.items()}
         asked = [(task, prompt) for task, each in prompts.items() for prompt in each]
-        for number, (task, prompt) in enumerate(asked):
-            # No system always runs behind the same one.
-            for turns in list(systems.values())[:: 1 if number % 2 else -1]:
-                turns.answer(task, prompt, tokens)
+        for number, (task, prompt), turns in in_turns(systems.values(), asked):
+            turns.answer(task, prompt, tokens)
             progress("Measuring in memory", number + 1, len(asked))
     plain = systems[PLAIN].answers
     notes = {name: turns.note(plain) for name, turns in systems.items()}
@@ -140,53 +127,40 @@ def in_memory_rows(
     return spent_rows(NESTED, times, f"{checkpoint.name}, all weights in memory: {ALL}", notes)
 
 
-class _Opened:
-    """Systems in processes of their own; leaving it ends them.
-
-    Attributes:
-      children: by name.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        answer_tokens: int,
-        context_tokens: int,
-        progress: Progress,
-        draft: Path | None,
-    ) -> None:
-        self._folder, self._progress = checkpoint.folder(progress), progress
-        self._context_tokens = context_tokens
-        # What systems take beside that.
-        self._own: dict[str, dict[str, Any]] = {
-            NESTED: {"answer_tokens": answer_tokens},
-            PLAIN: {"context_tokens": context_tokens},
-        }
-        if draft is not None:
-            folder = Checkpoint.find(draft).folder(progress)
-            self._own[NESTED] |= {"draft": str(draft)}
-            self._own[LLAMA_DRAFTED] = {"draft": str(folder)}
-        self._stack = contextlib.ExitStack()
-        self.children: dict[str, Child] = {}
-
-    def __enter__(self) -> "_Opened":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-
-    def open(self, peer: Peer, format_: str) -> None:
-        """Opens a system at a format of its own."""
-        opening = Opening(
-            peer=peer.name,
-            model=self._folder,
-            format=format_,
-            threads=threads_of(0),
-            context_tokens=self._context_tokens,
-            options=self._own.get(peer.name, {}),
+def _openings(
+    checkpoint: Checkpoint,
+    draft: Path | None,
+    answer_tokens: int,
+    context_tokens: int,
+    progress: Progress,
+    tell: Callable[[str], None],
+) -> dict[str, Opening]:
+    """What each system opens, with what it takes besides."""
+    own: dict[str, dict[str, Any]] = {
+        NESTED: {"answer_tokens": answer_tokens},
+        PLAIN: {"context_tokens": context_tokens},
+    }
+    if draft is not None:
+        own[NESTED] |= {"draft": str(draft)}
+        own[LLAMA_DRAFTED] = {"draft": str(Checkpoint.find(draft).folder(progress))}
+    formats: dict[str, str] = {NESTED: _WIDTH, PLAIN: _WIDTH}
+    for peer in (PEERS[LLAMA], DRAFTED[1]):
+        if reason := unavailable(peer, checkpoint.cfg):
+            tell(f"without {peer.name}: {reason}")
+        else:
+            (formats[peer.name],) = peer.systems("int8").values()
+    folder, threads = checkpoint.folder(progress), threads_of(0)
+    return {
+        name: Opening(
+            peer=name,
+            model=folder,
+            format=each,
+            threads=threads,
+            context_tokens=context_tokens,
+            options=own.get(name, {}),
         )
-        child = Child(f"{peer.name} {format_}", opening, self._progress)
-        self.children[peer.name] = self._stack.enter_context(child)
+        for name, each in formats.items()
+    }
 
 
 def _fastest(child: Child, tried: Mapping[str, Sequence[Sequence[int]]], tokens: int) -> str:
@@ -207,7 +181,7 @@ _VERSION = 1
 _READS_SCALE = np.float32(0.5)
 
 
-def enlarged_bundle(model: Path, times: int, progress: Progress | None = None) -> Path:
+def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Path:
     """The bundle of a model with `times` as many layers, each with `times` as many neurons, made unless it is
     there.
 
@@ -226,11 +200,7 @@ def enlarged_bundle(model: Path, times: int, progress: Progress | None = None) -
         cache_folder() / "benchmarks" / "enlarged" / f"v{_VERSION}-{bundle.fingerprint[:16]}-{times}.jaxllm"
     )
     if not path.exists():
-        params = {
-            name: np.asarray(dequantize(value, jnp.dtype(jnp.float32)))
-            for name, value in bundle.load().items()
-        }
-        cfg, enlarged = enlarge(bundle.cfg, params, times, progress)
+        cfg, enlarged = enlarge(bundle.cfg, float_params(bundle), times, progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bundle(
             path,
@@ -244,7 +214,7 @@ def enlarged_bundle(model: Path, times: int, progress: Progress | None = None) -
 
 
 def enlarge(
-    cfg: ModelConfig, params: Mapping[str, np.ndarray], times: int, progress: Progress | None = None
+    cfg: ModelConfig, params: Mapping[str, np.ndarray], times: int, progress: Progress = silent
 ) -> tuple[ModelConfig, Iterator[tuple[str, np.ndarray]]]:
     """The larger model's config, and its parameters as they are drawn (see `enlarged_bundle`).
 
@@ -279,7 +249,7 @@ def _enlarged(
     large: ModelConfig,
     params: Mapping[str, np.ndarray],
     times: int,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Iterator[tuple[str, np.ndarray]]:
     specs = param_specs(large)
     for number, (name, spec) in enumerate(specs.items()):
@@ -298,8 +268,7 @@ def _enlarged(
             else:
                 value = origin
         yield name, value
-        if progress is not None:
-            progress("Enlarging the model", number + 1, len(specs))
+        progress("Enlarging the model", number + 1, len(specs))
 
 
 def _cancelling(

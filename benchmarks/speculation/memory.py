@@ -1,22 +1,19 @@
 """Measures the memory of a process that runs a model larger than its budget, and how fast it reads.
 
 Each budget has a process of its own, which runs twice: from its second start on, a service reads its buckets
-from benchmarks.harness.report import OURS
 from disk. The growth of the process's resident memory above that of Python and JAX, before the model was
 opened, is compared with the budget.
 """
 
 import concurrent.futures
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
-from benchmarks.harness.report import OURS, Row
-from jaxllm.errors import ConfigError, one_line
+from benchmarks.harness.children import Taken, taken_by
+from benchmarks.harness.plan import silent
+from benchmarks.harness.report import Row, row
+from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
@@ -33,7 +30,7 @@ _DEPTHS, _BLOCK_BYTES = (1, 2, 4, 8), 4 << 20
 def memory_rows(
     model: Path,
     budgets: Sequence[int],
-    progress: Progress | None = None,
+    progress: Progress = silent,
     *,
     context_tokens: int = CONTEXT_TOKENS,
 ) -> list[Row]:
@@ -50,24 +47,15 @@ def memory_rows(
     """
     rows = []
     for number, budget in enumerate(budgets):
-        words = [str(model), str(budget), str(context_tokens)]
-        command = [sys.executable, "-m", "benchmarks.speculation.memory", *words]
-        found = {}
         disk = disk_bytes_per_s(model)
-        for _ in range(2):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                said = done.stderr.strip().splitlines()[-1:]
-                raise ConfigError(
-                    f"a budget of {budget:,} bytes could not be tried: {one_line(''.join(said))}"
-                )
-            found = json.loads(done.stdout.splitlines()[-1])
+        taken_by(_answered, model, budget, context_tokens)
+        taken = taken_by(_answered, model, budget, context_tokens)
         # Measured before and after: disks of shared machines change from minute to minute.
         disk = (disk + disk_bytes_per_s(model)) / 2
-        case = f"{model.stem}, budget {budget / 1e6:,.0f} MB, context of {found['context_tokens']:.0f} tokens"
-        rows += _rows(case, budget, found, disk)
-        if progress is not None:
-            progress("Measuring", number + 1, len(budgets))
+        context = taken.found["context_tokens"]
+        case = f"{model.stem}, budget {budget / 1e6:,.0f} MB, context of {context:.0f} tokens"
+        rows += _rows(case, budget, taken, disk)
+        progress("Measuring", number + 1, len(budgets))
     return rows
 
 
@@ -90,46 +78,27 @@ def _read_once(path: Path, depth: int) -> float:
         return reader.size_bytes / (time.perf_counter() - began)
 
 
-def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[Row]:
+def _rows(case: str, budget: int, taken: Taken, disk: float) -> list[Row]:
+    found = taken.found
     speed = found["read_bytes"] / found["took_s"]
     kept = (
         f"{found['resident']:.0f} pieces are resident"
         if "resident" in found
         else f"{found['hit_rate']:.0%} of visits to experts found them resident"
     )
-    plan = f"{kept}; reads {found['read_bytes'] / 1e6:,.0f} MB for {found['passes']:.0f} passes"
-
-    def row(metric: str, value: float, unit: str, **more: object) -> Row:
-        return Row(case=case, system=OURS, metric=metric, value=value, unit=unit, **more)  # pyright: ignore
-
+    plan = f"{kept}; reads {found['read_bytes'] / 1e6:,.0f} MB for {_TOKENS} passes"
+    note = f"above {taken.idle_bytes / 1e6:,.0f} MB of Python and JAX; {plan}"
+    share = f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s of reads alone"
+    ratio = budget / taken.peak_bytes
     return [
-        row(
-            "peak_memory_bytes",
-            found["peak_bytes"],
-            "bytes",
-            baseline="budget",
-            ratio=budget / found["peak_bytes"],
-            note=f"above {found['runtime_bytes'] / 1e6:,.0f} MB of Python and JAX; {plan}",
-        ),
-        row("tpot_ms", found["tpot_ms"], "ms"),
-        row(
-            "bandwidth_share",
-            speed / disk,
-            "share",
-            note=f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s of reads alone",
-        ),
+        row(case, "peak_memory_bytes", taken.peak_bytes, note, baseline="budget", ratio=ratio),
+        row(case, "tpot_ms", found["tpot_ms"]),
+        row(case, "bandwidth_share", speed / disk, share),
     ]
 
 
-def _measure(model: str, budget: int, context_tokens: int) -> dict[str, float]:
-    """Answers in this process, with the model's buckets compiled or read, and measures the second answer."""
-    import jax
-    import numpy as np
-
-    # JAX takes memory of its own before there is a model.
-    jax.device_put(np.zeros(4)).block_until_ready()
-    reset_peak_memory()
-    before = peak_resident_bytes()
+def _answered(model: Path, budget: int, context_tokens: int) -> dict[str, float]:
+    """Answers twice, with the model's buckets compiled or read: facts of the second answer."""
     with open_model(model) as bundle:
         context = min(context_tokens, bundle.cfg.window_tokens)
     engine = Engine.open(model, options=EngineOptions(context_tokens=context, memory_bytes=budget))
@@ -148,14 +117,7 @@ def _measure(model: str, budget: int, context_tokens: int) -> dict[str, float]:
     return {
         **how,
         "context_tokens": context,
-        "peak_bytes": peak_resident_bytes() - before,
-        "runtime_bytes": before,
         "tpot_ms": generation.timings.tpot_ms(len(generation.tokens)),
         "read_bytes": counts.read_bytes - read,
         "took_s": time.perf_counter() - began,
-        "passes": _TOKENS,
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(_measure(sys.argv[1], *map(int, sys.argv[2:]))))

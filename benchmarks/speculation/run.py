@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.harness.machine import PHONES, Device, named_devices
-from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.harness.plan import BasePlan, silent, sized, unheard
+from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.models import Checkpoint
 from benchmarks.speculation import PARTS, PRESETS
 from benchmarks.speculation.answers import (
@@ -36,6 +37,7 @@ from benchmarks.speculation.systems import (
     systems,
     tuned_systems,
 )
+from jaxllm.bundle import Bundle
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
@@ -49,7 +51,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(BasePlan):
     """Sizes of one run.
 
     Attributes:
@@ -66,22 +68,17 @@ class Plan:
       seed: of the choice of prompts.
     """
 
-    prompts: int = 10
-    tokens: int = 64
-    tried: int = 2
-    compared_answers: int = 200
+    prompts: int = sized(10, quick=1)
+    tokens: int = sized(64, quick=24)
+    tried: int = sized(2, quick=0)
+    compared_answers: int = sized(200, quick=4)
     context_tokens: int = 512
     shares: tuple[float, ...] = (0.5,)
-    devices: tuple[Device, ...] = named_devices(PHONES)
+    devices: tuple[Device, ...] = sized(named_devices(PHONES), quick=named_devices(PHONES[:1]))
     parts: tuple[str, ...] = tuple(PARTS)
     presets: tuple[str, ...] = tuple(PRESETS)
     judged: bool = True
     seed: int = 0
-
-    @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for the packaged models."""
-        return cls(prompts=1, tokens=24, tried=0, compared_answers=4, devices=named_devices(PHONES[:1]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +101,8 @@ class Subject:
 def run(
     subject: Subject,
     plan: Plan,
-    progress: Progress | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
+    tell: Callable[[str], None] = unheard,
 ) -> list[Row]:
     """Measures everything.
 
@@ -120,11 +117,11 @@ def run(
       CheckpointError: a model cannot be opened.
     """
     rows: list[Row] = []
-    target = _Target.read(subject.model)
+    target = open_model(subject.model)
     # Small models have small windows.
-    plan = dataclasses.replace(plan, context_tokens=min(plan.context_tokens, target.window_tokens))
-    prompts = Prompts.read(subject, plan, target.tokenizer)
-    if "in-memory" in plan.parts and not target.alone:
+    plan = dataclasses.replace(plan, context_tokens=min(plan.context_tokens, target.cfg.window_tokens))
+    prompts = Prompts.read(subject, plan, open_tokenizer(target.tokenizer_files()))
+    if "in-memory" in plan.parts and target.cfg.encoder is not None:
         tell("without in-memory: it is of decoders alone")
     elif "in-memory" in plan.parts:
         rows += in_memory_rows(
@@ -133,7 +130,7 @@ def run(
             prompts.tried,
             tokens=plan.tokens - 1,
             context_tokens=plan.context_tokens,
-            progress=progress or (lambda *_: None),
+            progress=progress,
             tell=tell,
             draft=subject.draft,
         )
@@ -142,41 +139,12 @@ def run(
     return rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Target:
-    """What a run has to know of the target.
-
-    Attributes:
-      tokenizer: of its prompts.
-      weight_bytes: of all weights.
-      window_tokens: of its window.
-      alone: whether it is a decoder alone.
-    """
-
-    tokenizer: Tokenizer
-    weight_bytes: int
-    window_tokens: int
-    alone: bool
-
-    @classmethod
-    def read(cls, model: Path) -> Self:
-        """Reads them from a bundle."""
-        with open_model(model) as bundle:
-            tokenizer = open_tokenizer(bundle.tokenizer_files())
-            return cls(
-                tokenizer=tokenizer,
-                weight_bytes=bundle.weight_bytes,
-                window_tokens=bundle.cfg.window_tokens,
-                alone=bundle.cfg.encoder is None,
-            )
-
-
 def _budget_rows(
     subject: Subject,
     plan: Plan,
-    target: _Target,
+    target: Bundle,
     prompts: "Prompts",
-    progress: Progress | None,
+    progress: Progress,
     tell: Callable[[str], None],
 ) -> list[Row]:
     """Rows of every storage and budget.
@@ -188,7 +156,7 @@ def _budget_rows(
     narrow: Mapping[float, Path] = {}
     if "systems" in plan.parts and plan.judged and subject.draft is None:
         tell("without BLD: its small model answers by itself; name one by --draft")
-    if "systems" in plan.parts and plan.judged and not target.alone:
+    if "systems" in plan.parts and plan.judged and target.cfg.encoder is not None:
         tell("without STI: the shards of encoder-decoders are not judged yet")
     elif "systems" in plan.parts and plan.judged:
         texts = [each for all_ in prompts.tried.values() for each in all_]
@@ -258,7 +226,7 @@ class _Systems:
     """
 
     def __init__(
-        self, setting: Setting, device: Device, prompts: Prompts, plan: Plan, progress: Progress | None
+        self, setting: Setting, device: Device, prompts: Prompts, plan: Plan, progress: Progress
     ) -> None:
         self._setting, self._device, self._plan, self._progress = setting, device, plan, progress
         self._asked = {
@@ -334,7 +302,7 @@ class _Systems:
             chosen[STDPL].close()
         times = {name: token_ms(spent(found)) for name, found in answers.items()}
         case = f"{case}: unguessable"
-        return compared(times, ours=OURS, case=case, metric="tpot_ms", unit="ms", lower_is_better=True)
+        return compared(case, "tpot_ms", times)
 
 
 def _read_prompts(
@@ -346,7 +314,7 @@ def _read_prompts(
     )
 
 
-def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress | None) -> list[Row]:
+def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress) -> list[Row]:
     """The share of our answers that equal, token for token, those of the target in memory without a draft."""
     whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
     prompts = _read_prompts(subject, plan, whole.tokenizer, plan.compared_answers, plan.seed + 1)
@@ -357,16 +325,6 @@ def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress 
         sampling = Sampling() if place % 2 else Sampling(temperature=0.8, top_p=0.95, seed=place)
         config = GenerationConfig(max_tokens=plan.tokens, sampling=sampling)
         same += engine.generate(prompt, config).tokens == whole.generate(prompt, config).tokens
-        if progress is not None:
-            progress("Comparing answers", place + 1, len(asked))
+        progress("Comparing answers", place + 1, len(asked))
     note = f"{same} of {len(asked)} answers, half of them greedy and half drawn"
-    return [
-        Row(
-            case="same answers",
-            system=OURS,
-            metric="agreement",
-            value=same / len(asked),
-            unit="share",
-            note=note,
-        )
-    ]
+    return [row("same answers", "agreement", same / len(asked), note)]

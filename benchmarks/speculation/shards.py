@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.plan import silent
+from benchmarks.models import float_params
 from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
@@ -77,7 +79,7 @@ def first_bits(mean_bits: float) -> Bits:
 
 
 def narrow_bundles(
-    model: Path, mean_bits: Sequence[float], texts: Sequence[Sequence[int]], progress: Progress | None = None
+    model: Path, mean_bits: Sequence[float], texts: Sequence[Sequence[int]], progress: Progress = silent
 ) -> dict[float, Path]:
     """Bundles of a model for STI, by their mean bits of a shard's weight, made unless they are there.
 
@@ -104,9 +106,7 @@ def narrow_bundles(
             return found
         shards = shards_of(bundle.cfg)
         specs = param_specs(bundle.cfg)
-        floats = {
-            name: np.asarray(dequantize(each, jnp.dtype(jnp.float32))) for name, each in bundle.load().items()
-        }
+        floats = float_params(bundle)
         sizes = {shard: sum(floats[name].size for name in names) for shard, names in shards.items()}
         folder.mkdir(parents=True, exist_ok=True)
         for bits, path in missing.items():
@@ -137,14 +137,10 @@ def _without_planes(model: Path) -> Path:
         path = folder / f"v{_VERSION}-{bundle.fingerprint[:16]}-int8.jaxllm"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            floats = (
-                (name, np.asarray(dequantize(each, jnp.dtype(jnp.float32))))
-                for name, each in bundle.load().items()
-            )
             write_bundle(
                 path,
                 cfg=bundle.cfg,
-                params=floats,
+                params=float_params(bundle).items(),
                 weights="int8",
                 tokenizer=bundle.tokenizer_files(),
                 name=bundle.layout.name,
@@ -157,7 +153,7 @@ def shard_importance(
     params: Mapping[str, np.ndarray],
     texts: Sequence[Sequence[int]],
     bits: Bits,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """The divergence (Kullback-Leibler, nats per token) of the model's predictions where one shard alone is
     narrowed, from those of the whole model, by shard.
@@ -202,8 +198,7 @@ def shard_importance(
             for name in names
         }
         found[shard] = float(divergence({**placed, **narrowed}, whole))
-        if progress is not None:
-            progress("Measuring shards", number + 1, len(shards))
+        progress("Measuring shards", number + 1, len(shards))
     return found
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.report import Row
-from benchmarks.train.steps import random_batch, row, size_of
+from benchmarks.harness.report import Row, row
+from benchmarks.train.steps import random_batch, size_of
 from jaxllm.errors import JaxllmError
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
 from jaxllm.training.loop.trainer import Preempted, Trainer, train
@@ -148,12 +148,12 @@ def compare_integer_prefill() -> list[Row]:
     words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", _PROMPT, "--max-tokens", "20")
     texts = {device: _output_of(*words, "--integer-device", device) for device in ("cpu", "gpu")}
     same = float(texts["cpu"] == texts["gpu"])
-    return [row("integer prefill with --integer-device gpu", "same_answer", same, "", texts["gpu"].strip())]
+    return [row("integer prefill with --integer-device gpu", "same_answer", same, texts["gpu"].strip())]
 
 
 def _ours(printed: Mapping[str, Any]) -> Row:
     case = f"{printed['case']} ({printed['system']})"
-    return row(case, printed["metric"], printed["value"], printed["unit"], printed.get("note"))
+    return row(case, printed["metric"], printed["value"], printed.get("note"), unit=printed["unit"])
 
 
 def _output_of(*words: str) -> str:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.report import OURS, Row
+from benchmarks.harness.report import Row, row
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.elastic.ladder import Ladder
@@ -65,11 +65,6 @@ SIZES = {
 }
 
 
-def row(case: str, metric: str, value: float, unit: str = "", note: str | None = None) -> Row:
-    """A row of ours."""
-    return Row(case=case, system=OURS, metric=metric, value=value, unit=unit, note=note)
-
-
 def size_of(name: str) -> Size:
     """The size of a name.
 
@@ -87,10 +82,10 @@ def random_batch(size: Size, seed: int = 0) -> Batch:
     shape = size.batch, size.row_tokens
     ids = draw.integers(0, size.cfg.vocab_size, (shape[0], shape[1] + 1)).astype(np.int32)
     starts = np.zeros(shape, np.int32)
-    for row in starts:
+    for own in starts:
         at = 0
-        while at < len(row):
-            row[at:] = at
+        while at < len(own):
+            own[at:] = at
             at += int(draw.integers(50, 1000))
     weights = np.ones(shape, np.float32)
     # The token after a document's last is the next one's first.
@@ -231,18 +226,18 @@ def _trained(case: str, size: Size, settings: TrainSettings, job: Job, repetitio
 
     took_s = median_s(step, repetitions, warm_steps=_WARM_STEPS)
     rows = _rows(case, size, took_s, job.flops_per_token)
-    return [*rows, row(case, "build_ms", trainer.compile_s * 1e3, "ms")]
+    return [*rows, row(case, "build_ms", trainer.compile_s * 1e3)]
 
 
 def _rows(case: str, size: Size, took_s: float, flops_per_token: float | None) -> list[Row]:
     tokens_per_s = size.batch * size.row_tokens / took_s
     rows = [
-        row(case, "train_tokens_per_s", tokens_per_s, "tokens/s"),
-        row(case, "peak_memory_bytes", peak_memory_bytes(), "bytes"),
+        row(case, "train_tokens_per_s", tokens_per_s),
+        row(case, "peak_memory_bytes", peak_memory_bytes()),
     ]
     device = known_device(jax.devices()[0].device_kind)
     if device is not None and flops_per_token is not None:
-        rows.append(row(case, "mfu", tokens_per_s * flops_per_token / device.flops, "share"))
+        rows.append(row(case, "mfu", tokens_per_s * flops_per_token / device.flops))
     return rows
 
 
@@ -278,7 +273,7 @@ def check_attention(tokens: int, heads: int, kv_heads: int, width: int, repetiti
     rows = []
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
         error = float(_norm(one - other) / _norm(other))
-        rows.append(row(case, f"relative_error_{name}", error, "", "of bfloat16 to float32"))
+        rows.append(row(case, f"relative_error_{name}", error, "of bfloat16 to float32"))
     inside = slice(BORDERS[1], BORDERS[2])
     asked = jnp.zeros_like(cotangent).at[:, inside].set(cotangent[:, inside])
     crossed = 0.0
@@ -286,7 +281,7 @@ def check_attention(tokens: int, heads: int, kv_heads: int, width: int, repetiti
         outside = np.array(gradient)
         outside[:, inside] = 0
         crossed = max(crossed, float(np.abs(outside).max()))
-    rows.append(row(case, "gradient_across_borders", crossed, "", "must be 0"))
+    rows.append(row(case, "gradient_across_borders", crossed, "must be 0"))
     return rows + _timed(ours, tokens, heads, kv_heads, width, repetitions)
 
 
@@ -296,13 +291,13 @@ def _timed(ours: Compute, tokens: int, heads: int, kv_heads: int, width: int, re
     step = jax.jit(functools.partial(_outputs_and_gradients, ours))
     took_s = median_s(lambda: step(half, starts, out), repetitions, warm_steps=1)
     case = f"attention T={tokens} N={heads} K={kv_heads} H={width}"
-    rows = [row(case, "step_ms", took_s * 1e3, "ms", "forward and backward")]
+    rows = [row(case, "step_ms", took_s * 1e3, "forward and backward")]
     device = known_device(jax.devices()[0].device_kind)
     if device is not None:
         # Half of the scores are causal; the backward pass is 2.5 forward passes of 2 products.
         flops = 3.5 * 2 * 2 * given[0].shape[0] * tokens * tokens * heads * width / 2
         share = flops / took_s / device.flops
-        rows.append(row(case, "mfu", share, "share", "as if rows were one document each"))
+        rows.append(row(case, "mfu", share, "as if rows were one document each"))
     return rows
 
 

@@ -1,6 +1,7 @@
 """The planner, the timing and the figures of the elastic bench."""
 
 import dataclasses
+import itertools
 import types
 
 import numpy as np
@@ -18,11 +19,10 @@ from benchmarks.elastic.decisions import (
     plan_times,
     planned,
     size_variants,
-    variant_keys,
     with_whole,
 )
 from benchmarks.elastic.run import cases, planning_rows, replay_beside_whole, replay_rows, trace_rows
-from benchmarks.harness.report import OURS, Row
+from benchmarks.harness.report import OURS
 from benchmarks.traces import Outcome
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextOverflow
@@ -55,40 +55,6 @@ class Half:
         return 0.0
 
 
-def test_a_proposer_that_knows_no_whole_prompts():
-    levels, ratios = (50, 100), with_whole(Half.prompt_ratios)
-    assert ratios == (0.25, 0.5, 1.0)
-    # To the whole model 100 tokens take 1 s, and times shrink with both.
-    profile = DeviceProfile(
-        levels=levels, tokens=(1, 100), chunk_tokens=(1,), ttft_ms=((5.0, 500.0), (10.0, 1000.0)),
-        tpot_ms=((50.0, 50.0), (100.0, 100.0)),
-    )  # fmt: skip
-    trace = [request_of(slo) for slo in (Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.45, tpot=0.6))]
-    question = Question(trace[0].example, word_prompt(100, 1))
-    asked = Asked(
-        trace=trace, questions=[question], indices=[0, 0], whole_ms=(np.array([1000.0]), np.array([100.0]))
-    )
-    every = variant_keys(levels, ratios)
-    ours = Variants(
-        names=tuple(map(str, every)),
-        ttft_ms=np.array([[profile.ttft(level, int(100 * ratio)) for level, ratio in every]]),
-        tpot_ms=np.array([[profile.tpot(level, 1) for level, _ in every]]),
-        # Half the model with half of the prompt, and everything.
-        right=np.array([[False, True, False, False, False, True]]),
-        change_ms=np.zeros(6),
-    )
-    done = planned(Planner(profile, levels, Half()), ours, asked, levels, ratios, np.zeros(1))
-    assert (done.right.tolist(), done.met.tolist()) == ([True, True], [True, True])
-    others = ablations(ours, asked, levels, ratios, np.zeros(1), np.zeros(1), seed=0)
-    assert others["jaxllm-oracle"].right.all()
-    # Without shorter prompts half the model must do, which takes too long and is wrong.
-    assert others["jaxllm-model-only"].right.tolist() == [True, False]
-    assert others["jaxllm-model-only"].met.tolist() == [True, False]
-    # The whole model is too slow per token with any prompt.
-    assert others["jaxllm-prompt-only"].met.tolist() == [True, False]
-    assert others["LG2+CS (no sparsity)"].met.all()
-
-
 class Slow(Half):
     """Takes a tenth of the whole model's time to look at a prompt of 100 tokens."""
 
@@ -104,15 +70,17 @@ class Slow(Half):
         return float(tokens)
 
 
-def trace_of(slos, tasks, right):
+def trace_of(slos, tasks, right, proposer=None):
     """A trace of questions of 100 tokens of a model of two levels, and its variants, right as given."""
-    levels, ratios = (50, 100), with_whole(Slow.prompt_ratios)
+    proposer = proposer or Slow()
+    levels, ratios = (50, 100), with_whole(proposer.prompt_ratios)
+    # To the whole model 100 tokens take 1 s, and times shrink with both.
     profile = DeviceProfile(
         levels=levels, tokens=(1, 100), chunk_tokens=(1,), ttft_ms=((5.0, 500.0), (10.0, 1000.0)),
         tpot_ms=((50.0, 50.0), (100.0, 100.0)),
     )  # fmt: skip
     trace = [dataclasses.replace(request_of(slo), task=task) for slo, task in zip(slos, tasks, strict=True)]
-    count, every = len(right), variant_keys(levels, ratios)
+    count, every = len(right), tuple(itertools.product(levels, ratios))
     asked = Asked(
         trace=trace,
         questions=[Question(trace[0].example, word_prompt(100, 1))] * count,
@@ -125,8 +93,27 @@ def trace_of(slos, tasks, right):
         tpot_ms=np.array([[profile.tpot(level, 1) for level, _ in every]] * count),
         right=right,
         change_ms=np.zeros(len(every)),
+        keys=every,
     )
-    return Planner(profile, levels, Slow()), ours, asked, levels, ratios
+    return Planner(profile, levels, proposer), ours, asked
+
+
+def test_a_proposer_that_knows_no_whole_prompts():
+    slos = (Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.45, tpot=0.6))
+    # Half the model with half of the prompt, and everything.
+    right = np.array([[False, True, False, False, False, True]])
+    planner, ours, asked = trace_of(slos, ["mood"] * 2, right, Half())
+    assert ours.keys[:3] == ((50, 0.25), (50, 0.5), (50, 1.0))
+    done = planned(planner, ours, asked, np.zeros(1))
+    assert (done.right.tolist(), done.met.tolist()) == ([True, True], [True, True])
+    others = ablations(ours, asked, np.zeros(1), np.zeros(1), seed=0)
+    assert others["jaxllm-oracle"].right.all()
+    # Without shorter prompts half the model must do, which takes too long and is wrong.
+    assert others["jaxllm-model-only"].right.tolist() == [True, False]
+    assert others["jaxllm-model-only"].met.tolist() == [True, False]
+    # The whole model is too slow per token with any prompt.
+    assert others["jaxllm-prompt-only"].met.tolist() == [True, False]
+    assert others["LG2+CS (no sparsity)"].met.all()
 
 
 def test_nothing_is_ahead_of_the_oracle():
@@ -135,11 +122,11 @@ def test_nothing_is_ahead_of_the_oracle():
     shares = draw.uniform(0.15, 1.0, (400, 2)).round(2)
     slos = [Slo(ttft=float(ttft), tpot=float(tpot)) for ttft, tpot in shares]
     tasks = ["mood", "news"] * 200
-    planner, ours, asked, levels, ratios = trace_of(slos, tasks, draw.random((50, 6)) < 0.4)
+    planner, ours, asked = trace_of(slos, tasks, draw.random((50, 6)) < 0.4)
     passes = np.full(50, 100.0)
-    found = ablations(ours, asked, levels, ratios, passes, passes + 20.0, seed=0)
+    found = ablations(ours, asked, passes, passes + 20.0, seed=0)
     oracle = found.pop("jaxllm-oracle")
-    found[OURS] = planned(planner, ours, asked, levels, ratios, passes)
+    found[OURS] = planned(planner, ours, asked, passes)
     for system in (OURS, "jaxllm-random", "jaxllm-fixed", "jaxllm-model-only", "jaxllm-prompt-only"):
         for share in ("right", "met", "right_and_met"):
             ahead = getattr(found[system], share) & ~getattr(oracle, share)
@@ -150,9 +137,9 @@ def test_nothing_is_ahead_of_the_oracle():
 def test_variants_take_what_they_must():
     """Half of the model takes half of the time with the whole prompt, and a tenth more to shorten it."""
     right = np.array([[False, False, True, False, False, False]])
-    _, ours, asked, levels, ratios = trace_of([Slo(ttft=0.5, tpot=0.5)], ["mood"], right)
+    _, ours, asked = trace_of([Slo(ttft=0.5, tpot=0.5)], ["mood"], right)
     passes = np.full(1, 100.0)
-    found = ablations(ours, asked, levels, ratios, passes, passes + 20.0, seed=0)
+    found = ablations(ours, asked, passes, passes + 20.0, seed=0)
     # The whole prompt is in time without a margin and without the tiny LM, and nothing else is right.
     assert found["jaxllm-oracle"].right_and_met.all()
     assert found["jaxllm-fixed"].right_and_met.all()
@@ -161,8 +148,8 @@ def test_variants_take_what_they_must():
     # Half of the prompt is right: 250 ms and a pass of 100 are 0.35.
     right = np.roll(right, -1)
     for share, in_time in ((0.35, True), (0.34, False)):
-        _, ours, asked, levels, ratios = trace_of([Slo(ttft=share, tpot=0.5)], ["mood"], right)
-        found = ablations(ours, asked, levels, ratios, passes, passes + 20.0, seed=0)
+        _, ours, asked = trace_of([Slo(ttft=share, tpot=0.5)], ["mood"], right)
+        found = ablations(ours, asked, passes, passes + 20.0, seed=0)
         assert found["jaxllm-oracle"].right_and_met.all() == in_time
 
 
@@ -171,12 +158,12 @@ def test_the_best_fixed_choices_differ_by_task_alone():
     right = np.zeros((2, 6), bool)
     right[0, 2] = right[1, 5] = True
     slos = [Slo(ttft=1.0, tpot=1.0)] * 4
-    _, ours, asked, levels, ratios = trace_of(slos, ["mood", "news"] * 2, right)
-    fixed = ablations(ours, asked, levels, ratios, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
+    _, ours, asked = trace_of(slos, ["mood", "news"] * 2, right)
+    fixed = ablations(ours, asked, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
     assert fixed.right_and_met.all()
     # Of one task one of the two questions is answered wrong.
-    _, ours, asked, levels, ratios = trace_of(slos, ["mood"] * 4, right)
-    fixed = ablations(ours, asked, levels, ratios, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
+    _, ours, asked = trace_of(slos, ["mood"] * 4, right)
+    fixed = ablations(ours, asked, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
     assert fixed.right_and_met.tolist() == [False, True] * 2
 
 
@@ -243,13 +230,6 @@ def test_a_model_of_another_tokenizer_reads_its_own_tokens(monkeypatch):
     )
 
 
-def test_some_of_the_ways():
-    some = VARIANTS.later(np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]])).only([0, 2])
-    assert some.names == ("small", "whole")
-    assert some.ttft_ms.tolist() == [[3.0, 10.0], [6.0, 20.0]]
-    assert VARIANTS.ttft_ms[0, 0] == 2.0
-
-
 def test_other_shares_of_a_model_take_times_between_its_levels():
     profile = DeviceProfile(
         levels=(50, 100), tokens=(16, 64), chunk_tokens=(16,), ttft_ms=((6.0, 12.0), (10.0, 22.0)),
@@ -260,6 +240,9 @@ def test_other_shares_of_a_model_take_times_between_its_levels():
     # 2 + 8 share and 2 + 20 share.
     np.testing.assert_allclose(found.ttft_ms, [[4, 7], [6, 12], [8, 17], [10, 22]])
     np.testing.assert_allclose(found.tpot_ms, [[2.5] * 2, [3] * 2, [3.5] * 2, [4] * 2])
+    # Some of the variants, each later than before.
+    some = VARIANTS.later(np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]])).only([0, 2])
+    assert (some.names, some.ttft_ms.tolist()) == (("small", "whole"), [[3.0, 10.0], [6.0, 20.0]])
 
 
 class Answering:
@@ -353,33 +336,3 @@ def test_all_of_the_time_is_no_limit_and_told_apart():
     assert rows["trace the five with a limit", "right_and_met"].value == 0
     assert rows["trace the five with a limit", "accuracy"].value == 0.5
     assert "in time by the profiles 50.0%" in rows["trace the five with a limit", "accuracy"].note
-
-
-def test_figures(tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmarks.elastic.run import draw
-
-    def row(case, system, metric, value):
-        return Row(case=case, system=system, metric=metric, value=value, unit="share")
-
-    rows = [
-        *(
-            row(f"level {level}", system, "level_accuracy", 0.5)
-            for level in (50, 100)
-            for system in ("a", "b")
-        ),
-        *(row(f"level {level}, prompt 16", "jaxllm", "ttft_ms", level) for level in (50, 100)),
-        *(
-            row(f"trace {case}", system, "accuracy", 0.7)
-            for case in ("<40,70>", "all six")
-            for system in "ab"
-        ),
-        *(row("trace all six", system, "right_and_met", 0.6) for system in "ab"),
-        row("planning", "jaxllm", "ttft_share", 0.04),
-    ]
-    draw(rows, tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        "elastic_level_accuracy.png", "elastic_ttft_ms.png", "elastic_trace_accuracy.png",
-        "elastic_trace_right_and_met.png",
-    }  # fmt: skip

@@ -54,9 +54,9 @@ def elastic(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_shape_has_every_level_and_its_adapter(tmp_path, monkeypatch):
+def test_a_shape_has_every_level_and_its_adapter_or_is_like_another_bundle(tmp_path, monkeypatch, elastic):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=40, window_tokens=64)
+    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
     monkeypatch.setitem(SHAPES, "small", small)
     path = elastic_shape("small", "int8", lambda *_: None)
     written = path.stat().st_mtime_ns
@@ -66,12 +66,6 @@ def test_a_shape_has_every_level_and_its_adapter(tmp_path, monkeypatch):
         assert ladder == Ladder(anchors=(5,))
         for level in ladder.levels:
             assert (read_recovery(bundle, level) is None) == (level == 100)
-
-
-def test_a_shape_is_like_another_bundle(tmp_path, monkeypatch, elastic):
-    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
-    monkeypatch.setitem(SHAPES, "small", small)
     with Bundle.open(elastic) as other:
         path = elastic_shape("small", "int8", lambda *_: None, like=other)
     with Bundle.open(path) as bundle:
@@ -217,33 +211,46 @@ def test_levels_alone_are_compared_without_a_tiny_lm(elastic, tmp_path, monkeypa
     assert [row["value"] for row in rows[:2]] == [row["value"] for row in rows[2:]]
 
 
+RANKS = np.array([[1.0, 3.0, 2.0], [2.0, 1.0, 2.0]])
+
+
 def chosen(slo, policy=largest, variants=VARIANTS, questions=(0, 1), **more):
-    done = run_trace(variants, questions, [slo] * len(questions), WHOLE, policy, **more)
-    return done.right.tolist(), done.met.tolist()
+    return run_trace(variants, questions, [slo] * len(questions), WHOLE, policy, **more)
 
 
-def test_the_largest_in_time():
-    assert chosen(Slo(ttft=1.0, tpot=1.0)) == ([True, True], [True, True])
-    assert chosen(Slo(ttft=0.5, tpot=0.5)) == ([False, True], [True, True])
-    assert chosen(Slo(ttft=0.5, tpot=0.4)) == ([True, False], [True, True])
-    # Nothing is in time: the quickest is used, and misses.
-    assert chosen(Slo(ttft=0.1, tpot=1.0)) == ([True, False], [False, False])
-
-
-def test_a_margin_is_planned_for_and_the_objective_is_what_counts():
-    assert chosen(Slo(ttft=0.52, tpot=1.0), margin=0.9) == ([True, False], [True, True])
-    assert chosen(Slo(ttft=0.21, tpot=1.0), margin=0.9) == ([True, False], [True, True])
-
-
-def test_times_per_token_may_be_taken_as_met():
-    assert chosen(Slo(ttft=1.0, tpot=0.1), ignore_tpot=True) == ([True, True], [True, True])
+@pytest.mark.parametrize(
+    ("ttft", "tpot", "how", "right", "met"),
+    [
+        # The largest in time.
+        (1.0, 1.0, {}, [True, True], [True, True]),
+        (0.5, 0.5, {}, [False, True], [True, True]),
+        (0.5, 0.4, {}, [True, False], [True, True]),
+        # Nothing is in time: the quickest is used, and misses.
+        (0.1, 1.0, {}, [True, False], [False, False]),
+        # A margin is planned for, and the objective is what counts.
+        (0.52, 1.0, {"margin": 0.9}, [True, False], [True, True]),
+        (0.21, 1.0, {"margin": 0.9}, [True, False], [True, True]),
+        # Times per token may be taken as met.
+        (1.0, 0.1, {"ignore_tpot": True}, [True, True], [True, True]),
+        # Of ranked variants the first in time is taken.
+        (1.0, 1.0, {"policy": ranked(RANKS)}, [False, True], [True, True]),
+        (0.3, 1.0, {"policy": ranked(RANKS)}, [True, False], [True, True]),
+    ],
+)
+def test_what_is_chosen(ttft, tpot, how, right, met):
+    done = chosen(Slo(ttft=ttft, tpot=tpot), **how)
+    assert (done.right.tolist(), done.met.tolist()) == (right, met)
+    # Only right answers in time count.
+    assert done.right_and_met.tolist() == [a and b for a, b in zip(right, met, strict=True)]
+    assert done.questions.tolist() == [0, 1]
 
 
 def test_changing_costs_time():
     swapped = dataclasses.replace(VARIANTS, change_ms=np.array([1.0, 6.0, 0.0]))
     tight = Slo(ttft=0.5, tpot=0.5)
     # To the middle size takes too long for both questions, to the small one not.
-    assert chosen(tight, variants=swapped) == ([True, False], [True, True])
+    done = chosen(tight, variants=swapped)
+    assert (done.right.tolist(), done.met.tolist()) == ([True, False], [True, True])
     # Once it is there it stays in use.
     free = dataclasses.replace(VARIANTS, change_ms=np.array([0.0, 6.0, 0.0]))
     done = run_trace(free, [1, 1, 0], [Slo(ttft=0.8, tpot=0.5), tight, tight], WHOLE, largest)
@@ -261,25 +268,10 @@ def test_the_bound_counts_any_variant_at_the_whole_objective():
     assert bounded(Slo(ttft=0.1, tpot=1.0)) == ([True, True], [False, False], [False, False])
 
 
-def test_of_ranked_variants_the_first_in_time_is_taken():
-    policy = ranked(np.array([[1.0, 3.0, 2.0], [2.0, 1.0, 2.0]]))
-    assert chosen(Slo(ttft=1.0, tpot=1.0), policy) == ([False, True], [True, True])
-    assert chosen(Slo(ttft=0.3, tpot=1.0), policy) == ([True, False], [True, True])
-
-
 def test_random_choices_are_in_time():
-    many = [0] * 300
-    done = run_trace(VARIANTS, many, [Slo(ttft=0.5, tpot=0.5)] * 300, WHOLE, at_random(0))
+    done = chosen(Slo(ttft=0.5, tpot=0.5), at_random(0), questions=[0] * 300)
     assert done.met.all()
     assert 0.4 < done.right.mean() < 0.6
-
-
-def test_right_answers_count_in_time():
-    done = run_trace(VARIANTS, [0, 1], [Slo(ttft=0.1, tpot=1.0)] * 2, WHOLE, largest)
-    assert (done.right.tolist(), done.right_and_met.tolist()) == ([True, False], [False, False])
-    done = run_trace(VARIANTS, [0, 1], [Slo(ttft=0.5, tpot=0.5)] * 2, WHOLE, largest)
-    assert done.right_and_met.tolist() == [False, True]
-    assert done.questions.tolist() == [0, 1]
 
 
 def test_what_the_context_does_not_hold_is_never_in_time():
@@ -288,37 +280,28 @@ def test_what_the_context_does_not_hold_is_never_in_time():
     ttft[1, 2] = np.inf
     some = dataclasses.replace(VARIANTS, ttft_ms=ttft, right=VARIANTS.right & np.isfinite(ttft))
     for policy in (largest, at_random(0)):
-        right, held = chosen(Slo(ttft=1.0, tpot=1.0), policy, some)
-        assert (right[0], held) == (False, [False, True])
-    assert chosen(Slo(ttft=1.0, tpot=1.0), largest, some)[0] == [False, True]
+        done = chosen(Slo(ttft=1.0, tpot=1.0), policy, some)
+        assert (done.right[0], done.met.tolist()) == (False, [False, True])
+        assert policy is not largest or done.right.tolist() == [False, True]
 
 
-def test_confidence_intervals_hold_the_mean_and_shrink():
+def test_confidence_intervals_are_of_questions_and_paired():
     draw = np.random.default_rng(0)
     few, many = draw.random(50) < 0.8, draw.random(5000) < 0.8
     low, high = interval(many, np.arange(5000))
     assert low < many.mean() < high
     assert high - low == pytest.approx(2 * 1.96 * np.sqrt(0.16 / 5000), rel=0.15)
     assert np.diff(interval(few, np.arange(50))) > 5 * (high - low)
-
-
-def test_a_question_that_is_asked_again_says_nothing_new():
-    right = np.random.default_rng(0).random(100) < 0.7
-    questions = np.arange(100)
+    # A question that is asked again says nothing new; as if all were new, half of the width would be left.
+    right, questions = draw.random(100) < 0.7, np.arange(100)
     once = interval(right, questions)
     assert interval(np.tile(right, 6), np.tile(questions, 6)) == pytest.approx(once)
-    # As if all were new, the interval would be less than half as wide.
     assert np.diff(interval(np.tile(right, 6), np.arange(600))) < 0.5 * np.diff(once)
-    # A question that is asked often counts as often.
-    heavy = interval(np.array([1, 1, 1, 0]), np.array([7, 7, 7, 3]))
-    assert heavy == (0.0, 1.0)
-
-
-def test_comparisons_are_paired():
-    right = np.random.default_rng(0).random(200) < 0.5
-    questions = np.arange(200)
+    # One that is asked often counts as often.
+    assert interval(np.array([1, 1, 1, 0]), np.array([7, 7, 7, 3])) == (0.0, 1.0)
     assert "by +0.0 points, paired 95 % in [+0.0, +0.0]" in lead(right, right, questions)
     # Ahead on every tenth question, whatever else is hard about them.
+    right, questions = draw.random(200) < 0.5, np.arange(200)
     behind = right & (questions % 10 > 0)
     low, high = interval(right.astype(float) - behind, questions)
     assert 0 < low < (right.mean() - behind.mean()) < high < 0.12

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,7 @@ from benchmarks.engine import run as bench
 from benchmarks.engine.run import OURS, PER_TOKEN, Plan, Subject
 from benchmarks.harness.machine import MemoryProbe
 from benchmarks.peers import PEERS
+from benchmarks.peers.process import Result, System
 from jaxllm import Engine, EngineOptions
 from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
@@ -19,7 +21,7 @@ from jaxllm.serving.evaluation.perplexity import perplexity
 from tests.tiny import TINY, tiny_params, write_tiny_bundle, write_tiny_folder
 
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=8)
-PLAN = Plan(prompt_tokens=(16, 32), decode_tokens=12, rounds=2, patience_s=0.0)
+PLAN = Plan(prompt_tokens=(16, 32), decode_tokens=12, rounds=2, patience_s=0.0, threads=1)
 TEXT = "the hello tell " * 12
 CFG = dataclasses.replace(TINY, ffn_size=96)
 
@@ -40,46 +42,59 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     path = write_tiny_bundle(tmp_path_factory.mktemp("bench") / "tiny.jaxllm", weights="int8")
-    return bench.run(Subject(model=path, threads=1), options=OPTIONS, plan=PLAN)
+    return bench.run(Subject(model=path), options=OPTIONS, plan=PLAN)
 
 
-def test_reports_load_build_and_run_apart(alone):
-    metrics = {row.metric for row in alone}
-    assert metrics == {
+def test_rows_of_a_run_alone(alone):
+    """Load, build and run apart; rates agree with times, and the share of the bandwidth with the bytes of a
+    token; decoding stands beside one token per dispatch."""
+    assert {row.metric for row in alone} == {
         "load_ms", "build_ms", "buckets", "ttft_ms", "prefill_tokens_per_s", "decode_tokens_per_s",
         "weight_bytes", "bits_per_weight", "bandwidth_share", "peak_memory_bytes", "read_bandwidth",
     } | ({"kernel_share"} if native.kernels().native else set())  # fmt: skip
     assert all(row.value > 0 for row in alone)
-
-
-def test_rates_agree_with_times(alone):
-    by_metric = {(row.case, row.metric): row.value for row in alone}
-    found = 0
-    for (case, metric), value in by_metric.items():
-        if metric == "prefill_tokens_per_s":
-            tokens = int(case.rsplit(" ", 1)[1])
-            assert value == pytest.approx(1000 * tokens / by_metric[case, "ttft_ms"])
-            found += 1
-    assert found == 2
-
-
-def test_decoding_is_measured_after_each_prompt_and_against_one_token_per_dispatch(alone):
-    decode = {(row.case, row.system): row for row in alone if row.metric == "decode_tokens_per_s"}
+    found = {(row.case, row.metric, row.system): row for row in alone}
+    weights = found["tiny int8", "weight_bytes", OURS].value
     for tokens in (16, 32):
+        case = f"tiny int8, prompt {tokens}"
+        rate, spent = (found[case, metric, OURS].value for metric in ("prefill_tokens_per_s", "ttft_ms"))
+        assert rate == pytest.approx(1000 * tokens / spent)
         case = f"tiny int8, decode 12 after {tokens}"
-        ours, plain = decode[case, OURS], decode[case, PER_TOKEN]
-        assert ours.baseline == PER_TOKEN
-        assert ours.ratio == pytest.approx(ours.value / plain.value)
+        ours, plain = (found[case, "decode_tokens_per_s", system] for system in (OURS, PER_TOKEN))
+        assert (ours.baseline, ours.ratio) == (PER_TOKEN, pytest.approx(ours.value / plain.value))
         assert (plain.baseline, plain.ratio) == (None, None)
+        # The tiny model's head is its own: of the embedding table a token reads one row.
+        step_bytes = found[case, "bandwidth_share", OURS].value * 1e9 / ours.value
+        assert 0.4 * weights < step_bytes < weights
 
 
-def test_bandwidth_share_is_bytes_per_token_times_rate(alone):
-    rate = next(r for r in alone if r.metric == "decode_tokens_per_s" and r.system == OURS)
-    share = next(r for r in alone if r.metric == "bandwidth_share" and r.case == rate.case)
-    weights = next(r for r in alone if r.metric == "weight_bytes")
-    # The tiny model's head is its own: of the embedding table a token reads one row.
-    step_bytes = share.value * 1e9 / rate.value
-    assert 0.4 * weights.value < step_bytes < weights.value
+def test_rows_of_recorded_results_name_every_peer_once():
+    """As those of a run, whose times and facts are written down."""
+    facts = {"step_bytes": 10, "bits_per_weight": 8.0, "weight_bytes": 20}
+    child = SimpleNamespace(facts=facts, peak_bytes=100)
+    names = (OURS, PER_TOKEN, "llama.cpp", "transformers-f32")
+    group = {name: System(f"{name} int8", child, ()) for name in names}
+    results = {
+        (each.name, 16): Result(
+            prefill_ms=ms, decode_ms=2 * ms, prefill_kernel_ms=0.0, decode_kernel_ms=0.0, decode_setting=None,
+            prefill_setting="flash", readable_bytes=1000.0, disturbed=1, samples=3,
+        )
+        for each, ms in zip(group.values(), (4.0, 8.0, 2.0, 16.0), strict=True)
+    }  # fmt: skip
+    rows = bench.speed_rows("tiny int8", group, results, 16, 12)
+    prefill = [row for row in rows if row.metric == "prefill_tokens_per_s"]
+    assert [(row.system, row.baseline, row.ratio) for row in prefill] == [
+        (OURS, "llama.cpp", 0.5),
+        (OURS, "transformers-f32", 4.0),
+        ("llama.cpp", None, None),
+        ("transformers-f32", None, None),
+    ]
+    assert {row.note for row in prefill} == {"flash, 1 of 3 rounds disturbed"}
+    decode = {row.baseline: row.ratio for row in rows if row.metric == "decode_tokens_per_s" and row.baseline}
+    assert decode == {PER_TOKEN: 2.0, "llama.cpp": 0.5, "transformers-f32": 4.0}
+    assert not [row for row in rows if row.metric == "kernel_share"]
+    assert {row.value for row in rows if row.metric == "bandwidth_share"} == {10 * 12 / 1000}
+    assert {row.system for row in bench.memory_rows("tiny int8", group)} == {*names} - {PER_TOKEN}
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +102,11 @@ def beside(folder, tmp_path_factory):
     """Two widths, all peers that are installed, and a text."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(TEXT)
-    subject = Subject(model=folder, weights=("f32", "int8"), peers=("all",), threads=1, text=text)
+    subject = Subject(model=folder, weights=("f32", "int8"), peers=("all",), text=text)
     return bench.run(subject, options=OPTIONS, plan=dataclasses.replace(PLAN, prompt_tokens=(16,), rounds=1))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_one_row_per_system_and_case_and_ours_once_per_baseline(beside):
     systems = {system for peer in PEERS.values() if not peer.missing() for system in peer.systems("int8")}
     if not systems:
@@ -107,7 +122,7 @@ def test_one_row_per_system_and_case_and_ours_once_per_baseline(beside):
                 assert row.ratio == pytest.approx(row.value / theirs.value)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_perplexity_is_that_of_eval_and_peers_agree(beside, folder):
     rows = [r for r in beside if r.metric == "perplexity"]
     assert {r.case.split(",")[0] for r in rows} == {"tiny f32", "tiny int8"}
@@ -128,47 +143,37 @@ def test_perplexity_is_that_of_eval_and_peers_agree(beside, folder):
         assert math.log(row.value) == pytest.approx(math.log(*floats), abs=0.05)
 
 
-def test_the_plan_shrinks_to_the_context():
+def test_the_plan_shrinks_to_the_context(monkeypatch, folder):
     plan = Plan().within(512)
     assert (plan.prompt_tokens, plan.decode_tokens) == ((64, 256, 384), 128)
     plan = Plan().within(2)
     assert (plan.prompt_tokens, plan.decode_tokens) == ((1,), 1)
-    with pytest.raises(ConfigError, match=r"at least 2 tokens.*got 1"):
-        Plan().within(1)
-
-
-def test_a_context_of_one_is_refused_before_anything_opens(monkeypatch, folder):
+    # A context of one is refused before anything opens.
     monkeypatch.setattr(bench, "OpenSystems", None)
-    with pytest.raises(ConfigError, match="--context"):
+    with pytest.raises(ConfigError, match=r"at least 2 tokens.*got 1; give a larger --context"):
         bench.run(Subject(model=folder), options=EngineOptions(context_tokens=1), plan=Plan())
 
 
 def test_a_named_peer_has_to_be_there_and_others_are_told_about(monkeypatch):
-    monkeypatch.setattr(type(PEERS["llama.cpp"]), "missing", lambda self: "llama_cpp")
-    monkeypatch.setattr(type(PEERS["transformers"]), "missing", lambda self: None)
+    monkeypatch.setattr(PEERS["llama.cpp"], "packages", ("nowhere",))
+    monkeypatch.setattr(PEERS["transformers"], "packages", ())
     told = []
     assert bench._peers(("all",), TINY, Plan(), told.append) == ["transformers"]
-    assert "llama_cpp is not installed" in told[0]
-    with pytest.raises(ConfigError, match=r"peer llama.cpp: llama_cpp is not installed: .*jaxllm\[peers\]"):
+    assert "nowhere is not installed" in told[0]
+    with pytest.raises(ConfigError, match=r"peer llama.cpp: nowhere is not installed: .*jaxllm\[peers\]"):
         bench._peers(("llama.cpp",), TINY, Plan(), told.append)
     assert bench._peers((), TINY, Plan(), told.append) == []
-
-
-def test_a_quick_run_leaves_slow_peers_out_unless_they_are_named(monkeypatch):
-    for peer in PEERS.values():
-        monkeypatch.setattr(type(peer), "missing", lambda self: None)
-    told = []
+    # A quick run leaves slow peers out unless they are named.
+    monkeypatch.setattr(PEERS["llama.cpp"], "packages", ())
     assert bench._peers(("all",), TINY, Plan.quick(), told.append) == ["llama.cpp"]
-    assert "--peer transformers" in told[0]
+    assert "--peer transformers" in told[1]
     assert bench._peers(("transformers",), TINY, Plan.quick(), told.append) == ["transformers"]
 
 
-def test_more_threads_than_cores_are_refused(folder):
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, folder):
+    many = dataclasses.replace(PLAN, threads=10**6)
     with pytest.raises(ConfigError, match="--threads must be in"):
-        bench.run(Subject(model=folder, threads=10**6), options=OPTIONS, plan=PLAN)
-
-
-def test_random_weights_have_no_perplexity(tmp_path, monkeypatch, folder):
+        bench.run(Subject(model=folder), options=OPTIONS, plan=many)
     monkeypatch.setattr(bench, "shape_folder", lambda name, progress: folder)
     with pytest.raises(ConfigError, match="trained model"):
         bench.run(Subject(shape="15m", text=tmp_path / "t"), options=OPTIONS, plan=PLAN)

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 from benchmarks.experts import seq2seq as room
 from benchmarks.experts.nested import BASELINE, BUFFERS, LOSSES, NODES, PROMPT, text_windows, widened_folder
-from benchmarks.experts.run import Plan, draw, hit_ratio, run
-from benchmarks.experts.seq2seq import Measured, Seq2SeqPlan, TaskPairs, _by_layer, _share_lost, run_seq2seq
-from benchmarks.experts.systems import EQUAL, SYSTEMS, ablations, config_of, random_mixed, widths_of
+from benchmarks.experts.run import Plan, hit_ratio, run
+from benchmarks.experts.seq2seq import Seq2SeqPlan, TaskPairs, _by_layer, _share_lost, run_seq2seq
+from benchmarks.experts.systems import EQUAL, SYSTEMS, Measured, ablations, config_of, random_mixed, widths_of
 from benchmarks.harness.machine import DEVICES, REAL
-from benchmarks.harness.report import OURS, Row, median_ratio_interval
+from benchmarks.harness.report import OURS, median_ratio_interval
 from benchmarks.models import SWITCHES, write_random_switch
 from jaxllm.bundle import Bundle, expert_widths
 from jaxllm.bundle.calibrations import expert_parts
@@ -74,28 +74,6 @@ def test_room_for_all_misses_only_once():
     assert found == pytest.approx(1 - 12 / 300)
 
 
-def test_figures(tmp_path):
-    def row(case, metric, value, system=OURS):
-        return Row(case=case, system=system, metric=metric, value=value, unit="")
-
-    rows = [
-        *(row(f"predictor: layer {layer}", "hit_rate", 0.5 + 0.1 * layer) for layer in range(3)),
-        *(row(f"eviction: {room} experts", "hit_rate", room / 10, "LRU") for room in (2, 5)),
-        row("buffer of 4 experts: HDD", "tpot_ms", 9.0),
-        row("tolerable loss 5%", "tpot_ms", 8.0),
-        row("tolerable loss 5%", "rouge2", 0.4),
-        *(row(f"{side} layer 2: HDD", "hit_rate", 0.5) for side in ("encoder", "decoder")),
-        row("HDD", "tpot_ms", 7.0),
-        row("ablation: HDD", "tpot_ms", 7.0),
-    ]
-    draw(rows, tmp_path)
-    names = (
-        "predictors", "evictions", "buffers", "losses", "rouge", "encoder_hits", "decoder_hits", "systems",
-        "ablations",
-    )  # fmt: skip
-    assert {each.name for each in tmp_path.iterdir()} == {f"experts_{name}.png" for name in names}
-
-
 def test_quick_runs_on_one_storage():
     assert Plan.quick().devices == (DEVICES["tx2-ssd"],)
     assert Plan().devices[0] == REAL
@@ -115,10 +93,6 @@ def test_wider_experts_answer_as_before(tmp_path):
     assert widened_folder(folder, tmp_path, 4) == wide
     with pytest.raises(ConfigError, match="2 times and more"):
         widened_folder(folder, tmp_path, 1)
-
-
-def test_widths_of_random_experts_are_said(tmp_path):
-    folder = write_tiny_folder(tmp_path / "folder", cfg=CFG, params=drawn_params())
     mixed = random_mixed(folder, tmp_path / "mixed.jaxllm")
     assert widths_of(mixed) == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
 
@@ -200,9 +174,7 @@ def _written(path, text):
 
 def test_rates_and_loads_by_hand():
     each = Measured(prompts=4)
-    each.visits.update({0: 20, 2: 40})
-    each.hits.update({0: 5})
-    each.loads.update({0: 15})
+    each.counts.update({("visits", 0): 20, ("visits", 2): 40, ("hits", 0): 5, ("loads", 0): 15})
     assert _by_layer(each, 0, "hit_rate") == 0.25
     assert _by_layer(each, 0, "loads_per_prompt") == 3.75
     assert _by_layer(each, 1, "hit_rate") == _by_layer(each, 2, "loads_per_prompt") == 0

@@ -1,17 +1,34 @@
 """Tests `jaxllm bench export`: forms of one model that must answer alike, and its rows."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks.export import run
-from benchmarks.export.formats import LITERT_LM, LIVE, LLAMA_CPP, STABLEHLO, STEPS, TFLITE
-from benchmarks.export.run import Plan, Subject, speed_rows
+from benchmarks.export.formats import (
+    EDGE_QUANTIZER,
+    LITERT_LM,
+    LIVE,
+    LLAMA_CPP,
+    STABLEHLO,
+    STEPS,
+    TFLITE,
+    Export,
+    Plan,
+    Subject,
+)
+from benchmarks.export.parts import OURS
+from benchmarks.export.parts import _rows as stage_rows_of
+from benchmarks.export.run import agreement_rows, opening_rows, speed_rows
 from benchmarks.peers import SYSTEMS, Opening
 from benchmarks.peers.ours import BLOCKS, PROGRAM_BLOCKS
 from benchmarks.peers.process import Result
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.stablehlo import export_stablehlo
 from jaxllm.export.subject import read_subject
-from tests.tiny import WINDOW_TOKENS, write_tiny_bundle
+from jaxllm.text.tokenizer import Tokenizer
+from tests.tiny import WINDOW_TOKENS, tiny_tokenizer, write_tiny_bundle
 
 pytest.importorskip("flatbuffers")
 
@@ -54,18 +71,11 @@ def test_rows_of_speed_name_the_baseline_of_each_form():
     rates = {LIVE: 4.0, STEPS: 2.0, STABLEHLO: 1.9, TFLITE["f32"]: 3.0, TFLITE["int8"]: 6.0, LLAMA_CPP: 5.0}
     results = {
         (system, 10): Result(
-            prefill_ms=10_000 / rate,
-            decode_ms=20_000 / rate,
-            prefill_kernel_ms=0,
-            decode_kernel_ms=0,
-            prefill_setting=None,
-            decode_setting=None,
-            readable_bytes=0,
-            disturbed=0,
-            samples=1,
+            prefill_ms=10_000 / rate, decode_ms=20_000 / rate, prefill_kernel_ms=0, decode_kernel_ms=0,
+            prefill_setting=None, decode_setting=None, readable_bytes=0, disturbed=0, samples=1,
         )
         for system, rate in rates.items()
-    }
+    }  # fmt: skip
     runtime = {"prefill_tokens_per_s": [7.0, 8.0, 9.0], "decode_tokens_per_s": [1.0, 2.0, 3.0]}
     rows = speed_rows(results, dict.fromkeys(rates), 10, 20, runtime)
     found = {(row.case, row.system, row.baseline): row for row in rows}
@@ -74,22 +84,52 @@ def test_rows_of_speed_name_the_baseline_of_each_form():
     assert found["decode 20 after 10", LITERT_LM, None].value == 2.0
     assert found["prompt 10", LIVE, None].value == pytest.approx(4.0)
     assert (("prompt 10", TFLITE["w8a8"], TFLITE["int8"])) not in found
+    facts = {LIVE: {"load_ms": 3.0, "build_ms": 4.0}, LLAMA_CPP: {}}
+    children = {
+        name: SimpleNamespace(
+            facts=each, open_peak_bytes=5, peak_bytes=6, settings=("x",), answer=answered(name)
+        )
+        for name, each in facts.items()
+    }
+    told = opening_rows(children, {STABLEHLO: Export(Path(), 7, 8.0)}, {"init_ms": [1.0], "peak_bytes": 9})
+    assert {(row.case, row.system, row.metric): row.value for row in told} == {
+        ("export", STABLEHLO, "build_ms"): 8.0, ("file", STABLEHLO, "file_bytes"): 7,
+        ("open", LIVE, "load_ms"): 3.0, ("open", LIVE, "build_ms"): 4.0,
+        ("open", LIVE, "peak_memory_bytes"): 5, ("run", LIVE, "peak_memory_bytes"): 6,
+        ("open", LLAMA_CPP, "peak_memory_bytes"): 5, ("run", LLAMA_CPP, "peak_memory_bytes"): 6,
+        ("open", LITERT_LM, "load_ms"): 1.0, ("run", LITERT_LM, "peak_memory_bytes"): 9,
+    }  # fmt: skip
+    # Answers are those of the live engine, token by token; llama.cpp's are not compared.
+    others = (STEPS, EDGE_QUANTIZER)
+    children |= {name: SimpleNamespace(settings=("x",), answer=answered(name)) for name in others}
+    agreed = agreement_rows(children, [[1], [2]], 3, Tokenizer(tiny_tokenizer()), None)
+    assert {row.system: row.value for row in agreed} == {STEPS: 1.0, EDGE_QUANTIZER: 0.5}
 
 
-@pytest.mark.slow
+def answered(name):
+    return lambda prompt, tokens, setting: {"ids": [prompt[0] + (name == EDGE_QUANTIZER and prompt == [2])]}
+
+
+@pytest.mark.campaign
 def test_a_run(bundle):
     plan = Plan(
-        prompt_tokens=(16,),
-        decode_tokens=4,
-        rounds=1,
-        answers=2,
-        answer_tokens=4,
-        context_tokens=64,
-        patience_s=0,
-    )
+        prompt_tokens=(16,), decode_tokens=4, rounds=1, answers=2, answer_tokens=4, context_tokens=64,
+        patience_s=0, threads=1,
+    )  # fmt: skip
     told: list[str] = []
-    rows = run.run(Subject(model=bundle, text=None, threads=1), plan, lambda *_: None, told.append)
+    rows = run.run(Subject(model=bundle, text=None), plan, lambda *_: None, told.append)
     agreement = {row.system: row.value for row in rows if row.metric == "agreement"}
     assert agreement[STABLEHLO] == agreement[STEPS] == 1
     assert {row.metric for row in rows} >= {"file_bytes", "load_ms", "build_ms", "decode_tokens_per_s"}
     assert all(each.startswith("without ") for each in told)
+
+
+def test_rows_of_recorded_stages_stand_beside_each_other():
+    times = {"simulated_ms": 8.0, "real_to_simulated": 1.25, "chunks": "64 + 128", "real_ms": 10.0}
+    whole, in_order = {"real_ms": 20.0}, {**times, "real_ms": 15.0}
+    found = {64: {OURS: times, f"{OURS}-in-order": in_order, TFLITE["w8a8"]: whole}}
+    rows = stage_rows_of(found)
+    spans = [(row.system, row.baseline, row.ratio) for row in rows if row.metric == "makespan_ms"]
+    assert spans[:2] == [(OURS, f"{OURS}-in-order", 1.5), (OURS, TFLITE["w8a8"], 2.0)]
+    assert rows[0].note == "chunks of 64 + 128; +25% against simulated 8 ms"
+    assert {row.system for row in rows if row.metric == "real_to_simulated"} == {OURS, f"{OURS}-in-order"}

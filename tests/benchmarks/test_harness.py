@@ -8,6 +8,8 @@ The options of benchmarks: values that other modules define, and runs without op
 import dataclasses
 import importlib
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -29,17 +31,21 @@ from benchmarks.engine import command as engine_command
 from benchmarks.harness import machine as quiet
 from benchmarks.harness import machine as storage
 from benchmarks.harness import options
+from benchmarks.harness.children import in_process, in_turns, taken_by
+from benchmarks.harness.figures import check_plot, label_bars
 from benchmarks.harness.machine import EnergyMeter, MemoryProbe
-from benchmarks.harness.memory import array_bytes, peak_resident_bytes
-from benchmarks.harness.report import Row, check_plot, compared, emit, label_bars, machine
+from benchmarks.harness.memory import array_bytes
+from benchmarks.harness.plan import BasePlan, sized
+from benchmarks.harness.report import Row, compared, emit, less_is_better, row, unit_of
 from benchmarks.peers import PEERS
 from benchmarks.service import command as service_command
 from benchmarks.service import systems
 from benchmarks.traces import HOURS, MAX_CONTEXTS, PATTERNS
 from jaxllm.cli.main import cli
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import packaged_models
 from jaxllm.serving.host.direct_io import PAGE, aligned
+from tests.benchmarks.given_processes import filled, killed
 
 ROWS = [
     Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
@@ -48,37 +54,25 @@ ROWS = [
 ]
 
 
-def test_json_is_one_object_of_the_agreed_shape_and_nothing_else(capsys):
+def test_rows_are_one_object_or_a_table_and_figures(tmp_path, capsys):
     emit("engine", ROWS, as_json=True, plot=None)
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"bench", "machine", "rows"}
-    assert result["bench"] == "engine"
-    assert result["rows"] == [dataclasses.asdict(row) for row in ROWS]
-
-
-def test_table_shows_every_row(capsys):
+    assert (result["bench"], result["rows"]) == ("engine", [dataclasses.asdict(row) for row in ROWS])
+    # The machine is described without its name.
+    assert (result["machine"]["cores"] >= 1, result["machine"]["backend"]) == (True, "cpu")
+    assert socket.gethostname() not in json.dumps(result["machine"])
     emit("engine", ROWS, as_json=False, plot=None)
     text = capsys.readouterr().out
-    assert "1.50x" in text
-    assert "10,000.0 tokens/s" in text
-    assert "at its best" in text
-
-
-def test_plot_draws_one_figure_per_metric(tmp_path):
+    assert all(part in text for part in ("1.50x", "10,000.0 tokens/s", "at its best"))
     pytest.importorskip("matplotlib")
     emit("engine", ROWS, as_json=True, plot=tmp_path / "figures")
-    drawn = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert drawn == ["engine_decode_tokens_per_s.png", "engine_ttft_ms.png"]
-    assert all(path.stat().st_size > 1000 for path in (tmp_path / "figures").iterdir())
+    drawn = {path.name: path.stat().st_size for path in (tmp_path / "figures").iterdir()}
+    assert set(drawn) == {"engine_decode_tokens_per_s.png", "engine_ttft_ms.png"}
+    assert min(drawn.values()) > 1000
 
 
-def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
-    with pytest.raises(click.UsageError, match="matplotlib"):
-        check_plot(tmp_path)
-
-
-def test_plot_into_what_is_no_folder_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_drawn_into_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(click.UsageError, match="cannot be written"):
@@ -86,31 +80,101 @@ def test_plot_into_what_is_no_folder_is_refused(tmp_path):
     check_plot(None)
     check_plot(tmp_path / "new")
     assert not list((tmp_path / "new").iterdir())
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(click.UsageError, match="matplotlib"):
+        check_plot(tmp_path)
+
+
+@pytest.mark.parametrize("bench", ["elastic", "contexts", "experts"])
+def test_every_figure_is_drawn_of_rows_that_it_is_of(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    cases = {
+        "elastic": {
+            "level_accuracy": ("level_accuracy", "level 50"),
+            "ttft_ms": ("ttft_ms", "level 50, prompt 16"),
+            "tpot_ms": ("tpot_ms", "level 100, prompt 16"),
+            "trace_accuracy": ("accuracy", "trace <40,70>"),
+            "trace_right_and_met": ("right_and_met", "trace all six"),
+        },
+        "contexts": {
+            "switch_markov_emulated_emmc_5_1": ("switch_ms", "markov, 4 contexts in 3 MB, emulated eMMC 5.1"),
+            "ablation": ("switch_ms", "ablation: markov, 4 contexts in 3 MB, real storage"),
+            "chunk_size": ("switch_ms", "chunk size: markov, 4 contexts in 3 MB, real storage"),
+            "perplexity": ("perplexity", "text behind 96 stored tokens"),
+            "accuracy": ("accuracy", "questions in up to 96 stored tokens"),
+            "recall": ("recall", "passage of 96 stored tokens repeated"),
+        },
+        "experts": {
+            "predictors": ("hit_rate", "predictor: layer 2"),
+            "evictions": ("hit_rate", "eviction: 5 experts"),
+            "buffers": ("tpot_ms", "buffer of 4 experts: HDD"),
+            "losses": ("tpot_ms", "tolerable loss 5%"),
+            "rouge": ("rouge2", "tolerable loss 5%"),
+            "encoder_hits": ("hit_rate", "encoder layer 2: HDD"),
+            "decoder_hits": ("hit_rate", "decoder layer 2: HDD"),
+            "systems": ("tpot_ms", "HDD"),
+            "ablations": ("tpot_ms", "ablation: HDD"),
+        },
+    }[bench]
+    draw = importlib.import_module(f"benchmarks.{bench}.run").draw
+    of_none = [row("density: channel", "perplexity", 4.0), row("planning", "ttft_share", 0.04)]
+    draw([*(row(case, metric, 0.5) for metric, case in cases.values()), *of_none], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{bench}_{name}.png" for name in cases}
 
 
 def test_ours_comes_once_per_baseline_with_how_many_times_better():
     values = {"jaxllm": 10.0, "a": 5.0, "b": 20.0}
-    rows = compared(values, ours="jaxllm", case="c", metric="m", unit="u", notes={"a": "so"})
+    rows = compared("c", "decode_tokens_per_s", values, {"a": "so"})
     assert [(r.system, r.baseline, r.ratio, r.note) for r in rows] == [
         ("jaxllm", "a", 2.0, None),
         ("jaxllm", "b", 0.5, None),
         ("a", None, None, "so"),
         ("b", None, None, None),
     ]
-    lower = compared(values, ours="jaxllm", case="c", metric="m", unit="u", lower_is_better=True)
-    assert [r.ratio for r in lower] == [0.5, 2.0, None, None]
+    assert [r.ratio for r in compared("c", "tpot_ms", values)] == [0.5, 2.0, None, None]
+    (alone,) = compared("c", "tpot_ms", {"jaxllm": 10.0})
+    assert (alone.value, alone.baseline, alone.ratio) == (10.0, None, None)
 
 
-def test_without_a_baseline_there_is_one_row():
-    (row,) = compared({"jaxllm": 10.0}, ours="jaxllm", case="c", metric="m", unit="u")
-    assert (row.value, row.baseline, row.ratio) == (10.0, None, None)
+def test_metrics_have_the_units_of_their_names():
+    units = {
+        "switch_ms": "ms", "contexts_within_10_ms": "contexts", "peak_memory_bytes": "bytes",
+        "recall": "nats/token", "decode_tokens_per_s": "tokens/s", "goodput_per_s": "answers/s",
+        "rouge2_held_out_loss": "share",
+        "slo_met": "share", "perplexity": "", "context_bytes_share": "times", "read_bandwidth": "bytes/s",
+    }  # fmt: skip
+    assert {metric: unit_of(metric) for metric in units} == units
+    less = {metric for metric in units if less_is_better(metric)}
+    assert less == {"switch_ms", "peak_memory_bytes", "perplexity", "context_bytes_share"}
 
 
-def test_the_machine_is_described_without_its_name():
-    facts = machine()
-    assert facts["cores"] >= 1
-    assert facts["backend"] == "cpu"
-    assert __import__("socket").gethostname() not in json.dumps(facts)
+def test_plans_are_quick_where_they_say_so():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Plan(BasePlan):
+        rounds: int = sized(5, quick=2)
+        seed: int = 7
+
+    assert (Plan(), Plan.quick()) == (Plan(rounds=5, seed=7), Plan(rounds=2, seed=7))
+    assert options.Reporting(quick=True).plan(Plan, seed=3, rounds=None) == Plan(rounds=2, seed=3)
+    assert options.Reporting(quick=False).plan(Plan, rounds=4) == Plan(rounds=4)
+
+
+def test_systems_take_turns_and_none_is_always_behind_the_same():
+    assert [*in_turns("ab", [10, 20])] == [(0, 10, "b"), (0, 10, "a"), (1, 20, "a"), (1, 20, "b")]
+
+
+def test_what_a_process_of_its_own_finds_and_takes():
+    taken = taken_by(filled, 64 << 20, environment={"JAXLLM_THREADS": "1"})
+    assert taken.found == (64 << 20, "1")
+    assert os.environ.get("JAXLLM_THREADS") != "1"
+    # What was there before is told apart.
+    assert 60 << 20 < taken.peak_bytes < 200 << 20
+    assert taken.idle_bytes > 60 << 20
+    assert taken.took_s > 0
+    with pytest.raises(ConfigError, match="too few"):
+        in_process(filled, -1)
+    with pytest.raises(JaxllmError, match="killed ended with its process"):
+        in_process(killed)
 
 
 @pytest.mark.parametrize("values", [[1.0, 12345.6], [-3.0, 2.0], [0.0, 0.0]])
@@ -126,15 +190,7 @@ def test_what_is_written_behind_bars_is_inside_of_the_frame(values):
     assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for box in boxes)
 
 
-def test_peak_memory_counts_what_the_process_holds():
-    before = peak_resident_bytes()
-    block = bytearray(64 << 20)
-    block[::4096] = b"x" * len(block[::4096])
-    assert peak_resident_bytes() >= before
-    assert peak_resident_bytes() > len(block)
-
-
-def test_arrays_take_the_pages_that_were_filled():
+def test_arrays_take_the_pages_that_werefilled():
     memory = aligned(100 * PAGE)
     assert array_bytes([memory]) == 0
     memory[5 * PAGE - 1 : 8 * PAGE] = 1
@@ -151,20 +207,16 @@ def test_bandwidth_is_bytes_per_second():
         assert 1e6 < probe.bytes_per_s() < 1e13
 
 
-@pytest.mark.parametrize(("others_s", "disturbed"), [(0.0, False), (0.05, False), (0.5, True)])
+@pytest.mark.parametrize(("others_s", "disturbed"), [(0.0, False), (0.05, False), (0.5, True), (None, None)])
 def test_what_others_take_is_what_is_left_of_all(monkeypatch, others_s, disturbed):
-    own_s, now = 2.0, {"busy": 100.0, "wall": 0.0}
+    own_s, now = 2.0, {"busy": None if others_s is None else 100.0, "wall": 0.0}
     monkeypatch.setattr(quiet, "_busy_s", lambda: now["busy"])
     monkeypatch.setattr(quiet.time, "perf_counter", lambda: now["wall"])
     monkeypatch.setattr(quiet.time, "process_time", lambda: 0.0)
     disturbance = quiet.Disturbance()
-    now |= {"busy": 100.0 + own_s + others_s, "wall": 1.0}
+    # Where the system does not tell, nothing is known.
+    now |= {"busy": None if others_s is None else 100.0 + own_s + others_s, "wall": 1.0}
     assert disturbance.ended(own_s=own_s) is disturbed
-
-
-def test_nothing_is_known_where_the_system_does_not_tell(monkeypatch):
-    monkeypatch.setattr(quiet, "_busy_s", lambda: None)
-    assert quiet.Disturbance().ended(own_s=0.0) is None
 
 
 @pytest.mark.alone  # a process that others keep from running looks asleep
@@ -201,13 +253,11 @@ def test_packages_count_and_counters_begin_anew(tmp_path):
     (second / "energy_uj").write_text("500000\n")
     assert meter.joules() == pytest.approx(2.5 + 1.0)
     assert meter.joules() == 0
-
-
-def test_there_is_no_meter_where_nothing_tells(tmp_path):
+    # There is none where nothing tells.
     assert EnergyMeter.of_machine(tmp_path / "missing") is None
-    own = package(tmp_path, "intel-rapl:0", "")
+    (first / "energy_uj").write_text("")
     assert EnergyMeter.of_machine(tmp_path) is None
-    (own / "energy_uj").unlink()
+    (first / "energy_uj").unlink()
     assert EnergyMeter.of_machine(tmp_path) is None
 
 
@@ -228,10 +278,6 @@ def test_values_are_those_of_the_modules_that_define_them():
     assert (*systems.ABLATIONS, systems.LLAMA) == service_command.SYSTEMS
 
 
-def test_every_benchmark_is_a_command():
-    assert tuple(SECTIONS["Benchmarks"]) == (*NAMES, "train")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
     """What is measured is left out; what would be measured is there."""
@@ -246,6 +292,7 @@ def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
     monkeypatch.setattr(module, "run", run)
     if name == "contexts":
         monkeypatch.setattr("benchmarks.contexts.quality.quality_rows", run)
+        monkeypatch.setattr("benchmarks.contexts.density.density_rows", run)
     if name == "experts":
         monkeypatch.setattr("benchmarks.models.Checkpoint.folder", lambda *_: Path("floats"))
     got = CliRunner().invoke(cli, ["bench", name, "--json"], catch_exceptions=False)
@@ -267,12 +314,13 @@ def _paths(values):
             yield from _paths(tuple(vars(each).values()))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_long_run_is_asked_for_in_one_way(name):
+def test_every_benchmark_is_a_command_and_its_long_run_is_asked_for_in_one_way():
+    assert tuple(SECTIONS["Benchmarks"]) == (*NAMES, "train")
     with click.Context(bench_command) as context:
-        command = bench_command.get_command(context, name)
-    (option,) = (each for each in command.params if each.name == "quick")
-    assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True)
+        commands = {name: bench_command.get_command(context, name) for name in NAMES}
+    for name, command in commands.items():
+        (option,) = (each for each in command.params if each.name == "quick")
+        assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True), name
 
 
 def test_parts_that_random_weights_lack_are_left_out_aloud(capsys):
@@ -299,15 +347,10 @@ def test_a_part_that_random_weights_lack_cannot_be_chosen(name, part):
     assert "--only" in got.stderr
 
 
-def test_random_weights_are_measured_without_choosing_a_part(monkeypatch):
-    monkeypatch.setattr("benchmarks.speculation.command._shape_rows", lambda *_: [])
-    got = CliRunner().invoke(cli, ["bench", "speculative", "--shape", "110m"], catch_exceptions=False)
-    assert got.exit_code == 0
-
-
 def bench_speculative(monkeypatch, *options):
     """What `bench speculative` would measure, how, and how the command ended."""
     seen = []
+    monkeypatch.setattr("benchmarks.speculation.command._shape_rows", lambda *_: [])
     monkeypatch.setattr("benchmarks.speculation.run.run", lambda *asked: seen.extend(asked[:2]) or [])
     got = CliRunner().invoke(cli, ["bench", "speculative", *options], catch_exceptions=False)
     return seen, got
@@ -325,35 +368,33 @@ def test_budgets_prompts_and_presets_are_what_was_asked_for(monkeypatch, tmp_pat
     assert subject.prompts == file
     assert bench_speculative(monkeypatch, "--prompts", str(file))[0][0].prompts == file
     (subject, plan), _ = bench_speculative(monkeypatch, "--full")
-    assert plan.shares == (0.5,)
-    assert plan.presets == tuple(speculative.PRESETS)
+    assert (plan.shares, plan.presets, subject.prompts) == ((0.5,), tuple(speculative.PRESETS), None)
     assert plan.tried
-    assert subject.prompts is None
+    # Answers are judged where rouge is there.
+    assert plan.judged
 
-
-def test_random_weights_are_not_asked(monkeypatch):
-    for option, value in (("--count", "3"), ("--preset", "ours"), ("--prompts", "spec-bench")):
-        seen, got = bench_speculative(monkeypatch, "--shape", "110m", option, value)
-        assert (seen, got.exit_code) == ([], 2)
-        assert f"{option}: for a --model" in got.stderr
-
-
-def test_prompts_that_are_not_there_are_refused(monkeypatch, tmp_path):
-    monkeypatch.delenv("JAXLLM_DATA", raising=False)
-    seen, got = bench_speculative(monkeypatch, "--prompts", "spec-bench")
-    assert (seen, got.exit_code) == ([], 2)
-    assert "$JAXLLM_DATA" in got.stderr
-    seen, got = bench_speculative(monkeypatch, "--prompts", str(tmp_path / "none.jsonl"))
-    assert (seen, got.exit_code) == ([], 2)
-    assert "no such file" in got.stderr
-
-
-def test_answers_are_judged_where_rouge_is_there(monkeypatch):
     def missing():
         raise ConfigError("no rouge-score")
 
-    assert bench_speculative(monkeypatch)[0][1].judged
     monkeypatch.setattr("jaxllm.tasks.rouge.require_rouge", missing)
     (_, plan), got = bench_speculative(monkeypatch)
-    assert not plan.judged
-    assert "without BLD and STI" in got.stderr
+    assert (plan.judged, "without BLD and STI" in got.stderr) == (False, True)
+    # Of random weights memory alone is measured.
+    assert bench_speculative(monkeypatch, "--shape", "110m")[1].exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shape", "110m", "--count", "3"), "--count: for a --model"),
+        (("--shape", "110m", "--preset", "ours"), "--preset: for a --model"),
+        (("--shape", "110m", "--prompts", "spec-bench"), "--prompts: for a --model"),
+        (("--prompts", "spec-bench"), "$JAXLLM_DATA"),
+        (("--prompts", "none.jsonl"), "no such file"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(monkeypatch, options, message):
+    monkeypatch.delenv("JAXLLM_DATA", raising=False)
+    seen, got = bench_speculative(monkeypatch, *options)
+    assert (seen, got.exit_code) == ([], 2)
+    assert message in got.stderr

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.peers.drafting import DraftedLlamaSession, NestedSession
 from benchmarks.peers.gguf_file import refusal, tensor_bytes, write_gguf
-from benchmarks.peers.llama import LlamaCpp, LlamaCppSession, gguf_of
+from benchmarks.peers.llama import gguf_of, open_llama
 from benchmarks.peers.ours import BLOCKS, EngineSession
 from benchmarks.peers.peer import Opening
 from jaxllm import Engine, EngineOptions, GenerationConfig
@@ -44,33 +44,23 @@ def folder(tmp_path_factory):
 
 def session(folder, file_type):
     opening = Opening(peer="llama.cpp", model=folder, format=file_type, threads=1, context_tokens=64)
-    return LlamaCpp().open(opening, nothing)
+    return open_llama(opening, nothing)
 
 
-@pytest.fixture(scope="module")
-def ours(folder):
+def test_floats_decode_and_score_as_ours_in_every_setting(folder):
     options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,))
-    return Engine.open(folder, weights="f32", options=options)
-
-
-def test_floats_score_as_ours(folder, ours):
+    ours, peer = Engine.open(folder, weights="f32", options=options), session(folder, "F32")
+    prompt = list(range(20))
+    expected = ours.generate(prompt, GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
+    for setting in peer.settings:
+        first = peer.prefill(prompt, setting)
+        assert [first, *peer.decode(11, setting)] == list(expected)
     tokens = np.random.default_rng(1).integers(0, EVEN.vocab_size, 40).tolist()
     targets = [*tokens[1:], 3]
     scorer = Scorer(ours.runner)
     scorer.prepare(len(tokens))
-    expected = scorer.score(tokens, targets)
-    got = session(folder, "F32").score(tokens, targets)
     # llama.cpp keeps keys and values in float16.
-    np.testing.assert_allclose(got, expected, atol=0.02)
-
-
-def test_floats_decode_as_ours_in_every_setting(folder, ours):
-    prompt = list(range(20))
-    expected = ours.generate(prompt, GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
-    peer = session(folder, "F32")
-    for setting in peer.settings:
-        first = peer.prefill(prompt, setting)
-        assert [first, *peer.decode(11, setting)] == list(expected)
+    np.testing.assert_allclose(peer.score(tokens, targets), scorer.score(tokens, targets), atol=0.02)
 
 
 def test_prompts_longer_than_a_batch_are_one_prompt(folder, monkeypatch):
@@ -93,13 +83,7 @@ def test_every_matrix_is_narrowed(folder, file_type, bits):
     assert facts["weight_bytes"] - facts["step_bytes"] == sizes["token_embd.weight"][0]
 
 
-def test_no_wider_file_is_left_behind(tmp_path):
-    folder = write_tiny_folder(tmp_path / "tiny", cfg=EVEN, params=tiny_params(EVEN))
-    made = gguf_of(folder, "Q4_0", threads=1, progress=nothing)
-    assert list(made.parent.glob("*.gguf")) == [made]
-
-
-def test_files_are_made_once_and_again_when_the_folder_changes(folder):
+def test_files_are_made_once_and_again_when_the_folder_changes(folder, tmp_path):
     first = gguf_of(folder, "Q8_0", threads=1, progress=nothing)
     made = first.stat().st_mtime_ns
     assert gguf_of(folder, "Q8_0", threads=1, progress=nothing).stat().st_mtime_ns == made
@@ -107,6 +91,10 @@ def test_files_are_made_once_and_again_when_the_folder_changes(folder):
     again = gguf_of(folder, "Q8_0", threads=1, progress=nothing)
     assert again != first
     assert not first.exists()
+    # No wider file is left behind.
+    other = write_tiny_folder(tmp_path / "tiny", cfg=EVEN, params=tiny_params(EVEN))
+    alone = gguf_of(other, "Q4_0", threads=1, progress=nothing)
+    assert list(alone.parent.glob("*.gguf")) == [alone]
 
 
 def written(path, cfg, params):
@@ -118,17 +106,8 @@ def written(path, cfg, params):
 def test_every_tensor_is_there_in_llama_cpps_order(tmp_path):
     params = random_params(EVEN)
     tensors = written(tmp_path / "model.gguf", EVEN, params)
-    layer = (
-        "attn_norm",
-        "attn_q",
-        "attn_k",
-        "attn_v",
-        "attn_output",
-        "ffn_norm",
-        "ffn_gate",
-        "ffn_up",
-        "ffn_down",
-    )
+    layer = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
+    layer += ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
     expected = {f"blk.{i}.{name}.weight" for i in range(EVEN.layers) for name in layer}
     assert set(tensors) == expected | {"token_embd.weight", "output_norm.weight", "output.weight"}
     np.testing.assert_array_equal(tensors["output.weight"], params["head"])
@@ -142,11 +121,9 @@ def test_every_tensor_is_there_in_llama_cpps_order(tmp_path):
     q = params["layers.0.attn.q"].reshape(EVEN.heads, 2, EVEN.head_dim // 2, EVEN.hidden_size)
     stored = tensors["blk.0.attn_q.weight"].reshape(EVEN.heads, EVEN.head_dim // 2, 2, EVEN.hidden_size)
     np.testing.assert_array_equal(stored[:, :, 1], q[:, 1])
-
-
-def test_a_tied_head_is_written_once(tmp_path):
+    # A tied head is written once.
     cfg = dataclasses.replace(EVEN, tied_head=True)
-    assert "output.weight" not in written(tmp_path / "model.gguf", cfg, random_params(cfg))
+    assert "output.weight" not in written(tmp_path / "tied.gguf", cfg, random_params(cfg))
 
 
 def test_nothing_is_left_of_a_file_that_fails(tmp_path):
@@ -251,10 +228,3 @@ def test_a_drafted_engine_says_what_its_engine_says(tmp_path):
         assert drafted.decode(12, setting) == answer
         assert 0 < drafted.passes() - before <= 12
     assert drafted.facts()["weight_bytes"] > 0
-
-
-def test_the_binding_has_what_drafts_call():
-    for name in ("begin", "forget", "feed", "feed_all"):
-        assert callable(getattr(LlamaCppSession, name))
-    llama_cpp = pytest.importorskip("llama_cpp")
-    assert llama_cpp.llama_memory_seq_rm

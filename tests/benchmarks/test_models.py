@@ -66,11 +66,10 @@ def test_a_narrow_bundle_comes_back_as_what_it_stands_for(tmp_path):
     assert found.widths(()) == found.widths(("int8",)) == ("int8",)
     with pytest.raises(CheckpointError, match="holds int8 weights, not int4"):
         found.widths(("int4",))
-
-
-def test_a_missing_model_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         Checkpoint.find(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"15m, 110m, 250m, 0\.5b, 1b"):
+        shape_folder("7t", nothing)
 
 
 @pytest.mark.parametrize(("name", "millions"), [("15m", 15.2), ("110m", 110), ("250m", 258), ("1b", 1100)])
@@ -89,11 +88,6 @@ def test_random_weights_are_the_same_each_time_and_make_a_model(tmp_path):
     prepare(tmp_path / "one", tmp_path / "one.jaxllm", weights="int8")
     with Bundle.open(tmp_path / "one.jaxllm") as bundle:
         assert bundle.cfg == TINY
-
-
-def test_an_unknown_shape_names_those_there_are():
-    with pytest.raises(ConfigError, match=r"15m, 110m, 250m, 0\.5b, 1b"):
-        shape_folder("7t", nothing)
 
 
 PREFIXES = {"translation_de_to_en": "to English: ", "shortening": "shorten: ", "emotion": "emotion: "}
@@ -144,16 +138,6 @@ def test_every_task_of_a_trace_has_questions_with_a_right_answer_among_the_optio
     assert len({each.answer for each in examples}) > 1
 
 
-def test_free_answers_have_references():
-    for task in ("shorten", "chat summary"):
-        assert all(each.references == (each.answer,) for each in packaged_examples(task))
-
-
-def test_a_task_without_samples_is_refused():
-    with pytest.raises(ConfigError, match=r"task mood has no packaged sample.*--data DIR"):
-        read_examples(("mood",), None)
-
-
 def test_questions_come_from_a_folder_or_from_the_package(tmp_path):
     assert len(read_examples(("news", "emotion"), None, 3)["emotion"]) == 3
     (tmp_path / "tasks" / "sst2").mkdir(parents=True)
@@ -161,6 +145,11 @@ def test_questions_come_from_a_folder_or_from_the_package(tmp_path):
     (tmp_path / "tasks" / "sst2" / "valid.jsonl").write_text(record)
     (example,) = read_examples(("sentiment",), tmp_path)["sentiment"]
     assert example.user == "a film"
+    # Free answers have references.
+    for task in ("shorten", "chat summary"):
+        assert all(each.references == (each.answer,) for each in packaged_examples(task))
+    with pytest.raises(ConfigError, match=r"task mood has no packaged sample.*--data DIR"):
+        read_examples(("mood",), None)
 
 
 def test_stories_are_whole_and_many():

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.peers import SYSTEMS, Opening
+from benchmarks.peers import PEERS, SYSTEMS, Opening
 from benchmarks.peers import process as alternation
 from benchmarks.peers.child import Server
-from benchmarks.peers.process import Child, PeerFailed, System, alternate, prompt_ids
-from benchmarks.peers.torch_transformers import TorchTransformers
+from benchmarks.peers.process import Child, PeerFailed, System, TimedPlan, alternate, prompt_ids
+from benchmarks.peers.torch_transformers import TransformersSession
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.runners.scorer import Scorer
@@ -59,34 +59,29 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_answers_come_back_and_closing_ends_the_process():
-    with child() as peer:
+def test_answers_and_errors_come_back_and_closing_ends_the_process():
+    seen = []
+    body = """
+    print(json.dumps({"progress": ["load", 1, 2]}), flush=True)
+    def answer(command):
+        if command["do"] == "score": send(error="no such token")
+        else: send(ids=[len(os.sched_getaffinity(0))], prefill_ms=1.0, decode_ms=2.0)
+    """
+    cores = os.sched_getaffinity(0)
+    with child(body, progress=lambda *step: seen.append(step)) as peer:
+        assert seen == [("load", 1, 2)]
         assert (peer.facts, peer.settings, peer.open_peak_bytes) == ({"a": 1}, ["only"], 7)
-        assert peer.answer([1, 2], 3, "only")["decode_ms"] == 2.0
+        # An error names the child and leaves it usable, on the one core of its thread.
+        with pytest.raises(PeerFailed, match="the peer cannot score: no such token"):
+            peer.score([1], [2])
+        answer = peer.answer([1, 2], 3, "only")
+        assert (answer["decode_ms"], answer["ids"]) == (2.0, [1])
         pid = peer._process.pid
         assert is_alive(pid)
+    assert os.sched_getaffinity(0) == cores
     assert not is_alive(pid)
     with pytest.raises(PeerFailed, match="closed"):
         peer.answer([1], 1, "only")
-
-
-def test_progress_is_passed_on():
-    seen = []
-    body = 'print(json.dumps({"progress": ["load", 1, 2]}), flush=True)'
-    with child(body, progress=lambda *step: seen.append(step)):
-        assert seen == [("load", 1, 2)]
-
-
-def test_an_error_of_the_child_names_it_and_leaves_it_usable():
-    body = """
-    def answer(command):
-        if command["do"] == "score": send(error="no such token")
-        else: send(ids=[5], prefill_ms=1, decode_ms=1)
-    """
-    with child(body) as peer:
-        with pytest.raises(PeerFailed, match="the peer cannot score: no such token"):
-            peer.score([1], [2])
-        assert peer.answer([1], 0, "only")["ids"] == [5]
 
 
 @pytest.mark.parametrize(
@@ -131,15 +126,6 @@ def test_a_child_that_hangs_is_killed_when_closed(monkeypatch):
         peer.answer([1], 1, "only")
         pid = peer._process.pid
     assert not is_alive(pid)
-
-
-def test_threads_are_pinned():
-    if not hasattr(os, "sched_getaffinity"):
-        pytest.skip("this system does not pin")
-    before = os.sched_getaffinity(0)
-    with child("send_cores = len(os.sched_getaffinity(0))\ndef answer(c): send(ids=[send_cores])") as peer:
-        assert peer.answer([1], 1, "only")["ids"] == [1]
-    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -212,7 +198,7 @@ def server(monkeypatch, tmp_path):
     return server
 
 
-def test_an_answer_is_timed_and_repeated(server):
+def test_answers_are_timed_and_repeated_and_scores_are_losses(server):
     command = {"do": "answer", "prompt": [7, 7, 7], "tokens": 2, "setting": "b", "repeats": 3}
     answer = server.handle(command)
     assert answer["ids"] == [3, 4, 5]
@@ -220,14 +206,10 @@ def test_an_answer_is_timed_and_repeated(server):
     assert server._session.calls == [("prefill", "b"), ("decode", "b")] * 3
     assert answer["peak_bytes"] > 1 << 20
     assert answer["cpu_s"] >= 0
-
-
-def test_no_token_is_decoded_for_none(server):
+    # No token is decoded for none.
+    server._session.calls.clear()
     server.handle({"do": "answer", "prompt": [1], "tokens": 0, "setting": "a", "repeats": 1})
     assert server._session.calls == [("prefill", "a")]
-
-
-def test_a_score_is_a_loss(server):
     assert server.handle({"do": "score", "tokens": [1, 2], "targets": [2, 3]})["loss"] == 1.0
 
 
@@ -236,11 +218,8 @@ def test_failures_become_answers(server, capsys):
     assert "KeyError" in server.handle({"do": "score"})["error"]
     assert "dance" in server.handle({"do": "dance"})["error"]
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_commands_need_an_open_model():
-    answer = Server(io.StringIO()).handle({"do": "score", "tokens": [1], "targets": [1]})
-    assert "no model is open" in answer["error"]
+    closed = Server(io.StringIO()).handle({"do": "score", "tokens": [1], "targets": [1]})
+    assert "no model is open" in closed["error"]
 
 
 class Scripted:
@@ -268,10 +247,9 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(alternation, "wait_for_quiet", lambda: None)
 
 
-def run(*systems, prompts=((0,) * 10,), rounds=3, patience_s=60.0):
-    return alternate(
-        systems, prompts, decode_tokens=4, rounds=rounds, patience_s=patience_s, progress=lambda *_: None
-    )
+def run(*systems, prompts=((0,) * 10,), rounds=3, patience_s=60.0, **more):
+    plan = TimedPlan(prompt_tokens=(), decode_tokens=4, rounds=rounds, patience_s=patience_s)
+    return alternate(systems, prompts, plan=plan, progress=lambda *_: None, **more)
 
 
 def test_each_phase_keeps_its_fastest_setting():
@@ -279,9 +257,8 @@ def test_each_phase_keeps_its_fastest_setting():
     result = run(System("peer", child, ("x", "y")))["peer", 10]
     assert (result.prefill_ms, result.prefill_setting) == (100.0, "x")
     assert (result.decode_ms, result.decode_setting) == (100.0, "y")
-
-
-def test_a_setting_without_a_choice_is_not_mentioned():
+    assert result.rates(10, 4) == {"prefill_tokens_per_s": 100.0, "decode_tokens_per_s": 40.0}
+    # Where there is no choice none is mentioned.
     result = run(System("ours", Scripted({"x": (1.0, 1.0)}), ("x",)))["ours", 10]
     assert (result.prefill_setting, result.decode_setting) == (None, None)
     assert (result.samples, result.disturbed) == (3, 0)
@@ -321,10 +298,8 @@ def test_prompts_are_the_same_at_every_run_and_in_range():
 
 def test_memory_is_measured_before_and_after_each_sample():
     speeds = iter([10.0, 30.0, 50.0, 70.0])
-    result = alternate(
-        [System("ours", Scripted({"x": (1.0, 500.0)}), ("x",))], [[0] * 10],
-        decode_tokens=4, rounds=2, patience_s=0.0, progress=lambda *_: None, bytes_per_s=lambda: next(speeds),
-    )["ours", 10]  # fmt: skip
+    ours = System("ours", Scripted({"x": (1.0, 500.0)}), ("x",))
+    result = run(ours, rounds=2, patience_s=0.0, bytes_per_s=lambda: next(speeds))["ours", 10]
     # Two seconds at 20 bytes a second, and at 60.
     assert result.readable_bytes == pytest.approx((40 + 120) / 2)
     with pytest.raises(StopIteration):
@@ -341,24 +316,16 @@ def session(folder):
     for library in ("torch", "transformers"):
         pytest.importorskip(library)
     opening = Opening(peer="transformers", model=folder, format="f32", threads=1, context_tokens=64)
-    return TorchTransformers().open(opening, lambda *_: None)
+    return TransformersSession(opening, lambda *_: None)
 
 
-@pytest.fixture(scope="module")
-def ours(folder):
+def test_it_decodes_and_scores_as_ours_in_every_setting(session, folder):
     options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,))
-    return Engine.open(folder, weights="f32", options=options)
-
-
-def test_it_decodes_as_ours_in_every_setting(session, ours):
-    prompt = list(range(20))
+    ours, prompt = Engine.open(folder, weights="f32", options=options), list(range(20))
     expected = ours.generate(prompt, GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
     for setting in session.settings * 2:  # the second time with caches that have been used
         first = session.prefill(prompt, setting)
         assert [first, *session.decode(11, setting)] == list(expected)
-
-
-def test_it_scores_as_ours(session, ours):
     tokens = np.random.default_rng(1).integers(0, TINY.vocab_size, 40).tolist()
     scorer = Scorer(ours.runner)
     scorer.prepare(len(tokens))
@@ -367,7 +334,7 @@ def test_it_scores_as_ours(session, ours):
 
 
 def test_both_widths_stand_beside_ours(session):
-    assert dict(TorchTransformers().systems("int4")) == {
+    assert dict(PEERS["transformers"].systems("int4")) == {
         "transformers-f32": "f32",
         "transformers-bf16": "bf16",
     }

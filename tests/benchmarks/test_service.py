@@ -109,38 +109,28 @@ def test_no_prompt_is_sent_twice():
     assert [load.requests for load in loads_of(1, plan)] == [load.requests for load in loads[4:]]
 
 
-def test_clients_have_enough_requests_and_patience():
+def test_loads_are_long_enough_and_their_time_is_told():
     plan = Plan(clients=(1, 64), clients_s=100.0, patience_s=3.0, parts=("clients",))
     few, many = loads_of(0, plan)
     # An answer takes about 80 ms.
     assert len(few.requests) > 5000
     assert few.patience_s == 3
     assert 8 < many.patience_s < 16
-
-
-def test_the_time_of_all_loads_is_told():
     plan = Plan(loads=(1.0,), clients=(8,), load_s=60.0, clients_s=30.0, patience_s=30.0)
-    systems = [OurService(), OurService("no-planning")]
     # Without objectives there is nothing to plan: three loads in each of two repetitions.
-    assert _duration(loads_of(0, plan), systems, 2).startswith("takes 5.0 minutes, at most 8.0 ")
+    said = _duration(loads_of(0, plan), [OurService(), OurService("no-planning")], 2)
+    assert said.startswith("takes 5.0 minutes, at most 8.0 ")
 
 
-def test_folders_are_refused(tmp_path):
+def test_what_cannot_be_measured_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="jaxllm prepare"):
         run(Subject(model=tmp_path), PLAN)
-
-
-@pytest.mark.parametrize("wrong", [{"slo_scale": 0.0}, {"loads": (-1.0,)}])
-def test_plans_are_checked(wrong):
-    with pytest.raises(ConfigError):
-        Plan(**wrong)
+    for wrong in ({"slo_scale": 0.0}, {"loads": (-1.0,)}):
+        with pytest.raises(ConfigError):
+            Plan(**wrong)
 
 
 LENGTHS = Sizes(prompt_tokens=64, answer_tokens=16, context_tokens=256, vocab_size=300)
-
-
-def test_there_is_an_app_for_every_objective():
-    assert len(APPS) == len(SLOS) == 6
 
 
 def test_lengths_are_around_the_medians_and_fit_the_context():
@@ -162,7 +152,7 @@ def test_arrivals_have_the_rate_and_the_same_seed_gives_the_same():
     times = [each.time_s for each in made]
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] < 20
-    assert {each.app for each in made} == {*range(6)}
+    assert {each.app for each in made} == {*range(len(APPS))} == {*range(len(SLOS))}
     for each in made:
         assert len(each.prompt) + each.answer_tokens <= 256
         assert all(FIRST_TOKEN <= token < 300 for token in each.prompt)
@@ -180,7 +170,7 @@ def test_about_half_of_the_calls_send_a_conversation_again():
     assert 0.2 < followed / len(made) < 0.55
 
 
-def test_a_trace_of_azure_keeps_its_bursts(tmp_path):
+def test_traces_of_azure_and_mooncake_keep_their_bursts(tmp_path):
     path = tmp_path / "azure.csv"
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:15:{second:02}.0000000,{1000 + second},100" for second in (1, 2, 2, 2, 11)]
@@ -192,14 +182,9 @@ def test_a_trace_of_azure_keeps_its_bursts(tmp_path):
     assert [each.time_s for each in made] == [0, 0.1, 0.1, 0.1, 1]
     # Their median becomes the one that was asked for.
     assert {each.answer_tokens for each in made} == {16}
-
-
-def test_a_trace_of_mooncake(tmp_path):
     path = tmp_path / "mooncake.jsonl"
-    requests = [
-        {"timestamp": 1000 * at, "input_length": 50, "output_length": 5, "hash_ids": [0, at]}
-        for at in (3, 1, 2)
-    ]
+    told = {"input_length": 50, "output_length": 5}
+    requests = [{"timestamp": 1000 * at, "hash_ids": [0, at], **told} for at in (3, 1, 2)]
     path.write_text("\n".join(map(json.dumps, requests)))
     assert Arrivals.read(path).times_s == [1, 2, 3]
 
@@ -231,16 +216,10 @@ def outcome(due_s=1.0, *, first_s: float | None = 1.1, last_s=2.1, tokens=11, li
     return judged(raw, REQUEST, limits)
 
 
-def test_an_answer_in_time():
-    found = outcome()
-    assert (found.status, found.met, found.level) == ("answered", True, 60)
-    assert found.ttft_ms == pytest.approx(100)
-    assert found.tpot_ms == pytest.approx(100)
-
-
 @pytest.mark.parametrize(
     ("changed", "status", "met"),
     [
+        ({}, "answered", True),
         ({"limits": (99.0, 101.0)}, "answered", False),
         ({"limits": (101.0, 99.0)}, "answered", False),
         ({"limits": (math.inf, math.inf), "last_s": 900.0}, "answered", True),
@@ -253,8 +232,10 @@ def test_an_answer_in_time():
         ({"first_s": None, "last_s": None, "tokens": 0}, "failed", False),
     ],
 )
-def test_other_ends(changed, status, met):
+def test_outcomes_are_judged(changed, status, met):
     found = outcome(**changed)
+    if not changed:
+        assert (found.ttft_ms, found.tpot_ms, found.level) == (pytest.approx(100), pytest.approx(100), 60)
     assert (found.status, found.met) == (status, met)
     assert json.loads(json.dumps(found.to_json()))["app"] == "app-4"
 
@@ -471,16 +452,11 @@ def test_each_is_sent_once_without_a_duration(server):
     assert [each["number"] for each in found] == [0, 1, 2]
     # Over a connection of its own.
     assert len({each["jaxllm"]["port"] for each in found}) == 3
-
-
-def test_a_broken_job_fails_aloud():
-    with pytest.raises(PeerFailed, match="load generator failed: KeyError"):
-        send({"requests": []})
-
-
-def test_the_memory_of_a_server_is_seen_from_outside(server):
+    # The memory of a server is seen from outside.
     assert server.peak_bytes() > 1 << 20
     assert 0 < server.share_bytes() <= server.peak_bytes()
+    with pytest.raises(PeerFailed, match="load generator failed: KeyError"):
+        send({"requests": []})
 
 
 def test_a_server_that_ends_says_why():

@@ -46,6 +46,9 @@ def test_a_trace_follows_from_its_seed_and_survives_its_file(tmp_path):
     assert trace != make_trace(QUESTIONS, requests=50, seed=4)
     write_trace(tmp_path / "trace.jsonl", trace)
     assert read_trace(tmp_path / "trace.jsonl") == trace
+    calls = draw("markov", calls=20)
+    write_switching(tmp_path / "calls.jsonl", calls)
+    assert read_switching(tmp_path / "calls.jsonl") == calls
 
 
 def test_arrivals_apps_and_tasks_are_drawn_as_asked():
@@ -69,18 +72,26 @@ def test_skew_favours_the_first_apps_or_the_last():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("drawn", "change", "message"),
     [
-        ({"requests": 0}, "1 to 1000000 requests"),
-        ({"rate_per_s": 0.0}, "must be above 0"),
-        ({"skew": float("nan")}, "skew nan"),
-        ({"questions": {}}, "needs questions"),
-        ({"questions": {"news": []}}, "needs questions"),
+        (make_trace, {"requests": 0}, "1 to 1000000 requests"),
+        (make_trace, {"rate_per_s": 0.0}, "must be above 0"),
+        (make_trace, {"skew": float("nan")}, "skew nan"),
+        (make_trace, {"questions": {}}, "needs questions"),
+        (make_trace, {"questions": {"news": []}}, "needs questions"),
+        (make_switching, {"pattern": "other"}, "the patterns are random, markov, gaussian"),
+        (make_switching, {"contexts": 0}, "1 to 100000 contexts"),
+        (make_switching, {"calls": 0}, "calls, got 9 and 0"),
+        (make_switching, {"hours": 0.0}, "lasts some hours"),
+        (make_switching, {"lengths": []}, "at least one real call"),
     ],
 )
-def test_impossible_traces_are_refused(change, message):
+def test_what_cannot_be_drawn_is_refused(drawn, change, message):
+    usual = {"questions": QUESTIONS, "requests": 3}
+    if drawn is make_switching:
+        usual = {"pattern": "random", "lengths": LENGTHS, "contexts": 9, "calls": 3000}
     with pytest.raises(ConfigError, match=message):
-        make_trace(**{"questions": QUESTIONS, "requests": 3, **change})
+        drawn(**{**usual, **change})
 
 
 @pytest.mark.parametrize(
@@ -121,30 +132,19 @@ def test_files_that_are_no_traces(tmp_path):
         read_trace(tmp_path / "long")
 
 
-def test_a_replay_asks_every_question(tmp_path, monkeypatch):
+def test_a_replay_asks_every_question_and_goes_on_behind_one_that_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), buckets_bytes=0)
     service = LLMService.open(write_tiny_bundle(tmp_path / "tiny.jaxllm"), options=options)
-    trace = make_trace(QUESTIONS, requests=4)
-    seen = []
-    outcomes = replay(service, trace, answer_tokens=3, progress=lambda *step: seen.append(step))
-    assert [each.request for each in outcomes] == trace
-    assert seen[-1] == ("replay", 4, 4)
-    for each in outcomes:
-        assert (each.level, each.kept_share) == (100, 1.0)
-        assert 0 < each.cost.tokens <= 3
-
-
-def test_a_request_that_does_not_fit_has_failed_and_the_replay_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), buckets_bytes=0)
-    service = LLMService.open(write_tiny_bundle(tmp_path / "tiny.jaxllm"), options=options)
-    trace = make_trace(QUESTIONS, requests=3)
+    trace, seen = make_trace(QUESTIONS, requests=3), []
     too_long = dataclasses.replace(trace[1].example, user="how? " * 100)
     trace[1] = dataclasses.replace(trace[1], example=too_long)
-    outcomes = replay(service, trace, answer_tokens=3)
+    outcomes = replay(service, trace, answer_tokens=3, progress=lambda *step: seen.append(step))
     assert [each.request for each in outcomes] == trace
+    assert seen[-1] == ("replay", 3, 3)
     assert [each.failure is None for each in outcomes] == [True, False, True]
+    assert all((each.level, each.kept_share) == (100, 1.0) for each in outcomes[::2])
+    assert all(0 < each.cost.tokens <= 3 for each in outcomes[::2])
     assert "the context holds 64" in outcomes[1].failure
     assert not outcomes[1].right
     assert not outcomes[1].met
@@ -237,26 +237,6 @@ def test_each_context_has_its_own_workload():
     assert prompts[50] > 1.5 * prompts[80] > 0
     few = make_switching("random", LENGTHS, contexts=9, calls=200)
     assert all(each.prompt_tokens == (10 if each.context < 5 else 200) for each in few)
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ConfigError, match="the patterns are random, markov, gaussian"):
-        draw("other")
-    for change, message in (
-        ({"contexts": 0}, "1 to 100000 contexts"),
-        ({"calls": 0}, "calls, got 9 and 0"),
-        ({"hours": 0.0}, "lasts some hours"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            draw("random", **change)
-    with pytest.raises(ConfigError, match="at least one real call"):
-        make_switching("random", [], contexts=1, calls=1)
-
-
-def test_written_and_read(tmp_path):
-    trace = draw("markov", calls=20)
-    write_switching(tmp_path / "trace.jsonl", trace)
-    assert read_switching(tmp_path / "trace.jsonl") == trace
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.harness.report import row
 from benchmarks.train import steps
 from benchmarks.train.projection import MODELS, Counts, as_markdown, measured_shares, stages
-from benchmarks.train.steps import four_bit_params, random_batch, row, size_of
+from benchmarks.train.steps import four_bit_params, random_batch, size_of
 from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.quant import dequantize
@@ -58,10 +59,11 @@ def test_attention_is_compared_and_no_gradient_crosses_a_border():
 @pytest.mark.parametrize(
     "check",
     [
-        lambda: steps.measure_lora("tiny", "int4", 1),
         lambda: steps.measure_importance("tiny", 1),
-        lambda: steps.measure_joint("tiny", True, 1),
+        pytest.param(lambda: steps.measure_lora("tiny", "int4", 1), marks=pytest.mark.campaign),
+        pytest.param(lambda: steps.measure_joint("tiny", True, 1), marks=pytest.mark.campaign),
     ],
+    ids=["importance", "lora", "joint"],
 )
 def test_steps_are_measured(check):
     found = values(check())

@@ -1,0 +1,100 @@
+"""Measures in processes of their own, and systems in turns."""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from jaxllm.errors import JaxllmError
+
+Found = TypeVar("Found")
+Name = TypeVar("Name")
+
+
+def in_process(
+    function: Callable[..., Found], *given: Any, environment: Mapping[str, str] | None = None
+) -> Found:
+    """What a function of a module returns in a fresh process.
+
+    Args:
+      function: by whose name the process finds it.
+      given: to it.
+      environment: variables of that process, besides those of this one.
+
+    Raises:
+      JaxllmError: the process died; whatever the function raises, too.
+    """
+    before = {name: os.environ.get(name) for name in environment or {}}
+    os.environ.update(environment or {})
+    try:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(function, *given).result()
+    except BrokenProcessPool as error:
+        raise JaxllmError(
+            f"{function.__name__} ended with its process, most often for want of memory"
+        ) from error
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a function took in a process of its own.
+
+    Attributes:
+      found: what it returned.
+      took_s: seconds.
+      cpu_s: of them, on processors.
+      idle_bytes: resident before, of Python, JAX and the imports.
+      peak_bytes: resident at most, above those; mapped pages of files are among them.
+    """
+
+    found: Any
+    took_s: float
+    cpu_s: float
+    idle_bytes: int
+    peak_bytes: int
+
+
+def taken_by(
+    function: Callable[..., Any], *given: Any, environment: Mapping[str, str] | None = None
+) -> Taken:
+    """Measures a function of a module in a fresh process; see `in_process`."""
+    return in_process(_taken, function, *given, environment=environment)
+
+
+def _taken(function: Callable[..., Any], *given: Any) -> Taken:
+    import jax
+    import numpy as np
+
+    from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+
+    # JAX takes memory of its own before there is a model.
+    jax.device_put(np.zeros(4)).block_until_ready()
+    reset_peak_memory()
+    idle, began, began_cpu = peak_resident_bytes(), time.perf_counter(), time.process_time()
+    found = function(*given)
+    return Taken(
+        found=found,
+        took_s=time.perf_counter() - began,
+        cpu_s=time.process_time() - began_cpu,
+        idle_bytes=idle,
+        peak_bytes=peak_resident_bytes() - idle,
+    )
+
+
+def in_turns(systems: Iterable[Name], rounds: Iterable[Any]) -> Iterator[tuple[int, Any, Name]]:
+    """The number of each round, what it is of, and each system in turn: none always runs behind the same."""
+    names = list(systems)
+    for number, each in enumerate(rounds):
+        for name in names if number % 2 else names[::-1]:
+            yield number, each, name
