@@ -34,15 +34,13 @@ def names(paths: dict[tuple[str, ...], click.Command]) -> list[str]:
     return [" ".join(path) for path in paths]
 
 
-@pytest.mark.parametrize("arguments", [(), *[(name,) for name in COMMANDS]])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help(run: Run, arguments: tuple[str, ...], flag: str) -> None:
-    out = succeeded(run(*arguments, flag))
-    assert out.startswith(f"Usage: {' '.join(['jaxllm', *arguments])} ")
-    assert all(name in out for name in (COMMANDS if not arguments else ["--help"]))
-
-
-def test_the_list_of_commands_has_the_first_sentence_of_their_help(run: Run) -> None:
+def test_help(run: Run, flag: str) -> None:
+    """The list of commands has the first sentence of their help."""
+    for arguments in (), *((name,) for name in COMMANDS):
+        out = succeeded(run(*arguments, flag))
+        assert out.startswith(f"Usage: {' '.join(['jaxllm', *arguments])} ")
+        assert all(name in out for name in (COMMANDS if not arguments else ["--help"]))
     out = succeeded(run("--help"))
     with click.Context(cli) as context:
         for name, (_, summary) in COMMANDS.items():
@@ -165,23 +163,13 @@ def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert completed(monkeypatch, run, "c") == {"calibrate", "chat", "completion", "contexts"}
     assert "--max-tokens" in completed(monkeypatch, run, "generate", "--max")
     assert completed(monkeypatch, run, "eval", "p") == {"pairs", "perplexity"}
-    assert completed(monkeypatch, run, "prepare", "folder", "--weights", "int") == {
-        "int8",
-        "int8-nested",
-        "int4",
-        "int4-all",
-        "int4-min",
-    }
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(run: Run, shell: str) -> None:
-    script = succeeded(run("completion", shell))
-    assert "_JAXLLM_COMPLETE" in script
-    assert f"{shell}_complete" in script
-
-
-def test_completion_of_an_unknown_shell(run: Run) -> None:
+    widths = {"int8", "int8-nested", "int4", "int4-all", "int4-min"}
+    assert completed(monkeypatch, run, "prepare", "folder", "--weights", "int") == widths
+    monkeypatch.delenv("_JAXLLM_COMPLETE")
+    for shell in ("bash", "zsh", "fish"):
+        script = succeeded(run("completion", shell))
+        assert "_JAXLLM_COMPLETE" in script
+        assert f"{shell}_complete" in script
     assert run("completion", "tcsh").code == 2
 
 

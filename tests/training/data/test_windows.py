@@ -60,10 +60,7 @@ def test_rows_stop_at_borders_and_weigh_prompts():
         own = np.searchsorted(TWO.starts, tokens, side="right") - 1
         np.testing.assert_array_equal(starts, np.maximum(TWO.starts[own] - tokens[0], 0))
     assert seen == {0: 120, 1: 40}
-
-
-def test_windows_of_prompts_alone_are_left_out():
-    pytest.importorskip("grain")
+    # Windows of prompts alone are left out.
     documents = documents_of([30, 11, 9, 40], [25, 3, 0, 20], [0, 0, 0, 1])
     rows = WindowRows(documents, (Source(chat="a"), Source(chat="b", answer_weight=0)), T, 0)
     assert rows.left_out == 3 + 4
