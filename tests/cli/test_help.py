@@ -30,10 +30,6 @@ ALL = dict(commands(cli))
 LEAVES = {path: command for path, command in ALL.items() if not isinstance(command, click.Group)}
 
 
-def names(paths: dict[tuple[str, ...], click.Command]) -> list[str]:
-    return [" ".join(path) for path in paths]
-
-
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help(run: Run, flag: str) -> None:
     """The list of commands has the first sentence of their help."""
@@ -51,9 +47,20 @@ def test_help(run: Run, flag: str) -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(("path", "command"), LEAVES.items(), ids=names(LEAVES))
-def test_every_command_has_an_example_that_it_takes(path: tuple[str, ...], command: click.Command) -> None:
+@pytest.mark.parametrize(("path", "command"), ALL.items(), ids=[" ".join(path) for path in ALL])
+def test_every_option_says_what_it_does_and_a_command_has_an_example(
+    path: tuple[str, ...], command: click.Command
+) -> None:
     assert command.help is not None
+    assert re.match(r"[A-Z][a-z]+,? ", command.help)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+            assert parameter.help[0].isupper(), parameter.help
+            assert parameter.help.rstrip("]").endswith((".", ")")) or "[default: " in parameter.help
+            assert parameter.multiple == ("Repeatable" in parameter.help), parameter.name
+    if isinstance(command, click.Group):
+        return
     _, _, examples = inspect.cleandoc(command.help).partition("\b\nExample:\n")
     lines = [line.strip() for line in examples.splitlines() if line.strip()]
     assert lines
@@ -63,18 +70,6 @@ def test_every_command_has_an_example_that_it_takes(path: tuple[str, ...], comma
         # click keeps the option of help on the command, by the names that its first context has.
         with click.Context(cli, **cli.context_settings) as parent:
             command.make_context(path[-1], words[len(path) + 1 :], parent=parent)
-
-
-@pytest.mark.parametrize(("path", "command"), ALL.items(), ids=names(ALL))
-def test_every_option_says_what_it_does(path: tuple[str, ...], command: click.Command) -> None:
-    assert command.help is not None
-    assert re.match(r"[A-Z][a-z]+,? ", command.help)
-    for parameter in command.params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help, parameter.name
-            assert parameter.help[0].isupper(), parameter.help
-            assert parameter.help.rstrip("]").endswith((".", ")")) or "[default: " in parameter.help
-            assert parameter.multiple == ("Repeatable" in parameter.help), parameter.name
 
 
 def test_values_are_those_of_the_modules_that_define_them() -> None:
