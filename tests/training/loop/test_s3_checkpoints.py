@@ -64,19 +64,6 @@ def assert_is_step(state, step):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
-def test_what_a_killed_process_left_is_removed_where_the_run_resumes(service):
-    mesh = one_device()
-    with Checkpoints(URL) as checkpoints:
-        checkpoints.save(state_on(mesh, 1), 0.5)
-    whole = set(service.objects)
-    service.objects["bucket/run/checkpoints/7/zeros/c/0"] = b"left"
-    with Checkpoints(URL):
-        assert set(service.objects) > whole
-    with Checkpoints(URL, resumes=True) as checkpoints:
-        assert checkpoints.latest() == 1
-    assert set(service.objects) == whole
-
-
 def test_the_last_two_and_the_best_stay(service, monkeypatch):
     # A shard of several objects.
     monkeypatch.setattr(s3_checkpoints, "_MOST_CHUNK_BYTES", 128)
@@ -100,6 +87,14 @@ def test_the_last_two_and_the_best_stay(service, monkeypatch):
     assert (step, loss) == (3, 0.0)
     # Zeros are written, too.
     assert "bucket/run/checkpoints/5/params/zeros/c/0" in service.objects
+    # What a killed process left behind the last one is removed where the run resumes.
+    whole = set(service.objects)
+    service.objects["bucket/run/checkpoints/7/zeros/c/0"] = b"left"
+    with Checkpoints(URL):
+        assert set(service.objects) > whole
+    with Checkpoints(URL, resumes=True) as checkpoints:
+        assert checkpoints.latest() == 5
+    assert set(service.objects) == whole
 
 
 def test_what_is_damaged_or_of_another_run_is_refused(service):
