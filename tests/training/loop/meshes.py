@@ -86,9 +86,8 @@ def all_losses(folder):
 
 def compiled_step():
     """The program of a step on a mesh of FSDP alone, and its memory."""
-    trainer = trainer_on("data=1,fsdp=8", 1, True, dataclasses.replace(
-        RECIPE, model=MODEL, batch=64, row_tokens=64
-    ))  # fmt: skip
+    recipe = dataclasses.replace(RECIPE, model=MODEL, batch=64, row_tokens=64)
+    trainer = trainer_on("data=1,fsdp=8", 1, True, recipe)
     # Native attention is divided by hand, which would hide what XLA's partitioner makes of everything else.
     with without_native_kernels():
         compiled = trainer.lower(None, batch_shapes(1, 64, 64, trainer.mesh)).compile()
