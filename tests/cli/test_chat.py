@@ -28,10 +28,22 @@ def expected_answers(bundle: Path, *turns: list[str], system: str | None = None)
     return out
 
 
-def test_chat(run: Run, bundle: Path) -> None:
+def test_chat(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Answer] = []
+    stream = Engine.stream
+
+    def watched(*args: Any, **kwargs: Any) -> Answer:
+        answers.append(stream(*args, **kwargs))
+        return answers[-1]
+
+    monkeypatch.setattr(Engine, "stream", watched)
     typed = turns("hi", "", "/what", "  hello  ", "/reset", "hi", "/exit", "never answered")
     got = run("chat", "-m", bundle, "-n", 4, "--ignore-eos", stdin=typed)
     assert got.code == 0
+    # Only what is new is fed.
+    first, second, again = answers
+    assert first.reused_tokens == again.reused_tokens == 0
+    assert second.reused_tokens >= first.prompt_tokens
     assert got.out == expected_answers(bundle, ["hi", "hello"], ["hi"])
     # The greeting, and once more for a command that there is not.
     greeting, help_ = got.err.splitlines()
@@ -56,21 +68,6 @@ def test_chat_drops_the_oldest_turn_when_the_context_is_full(run: Run, bundle: P
     assert got.code == 0
     assert got.err.count("(the oldest turn was dropped: the context is full)") == 2
     assert got.out == expected_answers(bundle, ["a" * 30], ["b" * 30], ["c" * 30])
-
-
-def test_chat_feeds_only_what_is_new(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Answer] = []
-    stream = Engine.stream
-
-    def watched(*args: Any, **kwargs: Any) -> Answer:
-        answers.append(stream(*args, **kwargs))
-        return answers[-1]
-
-    monkeypatch.setattr(Engine, "stream", watched)
-    run("chat", "-m", bundle, "-n", 4, "--ignore-eos", stdin=turns("hi", "hello", "/reset", "hi"))
-    first, second, again = answers
-    assert first.reused_tokens == again.reused_tokens == 0
-    assert second.reused_tokens >= first.prompt_tokens
 
 
 def test_chat_without_a_template(run: Run, home: Path) -> None:

@@ -35,16 +35,15 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_level_answers_differently(run: Run, elastic: Path) -> None:
+def test_a_level_answers_differently(run: Run, elastic: Path, bundle: Path) -> None:
     texts = {
         answer(run("generate", "-m", elastic, "-p", "ab", "-n", 8, "--ignore-eos", "--json", *level))["text"]
         for level in ((), ("--level", 100), ("--level", 50))
     }
     assert len(texts) == 2
     failed(run("generate", "-m", elastic, "-p", "ab", "--level", 60), "there are 50, 100")
-
-
-def test_a_plain_bundle_has_no_levels(run: Run, bundle: Path) -> None:
+    facts = answer(run("info", elastic, "--json"))
+    assert (facts["levels"], facts["anchors"], facts["tiny_lm"]) == ([50, 100], [1], False)
     failed(run("generate", "-m", bundle, "-p", "ab", "--level", 50), "has no levels")
 
 
@@ -82,13 +81,6 @@ def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_p
     path.write_text("\n".join([lines[0].replace("film", "film " * 2000), lines[1]]))
     told = succeeded(run("bench", "trace", "replay", path, "-m", elastic, "-n", 2))
     assert "1 calls failed: the prompt has" in told
-
-
-def test_info_tells_levels(run: Run, elastic: Path) -> None:
-    facts = answer(run("info", elastic, "--json"))
-    assert facts["levels"] == [50, 100]
-    assert facts["anchors"] == [1]
-    assert facts["tiny_lm"] is False
 
 
 def test_switching_traces(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:

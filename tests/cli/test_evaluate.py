@@ -89,22 +89,15 @@ def test_limit_is_a_sample_that_does_not_hang_on_the_order(run: Run, home: Path,
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ("tasks", "--task", "sentiment"),
-        ("tasks", "--task", "chess", "--data", "."),
-        ("tasks", "--task", "news", "--data", ".", "--limit", 0),
-        ("tasks", "--task", "news", "--data", ".", "--window", 8),
-        ("perplexity", "x", "--predictions", "y"),
-        ("perplexity", "x", "--separator", ""),
-        ("perplexity", "x", "--prefill", "int8"),
-        ("perplexity",),
-        ("agreement", "x"),
-        ("routing",),
+        "tasks --task sentiment", "tasks --task chess --data .", "tasks --task news --data . --limit 0",
+        "tasks --task news --data . --window 8", "perplexity x --predictions y", "perplexity x --separator=",
+        "perplexity x --prefill int8", "perplexity", "agreement x", "routing",
     ],
-)
-def test_usage(run: Run, bundle: Path, arguments: tuple[object, ...]) -> None:
-    assert run("eval", *arguments, "-m", bundle).code == 2
+)  # fmt: skip
+def test_usage(run: Run, bundle: Path, line: str) -> None:
+    assert run("eval", *line.split(), "-m", bundle).code == 2
 
 
 def test_faults(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:

@@ -14,25 +14,24 @@ import jaxllm.serving.ground.bundles
 from jaxllm.bundle import Bundle
 from tests.cli.outcome import WINDOW, Run, edit_config, failed
 
-FOLDER_DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "without config.json": ("config.json is missing", lambda f: (f / "config.json").unlink()),
-    "with broken JSON": ("cannot be read as JSON", lambda f: (f / "config.json").write_text("{\n\n")),
-    "of an unknown model_type": (
-        "model_type 'mamba' is not supported",
-        lambda f: edit_config(f, model_type="mamba"),
-    ),
-    "with another config": ("the config belongs to other weights", lambda f: edit_config(f, vocab_size=99)),
-    "without a tokenizer": ("tokenizer", lambda f: (f / "tokenizer.json").unlink()),
-    "with pickles only": (
-        "never opened",
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-    ),
-    "with cut weights": ("truncated or corrupt", lambda f: os.truncate(f / "model.safetensors", 1000)),
+
+def renamed(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+FOLDER_DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "config.json is missing": lambda f: (f / "config.json").unlink(),
+    "cannot be read as JSON": lambda f: (f / "config.json").write_text("{\n\n"),
+    "model_type 'mamba' is not supported": lambda f: edit_config(f, model_type="mamba"),
+    "the config belongs to other weights": lambda f: edit_config(f, vocab_size=99),
+    "tokenizer": lambda f: (f / "tokenizer.json").unlink(),
+    "never opened": renamed,
+    "truncated or corrupt": lambda f: os.truncate(f / "model.safetensors", 1000),
 }
 
 
 @pytest.mark.parametrize("command", ["prepare", "generate"])
-@pytest.mark.parametrize(("part", "damage"), FOLDER_DAMAGE.values(), ids=FOLDER_DAMAGE)
+@pytest.mark.parametrize(("part", "damage"), FOLDER_DAMAGE.items(), ids=FOLDER_DAMAGE)
 def test_a_folder(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, part: str,
     damage: Callable[[Path], Any],
@@ -65,95 +64,83 @@ BUNDLE_DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "empty": ("not a jaxllm bundle", lambda path: path.write_bytes(b"")),
     "missing": ("o such file", lambda path: path.unlink()),
 }
-COMMAND_LINES: dict[str, tuple[Any, ...]] = {
-    "generate": ("generate", "-p", "x", "-m"),
-    "chat": ("chat", "-m"),
-    "eval": ("eval", "perplexity", "-", "-m"),
-    "info": ("info", "--verify"),
-    "info --json": ("info", "--verify", "--json"),
-}
+COMMAND_LINES = (
+    "generate -p x -m",
+    "chat -m",
+    "eval perplexity - -m",
+    "info --verify",
+    "info --verify --json",
+)
 
 
-@pytest.mark.parametrize("command", COMMAND_LINES.values(), ids=COMMAND_LINES)
+@pytest.mark.parametrize("command", COMMAND_LINES)
 @pytest.mark.parametrize(("part", "damage"), BUNDLE_DAMAGE.values(), ids=BUNDLE_DAMAGE)
 def test_a_bundle(
-    run: Run, bundle: Path, tmp_path: Path, command: tuple[Any, ...], part: str, damage: Callable[[Path], Any]
+    run: Run, bundle: Path, tmp_path: Path, command: str, part: str, damage: Callable[[Path], Any]
 ) -> None:
     path = tmp_path / "m.jaxllm"
     path.write_bytes(bundle.read_bytes())
     damage(path)
-    failed(run(*command, path, stdin=b"some text"), part, str(path))
+    failed(run(*command.split(), path, stdin=b"some text"), part, str(path))
 
 
-BAD_REQUESTS: dict[str, tuple[str, tuple[Any, ...], bytes]] = {
-    "empty prompt": ("the prompt is empty", ("-p", ""), b""),
-    "empty standard input": ("the prompt is empty", (), b""),
-    "standard input not UTF-8": ("standard input: not UTF-8 (byte 0xff at offset 3)", (), b"abc\xff"),
-    "prompt longer than the window": (
-        f"the prompt has {WINDOW + 1} tokens, the context holds {WINDOW}",
-        ("-p", "x" * WINDOW),
-        b"",
-    ),
-    "prompt longer than the context": (
-        "the prompt has 33 tokens, the context holds 32",
-        ("-p", "x" * 32, "--context", 32),
-        b"",
-    ),
-    "prompt with a lone surrogate": ("lone surrogate", ("-p", "a\udcff"), b""),
-    "missing prompt file": ("absent: cannot be read", ("--prompt-file", "/absent"), b""),
-    "folder as prompt file": ("cannot be read (Is a directory)", ("--prompt-file", "/"), b""),
-    "context beyond the window": ("context_tokens 65 is more", ("-p", "x", "--context", 65), b""),
-    "negative context": ("context_tokens must be", ("-p", "x", "--context", -1), b""),
-    "weights of a bundle": ("holds f32 weights, not int4", ("-p", "x", "--weights", "int4"), b""),
-    "negative temperature": ("temperature must be 0 (greedy)", ("-p", "x", "-t", -1), b""),
-    "temperature not a number": ("temperature must be", ("-p", "x", "-t", "nan"), b""),
-    "top-k": ("top_k must be", ("-p", "x", "--top-k", -1), b""),
-    "top-p": ("top_p must be above 0", ("-p", "x", "--top-p", 0), b""),
-    "min-p": ("min_p must be", ("-p", "x", "--min-p", 1.5), b""),
-    "repetition penalty": ("repetition_penalty must be", ("-p", "x", "--repetition-penalty", 0), b""),
-    "presence penalty": ("presence_penalty must be", ("-p", "x", "--presence-penalty", 1e9), b""),
-    "frequency penalty": ("frequency_penalty must be", ("-p", "x", "--frequency-penalty", "inf"), b""),
-    "seed": ("seed must be", ("-p", "x", "--seed", -1), b""),
-    "seed past 64 bits": ("seed must be", ("-p", "x", "--seed", 1 << 64), b""),
-    "no tokens": ("max_tokens must be at least 1, got 0", ("-p", "x", "-n", 0), b""),
-    "empty stop": ("a stop string must have", ("-p", "x", "--stop", ""), b""),
-    "too many stops": ("at most 16 stop strings", ("-p", "x", *["--stop", "a"] * 17), b""),
-    "bias without a value": ("--logit-bias takes ID=VALUE", ("-p", "x", "--logit-bias", "42"), b""),
-    "bias of no number": ("--logit-bias takes ID=VALUE", ("-p", "x", "--logit-bias", "a=b"), b""),
-    "bias not a number": ("nan", ("-p", "x", "--logit-bias", "4=nan"), b""),
-    "bias outside the vocabulary": ("logit_bias names token 999", ("-p", "x", "--logit-bias", "999=1"), b""),
-}
+ANY = ("-p", "x")
+BAD_REQUESTS: list[tuple[str, tuple[Any, ...]]] = [
+    ("the prompt is empty", ("-p", "")),
+    ("the prompt is empty", ()),
+    (f"the prompt has {WINDOW + 1} tokens, the context holds {WINDOW}", ("-p", "x" * WINDOW)),
+    ("the prompt has 33 tokens, the context holds 32", ("-p", "x" * 32, "--context", 32)),
+    ("lone surrogate", ("-p", "a\udcff")),
+    ("absent: cannot be read", ("--prompt-file", "/absent")),
+    ("cannot be read (Is a directory)", ("--prompt-file", "/")),
+    ("context_tokens 65 is more", (*ANY, "--context", 65)),
+    ("context_tokens must be", (*ANY, "--context", -1)),
+    ("holds f32 weights, not int4", (*ANY, "--weights", "int4")),
+    ("temperature must be 0 (greedy)", (*ANY, "-t", -1)),
+    ("temperature must be", (*ANY, "-t", "nan")),
+    ("top_k must be", (*ANY, "--top-k", -1)),
+    ("top_p must be above 0", (*ANY, "--top-p", 0)),
+    ("min_p must be", (*ANY, "--min-p", 1.5)),
+    ("repetition_penalty must be", (*ANY, "--repetition-penalty", 0)),
+    ("presence_penalty must be", (*ANY, "--presence-penalty", 1e9)),
+    ("frequency_penalty must be", (*ANY, "--frequency-penalty", "inf")),
+    ("seed must be", (*ANY, "--seed", -1)),
+    ("seed must be", (*ANY, "--seed", 1 << 64)),
+    ("max_tokens must be at least 1, got 0", (*ANY, "-n", 0)),
+    ("a stop string must have", (*ANY, "--stop", "")),
+    ("at most 16 stop strings", (*ANY, *["--stop", "a"] * 17)),
+    ("--logit-bias takes ID=VALUE", (*ANY, "--logit-bias", "42")),
+    ("--logit-bias takes ID=VALUE", (*ANY, "--logit-bias", "a=b")),
+    ("nan", (*ANY, "--logit-bias", "4=nan")),
+    ("logit_bias names token 999", (*ANY, "--logit-bias", "999=1")),
+]
 
 
 @pytest.mark.parametrize("as_json", [(), ("--json",)], ids=["text", "json"])
-@pytest.mark.parametrize(("part", "arguments", "stdin"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+@pytest.mark.parametrize(("part", "arguments"), BAD_REQUESTS)
 def test_a_request(
-    run: Run, bundle: Path, part: str, arguments: tuple[Any, ...], stdin: bytes, as_json: tuple[str, ...]
+    run: Run, bundle: Path, part: str, arguments: tuple[Any, ...], as_json: tuple[str, ...]
 ) -> None:
-    failed(run("generate", "-m", bundle, *arguments, *as_json, stdin=stdin), part)
+    failed(run("generate", "-m", bundle, *arguments, *as_json), part)
 
 
-def test_a_prompt_too_large_to_read(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_read(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_text = "standard input: not UTF-8 (byte 0xff at offset 3)"
+    failed(run("generate", "-m", bundle, stdin=b"abc\xff"), not_text)
     monkeypatch.setattr(jaxllm.cli.console, "MAX_INPUT_BYTES", 3 << 20)
     failed(run("generate", "-m", bundle, stdin=b"x" * ((3 << 20) + 1)), "standard input: more than 3 MiB")
 
 
-@pytest.mark.parametrize(
-    ("part", "arguments", "stdin"),
-    [
-        ("no token to predict", (), b""),
-        ("no token to predict", (), b" \n\n "),
-        ("no token to predict", ("--separator", "x"), b"xx x"),
-        ("not UTF-8", (), b"\x80"),
-        (f"the window must be in [1, {WINDOW}] tokens, got 65", ("--window", 65), b"text"),
-        (f"the window must be in [1, {WINDOW}] tokens, got -1", ("--window", -1), b"text"),
-    ],
-)
-def test_a_text_to_score(run: Run, bundle: Path, part: str, arguments: tuple[Any, ...], stdin: bytes) -> None:
-    failed(run("eval", "perplexity", "-", "-m", bundle, *arguments, stdin=stdin), part)
-
-
-def test_a_missing_text_to_score(run: Run, bundle: Path, tmp_path: Path) -> None:
+def test_a_text_to_score(run: Run, bundle: Path, tmp_path: Path) -> None:
+    for part, stdin, arguments in (
+        ("no token to predict", b"", ()),
+        ("no token to predict", b" \n\n ", ()),
+        ("no token to predict", b"xx x", ("--separator", "x")),
+        ("not UTF-8", b"\x80", ()),
+        (f"the window must be in [1, {WINDOW}] tokens, got 65", b"text", ("--window", 65)),
+        (f"the window must be in [1, {WINDOW}] tokens, got -1", b"text", ("--window", -1)),
+    ):
+        failed(run("eval", "perplexity", "-", "-m", bundle, *arguments, stdin=stdin), part)
     failed(run("eval", "perplexity", tmp_path / "absent", "-m", bundle), "absent: cannot be read")
 
 

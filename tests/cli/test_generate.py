@@ -10,16 +10,12 @@ from tests import tiny_encdec
 from tests.cli.outcome import CFG, PARAMS, WINDOW, Run, answer, failed, succeeded
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
 
-# generate
-
-
-def test_generate_writes_the_text_and_nothing_else(run: Run, bundle: Path) -> None:
-    text = answer(run("generate", "-m", bundle, "-p", "hello", "-n", 8, "--json"))["text"]
-    assert succeeded(run("generate", "-m", bundle, "-p", "hello", "-n", 8)) == text + "\n"
-
 
 def test_generate_json(run: Run, bundle: Path) -> None:
-    got = answer(run("generate", "-m", bundle, "-p", "hello the", "-n", 10, "--ignore-eos", "--json"))
+    asked = ("generate", "-m", bundle, "-p", "hello the", "-n", 10, "--ignore-eos")
+    got = answer(run(*asked, "--json"))
+    # The text and nothing else.
+    assert succeeded(run(*asked)) == got["text"] + "\n"
     assert list(got) == [
         "text", "finish_reason", "stop_string", "prompt_tokens", "reused_tokens", "completion_tokens",
         "seed", "ttft_ms", "tpot_ms", "decode_tokens_per_s", "first_token_ms", "prefill",
@@ -30,18 +26,15 @@ def test_generate_json(run: Run, bundle: Path) -> None:
     assert got["first_token_ms"] is None or got["first_token_ms"] > got["ttft_ms"]
     assert got["loaded_buckets"] + got["compiled_buckets"] == 4
     prompt = Tokenizer(tiny_tokenizer()).encode("hello the")
-    expected = {
-        "finish_reason": "length",
-        "stop_string": None,
-        "prompt_tokens": len(prompt),
-        "reused_tokens": 0,
-        "completion_tokens": 10,
-    }
+    expected = {"finish_reason": "length", "stop_string": None, "reused_tokens": 0, "completion_tokens": 10}
     assert {key: got[key] for key in expected} == expected
+    assert got["prompt_tokens"] == len(prompt)
     assert got["text"]
     assert got["ttft_ms"] > 0
     assert got["tpot_ms"] > 0
     assert got["decode_tokens_per_s"] == pytest.approx(1000 / got["tpot_ms"], rel=0.05)
+    one = answer(run(*asked, "-n", 1, "--json"))
+    assert (one["completion_tokens"], one["tpot_ms"], one["decode_tokens_per_s"]) == (1, 0.0, None)
 
 
 def test_the_models_own_sampling_is_the_default(run: Run, tmp_path: Path) -> None:
@@ -54,11 +47,6 @@ def test_the_models_own_sampling_is_the_default(run: Run, tmp_path: Path) -> Non
     assert answer(run(*base))["text"] == drawn
     assert answer(run(*base, "--no-model-sampling"))["text"] == greedy
     assert answer(run("info", path, "--json"))["sampling"] == {"temperature": 100.0}
-
-
-def test_one_token_has_no_time_per_token(run: Run, bundle: Path) -> None:
-    got = answer(run("generate", "-m", bundle, "-p", "x", "-n", 1, "--ignore-eos", "--json"))
-    assert (got["completion_tokens"], got["tpot_ms"], got["decode_tokens_per_s"]) == (1, 0.0, None)
 
 
 def test_all_ways_to_give_a_prompt(run: Run, bundle: Path, tmp_path: Path) -> None:
@@ -76,32 +64,28 @@ def test_all_ways_to_give_a_prompt(run: Run, bundle: Path, tmp_path: Path) -> No
     assert texts.pop()[1] == len(Tokenizer(tiny_tokenizer()).encode("héllo 世"))
 
 
-def test_stop(run: Run, bundle: Path) -> None:
-    base = ("generate", "-m", bundle, "-p", "hello", "-n", 20, "--ignore-eos", "--json")
-    text = answer(run(*base))["text"]
+def test_what_ends_an_answer(run: Run, bundle: Path) -> None:
+    base = ("generate", "-m", bundle, "-p", "hello", "-n", 20, "--json")
+    text = answer(run(*base, "--ignore-eos"))["text"]
     stop = text[4:6]
     assert len(stop) == 2
-    got = answer(run(*base, "--stop", "not in the text", "--stop", stop))
-    assert got["finish_reason"] == "stop"
-    assert got["stop_string"] == stop
+    got = answer(run(*base, "--ignore-eos", "--stop", "not in the text", "--stop", stop))
+    assert (got["finish_reason"], got["stop_string"]) == ("stop", stop)
     assert got["text"] == text[: text.index(stop)]
     assert got["completion_tokens"] < 20
-
-
-def test_the_end_token_stops(run: Run, bundle: Path) -> None:
-    """Made certain by a bias; the text has no trace of it."""
+    # The end token, made certain by a bias; the text has no trace of it.
     (end,) = tiny_tokenizer().eos_ids
-    base = ("generate", "-m", bundle, "-p", "hello", "-n", 6, "--logit-bias", f"{end}=100", "--json")
-    got = answer(run(*base))
+    biased = (*base, "-n", 6, "--logit-bias", f"{end}=100")
+    got = answer(run(*biased))
     assert (got["text"], got["finish_reason"], got["completion_tokens"]) == ("", "stop", 1)
-    got = answer(run(*base, "--ignore-eos"))
+    got = answer(run(*biased, "--ignore-eos"))
     assert (got["text"], got["finish_reason"], got["completion_tokens"]) == ("", "length", 6)
-
-
-def test_logit_bias_forces_a_token(run: Run, bundle: Path) -> None:
     (letter,) = Tokenizer(tiny_tokenizer()).encode("Z", add_special_tokens=False)
-    out = succeeded(run("generate", "-m", bundle, "-p", "x", "-n", 7, "--logit-bias", f"{letter}=1e3"))
-    assert out == "ZZZZZZZ\n"
+    assert answer(run(*base, "-n", 7, "--logit-bias", f"{letter}=1e3"))["text"] == "ZZZZZZZ"
+    # The window; the last token is never fed, so it needs no room.
+    got = answer(run(*base, "-p", "x" * (WINDOW - 5), "-n", 100, "--ignore-eos"))
+    assert got["prompt_tokens"] == WINDOW - 4
+    assert (got["completion_tokens"], got["finish_reason"]) == (5, "length")
 
 
 def test_a_task_of_an_encoder_decoder(run: Run, bundle: Path, tmp_path: Path) -> None:
@@ -129,14 +113,6 @@ def test_seed(run: Run, bundle: Path) -> None:
     free = answer(run(*base))
     assert answer(run(*base, "--seed", free["seed"]))["text"] == free["text"]
     assert answer(run(*base))["seed"] != free["seed"]
-
-
-def test_an_answer_ends_with_the_window(run: Run, bundle: Path) -> None:
-    prompt = "x" * (WINDOW - 5)
-    got = answer(run("generate", "-m", bundle, "-p", prompt, "-n", 100, "--ignore-eos", "--json"))
-    assert got["prompt_tokens"] == WINDOW - 4
-    # The last token is never fed, so it needs no room.
-    assert (got["completion_tokens"], got["finish_reason"]) == (5, "length")
 
 
 def test_a_folder_and_its_bundle_say_the_same(run: Run, home: Path, tmp_path: Path) -> None:

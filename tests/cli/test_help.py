@@ -30,19 +30,13 @@ ALL = dict(commands(cli))
 LEAVES = {path: command for path, command in ALL.items() if not isinstance(command, click.Group)}
 
 
-def names(paths: dict[tuple[str, ...], click.Command]) -> list[str]:
-    return [" ".join(path) for path in paths]
-
-
-@pytest.mark.parametrize("arguments", [(), *[(name,) for name in COMMANDS]])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help(run: Run, arguments: tuple[str, ...], flag: str) -> None:
-    out = succeeded(run(*arguments, flag))
-    assert out.startswith(f"Usage: {' '.join(['jaxllm', *arguments])} ")
-    assert all(name in out for name in (COMMANDS if not arguments else ["--help"]))
-
-
-def test_the_list_of_commands_has_the_first_sentence_of_their_help(run: Run) -> None:
+def test_help(run: Run, flag: str) -> None:
+    """The list of commands has the first sentence of their help."""
+    for arguments in (), *((name,) for name in COMMANDS):
+        out = succeeded(run(*arguments, flag))
+        assert out.startswith(f"Usage: {' '.join(['jaxllm', *arguments])} ")
+        assert all(name in out for name in (COMMANDS if not arguments else ["--help"]))
     out = succeeded(run("--help"))
     with click.Context(cli) as context:
         for name, (_, summary) in COMMANDS.items():
@@ -53,9 +47,20 @@ def test_the_list_of_commands_has_the_first_sentence_of_their_help(run: Run) -> 
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(("path", "command"), LEAVES.items(), ids=names(LEAVES))
-def test_every_command_has_an_example_that_it_takes(path: tuple[str, ...], command: click.Command) -> None:
+@pytest.mark.parametrize(("path", "command"), ALL.items(), ids=[" ".join(path) for path in ALL])
+def test_every_option_says_what_it_does_and_a_command_has_an_example(
+    path: tuple[str, ...], command: click.Command
+) -> None:
     assert command.help is not None
+    assert re.match(r"[A-Z][a-z]+,? ", command.help)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+            assert parameter.help[0].isupper(), parameter.help
+            assert parameter.help.rstrip("]").endswith((".", ")")) or "[default: " in parameter.help
+            assert parameter.multiple == ("Repeatable" in parameter.help), parameter.name
+    if isinstance(command, click.Group):
+        return
     _, _, examples = inspect.cleandoc(command.help).partition("\b\nExample:\n")
     lines = [line.strip() for line in examples.splitlines() if line.strip()]
     assert lines
@@ -65,18 +70,6 @@ def test_every_command_has_an_example_that_it_takes(path: tuple[str, ...], comma
         # click keeps the option of help on the command, by the names that its first context has.
         with click.Context(cli, **cli.context_settings) as parent:
             command.make_context(path[-1], words[len(path) + 1 :], parent=parent)
-
-
-@pytest.mark.parametrize(("path", "command"), ALL.items(), ids=names(ALL))
-def test_every_option_says_what_it_does(path: tuple[str, ...], command: click.Command) -> None:
-    assert command.help is not None
-    assert re.match(r"[A-Z][a-z]+,? ", command.help)
-    for parameter in command.params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help, parameter.name
-            assert parameter.help[0].isupper(), parameter.help
-            assert parameter.help.rstrip("]").endswith((".", ")")) or "[default: " in parameter.help
-            assert parameter.multiple == ("Repeatable" in parameter.help), parameter.name
 
 
 def test_values_are_those_of_the_modules_that_define_them() -> None:
@@ -165,23 +158,13 @@ def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert completed(monkeypatch, run, "c") == {"calibrate", "chat", "completion", "contexts"}
     assert "--max-tokens" in completed(monkeypatch, run, "generate", "--max")
     assert completed(monkeypatch, run, "eval", "p") == {"pairs", "perplexity"}
-    assert completed(monkeypatch, run, "prepare", "folder", "--weights", "int") == {
-        "int8",
-        "int8-nested",
-        "int4",
-        "int4-all",
-        "int4-min",
-    }
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(run: Run, shell: str) -> None:
-    script = succeeded(run("completion", shell))
-    assert "_JAXLLM_COMPLETE" in script
-    assert f"{shell}_complete" in script
-
-
-def test_completion_of_an_unknown_shell(run: Run) -> None:
+    widths = {"int8", "int8-nested", "int4", "int4-all", "int4-min"}
+    assert completed(monkeypatch, run, "prepare", "folder", "--weights", "int") == widths
+    monkeypatch.delenv("_JAXLLM_COMPLETE")
+    for shell in ("bash", "zsh", "fish"):
+        script = succeeded(run("completion", shell))
+        assert "_JAXLLM_COMPLETE" in script
+        assert f"{shell}_complete" in script
     assert run("completion", "tcsh").code == 2
 
 

@@ -63,7 +63,7 @@ def imports(tiny_bundle: Path) -> int:
     return int(out.split()[-1])
 
 
-@pytest.mark.parametrize("share", [0, 0.1, 0.3, 0.5, 0.8, 1])
+@pytest.mark.parametrize("share", [0, 0.1, 0.4, 0.7, 1])
 def test_in_the_middle_of_imports(tiny_bundle: Path, imports: int, share: float) -> None:
     number = 1 + int(share * (imports - 1))
     process = started(number, "generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, script=AT_AN_IMPORT)
@@ -97,76 +97,54 @@ def test_in_the_middle_of_an_answer(tiny_bundle: Path) -> None:
     assert first + out
 
 
-def test_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    """What is written vanishes as with any other end."""
-    script = """
-import os, signal, sys
+# What a command is replaced by -> how the process ends. `stop` interrupts itself.
+AS_COMMAND = """
+import atexit, os, signal, sys, threading, time, weakref
 from pathlib import Path
+from jaxllm.cli import entry, main as cli
 from jaxllm.files.atomic import atomic_file
-from jaxllm.cli import entry, main as cli
-def write(arguments):
-    with atomic_file(Path(sys.argv[1])) as file:
-        file.write(b"half")
-        print("half", end="")
-        os.kill(os.getpid(), signal.SIGINT)
-        while True: pass
-cli.main = write
-entry.main()
-"""
-    process = started(tmp_path / "out", script=script)
-    assert ended(process) == (entry.INTERRUPTED, "half", "")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("finalizer", ["weakref.finalize(a, interrupt)", "weakref.ref(a, interrupt)"])
-def test_in_a_finalizer(finalizer: str) -> None:
-    """Python drops exceptions there, the interrupt must not be dropped."""
-    script = f"""
-import os, signal, sys, time, weakref
-from jaxllm.cli import entry, main as cli
 class A: pass
-def interrupt(*_):
+class Failing:
+    def __del__(self): raise ValueError("of a finalizer")
+def stop(*_):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0)
+def late():
+    time.sleep(0.2)
+    print("thread")
 def command(arguments):
-    a = A()
-    kept = {finalizer}
-    print("began")
-    del a
-    time.sleep(60)
+{}
 cli.main = command
 entry.main()
 """
-    assert ended(started(script=script)) == (entry.INTERRUPTED, "began\n", "")
+FINALIZED = "a = A(); kept = weakref.{}(a, stop); print('began'); del a; time.sleep(60)"
+COMMANDS = {
+    "a file": (
+        "with atomic_file(Path(sys.argv[1])) as file: "
+        "file.write(b'half'); print('half'); stop(); time.sleep(60)",
+        (entry.INTERRUPTED, "half\n", ""),
+    ),
+    # Python drops exceptions there, the interrupt must not be dropped.
+    "a finalizer": (FINALIZED.format("finalize"), (entry.INTERRUPTED, "began\n", "")),
+    "a weak reference": (FINALIZED.format("ref"), (entry.INTERRUPTED, "began\n", "")),
+    "another exception in a finalizer": ("Failing(); sys.exit(0)", (0, "", "ValueError: of a finalizer")),
+    "behind the end": (
+        "atexit.register(lambda: (stop(), print('ended'))); sys.exit(3)", (3, "ended\n", ""),
+    ),
+    "threads and exit handlers": (
+        "atexit.register(print, 'handler'); threading.Thread(target=late).start(); sys.exit(0)",
+        (0, "thread\nhandler\n", ""),
+    ),
+}  # fmt: skip
 
 
-def test_other_exceptions_in_a_finalizer_are_reported() -> None:
-    script = """
-import sys
-from jaxllm.cli import entry, main as cli
-class A:
-    def __del__(self):
-        raise ValueError("of a finalizer")
-def command(arguments):
-    A()
-    sys.exit(0)
-cli.main = command
-entry.main()
-"""
-    code, out, err = ended(started(script=script))
-    assert (code, out) == (0, "")
-    assert "ValueError: of a finalizer" in err
-
-
-def test_behind_the_end_of_the_command() -> None:
-    script = """
-import atexit, os, signal, sys
-from jaxllm.cli import entry, main as cli
-atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print("ended")))
-cli.main = lambda arguments: sys.exit(3)
-entry.main()
-"""
-    assert ended(started(script=script)) == (3, "ended\n", "")
+@pytest.mark.parametrize(("command", "end"), COMMANDS.values(), ids=COMMANDS)
+def test_in_the_middle_of(tmp_path: Path, command: str, end: tuple[int, str, str]) -> None:
+    code, out, err = ended(started(tmp_path / "out", script=AS_COMMAND.format(f"    {command}")))
+    assert (code, out) == end[:2]
+    assert err == end[2] if not end[2] else end[2] in err
+    # What was being written vanishes as with any other end.
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -175,28 +153,13 @@ def test_at_any_time_of_a_start(tiny_bundle: Path) -> None:
     assert ended(started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2))[0] == 0
     whole_s = time.monotonic() - began
     # Before Python has started nobody can take the signal but Python.
-    for share in (0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95):
+    for share in (0.15, 0.3, 0.5, 0.7, 0.9):
         process = started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2)
         time.sleep(share * whole_s)
         process.send_signal(signal.SIGINT)
         code, _, err = ended(process)
         assert code in (entry.INTERRUPTED, 0), err
         assert err == ""
-
-
-def test_threads_and_exit_handlers_end_before_the_process_does() -> None:
-    script = """
-import atexit, threading, time
-from jaxllm.cli import entry
-def late():
-    time.sleep(0.2)
-    print("thread")
-atexit.register(print, "handler")
-threading.Thread(target=late).start()
-entry.main(["--version"])
-"""
-    code, out, err = ended(started(script=script))
-    assert (code, out.splitlines()[1:], err) == (0, ["thread", "handler"], "")
 
 
 def test_an_error_of_an_output_is_told() -> None:

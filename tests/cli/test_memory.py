@@ -46,14 +46,9 @@ def test_a_start_from_disk_holds_little_memory(tmp_path: Path) -> None:
     assert read["peak_bytes"] < compiled["peak_bytes"]
 
 
-def test_a_system_that_does_not_tell_is_an_error(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("jaxllm.serving.host.process_memory._SMAPS", tmp_path / "smaps")
-    failed(run("info", "--memory"), "Linux alone")
-
-
-def test_checksums_are_no_part_of_it(run: Run) -> None:
+def test_what_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     done = run("info", "--memory", "--verify")
     assert done.code == 2
     assert "give --verify or --memory, not both" in done.err
+    monkeypatch.setattr("jaxllm.serving.host.process_memory._SMAPS", tmp_path / "smaps")
+    failed(run("info", "--memory"), "Linux alone")

@@ -16,21 +16,16 @@ from tests.cli.outcome import CFG, PARAMS, Run, answer, edit_config, failed, suc
 from tests.tiny import tiny_params, write_tiny_bundle, write_tiny_folder
 
 
-def test_prepare_at_another_width(run: Run, home: Path, tmp_path: Path) -> None:
-    out = tmp_path / "m.jaxllm"
-    assert "int4 weights" in succeeded(run("prepare", home / "folder", "-o", out, "--weights", "int4"))
-    with Bundle.open(out) as made:
-        assert made.layout.weights == "int4"
-        made.verify()
-
-
-def test_prepare_ignores_a_key_on_request(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_prepare_at_another_width_and_without_a_key(run: Run, folder: Path, tmp_path: Path) -> None:
     edit_config(folder, brand_new=1)
     out = tmp_path / "m.jaxllm"
     failed(run("prepare", folder, "-o", out), "brand_new")
     assert not out.exists()
-    succeeded(run("prepare", folder, "-o", out, "--ignore-config-key", "brand_new"))
-    assert out.exists()
+    prepared = run("prepare", folder, "-o", out, "--weights", "int4", "--ignore-config-key", "brand_new")
+    assert "int4 weights" in succeeded(prepared)
+    with Bundle.open(out) as made:
+        assert made.layout.weights == "int4"
+        made.verify()
 
 
 def test_prepare_replaces_no_devices_pipes_or_links(
@@ -40,16 +35,17 @@ def test_prepare_replaces_no_devices_pipes_or_links(
     (tmp_path / "meant").write_text("kept")
     (tmp_path / "link").symlink_to("meant")
     os.mkfifo(tmp_path / "pipe")
-    before = {each.name: each.lstat() for each in tmp_path.iterdir()}
+
+    def held() -> dict[str, object]:
+        # Reading a link changes its time of access.
+        return {each.name: (each.lstat()[:7], each.lstat().st_mtime_ns) for each in tmp_path.iterdir()}
+
+    before = held()
     device = os.stat("/dev/null").st_rdev
-    for out, kind in (
-        ("/dev/null", "a device"),
-        ("pipe", "a pipe"),
-        ("link", "a symbolic link"),
-        ("-", "a pipe"),
-    ):
+    kinds = {"/dev/null": "a device", "pipe": "a pipe", "link": "a symbolic link", "-": "a pipe"}
+    for out, kind in kinds.items():
         failed(run("prepare", folder, "-o", out), f"{out}: cannot be written", kind, "name ")
-    assert {each.name: each.lstat() for each in tmp_path.iterdir()} == before
+    assert held() == before
     assert os.stat("/dev/null").st_rdev == device
 
 
@@ -58,14 +54,10 @@ def test_info(run: Run, bundle: Path, verify: tuple[str, ...]) -> None:
     facts = answer(run("info", bundle, "--json", *verify))
     with Bundle.open(bundle) as opened:
         expected = {
-            "model": "tiny",
-            "weights": "f32",
-            "parameters": parameter_count(CFG),
-            "file_bytes": bundle.stat().st_size,
-            "fingerprint": opened.fingerprint,
-            "verified": bool(verify),
+            "model": "tiny", "weights": "f32", "parameters": parameter_count(CFG),
+            "file_bytes": bundle.stat().st_size, "fingerprint": opened.fingerprint, "verified": bool(verify),
             "config": json.loads(json.dumps(CFG.to_json())),
-        }
+        }  # fmt: skip
     assert {key: facts[key] for key in expected} == expected
     kernels = {"kernels", "kernel_threads"}
     kernels |= {f"kernels_{each}" for each in ("reason", "available", "built", "left_out")}
@@ -80,20 +72,23 @@ def test_info(run: Run, bundle: Path, verify: tuple[str, ...]) -> None:
     assert shown["hidden_size"] == "64"
 
 
-@pytest.mark.parametrize("name", ["[/b]", "[red]x", "\x1b[31m", "a\nb", "é 世"])
-def test_info_of_odd_names(run: Run, tmp_path: Path, name: str) -> None:
-    path = write_tiny_bundle(tmp_path / "m", cfg=CFG, params=PARAMS, name=name)
-    shown = name.replace("\x1b", "?").replace("\n", "?")
-    assert succeeded(run("info", path)).splitlines()[0].split(maxsplit=1)[1] == shown
-
-
-def test_info_describes_the_packaged_model(
-    run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_info_of_odd_names_and_of_the_packaged_model(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jaxllm.serving.ground.bundles, "default_bundle", lambda: bundle)
-    assert answer(run("info", "--json"))["model"] == "tiny"
-    monkeypatch.setattr(jaxllm.serving.ground.bundles, "default_bundle", lambda: tmp_path / "default.jaxllm")
+    path = tmp_path / "default.jaxllm"
+    monkeypatch.setattr(jaxllm.serving.ground.bundles, "default_bundle", lambda: path)
     failed(run("info"), "default.jaxllm", "No such file")
+    for name in ("[/b]", "[red]x", "\x1b[31m", "a\nb", "é 世"):
+        write_tiny_bundle(path, cfg=CFG, params=PARAMS, name=name)
+        shown = name.replace("\x1b", "?").replace("\n", "?")
+        assert succeeded(run("info")).splitlines()[0].split(maxsplit=1)[1] == shown
+
+
+def least_memory(run: Run, model: Path) -> int:
+    """What a start with too little memory says that it needs, in bytes."""
+    too_small = run("generate", "--model", model, "--memory", "1", "--prompt", "a")
+    failed(too_small, "needs at least")
+    return int(re.search(r"at least ([\d,]+)", too_small.err)[1].replace(",", ""))
 
 
 def test_info_of_a_folder(run: Run, folder: Path) -> None:
@@ -107,9 +102,7 @@ def test_info_of_a_folder(run: Run, folder: Path) -> None:
     memory = facts["memory_bytes"]["f32"]
     assert memory["weights"] < memory["--memory for all"]
     # Both are of the same kind as what a start says: enough, and not much more than that.
-    too_small = run("generate", "--model", folder, "--memory", "1", "--prompt", "a")
-    failed(too_small, "needs at least")
-    least = int(re.search(r"at least ([\d,]+)", too_small.err)[1].replace(",", ""))
+    least = least_memory(run, folder)
     assert least * 0.9 < memory["least --memory"] < least * 1.1
     assert "rooms: levels" in succeeded(run("info", folder))
     failed(run("info", folder, "--verify"), "no checksums")
@@ -122,9 +115,7 @@ def test_info_of_a_mixture(run: Run, tmp_path: Path) -> None:
     assert facts["rooms"]["experts apart"] == "yes"
     apart = tmp_path / "apart.jaxllm"
     succeeded(run("prepare", folder, "-o", apart, "--weights", "int8", "--expert-bits", "8"))
-    too_small = run("generate", "--model", apart, "--memory", "1", "--prompt", "a")
-    failed(too_small, "needs at least")
-    least = int(re.search(r"at least ([\d,]+)", too_small.err)[1].replace(",", ""))
+    least = least_memory(run, apart)
     said = facts["memory_bytes"]["int8"]["least --memory, experts apart"]
     assert least * 0.9 < said < least * 1.1
 

@@ -26,7 +26,7 @@ def program(home: Path) -> Path:
     return out
 
 
-def test_generate_answers_as_the_bundle_does(run: Run, bundle: Path, program: Path) -> None:
+def test_generate_and_chat_answer_as_the_bundle_does(run: Run, bundle: Path, program: Path) -> None:
     asked = ("-p", "hello the", "-n", 10, "--ignore-eos")
     text = succeeded(run("generate", "-m", bundle, *asked))
     assert succeeded(run("generate", "--program", program, *asked)) == text
@@ -35,9 +35,7 @@ def test_generate_answers_as_the_bundle_does(run: Run, bundle: Path, program: Pa
     assert got["completion_tokens"] == 10
     assert "compiled_buckets" not in got
     assert "drafts" not in got
-
-
-def test_generate_answers_alike_with_drafts(run: Run, program: Path) -> None:
+    # And alike with drafts.
     asked = ("--program", program, "-p", "hello the hello the", "-n", 10, "--ignore-eos")
     text = succeeded(run("generate", *asked))
     for draft in ("ngram", program):
@@ -45,9 +43,6 @@ def test_generate_answers_alike_with_drafts(run: Run, program: Path) -> None:
         assert got["text"] + "\n" == text
         assert got["drafts"]["verifications"] + got["drafts"]["plain_tokens"] > 0
     failed(run("generate", *asked, "--draft", "level:30"), "level 30 was not exported")
-
-
-def test_chat_answers_as_the_bundle_does(run: Run, bundle: Path, program: Path) -> None:
     got = run("chat", "--program", program, "-n", 4, "--ignore-eos", stdin=turns("hi", "hello"))
     assert got.code == 0
     assert got.out == expected_answers(bundle, ["hi", "hello"])
@@ -56,14 +51,9 @@ def test_chat_answers_as_the_bundle_does(run: Run, bundle: Path, program: Path) 
 
 def test_what_was_exported_cannot_be_changed(run: Run, bundle: Path, program: Path, tmp_path: Path) -> None:
     for option in (
-        ("--model", bundle),
-        ("--context", 32),
-        ("--memory", "1GB"),
-        ("--prefill", "float"),
-        ("--processors", 2),
-        ("--weights", "f32"),
-        ("--adapter", tmp_path),
-    ):
+        ("--model", bundle), ("--context", 32), ("--memory", "1GB"), ("--prefill", "float"),
+        ("--processors", 2), ("--weights", "f32"), ("--adapter", tmp_path),
+    ):  # fmt: skip
         done = run("generate", "--program", program, "-p", "x", *option)
         failed(done, f"{option[0]} cannot be given with --program")
     failed(run("generate", "--program", program, "-p", "x", "--level", 30), "level 30 was not exported")

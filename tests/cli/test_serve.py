@@ -17,19 +17,16 @@ def test_a_missing_package_is_named(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["--http", "8080"], "HOST:PORT"),
-        (["--http", "192.0.2.1:80"], "not a loopback address"),
-        (["--draft", "level:x"], "level"),
-        (["--config", "missing.toml"], "missing.toml"),
-        (["--adapter", "formal"], "NAME=FOLDER"),
-        (["--adapter", "a b=x"], "an adapter's name"),
-        (["--adapter", "a=x", "--adapter", "a=y"], "named twice"),
+        ("--http 8080", "HOST:PORT"), ("--http 192.0.2.1:80", "not a loopback address"),
+        ("--draft level:x", "level"), ("--config missing.toml", "missing.toml"),
+        ("--adapter formal", "NAME=FOLDER"), ("--adapter a/b=x", "an adapter's name"),
+        ("--adapter a=x --adapter a=y", "named twice"),
     ],
-)
-def test_wrong_options_end_it(run, arguments, message):
-    failed(run("serve", *arguments), message)
+)  # fmt: skip
+def test_wrong_options_end_it(run, line, message):
+    failed(run("serve", *line.split()), message)
 
 
 def test_the_command_line_goes_before_the_file(tmp_path):

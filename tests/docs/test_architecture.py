@@ -37,20 +37,12 @@ def upward(package: str) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_folder_is_on_the_page(package: str) -> None:
+def test_folders_and_imports_are_as_the_page_states(package: str) -> None:
     stated = stated_rooms(package)
     assert len(set(stated)) == len(stated)
     assert real_rooms(package) - set(stated) == set(), "the page lacks these"
     assert set(stated) - real_rooms(package) == set(), "these are on the page alone"
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_between_rooms_go_down(package: str) -> None:
-    assert upward(package) == {}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_between_packages_are_as_stated(package: str) -> None:
+    assert upward(package) == {}, "imports between rooms go down"
     imported = {
         package_of(each)
         for module, modules in GRAPH.items()
@@ -62,33 +54,24 @@ def test_imports_between_packages_are_as_stated(package: str) -> None:
 
 def test_no_module_imports_itself_by_a_circle() -> None:
     assert circles(GRAPH) == []
-
-
-def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"e"}, "f": {"a"}}
     assert circles(graph) == [["a", "b", "c"], ["e"]]
 
 
-@pytest.mark.parametrize(
-    ("source", "imported"),
-    [
-        ("import jaxllm.serving.engine", ["jaxllm.serving.engine"]),
-        ("def f():\n    from jaxllm.serving import engine", ["jaxllm.serving.engine"]),
-        ("from .engine import Engine", ["jaxllm.serving.engine"]),
-        ("if TYPE_CHECKING:\n    import jaxllm.serving.engine", ["jaxllm.serving.engine"]),
-        ("import os, numpy", []),
-    ],
-)
-def test_imports_are_read(source: str, imported: list[str]) -> None:
-    known = ["jaxllm.serving", "jaxllm.serving.engine"]
-    assert [*imports(source, "jaxllm.serving.service", False, known)] == imported
-
-
-def test_modules_are_in_their_packages() -> None:
-    assert (package_of("jaxllm.serving.engine"), room_of("jaxllm.serving.engine.run")) == (
-        "serving",
-        "engine",
-    )
-    assert (package_of("jaxllm.kv.cache"), room_of("jaxllm.kv.cache")) == ("jaxllm", "kv")
-    assert (package_of("jaxllm.cli.main"), room_of("jaxllm.cli")) == ("cli", "")
+def test_imports_and_modules_are_read() -> None:
+    known, engine = ["jaxllm.serving", "jaxllm.serving.engine"], ["jaxllm.serving.engine"]
+    for source, imported in {
+        "import jaxllm.serving.engine": engine,
+        "def f():\n    from jaxllm.serving import engine": engine,
+        "from .engine import Engine": engine,
+        "if TYPE_CHECKING:\n    import jaxllm.serving.engine": engine,
+        "import os, numpy": [],
+    }.items():
+        assert [*imports(source, "jaxllm.serving.service", False, known)] == imported
+    for module, package, room in (
+        ("jaxllm.serving.engine", "serving", "engine"),
+        ("jaxllm.kv.cache", "jaxllm", "kv"),
+        ("jaxllm.cli.main", "cli", "main"),
+    ):
+        assert (package_of(module), room_of(module)) == (package, room)
     assert Room("models/encoder", True) in stated_rooms("jaxllm")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import write_tiny_folder
+from tests.training.seq2seq.tiny import write_pairs
 from tests.training.tiny_runs import write_data
 
 
@@ -18,3 +19,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all data, as small."""
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def pairs_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of pairs of numbers and words."""
+    return write_pairs(tmp_path_factory.mktemp("pairs"))

@@ -1,10 +1,10 @@
 """A small job with something to learn, for tests of the loop."""
 
+import copy
 import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.training.data.corpus import TokenizedDocuments
@@ -38,26 +38,30 @@ def held_out_of(recipe):
     return functools.partial(evaluation_batches, HELD_OUT, recipe.row_tokens, recipe.batch)
 
 
-def train(recipe, folder, report=lambda progress: None, *, mesh=None, job=None):
+def batches_of(recipe):
+    return PackedBatches(DOCUMENTS, (), recipe.row_tokens, recipe.batch, recipe.seed)
+
+
+@functools.cache
+def _made(recipe):
+    return loop.Trainer(pretrain_job(recipe), recipe, one_device())
+
+
+def trainer_of(recipe):
+    """A trainer of a recipe's model on one device, which shares what others of this process have compiled."""
+    # Neither of these is part of a compiled step.
+    trainer = copy.copy(_made(dataclasses.replace(recipe, log_steps=1, checkpoint_steps=1)))
+    trainer.settings = recipe
+    return trainer
+
+
+def train(recipe, folder, report=lambda progress: None, *, trainer=None):
     """Trains a recipe's model on DOCUMENTS."""
-    batches = PackedBatches(DOCUMENTS, (), recipe.row_tokens, recipe.batch, recipe.seed)
-    mesh = mesh or one_device()
-    job = job or pretrain_job(recipe)
-    trainer = loop.Trainer(job, recipe, mesh)
-    return loop.train(trainer, batches.batch_at, held_out_of(recipe), folder, report)
+    trainer = trainer or trainer_of(recipe)
+    return loop.train(trainer, batches_of(recipe).batch_at, held_out_of(recipe), folder, report)
 
 
 def assert_same_bits(left, right):
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-
-
-def poisoned(job):
-    """The job with a NaN among its initial parameters."""
-
-    def init(key):
-        params = job.init(key)
-        return {**params, "final_norm.scale": params["final_norm.scale"] * jnp.float32(jnp.nan)}
-
-    return dataclasses.replace(job, init=init)

@@ -72,9 +72,7 @@ def test_bad_input_is_told(calibrated, tmp_path):
     text.write_text("Short.")
     with pytest.raises(ConfigError, match="are too few for contexts of"):
         calibrate_contexts(RECIPE, plain, tmp_path / "out.jaxllm", texts=[text])
-
-
-def test_models_with_states_have_one_codec(tmp_path):
+    # Models with states have one codec.
     path = tiny_states.write_bundle(tmp_path / "tiny.jaxllm", "short_conv")
     with pytest.raises(ConfigError, match="kept as they are"):
         calibrate_contexts(RECIPE, path, tmp_path / "out.jaxllm")

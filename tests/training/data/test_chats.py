@@ -34,15 +34,13 @@ def written(path, *records):
     return path
 
 
-def test_a_conversation_is_a_document_for_each_answer(tmp_path):
+def test_a_conversation_is_a_document_for_each_learnt_answer(tmp_path):
     first, second = read_chats(written(tmp_path / "a.jsonl", {"messages": messages(*TALK), "id": 3}, ""))
     assert (first.messages, first.answer) == (tuple(TALK[:1]), "hello")
     assert (second.messages, second.answer) == (tuple(TALK[:3]), "the end")
     assert first.digest() != second.digest()
     assert first.origin_digest() == second.origin_digest()
-
-
-def test_an_answer_of_weight_0_is_a_message_and_not_learnt(tmp_path):
+    # An answer of weight 0 is a message and not learnt.
     talk = messages(*TALK)
     talk[1]["weight"], talk[3]["weight"] = 0, 1
     completion = {"prompt": talk[:1], "completion": talk[1:]}
@@ -59,13 +57,9 @@ def test_keys_that_say_nothing_are_read(tmp_path, caplog):
     assert len(list(read_chats(path))) == 4
     assert len(list(read_chats(path))) == 4
     # What has another meaning is said, once.
-    assert [
-        each.getMessage().split(": ")[1] for each in caplog.records if "tool" not in each.getMessage()
-    ] == [
-        "the key 'id' of its lines is ignored",
-        "the key 'prompt' of its lines is ignored",
-        "the key 'weight' of its lines is ignored",
-    ]
+    said = [each.getMessage() for each in caplog.records if "tool" not in each.getMessage()]
+    ignored = [f"the key {key!r} of its lines is ignored" for key in ("id", "prompt", "weight")]
+    assert [each.split(": ")[1] for each in said] == ignored
 
 
 def test_tools_are_for_the_template(tmp_path):
@@ -154,14 +148,10 @@ def test_a_bad_line_is_named_with_its_number_or_left_out(tmp_path, line, message
     assert f"left out 1 malformed lines, the first: {path}, {message[:15]}" in console.export_text()
 
 
-def test_rows_of_parquet_are_read_as_lines_are(tmp_path):
+def test_rows_of_parquet_are_read_as_lines_are(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
-    records = [
-        {"messages": messages(*TALK)},
-        {"prompt": "once", "completion": " upon"},
-        {"text": "plain"},
-    ]
+    records = [{"messages": messages(*TALK)}, {"prompt": "once", "completion": " upon"}, {"text": "plain"}]
     folder = tmp_path / "data"
     folder.mkdir()
 
@@ -181,9 +171,6 @@ def test_rows_of_parquet_are_read_as_lines_are(tmp_path):
     (folder / "c.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ConfigError, match=r"cannot read the file .*c\.parquet as parquet"):
         list(read_chats(folder / "c.parquet"))
-
-
-def test_parquet_needs_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"a\.parquet: `pip install 'jaxllm\[data\]'`"):
         list(read_chats(tmp_path / "a.parquet"))
@@ -191,10 +178,8 @@ def test_parquet_needs_its_package(tmp_path, monkeypatch):
 
 def test_folders_and_patterns_name_files(tmp_path):
     (tmp_path / "deep").mkdir()
-    paths = [
-        written(tmp_path / name, {"prompt": name, "completion": "yes"})
-        for name in ("b.jsonl", "deep/a.jsonl")
-    ]
+    record = {"prompt": "once", "completion": " upon"}
+    paths = [written(tmp_path / name, record | {"prompt": name}) for name in ("b.jsonl", "deep/a.jsonl")]
     written(tmp_path / "notes.md", "nothing")
     assert source_files(tmp_path, (".jsonl",)) == sorted(paths)
     assert source_files(tmp_path / "*.jsonl", (".jsonl",)) == paths[:1]

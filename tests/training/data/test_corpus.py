@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from jinja2 import Template
 
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.tasks import labels
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 from jaxllm.training.data import corpus
@@ -45,11 +47,7 @@ def encode_document(document, tokenizer):
     return ids
 
 
-SOURCES = (
-    Source(text="text/cats.txt"),
-    Source(stories="text/cats.txt"),
-    Source(task="sentiment"),
-)
+SOURCES = Source(text="text/cats.txt"), Source(stories="text/cats.txt"), Source(task="sentiment")
 
 
 def test_every_document_stands_on_one_side(data):
@@ -66,10 +64,7 @@ def test_every_document_stands_on_one_side(data):
     assert told.texts[2].startswith("Then")
     assert Corpus.open(SOURCES, data, 0.1).digest() == opened.digest()
     assert Corpus.open(SOURCES[:2], data, 0.1).digest() != opened.digest()
-
-
-def test_no_form_of_a_text_stands_on_the_other_side(data):
-    """A story that is held out is not told on request in training either."""
+    # A story that is held out is not told on request in training either.
     for split in ("train", "held_out"):
         documents = list(Corpus.open(SOURCES[:2], data, 0.25).documents(split))
         plain = {document.texts[0] for source, document in documents if source == 0}
@@ -96,8 +91,6 @@ def test_tokens_lie_one_document_behind_the_other(data, tmp_path, tokenizer, enc
 
 
 def test_a_chat_is_encoded_as_its_template_reads(tokenizer):
-    from jaxllm.tasks import labels
-
     example = labels.SENTIMENT.example({"text": "so <|end|> bad", "label": "negative"})
     ids = encode_document(chat_document(example), tokenizer)
     prompt = Template(ROLE_TEMPLATE).render(messages=example.messages(), add_generation_prompt=True)
@@ -106,20 +99,13 @@ def test_a_chat_is_encoded_as_its_template_reads(tokenizer):
     assert ids.count(tokenizer.token_to_id("<|end|>")) == 3
     clean = labels.SENTIMENT.example({"text": "so bad", "label": "negative"})
     prompt = Template(ROLE_TEMPLATE).render(messages=clean.messages(), add_generation_prompt=True)
-    assert (
-        encode_document(chat_document(clean), tokenizer) == tokenizer.encode(f"{prompt}negative<|end|>").ids
-    )
-
-
-def test_a_model_reads_documents_through_its_own_template(tokenizer):
-    from jaxllm.tasks import labels
-
+    expected = tokenizer.encode(f"{prompt}negative<|end|>").ids
+    assert encode_document(chat_document(clean), tokenizer) == expected
+    # A model reads documents through its own template.
     files = TokenizerFiles(
-        tokenizer_json=tokenizer.to_str(),
-        chat_template=ROLE_TEMPLATE,
+        tokenizer_json=tokenizer.to_str(), chat_template=ROLE_TEMPLATE, eos_ids=(0, 5),
         special={"eos_token": "<|endoftext|>"},
-        eos_ids=(0, 5),
-    )
+    )  # fmt: skip
     documents = [
         chat_document(labels.SENTIMENT.example({"text": "so bad", "label": "negative"})),
         chat_document(TaskExample(user="1 + 1 =", answer=" 2", form="text")),
@@ -148,14 +134,20 @@ def test_token_files_are_written_once_and_never_stale(data, tmp_path, encoder, m
     np.testing.assert_array_equal(again.tokens, first.tokens)
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "index.npz"])
-def test_damaged_token_files_are_told(tmp_path, encoder, name):
-    corpus.write_tokens(tmp_path / "t", [(0, text_document(text)) for text in TEXTS], encoder)
-    assert len(TokenizedDocuments.read(tmp_path / "t")) == len(TEXTS)
-    file = tmp_path / "t" / name
-    file.write_bytes(file.read_bytes()[:-50])
-    with pytest.raises(CheckpointError, match="made again"):
-        TokenizedDocuments.read(tmp_path / "t")
+def test_tokens_of_large_vocabularies_are_whole(tmp_path):
+    wide = SimpleNamespace(vocab_size=128_256, encode=lambda documents: [([70_000, 3], 0) for _ in documents])
+    corpus.write_tokens(tmp_path / "t", [(0, text_document("a"))], wide)
+    assert TokenizedDocuments.read(tmp_path / "t").tokens.tolist() == [70_000, 3]
+
+
+def test_damaged_token_files_are_told(tmp_path, encoder):
+    for name in ("tokens.bin", "index.npz"):
+        folder = tmp_path / name.removesuffix(".bin")
+        corpus.write_tokens(folder, [(0, text_document(text)) for text in TEXTS], encoder)
+        assert len(TokenizedDocuments.read(folder)) == len(TEXTS)
+        (folder / name).write_bytes((folder / name).read_bytes()[:-50])
+        with pytest.raises(CheckpointError, match="made again"):
+            TokenizedDocuments.read(folder)
 
 
 def test_sources_are_checked(data):

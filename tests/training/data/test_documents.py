@@ -47,9 +47,7 @@ def test_a_document_without_an_end_is_refused(tmp_path, monkeypatch, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match="more than 10 characters"):
         list(read_texts(path))
-
-
-def test_builtin_texts_need_no_file():
+    # Builtin texts need no file.
     texts = documents.builtin_texts()
     assert len(texts) > 50
     assert sum(map(len, texts)) > 200_000
@@ -62,9 +60,6 @@ def test_split_is_by_content_alone(share):
     assert 0 < len(held_out) < len(TEXTS)
     # Neither the order nor copies move a document to the other side.
     assert held_out_digests(digests[::-1] + digests, share) == held_out
-
-
-def test_split_needs_two_distinct_documents():
     with pytest.raises(ConfigError, match="two distinct documents"):
         held_out_digests([b"same", b"same"], 0.5)
 

@@ -17,24 +17,16 @@ def documents_of(lengths, sources=None, prompts=None):
     # Token = 100 · document + place, so that a row shows what it is made of.
     tokens = np.concatenate([100 * i + np.arange(n) for i, n in enumerate(lengths)]).astype(np.uint16)
     nothing = np.zeros(len(lengths), np.int64)
-    return TokenizedDocuments(
-        tokens,
-        starts,
-        nothing if prompts is None else np.asarray(prompts),
-        nothing if sources is None else np.asarray(sources),
-        0,
-    )
+    own = [nothing if each is None else np.asarray(each) for each in (prompts, sources)]
+    return TokenizedDocuments(tokens, starts, *own, 0)
 
 
 RAGGED = documents_of([5, 1, 30, 2, 8, 9, 17, 3, 3, 21, 16])
 
 
-def test_best_fit_by_hand():
+def test_best_fit_places_all_and_overfills_none():
     # 6 opens a row; 5 another; 4 fits the first exactly; 3 the second; 2 exactly there; 1 opens a third.
     assert best_fit(np.array([1, 2, 3, 4, 5, 6]), 10) == [[5, 3], [4, 2, 1], [0]]
-
-
-def test_best_fit_places_all_and_overfills_none():
     sizes = np.random.default_rng(0).integers(1, 65, 500)
     rows = best_fit(sizes, 64)
     assert sorted(place for row in rows for place in row) == list(range(500))

@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +16,17 @@ from jaxllm.training.data.packing import PackedBatches, evaluation_batches
 from jaxllm.training.data.process_shards import exchanged
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.fitting import TOKENIZER_FILE, read_tokenizer_file
-from jaxllm.training.loop.parallel import MeshShape, start_process_group
+from jaxllm.training.loop.parallel import MeshShape
 from jaxllm.training.pretrain.run import PretrainTexts, pretrain
 from tests.training.data.test_packing import RAGGED
 from tests.training.jobs import SMOKE
+from tests.training.processes import join, started_group, told_by
 from tests.training.tiny_runs import SILENT
 
 SOURCES = (Source(text="texts", repeats=1.5), Source(chat="chats.jsonl", answer_weight=2.0, skip_bad=True))
 RECIPE = dataclasses.replace(
     SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=288), sources=SOURCES, held_out_share=0.1,
-    batch=4, accumulate=2, steps=4, checkpoint_steps=2, log_steps=1,
+    batch=8, accumulate=2, steps=4, checkpoint_steps=2, log_steps=1,
 )  # fmt: skip
 HALF = dataclasses.replace(RECIPE, steps=2)
 
@@ -57,11 +55,8 @@ def one_file(data, folder):
 
 
 def main(data, folder, port, process):
-    """One process of two: begins a run, and goes on with another."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 1)
-    start_process_group(f"127.0.0.1:{port}", 2, int(process))
+    """One process of two, with two devices: begins a run, and goes on with another."""
+    join(port, process, 2)
     data, folder = Path(data), Path(folder)
     read, real = [], corpus._documents_of
 
@@ -72,8 +67,8 @@ def main(data, folder, port, process):
     corpus._documents_of = noted
     Corpus.open(SOURCES, data, 0.1)
     opened = sorted(read)
-    run(HALF, data, folder / "half", "data=2")
-    run(RECIPE, data, folder / "begun", "data=1,fsdp=2")
+    run(HALF, data, folder / "half", "data=2,tensor=2")
+    run(RECIPE, data, folder / "begun", "data=1,fsdp=4")
     corpus._ENCODE_DOCUMENTS = 4
     one_file(data, folder)
     try:
@@ -97,19 +92,9 @@ def test_two_processes_train_what_one_does_and_go_on_with_its_run(tmp_path):
     group, alone = tmp_path / "group", tmp_path / "alone"
     run(HALF, data, group / "begun", "data=1")
     shutil.copytree(group / "begun", alone / "half")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = "import sys; from tests.training.data.test_process_shards import main; main(*sys.argv[1:])"
-    words = [sys.executable, "-c", script, str(data), str(group), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*words, str(process)], **pipes) for process in range(2)]
+    group_of_two = started_group("tests.training.data.test_process_shards", data, group)
     run(RECIPE, data, alone / "whole", "data=1")
-    told = []
-    for process in processes:
-        out, err = process.communicate(timeout=400)
-        assert process.returncode == 0, err[-3000:]
-        told.append(json.loads(out.splitlines()[-1]))
+    told = [told_by(process) for process in group_of_two]
     # Each file is read by one of them.
     assert [each["read"] for each in told] == [["0.txt", "2.txt"], ["1.txt", "chats.jsonl"]]
     assert all("process 0: " in each["error"] and "bad.jsonl" in each["error"] for each in told)

@@ -29,17 +29,10 @@ def texts(*sources):
     )
 
 
-@pytest.mark.parametrize("pattern", ["", "/**/*.txt"])
-def test_texts_at_a_url(store, pattern):
-    assert sorted(texts(Source(text=store + pattern))) == [
-        "Another.",
-        "Fourth.",
-        "One text.",
-        "Third: \u4e2d",
-    ]
-
-
-def test_one_file_and_conversations(store):
+def test_texts_and_conversations_at_a_url(store):
+    for pattern in ("", "/**/*.txt"):
+        found = sorted(texts(Source(text=store + pattern)))
+        assert found == ["Another.", "Fourth.", "One text.", "Third: \u4e2d"]
     assert sorted(texts(Source(text=f"{store}/a.txt"))) == ["Another.", "One text."]
     both = Source(text=f"{store}/a.txt"), Source(chat=f"{store}/talks.jsonl", skip_bad=True)
     assert {"Hi?", "Yes."} < set(texts(*both))

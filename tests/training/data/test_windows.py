@@ -12,8 +12,7 @@ from jaxllm.training.data.packing import WindowBatches
 from jaxllm.training.data.sources import Source
 from jaxllm.training.data.windows import WindowRows
 from jaxllm.training.loop import trainer as loop
-from jaxllm.training.pretrain.job import pretrain_job
-from tests.training.jobs import DOCUMENTS, SMOKE, assert_same_bits, held_out_of, one_device
+from tests.training.jobs import DOCUMENTS, SMOKE, assert_same_bits, held_out_of, trainer_of
 
 T = 8
 
@@ -61,10 +60,7 @@ def test_rows_stop_at_borders_and_weigh_prompts():
         own = np.searchsorted(TWO.starts, tokens, side="right") - 1
         np.testing.assert_array_equal(starts, np.maximum(TWO.starts[own] - tokens[0], 0))
     assert seen == {0: 120, 1: 40}
-
-
-def test_windows_of_prompts_alone_are_left_out():
-    pytest.importorskip("grain")
+    # Windows of prompts alone are left out.
     documents = documents_of([30, 11, 9, 40], [25, 3, 0, 20], [0, 0, 0, 1])
     rows = WindowRows(documents, (Source(chat="a"), Source(chat="b", answer_weight=0)), T, 0)
     assert rows.left_out == 3 + 4
@@ -79,19 +75,17 @@ def test_windows_of_prompts_alone_are_left_out():
 @pytest.mark.slow
 def test_a_run_resumes_with_the_batches_of_its_steps(tmp_path):
     pytest.importorskip("grain")
-    recipe = dataclasses.replace(SMOKE, steps=4, checkpoint_steps=2)
 
     def run(folder, steps):
-        own = dataclasses.replace(recipe, steps=steps)
-        batches = WindowBatches(WindowRows(DOCUMENTS, (), own.row_tokens, own.seed), own.batch)
-        trainer = loop.Trainer(pretrain_job(recipe), recipe, one_device())
-        trainer.settings = own
+        batches = WindowBatches(WindowRows(DOCUMENTS, (), SMOKE.row_tokens, SMOKE.seed), SMOKE.batch)
+        trainer = trainer_of(SMOKE)
+        trainer.settings = dataclasses.replace(SMOKE, steps=steps)
         return loop.train(
-            trainer, batches.batch_at, held_out_of(own), tmp_path / folder, lambda progress: None
+            trainer, batches.batch_at, held_out_of(SMOKE), tmp_path / folder, lambda progress: None
         )
 
-    run("stopped", 2)
-    assert_same_bits(run("whole", 4), run("stopped", 4))
+    run("stopped", 4)
+    assert_same_bits(run("whole", 6), run("stopped", 6))
 
 
 def test_what_is_missing_is_said(monkeypatch):

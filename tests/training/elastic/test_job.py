@@ -34,15 +34,19 @@ def test_a_step_has_the_whole_the_smallest_and_one_between(params):
     job = joint_job(cfg, params, LADDER, RECIPE)
     assert job.drawn_losses is not None
 
-    def outputs(level):
+    def outputs(params, level):
         part = sub_config(cfg, LADDER, level)
         return outputs_of(sub_model(params, part), batch, cfg=part)
 
-    whole = outputs(100)
-    drawn = {
-        level: distillation_losses(outputs(level), whole, batch, teacher_share=1.0) for level in (30, 50, 70)
-    }
-    by_choice = [(next_token_losses(whole, batch) + drawn[30] + drawn[level]) / 3 for level in (50, 70)]
+    @jax.jit
+    def by_hand(params):
+        all_outputs = [outputs(params, level) for level in (100, 30, 50, 70)]
+        whole, *parts = all_outputs
+        small, *between = (distillation_losses(each, whole, batch, teacher_share=1.0) for each in parts)
+        chosen = [(next_token_losses(whole, batch) + small + each) / 3 for each in between]
+        return chosen, sum(next_token_losses(each, batch) for each in all_outputs) / 4
+
+    by_choice, expected = by_hand(params)
     run = jax.jit(job.drawn_losses)
     seen = set()
     for seed in range(8):
@@ -50,8 +54,7 @@ def test_a_step_has_the_whole_the_smallest_and_one_between(params):
         assert float(penalty) == 0
         seen.add(next(n for n, each in enumerate(by_choice) if np.allclose(each, losses, atol=1e-5)))
     assert seen == {0, 1}
-    held_out, _ = job.losses(params, None, batch)
-    expected = sum(next_token_losses(outputs(level), batch) for level in (30, 50, 70, 100)) / 4
+    held_out, _ = jax.jit(job.losses)(params, None, batch)
     np.testing.assert_allclose(held_out, expected, atol=1e-5)
 
 
@@ -60,43 +63,42 @@ def test_all_levels_learn_from_the_given_weights(params, tmp_path):
     recipe = dataclasses.replace(
         RECIPE, steps=30, checkpoint_steps=30, peak_learning_rate=1e-2, warmup_steps=2
     )
-    job = joint_job(recipe.model, params, LADDER, recipe)
-    trainer = Trainer(job, recipe, one_device())
+    trainer = Trainer(joint_job(recipe.model, params, LADDER, recipe), recipe, one_device())
     start = trainer.initial().params
     for name, value in params.items():
         np.testing.assert_array_equal(np.asarray(start[name]), value)
-    state = train(recipe, tmp_path, job=job)
+    state, batch = train(recipe, tmp_path, trainer=trainer), first_batch()
 
-    def loss(params, level):
-        part, batch = sub_config(recipe.model, LADDER, level), first_batch()
-        own = sub_model({name: jnp.asarray(value) for name, value in params.items()}, part)
-        losses = next_token_losses(outputs_of(own, batch, cfg=part), batch)
-        return float((losses * batch.weights).sum() / batch.weights.sum())
+    @jax.jit
+    def losses(params):
+        parts = [sub_config(recipe.model, LADDER, level) for level in LADDER.levels]
+        all_outputs = [outputs_of(sub_model(params, part), batch, cfg=part) for part in parts]
+        sums = [(next_token_losses(each, batch) * batch.weights).sum() for each in all_outputs]
+        return jnp.stack(sums) / batch.weights.sum()
 
-    for level in LADDER.levels:
-        assert loss(state.params, level) < loss(params, level) - 0.5
-
-
-def test_a_ladder_of_one_level_trains_the_whole(params):
-    job = joint_job(RECIPE.model, params, Ladder(levels=(100,)), RECIPE)
-    assert job.drawn_losses is not None
-    batch = first_batch()
-    losses, _ = job.drawn_losses(params, None, batch, jax.random.key(0))
-    expected = next_token_losses(outputs_of(params, batch, cfg=RECIPE.model), batch)
-    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    assert (losses(state.params) < losses(jax.tree.map(jnp.asarray, params)) - 0.5).all()
 
 
-def test_the_whole_model_stays_close_to_the_original(params):
-    cfg, batch = RECIPE.model, first_batch()
+def test_a_ladder_of_one_level_trains_the_whole_which_stays_close_to_the_original(params):
+    cfg, batch, one = RECIPE.model, first_batch(), Ladder(levels=(100,))
     original = jax.tree.map(lambda each: each * np.float32(1.1), params)
-    job = joint_job(cfg, params, Ladder(levels=(100,)), RECIPE, original=original)
-    assert job.drawn_losses is not None
-    losses, _ = job.drawn_losses(params, job.frozen, batch, jax.random.key(0))
-    ours, theirs = (outputs_of(each, batch, cfg=cfg) for each in (params, original))
-    log_p, log_q = (jax.nn.log_softmax(each.logits) for each in (theirs, ours))
-    apart = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    np.testing.assert_allclose(losses - next_token_losses(ours, batch), apart, atol=1e-4)
-    measured, _ = divergence_job(cfg, original, RECIPE).losses(params, original, batch)
+    free, bound = (joint_job(cfg, params, one, RECIPE, original=each) for each in (None, original))
+
+    @jax.jit
+    def run(params, original):
+        losses = [
+            job.drawn_losses(params, frozen, batch, jax.random.key(0))[0]
+            for job, frozen in ((free, None), (bound, original))
+        ]
+        ours, theirs = (outputs_of(each, batch, cfg=cfg) for each in (params, original))
+        log_p, log_q = (jax.nn.log_softmax(each.logits) for each in (theirs, ours))
+        apart = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+        measured, _ = divergence_job(cfg, original, RECIPE).losses(params, original, batch)
+        return *losses, next_token_losses(ours, batch), apart, measured
+
+    whole, close, expected, apart, measured = run(params, bound.frozen)
+    np.testing.assert_allclose(whole, expected, atol=1e-6)
+    np.testing.assert_allclose(close - expected, apart, atol=1e-4)
     np.testing.assert_allclose(measured, apart, atol=1e-4)
     assert float(apart.max()) > 1e-3
 

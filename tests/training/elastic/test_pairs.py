@@ -31,25 +31,15 @@ from jaxllm.training.lora.run import require_trainable
 from jaxllm.training.seq2seq.batches import PairRows
 from jaxllm.training.seq2seq.job import cross_entropy, init_seq2seq, target_logits
 from tests.tiny import TINY
-from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_pairs, write_random_folder
+from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_random_folder
 from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
 
 PAIRS = [([5, 6, 7, 0], [8, 9, 0]), ([5, 10, 0], [11, 12, 13, 14, 0]), ([5, 15, 16, 17, 18, 0], [19, 0])]
 RECIPE = ElasticRecipe(
-    steps=8,
-    batch=4,
-    row_tokens=32,
-    peak_learning_rate=2e-2,
-    warmup_steps=0,
-    checkpoint_steps=4,
-    log_steps=4,
-    lora=LoraConfig(rank=2, alpha=4),
-    sources=(Source(pairs=("one.txt", "two.txt"), prefix="number to word:"),),
-    held_out_share=0.2,
-    levels=(50, 100),
-    anchor_share=0.5,
-    calibration_tokens=128,
-)
+    steps=8, batch=4, row_tokens=32, peak_learning_rate=2e-2, warmup_steps=0, checkpoint_steps=4, log_steps=4,
+    lora=LoraConfig(rank=2, alpha=4), held_out_share=0.2, levels=(50, 100), anchor_share=0.5,
+    sources=(Source(pairs=("one.txt", "two.txt"), prefix="number to word:"),), calibration_tokens=128,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +48,8 @@ def short_texts(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_pairs(tmp_path_factory.mktemp("pairs"))
+def data(pairs_data):
+    return pairs_data
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +58,8 @@ def folder(tmp_path_factory, data):
 
 
 def run(recipe, folder, data, out, **options):
-    return elasticize(
-        recipe,
-        folder,
-        BundleOutput(out / "out.jaxllm", "f32"),
-        out / "run",
-        data=data,
-        mesh_shape=ONE,
-        monitoring=SILENT,
-        **options,
-    )
+    options |= {"data": data, "mesh_shape": ONE, "monitoring": SILENT}
+    return elasticize(recipe, folder, BundleOutput(out / "out.jaxllm", "f32"), out / "run", **options)
 
 
 def batch():

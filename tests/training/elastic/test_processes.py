@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +11,11 @@ from jaxllm.bundle import Bundle
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.elastic import importance
 from jaxllm.training.elastic.run import elasticize
-from jaxllm.training.loop.parallel import MeshShape, start_process_group
+from jaxllm.training.loop.parallel import MeshShape
 from jaxllm.training.lora.job import LoraRecipe
 from jaxllm.training.lora.run import train_lora
 from tests.training.elastic.test_run import RECIPE
+from tests.training.processes import join, started_group, told_by
 from tests.training.tiny_runs import SILENT
 
 pytestmark = [pytest.mark.slow]
@@ -39,38 +38,20 @@ def both(model, data, folder, mesh):
 
 def main(model, data, folder, port, process):
     """One process of two."""
-    from pathlib import Path
-
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 1)
-    start_process_group(f"127.0.0.1:{port}", 2, int(process))
+    join(port, process, 1)
     importance.LEAST_TOKENS = 64
     print(json.dumps(both(Path(model), Path(data), Path(folder), "data=1,fsdp=2")))
 
 
 def test_two_processes_have_the_results_of_one(model, data, tmp_path, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = "import sys; from tests.training.elastic.test_processes import main; main(*sys.argv[1:])"
     folders = [tmp_path / name for name in ("group", "alone")]
     for folder in folders:
         folder.mkdir()
-    words = [str(each) for each in (model, data, folders[0], port)]
-    group = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *words, str(process)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for process in range(2)
-    ]  # fmt: skip
+    group = started_group("tests.training.elastic.test_processes", model, data, folders[0])
     monkeypatch.setattr(importance, "LEAST_TOKENS", 64)
     wanted = both(model, data, folders[1], "data=1")
     for process in group:
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err[-3000:]
-        np.testing.assert_allclose(json.loads(out.splitlines()[-1]), wanted, rtol=2e-3)
+        np.testing.assert_allclose(told_by(process), wanted, rtol=2e-3)
     bundles = [Bundle.open(folder / "out.jaxllm").load() for folder in folders]
     for name, value in bundles[0].items():
         np.testing.assert_allclose(value, bundles[1][name], atol=5e-2, err_msg=name)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import jaxllm.training.elastic.run
 import jaxllm.training.elastic.tiny_lm.run
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import read_ladder, read_order, read_recovery, read_tiny_lm
@@ -19,7 +20,6 @@ from jaxllm.elastic.ladder import layer_parameters, sub_config
 from jaxllm.elastic.slo import marks
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.decoder import forward_documents
 from jaxllm.models.lora import LoraConfig
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import forward_both
@@ -30,11 +30,8 @@ from jaxllm.training.elastic import importance, recovery
 from jaxllm.training.elastic.job import ElasticRecipe
 from jaxllm.training.elastic.run import elasticize
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe, TinyLmRun
-from jaxllm.training.loop import losses
-from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_folder
+from tests.tiny import TINY, tiny_params, write_tiny_folder
 from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
-
-TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
 
 
 @pytest.fixture(autouse=True)
@@ -43,42 +40,25 @@ def short_texts(monkeypatch):
 
 
 RECIPE = ElasticRecipe(
-    steps=12,
-    batch=2,
-    row_tokens=128,
-    peak_learning_rate=2e-2,
-    warmup_steps=2,
-    checkpoint_steps=6,
+    steps=12, batch=2, row_tokens=128, peak_learning_rate=2e-2, warmup_steps=2, checkpoint_steps=6,
     log_steps=6,
-    lora=LoraConfig(rank=2, alpha=4),
-    sources=(Source(task="sentiment"),),
-    held_out_share=0.1,
-    levels=(50, 100),
-    anchor_share=0.5,
-    calibration_tokens=512,
-)
+    lora=LoraConfig(rank=2, alpha=4), sources=(Source(task="sentiment"),), held_out_share=0.1,
+    levels=(50, 100), anchor_share=0.5, calibration_tokens=512,
+)  # fmt: skip
 
 
 def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None, **options):
-    return elasticize(
-        recipe,
-        model,
-        BundleOutput(folder / "out.jaxllm", weights),
-        folder / "run",
-        data=data,
-        tiny_lm=None if tlm is None else TinyLmRun(tlm, encoder),
-        mesh_shape=ONE,
-        monitoring=SILENT,
-        **options,
-    )
+    options |= {"data": data, "mesh_shape": ONE, "monitoring": SILENT}
+    options["tiny_lm"] = None if tlm is None else TinyLmRun(tlm, encoder)
+    return elasticize(recipe, model, BundleOutput(folder / "out.jaxllm", weights), folder / "run", **options)
 
 
-QUICK = dataclasses.replace(RECIPE, recovery="none")
+QUICK = dataclasses.replace(RECIPE, recovery="none", order="random")
 
 
 @pytest.fixture(scope="module")
 def plain(model, data, tmp_path_factory):
-    """The folder of a run without recovery, and of its bundle."""
+    """The folder of a run without recovery and in another order, and of its bundle."""
     folder = tmp_path_factory.mktemp("plain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importance, "LEAST_TOKENS", 64)
@@ -86,64 +66,73 @@ def plain(model, data, tmp_path_factory):
     return folder
 
 
+def stop(*_, **__):
+    raise AssertionError("this was done before")
+
+
 @pytest.mark.slow
 def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, monkeypatch):
-    weights = "int8"
-    facts = run(RECIPE, model, data, tmp_path, weights=weights)
+    facts = run(RECIPE, model, data, tmp_path, weights="int8", tlm=TLM_RECIPE)
+    path, folder = tmp_path / "out.jaxllm", tmp_path / "run"
     half = facts["levels"]["50"]
     assert half["recovered"] < half["held_out"] - 0.1
     assert set(facts["levels"]["100"]) == {"share", "held_out"}
-    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
-        ladder = read_ladder(bundle)
-        assert ladder is not None
+    with Bundle.open(path) as bundle:
+        bundle.verify()
+        ladder, found, tiny = read_ladder(bundle), read_recovery(bundle, 50), read_tiny_lm(bundle)
         assert (ladder.levels, len(ladder.anchors)) == ((50, 100), 1)
-        assert bundle.layout.weights == weights
-        found = read_recovery(bundle, 50)
-        assert found is not None
+        assert bundle.layout.weights == "int8"
         assert found.scaling == 2.0
-        share = layer_parameters(sub_config(TINY, ladder, 50)) / layer_parameters(TINY)
-        assert half["share"] == share
+        assert half["share"] == layer_parameters(sub_config(TINY, ladder, 50)) / layer_parameters(TINY)
         assert bundle.layout.parts["elastic"].facts["levels"] == facts["levels"]
         # The whole model is what it was, bit for bit, in another order.
         order, stored = read_order(bundle), bundle.load()
-        assert order is not None
         for name, value in reorder(TINY, tiny_params().items(), order):
-            wanted = stored_form(value, param_specs(TINY)[name], weights)
+            wanted = stored_form(value, param_specs(TINY)[name], "int8")
             for one, other in zip(jax.tree.leaves(stored[name]), jax.tree.leaves(wanted), strict=True):
                 np.testing.assert_array_equal(one, other, err_msg=name)
-    written = (tmp_path / "out.jaxllm").read_bytes()
-    monkeypatch.setattr(recovery, "measure", None)
-    assert run(RECIPE, model, data, tmp_path, weights=weights) == facts
-    assert (tmp_path / "out.jaxllm").read_bytes() == written
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == facts
+        moved = dequantize(stored["layers.0.ffn.up"], np.float32) - tiny_params()["layers.0.ffn.up"]
+        assert np.abs(moved).max() > 0.05
+        # The tiny LM is of the same levels, and stored in float32 beside a model of any width.
+        assert (tiny.levels, tiny.prompt_ratios) == (ladder.levels, TLM_RECIPE.prompt_ratios)
+        tokens = np.array([[*tiny.mark_ids[:2], 5, 6, 7]], np.int32)
+        params = {name: np.array(value) for name, value in tiny.params.items()}
+        keep, (level, prompt) = forward_both(params, tokens, np.ones((1, 5), bool), cfg=tiny.cfg)
+        assert (keep.shape, level.shape, prompt.shape) == ((1, 5), (1, 2), (1, 3))
+
+    # The same again: read, not done.
+    written = path.read_bytes()
+    monkeypatch.setattr(recovery, "measure", stop)
+    with monkeypatch.context() as patch:
+        patch.setattr(jaxllm.training.elastic.tiny_lm.run, "answer", stop)
+        assert run(RECIPE, model, data, tmp_path, weights="int8", tlm=TLM_RECIPE) == facts
+    assert path.read_bytes() == written
+    assert json.loads((folder / "summary.json").read_text()) == facts
+
+    # More steps: importance is known, the adapters go on, and to others belongs another tiny LM.
+    folders = []
+
+    def trained(sources, elastic, folder, **_):
+        folders.append(folder)
+        return tiny
+
+    monkeypatch.setattr(jaxllm.training.elastic.run, "train_tiny_lm", trained)
+    longer = dataclasses.replace(RECIPE, steps=18)
+    run(longer, model, data, tmp_path, weights="int8", tlm=TLM_RECIPE)
+    metrics = (folder / "levels" / "50" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [6, 12, 18]
+    assert folders != list(folder.glob("tlm-*"))
+    assert path.read_bytes() != written
 
 
 @pytest.mark.slow
-def test_the_whole_model_is_what_it_was(plain):
+def test_another_order_is_the_same_whole_model(plain):
     with Bundle.open(plain / "out.jaxllm") as bundle:
-        params = bundle.load()
+        up, before = np.array(bundle.load()["layers.0.ffn.up"]), tiny_params()["layers.0.ffn.up"]
         assert read_recovery(bundle, 50) is None
-    before, after = (forward_documents(each, TOKENS, cfg=TINY) for each in (tiny_params(), params))
-    np.testing.assert_allclose(np.asarray(after), np.asarray(before), atol=1e-4)
-    moved = {
-        name
-        for name, value in params.items()
-        if not np.array_equal(dequantize(value, np.float32), tiny_params()[name])
-    }
-    assert "layers.0.ffn.up" in moved
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["magnitude", "random"])
-def test_other_orders_are_the_same_whole_model(model, data, tmp_path, plain, order):
-    (tmp_path / "run").mkdir()
-    shutil.copy(plain / "run" / "importance.npz", tmp_path / "run")
-    run(dataclasses.replace(QUICK, order=order), model, data, tmp_path)
-    bundles = [Bundle.open(folder / "out.jaxllm") for folder in (plain, tmp_path)]
-    ups = [np.asarray(each.load()["layers.0.ffn.up"]) for each in bundles]
-    assert not np.array_equal(*ups)
-    np.testing.assert_array_equal(*(np.sort(up, axis=0) for up in ups))
-    assert bundles[1].layout.parts["elastic"].facts["order"] == order
+        assert bundle.layout.parts["elastic"].facts["order"] == "random"
+    assert not np.array_equal(up, before)
+    np.testing.assert_array_equal(np.sort(up, axis=0), np.sort(before, axis=0))
 
 
 @pytest.mark.slow
@@ -160,76 +149,15 @@ def test_levels_are_trained_together_within_a_bound(model, data, tmp_path):
     assert all("recovered" not in each for each in facts["levels"].values())
 
 
-@pytest.mark.slow
-def test_a_vocabulary_of_128k_tokens(data, tmp_path, monkeypatch):
-    # As many logits as real rows have are computed by blocks.
-    monkeypatch.setattr(losses, "WHOLE_LOGITS_BYTES", 0)
-    cfg = dataclasses.replace(TINY, vocab_size=128256, hidden_size=16)
-    files = tiny_tokenizer()
-    parts = json.loads(files.tokenizer_json)
-    first = max(each["id"] for each in parts["added_tokens"]) + 1
-    parts["model"]["vocab"] |= {f"piece{id_}": id_ for id_ in range(first, cfg.vocab_size)}
-    files = dataclasses.replace(files, tokenizer_json=json.dumps(parts))
-    folder = write_tiny_folder(tmp_path / "wide", cfg=cfg, params=tiny_params(cfg), tokenizer=files)
-    short = {"steps": 1, "batch": 1, "row_tokens": 64, "warmup_steps": 0, "calibration_tokens": 64}
-    facts = run(dataclasses.replace(RECIPE, **short, recovery="joint"), folder, data, tmp_path)
-    assert all(0 < each["held_out"] < 20 for each in facts["levels"].values())
-    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
-        assert bundle.cfg.vocab_size == 128256
-
-
-def stop(*_, **__):
-    raise AssertionError("this was done before")
-
-
-@pytest.mark.slow
-def test_a_tiny_lm_goes_with_the_adapters_that_it_was_trained_beside(model, data, tmp_path, monkeypatch):
-    folder, shorter = tmp_path / "run", dataclasses.replace(RECIPE, steps=6)
-    run(shorter, model, data, tmp_path, tlm=TLM_RECIPE)
-    path = tmp_path / "out.jaxllm"
-    with Bundle.open(path) as bundle:
-        ladder, tiny = read_ladder(bundle), read_tiny_lm(bundle)
-        assert ladder is not None
-        assert tiny is not None
-        assert tiny.levels == ladder.levels == (50, 100)
-        assert tiny.prompt_ratios == TLM_RECIPE.prompt_ratios
-        tokens = np.array([[*tiny.mark_ids[:2], 5, 6, 7]], np.int32)
-        # It is stored in float32 beside a model of any width.
-        params = {name: np.array(value) for name, value in tiny.params.items()}
-        keep, (level, prompt) = forward_both(params, tokens, np.ones((1, 5), bool), cfg=tiny.cfg)
-        assert (keep.shape, level.shape, prompt.shape) == ((1, 5), (1, 2), (1, 3))
-        bundle.verify()
-
-    # The same again: read, not done.
-    written = path.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(recovery, "measure", stop)
-        patch.setattr(jaxllm.training.elastic.tiny_lm.run, "answer", stop)
-        run(shorter, model, data, tmp_path, tlm=TLM_RECIPE)
-    assert path.read_bytes() == written
-
-    # More steps: importance is known, the adapters go on, and to others belongs another tiny LM.
-    monkeypatch.setattr(recovery, "measure", stop)
-    (before,) = folder.glob("tlm-*")
-    run(RECIPE, model, data, tmp_path, tlm=TLM_RECIPE)
-    metrics = (folder / "levels" / "50" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in metrics] == [6, 12]
-    assert len(list(folder.glob("tlm-*"))) == 2
-    assert path.read_bytes() != written
-    assert before.exists()
-
-
 def test_what_the_tiny_lm_lacks_is_said_before_the_work(model, data, tmp_path):
-    for change, how, message in (
-        ({"compressions": ("none.jsonl",)}, {}, r"cannot read .*none\.jsonl"),
-        ({"tasks": ("news",)}, {}, "cannot read .*agnews"),
-        ({"encoder": None}, {}, "no encoder"),
-        ({}, {"encoder": tmp_path / "nowhere"}, "nowhere"),
+    lacking = dataclasses.replace(TLM_RECIPE, compressions=("none.jsonl",))
+    for given, recipe, how, error, message in (
+        (data, lacking, {}, ConfigError, r"cannot read .*none\.jsonl"),
+        (data, TLM_RECIPE, {"encoder": tmp_path / "nowhere"}, CheckpointError, "nowhere"),
+        (None, TLM_RECIPE, {}, ConfigError, r"say with --data .*leave it out \(--tiny-lm none\)"),
     ):
-        with pytest.raises((ConfigError, CheckpointError), match=message):
-            run(RECIPE, model, data, tmp_path, tlm=dataclasses.replace(TLM_RECIPE, **change), **how)
-    with pytest.raises(ConfigError, match="say with --data"):
-        run(RECIPE, model, None, tmp_path, tlm=TLM_RECIPE)
+        with pytest.raises(error, match=message):
+            run(RECIPE, model, given, tmp_path, tlm=recipe, **how)
     assert not (tmp_path / "run").exists()
 
 
@@ -267,23 +195,6 @@ def test_the_command(model, data, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_takes_texts_instead_of_the_recipes_sources(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(elasticize_cli, "set_devices", lambda devices: None)
-    text = tmp_path / "mine.txt"
-    text.write_text("\n\n".join(f"The {i} hills and the {i} tales of them." for i in range(60)))
-    out, folder = tmp_path / "out.jaxllm", tmp_path / "run"
-    plain = ["elasticize", str(model), "-o", str(out), "--run", str(folder), "--mesh", "data=1"]
-    plain += ["--text", str(text), "--levels", "50,100", "--steps", "1"]
-    result = CliRunner().invoke(cli, plain)
-    assert "leave it out (--tiny-lm none)" in result.output + str(result.exception)
-    result = CliRunner().invoke(cli, [*plain, "--tiny-lm", "none"])
-    assert result.exit_code == 0, result.output
-    assert json.loads((folder / "recipe.json").read_text())["recipe"]["sources"][0]["text"] == str(text)
-    with Bundle.open(out) as bundle:
-        assert read_ladder(bundle) is not None
-
-
-@pytest.mark.slow
 def test_a_model_of_another_family_becomes_elastic_by_the_packaged_recipes(data_dir, tmp_path):
     """Of a window and a vocabulary that the packaged family does not have."""
     recipe = dataclasses.replace(
@@ -313,6 +224,10 @@ def test_a_folder_of_another_run_is_refused(model, data, tmp_path, plain):
     other = write_tiny_folder(tmp_path / "other", params=tiny_params(seed=1))
     with pytest.raises(ConfigError, match="differs in the model"):
         run(QUICK, other, data, plain)
+    shutil.copytree(plain / "run", tmp_path / "run")
+    (tmp_path / "run" / "importance.npz").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"importance\.npz.*remove it"):
+        run(QUICK, model, data, tmp_path)
 
 
 def test_unusable_inputs(model, data, tmp_path, monkeypatch):
@@ -324,38 +239,3 @@ def test_unusable_inputs(model, data, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="the calibration text has"):
         run(RECIPE, model, data, tmp_path)
     assert not (tmp_path / "out.jaxllm").exists()
-
-
-def test_damaged_importance_is_named(model, data, tmp_path, plain):
-    shutil.copytree(plain / "run", tmp_path / "run")
-    (tmp_path / "run" / "importance.npz").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"importance\.npz.*remove it"):
-        run(QUICK, model, data, tmp_path)
-
-
-def test_recipes():
-    names = "adapters", "equal-time", "family", "large", "quick", "translate"
-    assert ElasticRecipe.names() == list(names)
-    recipe, together, family, large, quick, translate = map(ElasticRecipe.load, names)
-    assert (large.precision, large.remat, large.whole_kl_nats > 0) == ("bfloat16", "full", True)
-    assert [len(source.pairs) for source in translate.sources] == [2, 2]
-    assert quick.levels == TinyLmRecipe.load("quick").levels
-    # What is compared differs in how levels recover, and in the steps that take as long.
-    differing = {name for name, value in recipe.to_json().items() if value != together.to_json()[name]}
-    assert differing == {"recovery", "steps", "peak_learning_rate"}
-    assert (recipe.optimizer, recipe.lora.rank, recipe.levels[0]) == ("adamw", 8, 20)
-    differing = {name for name, value in together.to_json().items() if value != family.to_json()[name]}
-    assert differing == {"optimizer", "steps"}
-    assert ElasticRecipe.from_json(recipe.to_json()) == recipe
-    for change, message in [
-        ({"levels": [50]}, "end with 100"),
-        ({"levels": 3}, "levels must be a list, got 3"),
-        ({"anchor_share": 2}, "anchor_share"),
-        ({"recovery": "magic"}, "recovery must be"),
-        ({"order": "alphabet"}, "order must be"),
-        ({"importance": "alphabet"}, "importance must be"),
-        ({"recovery": "lora", "whole_kl_nats": 0.1}, "bounds a joint recovery"),
-        ({"calibration_tokens": 0}, "calibration_tokens"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            ElasticRecipe.from_json({**recipe.to_json(), **change})

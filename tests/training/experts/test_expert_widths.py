@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -228,42 +226,3 @@ def test_another_text_is_another_run(folder, text, run_dir, tmp_path):
     other.write_text("hello there\n\n" + text.read_text())
     with pytest.raises(ConfigError, match="holds another run, it differs in the documents"):
         calibrated(folder, other, run_dir, tmp_path / "a.jaxllm")
-
-
-ON_A_MESH = """
-import json, sys
-from pathlib import Path
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-import numpy as np
-from tests.tiny import tiny_params
-from tests.training.experts.test_expert_widths import CFG
-from jaxllm.training.experts.text_measure import TextPerplexity
-from jaxllm.training.experts.width_losses import WidthLosses
-from jaxllm.training.data.corpus import TokenizedDocuments
-from jaxllm.training.data.packing import evaluation_batches
-from jaxllm.training.loop.parallel import MeshShape, make_mesh
-
-tokens = np.random.default_rng(0).integers(1, 200, 512).astype(np.uint16)
-nothing = np.zeros(1, np.int64)
-documents = TokenizedDocuments(tokens, np.array([0, 512]), nothing, nothing, 0)
-batches, found = list(evaluation_batches(documents, 32, 4)), []
-for number, mesh in enumerate((MeshShape(data=1), MeshShape(data=1, fsdp=2, tensor=2))):
-    path = Path(sys.argv[1]) / f"{number}.json"
-    devices = make_mesh(mesh, 4)
-    text = TextPerplexity(CFG, batches, devices)
-    losses = WidthLosses(CFG, tiny_params(CFG), text, path, devices)
-    place = losses.params["layers.0.experts.up"]
-    shares = text.visited(losses.params).shares
-    found.append([place.addressable_shards[0].data.size / place.size, losses.whole,
-                  losses.loss_of(np.full((2, 4), 4)), shares.tolist()])
-print(json.dumps(found))
-"""
-
-
-def test_losses_on_a_mesh_are_those_of_one_device(tmp_path):
-    program = [sys.executable, "-c", ON_A_MESH, str(tmp_path)]
-    one, four = json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
-    assert one[0] == 4 * four[0] == 1
-    np.testing.assert_allclose(four[1:3], one[1:3], atol=2e-5)
-    np.testing.assert_allclose(four[3], one[3], atol=0.01)

@@ -56,31 +56,23 @@ def test_a_folder(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_elastic_bundle(text, tmp_path):
-    """Every level has steps and losses of its own; no shadow where nothing is to be lost without."""
+def test_the_command_for_an_elastic_bundle(text, tmp_path):
+    """Every level has steps and losses of its own. With one scale per tensor that of a product's weight is
+    the same for all outputs, no other weight changes, and the bundle says so."""
     ladder = Ladder(levels=(50, 100), anchors=())
     path = write_tiny_bundle(tmp_path / "e.jaxllm", "int8", parts=elastic_parts(ladder))
-    calibrate_prefill(RECIPE, path, tmp_path / "m.jaxllm", texts=[text], console=QUIET, most_loss=1.0)
-    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
-        assert read_ladder(bundle) == ladder
-        found = read_prefill(bundle)
-        assert found is not None
-        assert found.levels == (50, 100)
-        assert not np.array_equal(found.steps[0], found.steps[1])
-        assert found.losses.keys() == {50, 100}
-
-
-@pytest.mark.slow
-def test_the_command(text, tmp_path):
-    """With one scale per tensor: that of a product's weight is the same for all outputs, no other weight
-    changes, and the bundle says so."""
-    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8")
     out = tmp_path / "p.jaxllm"
     args = [str(path), "-o", str(out), "--text", str(text), "--tokens", "2048"]
-    run = CliRunner().invoke(cli, ["calibrate", "prefill", *args, "--weight-scales", "tensor"])
+    options = ["--weight-scales", "tensor", "--max-loss", "99%"]
+    run = CliRunner().invoke(cli, ["calibrate", "prefill", *args, *options])
     assert run.exit_code == 0, run.output
     assert json.loads(run.output.splitlines()[-1])["layers"] == 2
     with Bundle.open(path) as before, Bundle.open(out) as after:
+        assert read_ladder(after) == ladder
+        found = read_prefill(after)
+        assert found.levels == (50, 100)
+        assert not np.array_equal(found.steps[0], found.steps[1])
+        assert found.losses.keys() == {50, 100}
         assert prefill_facts(after)["weight_scales"] == "tensor"
         plain, shared = before.load(), after.load()
         products = set(contracted_axes(before.cfg))
@@ -89,9 +81,8 @@ def test_the_command(text, tmp_path):
             if name in products:
                 assert len(np.unique(shared[name].scale)) == 1 < len(np.unique(weight.scale))
                 most = np.asarray(shared[name].scale).max() / 2 + 1e-6
-                np.testing.assert_allclose(
-                    dequantize(shared[name], jnp.float32), dequantize(weight, jnp.float32), atol=most
-                )
+                floats = (dequantize(each[name], jnp.float32) for each in (shared, plain))
+                np.testing.assert_allclose(*floats, atol=most)
             else:
                 jax.tree.map(np.testing.assert_array_equal, weight, shared[name])
     for wrong in (["--run", "x"], ["--max-loss", "1"], ["--max-loss", "0%"]):
@@ -99,8 +90,10 @@ def test_the_command(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_loses_too_much_makes_no_bundle(text, tmp_path):
+def test_a_model_that_loses_too_much_makes_no_bundle(text, tmp_path, monkeypatch):
     """What is written is what an engine opens without more being allowed. A random model may gain."""
+    # No finer steps are tried.
+    monkeypatch.setattr("jaxllm.int8_prefill.recipe._FINER", 0)
     path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8", params=outlying())
     out = tmp_path / "out.jaxllm"
     recipe = dataclasses.replace(RECIPE, shadow=dataclasses.replace(RECIPE.shadow, pruned_share=0.0))

@@ -86,42 +86,29 @@ def test_the_command_prints_json(folder, monkeypatch):
     assert json.loads(result.output)["devices"] == 1
 
 
-@pytest.fixture
-def config_alone(folder, tmp_path):
-    """A folder without weights, which a dry run must not look for."""
+def test_an_elastic_run_is_estimated_by_stages(folder, tmp_path):
+    # A dry run does not look for weights.
     shutil.copy(folder / "config.json", tmp_path / "config.json")
-    return tmp_path
-
-
-def test_an_elastic_run_is_estimated_by_stages(config_alone):
     lora = dataclasses.replace(LORA, precision="float32")
-    recipe = ElasticRecipe(**dataclasses.asdict(lora) | {"sources": lora.sources, "lora": lora.lora})
+    fields = dataclasses.asdict(lora) | {"sources": lora.sources, "lora": lora.lora}
+    recipe = ElasticRecipe(**fields, levels=(50, 70, 100))
 
     def stages(**changes):
         changed = dataclasses.replace(recipe, **changes)
-        return dry_run_elastic(changed, config_alone, mesh_shape=ONE, device="H100")
+        return dry_run_elastic(changed, tmp_path, mesh_shape=ONE, device="H100")
 
     adapters = stages()
     assert list(adapters["stages"]) == ["importance", "adapters of levels"]
     hours = [each["device_hours"] for each in adapters["stages"].values()]
     assert adapters["device_hours"] == pytest.approx(sum(hours))
-    one = dry_run_lora(lora, config_alone, mesh_shape=ONE, device="H100")
-    assert hours[1] == pytest.approx(one["device_hours"] * (len(recipe.levels) - 1))
+    one = dry_run_lora(lora, tmp_path, mesh_shape=ONE, device="H100")
+    assert hours[1] == pytest.approx(2 * one["device_hours"])
+    assert stages(recovery="none")["stages"] == {"importance": adapters["stages"]["importance"]}
     joint, bound = (stages(recovery="joint", whole_kl_nats=nats) for nats in (0.0, 0.1))
     states = [each["stages"]["joint recovery"]["state_bytes"] for each in (joint, bound)]
     # Parameters and two moments, and with a bound the original.
     own = adapters["stages"]["importance"]["state_bytes"]
     assert 2.9 * own < states[0] < 3.1 * own < 3.9 * own < states[1] < 4.1 * own
-
-
-def test_elasticize_prints_its_stages(config_alone, monkeypatch):
-    monkeypatch.setattr(command, "set_devices", lambda devices: None)
-    words = [str(config_alone), "-o", "none", "--run", "none", "--dry-run", "H100", "--mesh", "data=1"]
-    words += ["--recovery", "none"]
-    result = CliRunner().invoke(command.elasticize_command, words, catch_exceptions=False)
-    assert {name: each["devices"] for name, each in json.loads(result.output)["stages"].items()} == {
-        "importance": 1
-    }
 
 
 EIGHT_B = {

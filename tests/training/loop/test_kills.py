@@ -172,3 +172,8 @@ def test_nothing_is_removed_where_none_can_be_read(tmp_path):
         with pytest.raises(CheckpointError, match="remove it to go on"):
             checkpoints.newest(other)
         assert checkpoints.latest() == 4
+    for file in tmp_path.rglob("*"):
+        if file.is_file() and "metrics" not in file.parts:
+            file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="remove it to go on"):
+        save_the_rest(tmp_path)

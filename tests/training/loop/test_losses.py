@@ -41,10 +41,13 @@ def test_blocks_have_the_losses_of_whole_logits(monkeypatch, least, softcap):
         return distillation_losses(outputs, teacher, batch(), teacher_share=0.7)
 
     def measured():
-        return [
-            (each(params), jax.grad(lambda params, each=each: each(params).mean())(params))
-            for each in (hard, soft)
-        ]
+        def of(params):
+            return [
+                (each(params), jax.grad(lambda own, each=each: each(own).mean())(params))
+                for each in (hard, soft)
+            ]
+
+        return jax.jit(of)(params)
 
     whole = measured()
     in_blocks(monkeypatch, least)

@@ -1,16 +1,14 @@
-"""Meshes and process groups: the same losses however the work is divided."""
+"""Meshes and process groups: the same losses however the work is divided, what is gathered, and what fits."""
 
-import dataclasses
-import json
-import socket
-import subprocess
-import sys
+import math
+import re
 
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
 from jaxllm.errors import ConfigError
+from jaxllm.training.loop.optimizer import orthogonal
 from jaxllm.training.loop.parallel import (
     AXES,
     MeshShape,
@@ -19,79 +17,72 @@ from jaxllm.training.loop.parallel import (
     spec_of,
     start_process_group,
 )
-from tests.training.jobs import SMOKE, train
-
-RECIPE = dataclasses.replace(SMOKE, batch=8, steps=5, checkpoint_steps=5, log_steps=1)
-
-# One process: a mesh over 8 devices of this machine. Several: 2 devices each, and a group.
-RUN = """
-import dataclasses, json, sys
-from pathlib import Path
-import jax
-folder, mesh, devices, port, processes, process, accumulate = sys.argv[1:]
-jax.config.update("jax_num_cpu_devices", int(devices))
-from jaxllm.training.loop.parallel import MeshShape, make_mesh, start_process_group
-if int(processes) > 1:
-    start_process_group(f"127.0.0.1:{port}", int(processes), int(process))
-from tests.training.loop.test_parallel import RECIPE
-from tests.training.jobs import train
-recipe = dataclasses.replace(RECIPE, accumulate=int(accumulate))
-seen = []
-mesh = make_mesh(MeshShape.parse(mesh), recipe.batch // recipe.accumulate)
-state = train(recipe, Path(folder), seen.append, mesh=mesh)
-divided = sum(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in state.params.values())
-losses = [[each.loss, each.gradient_norm] for each in seen]
-found = {"losses": losses, "held_out": seen[-1].held_out_loss, "devices": mesh.size, "divided": divided}
-print(json.dumps(found))
-"""
-
-
-def start(folder, mesh="", devices=8, port=0, processes=1, process=0, accumulate=1):
-    arguments = map(str, (folder, mesh, devices, port, processes, process, accumulate))
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def result_of(process):
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err[-3000:]
-    return json.loads(out.splitlines()[-1])
+from tests.training.jobs import SMOKE
+from tests.training.loop.meshes import MESHES, MODEL, gradients, views
+from tests.training.processes import started, told_by
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    seen = []
-    train(RECIPE, tmp_path_factory.mktemp("alone"), seen.append)
-    return [[each.loss, each.gradient_norm] for each in seen], seen[-1].held_out_loss
-
-
-def assert_same_losses(found, alone):
-    np.testing.assert_allclose(found["losses"], alone[0], rtol=1e-4)
-    np.testing.assert_allclose(found["held_out"], alone[1], rtol=1e-4)
+def told(tmp_path_factory):
+    """What a process with eight devices has found."""
+    return told_by(started("tests.training.loop.meshes", tmp_path_factory.mktemp("meshes")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "accumulate"), [("", 1), ("data=2,fsdp=2,tensor=2", 1), ("fsdp=4,tensor=2", 2)]
-)
-def test_eight_devices_have_the_losses_of_one(tmp_path, alone, mesh, accumulate):
-    found = result_of(start(tmp_path, mesh, accumulate=accumulate))
-    assert found["devices"] == 8
-    assert_same_losses(found, alone)
-    assert bool(found["divided"]) == ("tensor" in mesh)
+def test_losses_are_equal_on_any_mesh_and_across_a_resume_on_another(told):
+    (_, one), *others = told["losses"]
+    assert one[-1][1] < one[0][1]
+    for (mesh, _, _), (divided, found) in zip(MESHES[1:], others, strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-4, err_msg=mesh)
+        assert divided == bool(mesh)
+    np.testing.assert_allclose(told["resumed"], one[2:], rtol=1e-4)
+
+
+def gathered_shapes(text):
+    """Shapes of all results of all-gathers in a compiled program."""
+    lines = re.findall(r"= (\(?.*?\)?) all-gather(?:-start)?\(", text)
+    shapes = [shape for line in lines for shape in re.findall(r"\w+\[([\d,]*)\]", line)]
+    return [tuple(int(size) for size in shape.split(",") if size) for shape in shapes]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["", "data=1,fsdp=4"])
-def test_two_processes_have_the_losses_of_one(tmp_path, alone, mesh):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = [start(tmp_path, mesh, 2, port, 2, process) for process in range(2)]
-    for found in [result_of(process) for process in group]:
-        assert found["devices"] == 4
-        assert_same_losses(found, alone)
+def test_fsdp_gathers_parameters_and_never_the_batch(told):
+    shapes = gathered_shapes(told["compiled"]["text"])
+    assert shapes
+    # Float activations of the whole batch would have 64 rows of 64 tokens, or 64 · 64 of them.
+    assert not [shape for shape in shapes if math.prod(shape) >= 64 * 64 * MODEL.hidden_size]
+    # A layer's weights, the embedding and the head, each at most a few times, and in the loop once for all.
+    layer = 4 * MODEL.hidden_size * (MODEL.ffn_size * 3 + 2 * 64 + 2 * 32)
+    ends = 2 * 4 * MODEL.vocab_size * MODEL.hidden_size
+    assert sum(4 * math.prod(shape) for shape in shapes) < 4 * (layer + ends)
+    # One device's share of the rows: of every activation that a layer makes 1/8.
+    whole = 64 * 64 * 4 * (MODEL.ffn_size * 3 + MODEL.hidden_size * 8 + MODEL.vocab_size * 3)
+    assert told["compiled"]["temporary"] < whole / 8 * 2 + 4 * (layer + ends)
+
+
+@pytest.mark.slow
+def test_a_folder_is_read_onto_a_mesh_and_its_importance_measured_there(told):
+    assert len({digest for *_, digest, _ in told["read"]}) == 2
+    for weights, dtype, divided, _, away in told["read"]:
+        assert divided
+        assert dtype == {"f32": "float32", "bf16": "bfloat16"}[weights]
+        assert away < (0.05 if dtype == "bfloat16" else 1e-7)
+
+
+@pytest.mark.slow
+def test_devices_divide_the_matrices_of_a_shape(told):
+    for name, value in orthogonal(views(gradients(0))).items():
+        np.testing.assert_allclose(told["muon"]["found"][name], value, atol=1e-5)
+    # Five matrices of 16 x 48 are eight with padding: two for each of four devices.
+    assert "f32[2,16,48]" in told["muon"]["text"]
+
+
+@pytest.mark.slow
+def test_losses_of_widths_on_a_mesh_are_those_of_one_device(told):
+    one, four = told["widths"]
+    assert one[0] == 4 * four[0] == 1
+    np.testing.assert_allclose(four[1:3], one[1:3], atol=2e-5)
+    np.testing.assert_allclose(four[3], one[3], atol=0.01)
 
 
 def test_a_mesh_is_read_from_text():
@@ -102,50 +93,34 @@ def test_a_mesh_is_read_from_text():
             MeshShape.parse(wrong)
 
 
-def test_a_mesh_must_fit_devices_and_rows():
+def test_a_mesh_must_fit_devices_rows_and_the_model():
     assert make_mesh(MeshShape(), 4).axis_names == AXES
     with pytest.raises(ConfigError, match="--cpu-devices makes more"):
         make_mesh(MeshShape(data=4096), 4096)
     with pytest.raises(ConfigError, match="there are"):
         make_mesh(MeshShape(fsdp=64, tensor=64), 64)
+    for sizes, message in (
+        ((1, 5, 1), "fsdp=5 does not divide the model's width of"),
+        ((1, 1, 3), "tensor=3 does not"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            require_divisible(SMOKE.model, AbstractMesh(sizes, AXES))
 
 
 def test_parameters_are_divided_by_their_names():
     mesh = AbstractMesh((2, 4, 3), AXES)
-    parameters = {
-        "final_norm.scale": (8,),
-        "head": (6, 8),
-        "layers.0.attn.q": (6, 5, 8),
-        "layers.0.attn.k": (7, 8),
-        "layers.0.attn.v": (6, 6),
-        "stacks.0.attn.q": (12, 6, 5, 8),
-        "stacks.0.ffn_norm.scale": (12, 8),
-        "stacks.0.attn.q.left": (12, 6, 5, 4),
-        "stacks.0.attn.q.right": (12, 6, 8),
-    }
-    assert [tuple(spec_of(*each, mesh)) for each in parameters.items()] == [
-        (),
-        ("tensor", "fsdp"),
-        ("tensor", None, "fsdp"),
-        (None, "fsdp"),
-        ("tensor", None),
-        (None, "tensor", None, "fsdp"),
-        (),
-        (None, "tensor", None, None),
-        (None, None, "fsdp"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((1, 5, 1), "fsdp=5 does not divide the model's width of"),
-        ((1, 1, 3), "tensor=3 does not divide the model's"),
-    ],
-)
-def test_a_mesh_must_divide_the_model(sizes, message):
-    with pytest.raises(ConfigError, match=message):
-        require_divisible(SMOKE.model, AbstractMesh(sizes, AXES))
+    for name, shape, spec in (
+        ("final_norm.scale", (8,), ()),
+        ("head", (6, 8), ("tensor", "fsdp")),
+        ("layers.0.attn.q", (6, 5, 8), ("tensor", None, "fsdp")),
+        ("layers.0.attn.k", (7, 8), (None, "fsdp")),
+        ("layers.0.attn.v", (6, 6), ("tensor", None)),
+        ("stacks.0.attn.q", (12, 6, 5, 8), (None, "tensor", None, "fsdp")),
+        ("stacks.0.ffn_norm.scale", (12, 8), ()),
+        ("stacks.0.attn.q.left", (12, 6, 5, 4), (None, "tensor", None, None)),
+        ("stacks.0.attn.q.right", (12, 6, 8), (None, None, "fsdp")),
+    ):
+        assert tuple(spec_of(name, shape, mesh)) == spec, name
 
 
 def test_a_group_needs_its_coordinator():

@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+from jaxllm.errors import CheckpointError
+from jaxllm.training.loop.checkpoints import Checkpoints
 from jaxllm.training.loop.trainer import Preempted
 from tests.training.jobs import SMOKE, assert_same_bits, train
 
@@ -20,9 +22,14 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The last state of a run that nobody stopped."""
+    return train(RECIPE, tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_a_signal_saves_and_the_run_goes_on_to_the_same_bits(tmp_path, capfd, number, name):
-    expected = train(RECIPE, tmp_path / "whole")
+def test_a_signal_saves_and_the_run_goes_on_to_the_same_bits(tmp_path, capfd, whole, number, name):
     before = signal.getsignal(number)
 
     def stop(progress):
@@ -30,15 +37,18 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_bits(tmp_path, capfd, nu
             os.kill(os.getpid(), number)
 
     with pytest.raises(Preempted, match=f"by {name} after step 2 of 6, which is saved; the same command"):
-        train(RECIPE, tmp_path / "run", stop)
+        train(RECIPE, tmp_path, stop)
     assert signal.getsignal(number) == before
     assert ("Ctrl-C again ends at once" in capfd.readouterr().err) == (number == signal.SIGINT)
+    # A checkpoint without a held-out loss is never the best.
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="no checkpoint"):
+        checkpoints.best()
     seen = []
-    assert_same_bits(train(RECIPE, tmp_path / "run", seen.append), expected)
+    assert_same_bits(train(RECIPE, tmp_path, seen.append), whole)
     assert [each.step for each in seen] == [3, 4, 5, 6]
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path):
+def test_a_second_interrupt_ends_at_once_and_an_ignored_one_stays_ignored(tmp_path):
     steps = []
 
     def interrupt(progress):
@@ -47,27 +57,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(RECIPE, tmp_path, interrupt)
+        train(RECIPE, tmp_path / "twice", interrupt)
     assert steps == [1]
-
-
-def test_an_ignored_interrupt_stays_ignored(tmp_path):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        state = train(RECIPE, tmp_path, lambda progress: os.kill(os.getpid(), signal.SIGINT))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert int(state.step) == RECIPE.steps
-
-
-def test_a_checkpoint_without_a_held_out_loss_is_never_the_best(tmp_path):
-    from jaxllm.errors import CheckpointError
-    from jaxllm.training.loop.checkpoints import Checkpoints
-
-    def terminate(progress):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(Preempted):
-        train(RECIPE, tmp_path, terminate)
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="no checkpoint"):
-        checkpoints.best()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert int(train(RECIPE, tmp_path / "ignored", interrupt).step) == RECIPE.steps

@@ -51,27 +51,23 @@ def test_who_goes_on_may_change_how_long_and_nothing_else(tmp_path):
 
 
 def test_a_run_has_the_precision_of_the_devices_that_it_began_on(tmp_path, monkeypatch):
-    with claimed(tmp_path, SMOKE, documents="d1"):
-        pass
-    said = dataclasses.replace(SMOKE, precision="float32")
-    with claimed(tmp_path, said, documents="d1") as resuming:
-        assert resuming
-    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    with claimed(tmp_path, said, documents="d1") as resuming:
-        assert resuming
-    with pytest.raises(ConfigError, match="differs in precision"), claimed(tmp_path, SMOKE, documents="d1"):
-        pass
-
-
-def test_each_stage_of_a_recipe_has_its_precision(tmp_path):
     own = TinyLmRecipe.load("quick")
-    with claimed(tmp_path, own, model="m"):
-        pass
+    stage = dataclasses.replace(own, score=dataclasses.replace(own.score, precision="float32"))
+    said = dataclasses.replace(SMOKE, precision="float32")
+    run, stages = tmp_path / "run", tmp_path / "stages"
+    for folder, recipe, same in ((run, SMOKE, said), (stages, own, stage)):
+        with claimed(folder, recipe, documents="d1"):
+            pass
+        with claimed(folder, same, documents="d1") as resuming:
+            assert resuming
+    # Each stage of a recipe has its own.
     assert own.score.precision is None
-    assert read_identity(tmp_path)["recipe"]["score"]["precision"] == "float32"
-    said = dataclasses.replace(own, score=dataclasses.replace(own.score, precision="float32"))
-    with claimed(tmp_path, said, model="m") as resuming:
+    assert read_identity(stages)["recipe"]["score"]["precision"] == "float32"
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    with claimed(run, said, documents="d1") as resuming:
         assert resuming
+    with pytest.raises(ConfigError, match="differs in precision"), claimed(run, SMOKE, documents="d1"):
+        pass
 
 
 def test_settings_younger_than_the_run_have_their_defaults(tmp_path):
@@ -109,12 +105,6 @@ def test_a_run_keeps_its_checkpoints_at_a_url_for_all_of_its_stages(tmp_path, mo
         keep_checkpoints_at(tmp_path / "local", "gs://bucket/mine")
 
 
-@pytest.mark.parametrize("url", ["az://bucket/run", "gs://", "bucket/run", "gs:///", "s3://bucket"])
-def test_checkpoints_go_to_no_other_url(tmp_path, url):
-    with pytest.raises(ConfigError, match=f"not at {url}; mount other storage as a folder"):
-        keep_checkpoints_at(tmp_path, url)
-
-
 def test_without_what_writes_a_bucket_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -133,7 +123,7 @@ def test_without_what_writes_a_bucket_nothing_is_written(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_url_is_no_folder_of_a_run(tmp_path, monkeypatch):
+def test_a_url_is_no_folder_of_a_run_and_few_take_checkpoints(tmp_path, monkeypatch):
     """A path would make a folder `gs:` of it here."""
     monkeypatch.chdir(tmp_path)
     mangled = Path("gs://bucket/run")
@@ -149,6 +139,9 @@ def test_a_url_is_no_folder_of_a_run(tmp_path, monkeypatch):
             written()
     with pytest.raises(ConfigError, match="not at az://bucket/run"):
         Checkpoints("az://bucket/run")
+    for url in ("az://bucket/run", "gs://", "bucket/run", "gs:///", "s3://bucket"):
+        with pytest.raises(ConfigError, match=f"not at {url}; mount other storage as a folder"):
+            keep_checkpoints_at(tmp_path, url)
     for option in ("--run", "--data", "--profile"):
         result = CliRunner().invoke(pretrain_command, ["--run", "runs/mine", option, "gs://bucket/run"])
         assert result.exit_code == 2

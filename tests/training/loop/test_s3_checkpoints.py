@@ -1,24 +1,26 @@
-"""Checkpoints at an S3 service: which stay, on which mesh they are read, and what damage is refused."""
+"""Checkpoints in buckets: which stay, on which mesh they are read, and what damage is refused."""
 
 import dataclasses
 import json
 import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from safetensors.numpy import load_file
 
 from jaxllm.errors import CheckpointError
 from jaxllm.training.loop import s3_checkpoints
 from jaxllm.training.loop.checkpoints import Checkpoints, TrainState, read_best
-from jaxllm.training.loop.parallel import MeshShape, make_mesh, spec_of, start_process_group
-from tests.training.jobs import one_device
+from jaxllm.training.loop.parallel import MeshShape, make_mesh, spec_of
+from jaxllm.training.loop.run_files import keep_checkpoints_at
+from jaxllm.training.pretrain.run import PretrainTexts, export_best, pretrain
+from tests.training.jobs import SMOKE, one_device
 from tests.training.loop.fake_s3 import running
-from tests.training.loop.resumed_runs import resumed_to_the_same_bits
+from tests.training.processes import join, started_group, told_by
+from tests.training.tiny_runs import ONE, SILENT
 
 SERVICE = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "eu-central-1"}
 URL = "s3://bucket/run/checkpoints"
@@ -62,19 +64,6 @@ def assert_is_step(state, step):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
-def test_what_a_killed_process_left_is_removed_where_the_run_resumes(service):
-    mesh = one_device()
-    with Checkpoints(URL) as checkpoints:
-        checkpoints.save(state_on(mesh, 1), 0.5)
-    whole = set(service.objects)
-    service.objects["bucket/run/checkpoints/7/zeros/c/0"] = b"left"
-    with Checkpoints(URL):
-        assert set(service.objects) > whole
-    with Checkpoints(URL, resumes=True) as checkpoints:
-        assert checkpoints.latest() == 1
-    assert set(service.objects) == whole
-
-
 def test_the_last_two_and_the_best_stay(service, monkeypatch):
     # A shard of several objects.
     monkeypatch.setattr(s3_checkpoints, "_MOST_CHUNK_BYTES", 128)
@@ -98,6 +87,14 @@ def test_the_last_two_and_the_best_stay(service, monkeypatch):
     assert (step, loss) == (3, 0.0)
     # Zeros are written, too.
     assert "bucket/run/checkpoints/5/params/zeros/c/0" in service.objects
+    # What a killed process left behind the last one is removed where the run resumes.
+    whole = set(service.objects)
+    service.objects["bucket/run/checkpoints/7/zeros/c/0"] = b"left"
+    with Checkpoints(URL):
+        assert set(service.objects) > whole
+    with Checkpoints(URL, resumes=True) as checkpoints:
+        assert checkpoints.latest() == 5
+    assert set(service.objects) == whole
 
 
 def test_what_is_damaged_or_of_another_run_is_refused(service):
@@ -142,8 +139,7 @@ def test_a_service_that_is_not_there_is_told(monkeypatch):
 
 def main(port, process):
     """One process of two, with two devices."""
-    jax.config.update("jax_num_cpu_devices", 2)
-    start_process_group(f"127.0.0.1:{port}", 2, int(process))
+    join(port, process, 2)
     mesh = make_mesh(MeshShape(data=1, fsdp=2, tensor=2), 2)
     with Checkpoints(URL) as checkpoints:
         for step in (1, 2, 3):
@@ -156,16 +152,8 @@ def main(port, process):
 
 @pytest.mark.slow
 def test_two_processes_write_their_shards_and_one_reads_them(service):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = "import sys; from tests.training.loop.test_s3_checkpoints import main; main(*sys.argv[1:])"
-    words, pipes = [sys.executable, "-c", script, str(port)], {"stdout": -1, "stderr": -1, "text": True}
-    processes = [subprocess.Popen([*words, str(process)], **pipes) for process in range(2)]
-    for process in processes:
-        out, err = process.communicate(timeout=200)
-        assert process.returncode == 0, err[-3000:]
-        assert json.loads(out.splitlines()[-1])
+    for process in started_group("tests.training.loop.test_s3_checkpoints"):
+        assert told_by(process)
     shards = {name for name in service.objects if "/3/params/layers.0.attn.q/c/" in name}
     assert len(shards) == 4
     state, step, _ = read_best(URL, shapes_on(one_device()))
@@ -175,6 +163,36 @@ def test_two_processes_write_their_shards_and_one_reads_them(service):
         assert_is_step(checkpoints.restore(3, shapes_on(one_device())), 3)
 
 
+@pytest.fixture
+def bucket(monkeypatch):
+    """An emulated bucket of Google's, if there is the emulator."""
+    pytest.importorskip("gcsfs")
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+        monkeypatch.setenv(name, f"http://localhost:{port}")
+    server = emulator.create_server("localhost", port, in_memory=True, default_bucket="bucket")
+    server.start()
+    yield
+    server.stop()
+
+
 @pytest.mark.slow
-def test_a_run_resumes_from_s3(tmp_path, service):
-    resumed_to_the_same_bits(tmp_path, "s3://bucket/run")
+@pytest.mark.parametrize(("place", "url"), [("service", "s3://bucket/run"), ("bucket", "gs://bucket/run")])
+def test_a_run_resumes_from_a_bucket_to_the_same_bits(tmp_path, request, place, url):
+    request.getfixturevalue(place)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Story {n}: a cat sat on {n} mats." for n in range(400)))
+    options = {"texts": PretrainTexts(train=[text]), "mesh_shape": ONE, "monitoring": SILENT}
+    recipe = dataclasses.replace(SMOKE, steps=4, checkpoint_steps=2, held_out_share=0.1)
+    whole = pretrain(recipe, tmp_path / "local", **options)
+    run = tmp_path / "run"
+    keep_checkpoints_at(run, url)
+    pretrain(dataclasses.replace(recipe, steps=2), run, **options)
+    resumed = load_file(pretrain(recipe, run, **options) / "model.safetensors")
+    assert not (run / "checkpoints").exists()
+    for name, value in load_file(whole / "model.safetensors").items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    assert export_best(run) == run / "hf"

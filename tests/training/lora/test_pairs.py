@@ -13,33 +13,28 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.training.data.sources import Source
 from jaxllm.training.lora.job import LoraRecipe
 from jaxllm.training.lora.run import dry_run_lora, train_lora
-from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_pairs, write_random_folder
+from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_random_folder
 from tests.training.tiny_runs import ONE, SILENT
 
 RECIPE = LoraRecipe(
-    steps=8,
-    batch=4,
-    row_tokens=32,
-    peak_learning_rate=2e-2,
-    warmup_steps=0,
-    checkpoint_steps=4,
-    log_steps=4,
-    lora=LoraConfig(rank=2, alpha=4),
+    steps=8, batch=4, row_tokens=32, peak_learning_rate=2e-2, warmup_steps=0, checkpoint_steps=4, log_steps=4,
+    lora=LoraConfig(rank=2, alpha=4), held_out_share=0.2,
     sources=(
         Source(pairs=("one.txt", "two.txt")),
         Source(pairs=("two.txt", "one.txt"), prefix="word to number:"),
     ),
-    held_out_share=0.2,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_pairs(tmp_path_factory.mktemp("pairs"))
+def data(pairs_data):
+    return pairs_data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "weights"), [(T5, "int8"), (SWITCH, "f32")])
+@pytest.mark.parametrize(
+    ("family", "weights"), [(SWITCH, "int8"), pytest.param(T5, "f32", marks=pytest.mark.campaign)]
+)
 def test_an_adapter_learns_on_both_sides(data, tmp_path, family, weights):
     bundle = tmp_path / "model.jaxllm"
     prepare(write_random_folder(tmp_path / "hf", data, family), bundle, weights=weights)

@@ -27,9 +27,14 @@ def batch():
     return next(rows.held_out())
 
 
+def model_of(family):
+    """A family's config and its initial parameters."""
+    cfg = tiny_recipe(family).cfg
+    return cfg, jax.jit(lambda key: init_seq2seq(cfg, key))(jax.random.key(0))
+
+
 def test_loss_is_that_of_transformers(tmp_path):
-    cfg = tiny_recipe(T5).cfg
-    params = jax.jit(lambda key: init_seq2seq(cfg, key))(jax.random.key(0))
+    cfg, params = model_of(T5)
     huggingface.write_folder(tmp_path, cfg, params)
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
     filled = batch()
@@ -49,10 +54,9 @@ def test_loss_is_that_of_transformers(tmp_path):
     )
 
 
-@pytest.mark.parametrize("model", [T5, SWITCH])
-def test_rows_are_what_the_served_model_says_of_each(model):
-    cfg = tiny_recipe(model).cfg
-    params = jax.jit(lambda key: init_seq2seq(cfg, key))(jax.random.key(0))
+def test_rows_are_what_the_served_model_says_of_each():
+    """Of layers with experts and without."""
+    cfg, params = model_of(SWITCH)
     filled = batch()
 
     @jax.jit
@@ -68,10 +72,8 @@ def test_rows_are_what_the_served_model_says_of_each(model):
         np.testing.assert_allclose(logits[row, : len(target)], told[: len(target)], atol=2e-5)
 
 
-@pytest.mark.parametrize("model", [T5, SWITCH])
-def test_recomputed_layers_have_the_same_gradients_and_keep_less(model):
-    cfg = tiny_recipe(model).cfg
-    params = jax.jit(lambda key: init_seq2seq(cfg, key))(jax.random.key(0))
+def test_recomputed_layers_have_the_same_gradients_and_keep_less():
+    cfg, params = model_of(SWITCH)
     filled = batch()
 
     def loss(params, remat):

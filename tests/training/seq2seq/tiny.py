@@ -7,47 +7,26 @@ from jaxllm.training.seq2seq.pairs import pair_tokenizer, read_pairs
 from jaxllm.training.seq2seq.run import write_seq2seq
 
 _SHARED = {
-    "is_encoder_decoder": True,
-    "vocab_size": 300,
-    "d_model": 16,
-    "d_kv": 8,
-    "num_heads": 2,
-    "d_ff": 24,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "n_positions": 64,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "tie_word_embeddings": True,
-}
+    "is_encoder_decoder": True, "vocab_size": 300, "d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 24,
+    "num_layers": 2, "num_decoder_layers": 2, "n_positions": 64, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16, "tie_word_embeddings": True,
+}  # fmt: skip
 T5 = {"model_type": "t5", "feed_forward_proj": "gated-gelu", **_SHARED}
 SWITCH = {
-    "model_type": "switch_transformers",
-    "dense_act_fn": "relu",
-    "num_sparse_encoder_layers": 1,
-    "num_sparse_decoder_layers": 1,
-    "num_experts": 2,
-    **_SHARED,
-}
+    "model_type": "switch_transformers", "dense_act_fn": "relu", "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1, "num_experts": 2, **_SHARED,
+}  # fmt: skip
 
 
 def tiny_recipe(model=T5, **changes):
     fields = {
-        "steps": 4,
-        "batch": 4,
-        "row_tokens": 32,
-        "lengths": (16, 32),
-        "peak_learning_rate": 0.02,
-        "warmup_steps": 0,
-        "checkpoint_steps": 2,
-        "log_steps": 1,
-        "held_out_share": 0.2,
-        "model": model,
+        "steps": 4, "batch": 4, "row_tokens": 32, "lengths": (16, 32), "peak_learning_rate": 0.02,
+        "warmup_steps": 0, "checkpoint_steps": 2, "log_steps": 1, "held_out_share": 0.2, "model": model,
         "sources": (
             PairSource(name="there", source="one.txt", target="two.txt", prefix="number to word:"),
             PairSource(name="back", source="two.txt", target="one.txt", prefix="word to number:"),
         ),
-    }
+    }  # fmt: skip
     return Seq2SeqRecipe(**{**fields, **changes})
 
 

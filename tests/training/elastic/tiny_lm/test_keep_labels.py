@@ -18,42 +18,33 @@ from jaxllm.training.elastic.tiny_lm.keep_labels import (
     well_aligned,
 )
 
+NEWS = "Five people have been taken to hospital with minor injuries following a crash this morning."
+ALIGNED = [
+    (NEWS, "Five people taken to hospital following crash.", [0, 1, 4, 5, 6, 10, 12], 0, 0),
+    # Case, endings and marks play no role; a word that was made up is a variation.
+    ("He makes big plans, they stopped", "big plan stop everything", [2, 3, 5], 0.25, 0),
+    # The nearest place that is free: each of two words is found once, a third time is a gap.
+    ("the cat saw the dog", "the dog", [0, 4], 0, 0),
+    ("the cat saw it , the dog", "saw the dog", [0, 2, 6], 0, 0),
+    ("the cat saw the dog", "saw the dog", [2, 3, 4], 0, 0),
+    ("the cat saw the dog", "the the the", [0, 3], 0, 1 / 5),
+    # A step back is found, too.
+    ("a b c d", "c a", [0, 2], 0, 0),
+    # Marks that stand alone are labelled and not counted.
+    ("well , he left .", "he left , ' .", [1, 2, 3, 4], 0, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "shorter", "kept", "variation", "gap"), ALIGNED)
+def test_alignments_by_hand(text, shorter, kept, variation, gap):
+    row = align(Compression(text, shorter))
+    assert np.flatnonzero(row.kept).tolist() == kept
+    assert (row.variation, row.gap) == (variation, pytest.approx(gap))
+
 
 def kept(text, shorter, **how):
     row = align(Compression(text, shorter), **how)
     return [word for word, each in zip(text.split(), row.kept, strict=True) if each]
-
-
-def test_alignments_by_hand():
-    text = "Five people have been taken to hospital with minor injuries following a crash this morning."
-    row = align(Compression(text, "Five people taken to hospital following crash."))
-    assert np.flatnonzero(row.kept).tolist() == [0, 1, 4, 5, 6, 10, 12]
-    assert (row.variation, row.gap) == (0, 0)
-    # Case, endings and marks play no role; a word that was made up is a variation.
-    row = align(Compression("He makes big plans, they stopped", "big plan stop everything"))
-    assert np.flatnonzero(row.kept).tolist() == [2, 3, 5]
-    assert row.variation == 0.25
-    # The nearest place that is free: each of two words is found once, a third time is a gap.
-    assert kept("the cat saw the dog", "the dog") == ["the", "dog"]
-    assert align(Compression("the cat saw it , the dog", "saw the dog")).kept.tolist() == [
-        1,
-        0,
-        1,
-        0,
-        0,
-        0,
-        1,
-    ]
-    assert align(Compression("the cat saw the dog", "saw the dog")).kept.tolist() == [0, 0, 1, 1, 1]
-    row = align(Compression("the cat saw the dog", "the the the"))
-    assert row.kept.tolist() == [1, 0, 0, 1, 0]
-    assert row.gap == pytest.approx(1 / 5)
-    # A step back is found, too.
-    assert kept("a b c d", "c a") == ["a", "c"]
-    # Marks that stand alone are labelled and not counted.
-    row = align(Compression("well , he left .", "he left , ' ."))
-    assert row.kept.tolist() == [0, 1, 1, 1, 1]
-    assert (row.variation, row.gap) == (0, 0)
 
 
 def test_a_window_bounds_how_far_is_looked():
@@ -64,21 +55,26 @@ def test_a_window_bounds_how_far_is_looked():
     assert kept(text, "w0x w9x w15x", window_words=10) == ["w0x", "w9x"]
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("Plans,", "plan"), ("stopped", "stop"), ("making", "make"), ("studies", "study"), ("“dog’s”", "dog"),
-        ("quickly", "quick"), ("agreed", "agree"),
-    ],
-)  # fmt: skip
-def test_stems(one, other):
-    assert stem(one) == stem(other)
-
-
-def test_stems_that_differ():
-    assert (
-        len({stem(word) for word in ("as", "a", "is", "i", "be", "bed", "red", "r", "--", "-", "3s")}) == 11
-    )
+def test_stems():
+    alike = [
+        "Plans,",
+        "plan",
+        "stopped",
+        "stop",
+        "making",
+        "make",
+        "studies",
+        "study",
+        "“dog’s”",
+        "dog",
+        "quickly",
+        "quick",
+        "agreed",
+        "agree",
+    ]
+    assert [stem(each) for each in alike[::2]] == [stem(each) for each in alike[1::2]]
+    apart = ["as", "a", "is", "i", "be", "bed", "red", "r", "--", "-", "3s"]
+    assert len({stem(word) for word in apart}) == len(apart)
 
 
 WORDS = st.lists(st.sampled_from(["dog", "cat", "The", "runs", ",", "x1"]), min_size=1, max_size=20)

@@ -114,33 +114,27 @@ def test_every_row_of_a_prompt_decides_and_batches_hold_prompts_of_as_many():
 
     wide = {name: 4 * value for name, value in start.params.items()}
     chosen = decisions(start.cfg, wide, rows)
+    decide = jax.jit(functools.partial(tlm.decide, wide, cfg=start.cfg))
     for question, (tokens, mask) in enumerate(read):
         for number, slo in enumerate(SLOS):
-            each = tlm.decide(wide, marked(tokens, slo, start.mark_ids), mask, cfg=start.cfg)
+            each = decide(marked(tokens, slo, start.mark_ids), mask)
             by_hand = [int(np.asarray(logits).mean(0).argmax()) for logits in each]
             assert chosen[question, number].tolist() == by_hand
 
 
-def test_metrics_of_decisions_by_hand():
+def test_metrics_of_decisions_and_what_they_are_worth_by_hand():
     slos = SLOS[0], SLOS[-1]
     labels = np.array([[[0, 0], [1, 1]], [[0, 1], [0, 1]], [[0, 0], [0, 1]]])
     chosen = np.array([[[0, 0], [1, 0]], [[0, 1], [0, 1]], [[1, 0], [0, 1]]])
     assert decision_metrics(chosen, labels, slos) == {
-        "accuracy": 0.6667,
-        "model_accuracy": 0.8333,
-        "prompt_accuracy": 0.8333,
-        "majority": 0.6667,
+        "accuracy": 0.6667, "model_accuracy": 0.8333, "prompt_accuracy": 0.8333, "majority": 0.6667,
         "accuracy_by_slo": {"<100,100>": 0.6667, "<20,50>": 0.6667},
-    }
-
-
-def test_what_decisions_are_worth_by_hand():
-    slos, levels, ratios = (SLOS[0], SLOS[-1]), (20, 100), (0.5, 1.0)
+    }  # fmt: skip
+    ratios = (0.5, 1.0)
     correct = np.array([[[False, False], [True, False]], [[True, False], [False, True]]])
-    answers = Answers(correct, np.array([ratios] * 2))
     # The first takes the whole model with half a prompt, also where that takes too long.
     chosen = np.array([[[1, 0], [1, 0]], [[0, 1], [0, 0]]])
-    worth = answer_metrics(answers, chosen, slos, levels, ratios)
+    worth = answer_metrics(Answers(correct, np.array([ratios] * 2)), chosen, slos, (20, 100), ratios)
     assert worth["<100,100>"] == {"decided": 0.5, "default": 0.5, "best": 1.0}
     assert worth["<20,50>"] == {"decided": 0.5, "default": 0.0, "best": 0.5}
 
@@ -184,11 +178,13 @@ def test_batches_take_every_row_once_an_epoch_and_follow_from_the_step():
     assert {len(batch.tokens) for batch in held_out} == {7}
 
 
-def test_versions_of_a_text_never_share_a_row():
-    texts = [align(Compression("ka ba ma", "ka")), align(Compression("ka ba ma", "ka ba"))] * 3
+def test_versions_of_a_text_never_share_a_row_and_a_text_may_stand_in_a_marker():
     reader = Start.of(TLM_RECIPE, TOKENIZER).reader(48)
-    rows = score_rows([texts], TOKENIZER, reader, (), 0)
-    assert len(rows.tokens) == 6
+    texts = [align(Compression("ka ba ma", "ka")), align(Compression("ka ba ma", "ka ba"))] * 3
+    assert len(score_rows([texts], TOKENIZER, reader, (), 0).tokens) == 6
+    for text in ("t", "a", "user"):
+        rows = score_rows([[align(Compression(text, text))]], TOKENIZER, reader, (f"{text} is", ""), 0)
+        assert TOKENIZER.decode(rows.tokens[rows.weights > 0].tolist()) == text
 
 
 # A whole run
@@ -266,9 +262,6 @@ def test_sources_that_are_refused(tmp_path):
             TinyLmSources.read(dataclasses.replace(TLM_RECIPE, **change), data, TOKENIZER, 128)
     with pytest.raises(CheckpointError, match="nowhere"):
         TinyLmSources.read(TLM_RECIPE, data, TOKENIZER, 128, data / "nowhere")
-
-
-def test_a_run_needs_its_levels(data, tmp_path):
     with pytest.raises(ConfigError, match=r"lacks \[30\]"):
         run(tmp_path, data, dataclasses.replace(TLM_RECIPE, levels=(30, 100)))
 
@@ -326,16 +319,9 @@ def test_training_reads_a_prompt_as_service_does(own):
     np.testing.assert_allclose(served, scores, atol=1e-4)
 
 
-def test_a_text_that_also_stands_in_a_marker():
-    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(48)
-    for text in ("t", "a", "user"):
-        rows = score_rows([[align(Compression(text, text))]], TOKENIZER, reader, (f"{text} is", ""), 0)
-        assert TOKENIZER.decode(rows.tokens[rows.weights > 0].tolist()) == text
-
-
-@pytest.mark.parametrize("vocab_size", [5000, 151_936])
-def test_the_encoder_has_a_row_for_every_token_of_the_model(vocab_size):
+def test_the_encoder_has_a_row_for_every_token_of_the_model():
     """However many the recipe's own family has; behind them stand the marks that no tokenizer reserves."""
+    vocab_size = 151_936
     tokenizer = types.SimpleNamespace(vocab_size=vocab_size, encode=lambda text, **_: [0, 1])
     start = Start.of(TinyLmRecipe.load("small"), tokenizer)  # pyright: ignore[reportArgumentType]
     assert start.cfg.encoder.vocab_size == vocab_size + len(marks())
@@ -343,54 +329,16 @@ def test_the_encoder_has_a_row_for_every_token_of_the_model(vocab_size):
     assert start.mark_ids[0] == vocab_size
 
 
-def test_a_trained_encoders_vocabulary_must_hold_its_tokenizers(tmp_path):
+def test_starts_that_are_refused(tmp_path):
     few = dataclasses.replace(ENCODER, vocab_size=VOCAB_SIZE - 1, norm="no_norm")
     few = dataclasses.replace(few, bottleneck_size=8, share_bottleneck=True)
     write_encoder(tmp_path, few, init_encoder(few, jax.random.key(3)))
     write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
-    with pytest.raises(ConfigError, match=f"the encoder only {VOCAB_SIZE - 1}"):
-        Start.of(TLM_RECIPE, TOKENIZER, tmp_path)
-
-
-LONG = dataclasses.replace(HEAD, row_tokens=49)
-
-
-def test_starts_that_are_refused():
-    for change, message in (
-        ({"encoder": None}, "no encoder"),
-        ({"score": LONG, "decide": LONG}, r"row_tokens \(49\)"),
+    long = dataclasses.replace(HEAD, row_tokens=49)
+    for change, where, message in (
+        ({}, [tmp_path], f"the encoder only {VOCAB_SIZE - 1}"),
+        ({"encoder": None}, [], "no encoder"),
+        ({"score": long, "decide": long}, [], r"row_tokens \(49\)"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Start.of(dataclasses.replace(TLM_RECIPE, **change), TOKENIZER)
-
-
-# Recipes
-
-
-@pytest.mark.parametrize("name", TinyLmRecipe.names())
-def test_packaged_recipes_load_and_read_back(name):
-    recipe = TinyLmRecipe.load(name)
-    assert TinyLmRecipe.from_json(recipe.to_json()) == recipe
-
-
-RECIPE = TinyLmRecipe.load("small").to_json()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tasks": ["lambada"]}, "lambada has no options"),
-        ({"tasks": ["none"]}, "no task 'none'"),
-        ({"compressions": []}, "compressions must have 1 or more entries"),
-        ({"score": 3}, "score must be a TOML table"),
-        ({"decide": {"steps": 3}}, "lacks batch"),
-        ({"decide": {**RECIPE["decide"], "row_tokens": 128}}, "both heads read the same rows"),
-        ({"encoder": {"layers": 3}}, "malformed encoder"),
-        ({"speed": 3}, "unknown recipe key speed"),
-        ({"levels": 3}, "levels must be a list, got 3"),
-        ({"prompt_ratios": [1.0, 0.5]}, "prompt_ratios must be ascending"),
-    ],
-)
-def test_a_malformed_recipe_names_the_key(change, message):
-    with pytest.raises(ConfigError, match=message):
-        TinyLmRecipe.from_json({**RECIPE, **change})
+            Start.of(dataclasses.replace(TLM_RECIPE, **change), TOKENIZER, *where)

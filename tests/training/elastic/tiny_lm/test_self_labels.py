@@ -56,6 +56,10 @@ def test_labels_by_hand():
     # A prompt that cannot be so short.
     assert label(everything, HALF, shares=np.array([[0.9, 1.0]])) == (20, 0.4)
     assert label(table((50, 0.4)), HALF, shares=np.array([[0.9, 1.0]])) == (20, 1.0)
+    with pytest.raises(ConfigError, match=r"must be \[N, 3, 2\]"):
+        lightest(np.ones((1, 2, 2)), SLOS, LEVELS, RATIOS)
+    with pytest.raises(ConfigError, match="must ascend"):
+        lightest(np.ones((1, 2, 2)), SLOS, (50, 20), RATIOS)
 
 
 @given(st.integers(0, 2**31), st.integers(1, 4))
@@ -72,13 +76,6 @@ def test_labels_are_what_a_search_finds(seed, count):
             right = [pair for pair in pairs if correct[number][pair]]
             expected = min(right, key=lambda pair: (round(ttft[pair], 9), pair[0]), default=max(pairs))
             assert tuple(places[number, s]) == expected
-
-
-def test_malformed_tables_are_refused():
-    with pytest.raises(ConfigError, match=r"must be \[N, 3, 2\]"):
-        lightest(np.ones((1, 2, 2)), SLOS, LEVELS, RATIOS)
-    with pytest.raises(ConfigError, match="must ascend"):
-        lightest(np.ones((1, 2, 2)), SLOS, (50, 20), RATIOS)
 
 
 # Answers
@@ -98,12 +95,9 @@ def model():
         for name, value in adapter.items()
     }
     return ElasticModel(
-        cfg=CFG,
-        params=jax.tree.map(jnp.asarray, params),
-        ladder=LADDER,
-        tokenizer=TOKENIZER,
+        cfg=CFG, params=jax.tree.map(jnp.asarray, params), ladder=LADDER, tokenizer=TOKENIZER,
         recoveries={50: Recovery(moved, 0.7)},
-    )
+    )  # fmt: skip
 
 
 @jax.jit
@@ -138,14 +132,11 @@ def one_by_one(question, scores, ratio):
 def test_answers_are_those_of_one_sequence_at_a_time():
     draw, options = np.random.default_rng(0), ("yes", "not", "any")
     users = ["he is well", "the hill", "tell me more of the hills", "x", "a b c d e f", "why not?"]
-    questions = [
-        Question.read(
-            TOKENIZER,
-            TaskExample(system="Is it?", user=user, answer=options[number % 3], options=options),
-            per_byte=number == 1,
-        )
+    examples = [
+        TaskExample(system="Is it?", user=user, answer=options[number % 3], options=options)
         for number, user in enumerate(users)
     ]
+    questions = [Question.read(TOKENIZER, each, per_byte=each is examples[1]) for each in examples]
     scores = [draw.random(len(question.prompt.ids)) for question in questions]
     seen, ratios = [], (0.3, 0.6, 1.0)
     answers = answer(
