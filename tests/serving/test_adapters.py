@@ -51,14 +51,10 @@ def test_adapters_are_swapped_without_compiling(engine, adapters, compiles):
 
 
 @pytest.mark.slow
-def test_without_an_adapter_answers_are_the_plain_engines(engine):
-    bundle = engine.model.bundle.path
-    assert answer(engine) == answer(Engine.open(bundle, options=OPTIONS))
-
-
-@pytest.mark.slow
-def test_an_engine_opens_with_an_adapter_of_its_own_size(engine, adapters):
-    opened = Engine.open(engine.model.bundle.path, options=OPTIONS, adapter=adapters[1])
+def test_an_engine_opens_with_an_adapter_of_its_own_size_or_none(engine, adapters):
+    path = engine.model.bundle.path
+    assert answer(engine) == answer(Engine.open(path, options=OPTIONS))
+    opened = Engine.open(path, options=OPTIONS, adapter=adapters[1])
     assert (opened.options.adapter_rank, opened.options.adapter_targets) == (2, ("attn.q", "ffn.down"))
     engine.set_adapter(adapters[1])
     assert answer(opened) == answer(engine)

@@ -1,4 +1,5 @@
-"""Answers that are decoded together are those that each gets alone; they join, leave and fail alone."""
+"""Answers step by step, and decoded together: each is the one that it gets alone, and joins, leaves and fails
+alone."""
 
 import dataclasses
 import math
@@ -10,8 +11,9 @@ from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.sampling import Sampling
-from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.engine.run import Lifecycle
+from jaxllm.serving.engine import answer as answers
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.engine.step import batchable, close, decode_together, step
 from jaxllm.serving.ground.options import BATCH_ROWS, EngineOptions
 from jaxllm.serving.ground.sliding import Sliding
@@ -73,17 +75,26 @@ def check(engine, runs):
 
 @needs_native
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_answers_are_those_of_each_alone(engine, weights, tmp_path):
+def test_answers_are_those_of_each_alone(engine, weights, tmp_path, compiles):
     """Five answers in buckets of up to four rows, of other lengths and samplings."""
     if weights != "int8":
         engine = opened(tmp_path, weights, dataclasses.replace(OPTIONS, batch_rows=(4,)))
     runs = ended([begun(engine, number, tokens=9 + number) for number in range(5)])
     check(engine, runs)
     assert len({tuple(run.tokens[:9]) for run in runs}) == 5
+    with compiles() as count:
+        for together in range(1, 6):
+            ended([begun(engine, number) for number in range(together)])
+    assert count() == 0
 
 
 @needs_native
 def test_answers_join_and_leave_between_dispatches(engine):
+    runs = [begun(engine, 0, tokens=20), begun(engine, 1, tokens=3), begun(engine, 2)]
+    decode_together(runs, most_tokens=3)
+    # A dispatch gives as many tokens as were asked; one that ends sooner waits for nobody.
+    assert [(len(run.tokens), run.stage) for run in runs] == [(4, "decode"), (3, "finish"), (4, "decode")]
+    assert all(run.pace >= 1 for run in runs)
     first = [begun(engine, 0, tokens=20), begun(engine, 1, tokens=7)]
     decode_together(first)
     decode_together(first, most_tokens=2)
@@ -91,8 +102,24 @@ def test_answers_join_and_leave_between_dispatches(engine):
     # A dispatch of its own between two.
     step(second[1])
     decode_together(second)
-    runs = ended([*first, *second[1:]])
-    check(engine, runs)
+    check(engine, ended([*first, *second[1:]]))
+    # Each stops at its own string or token.
+    text = alone(engine, begun(engine, 1)).text
+    runs = [begun(engine, 0), begun(engine, 1, stop=(text[3:5],)), begun(engine, 2, ignore_eos=False)]
+    check(engine, ended(runs))
+    assert runs[1].finish_reason == "stop"
+    # A sequence that slides takes that step alone.
+    config = GenerationConfig(max_tokens=40, ignore_eos=True)
+    sliding = [engine.stream([*range(2, 58)], config, sliding=Sliding(sink_tokens=4)) for _ in range(2)]
+    runs = ended([sliding[1], begun(engine, 1, tokens=30)])
+    assert runs[0].tokens == sliding[0].result().tokens
+    check(engine, runs[1:])
+    # Only what decodes is batchable.
+    run, found = engine.stream(PROMPTS[0], dataclasses.replace(config, max_tokens=2)), []
+    while run.stage != "ended":
+        found.append((run.stage, batchable(run)))
+        step(run)
+    assert found == [("begin", False), ("decode", True), ("finish", False)]
 
 
 @needs_native
@@ -114,24 +141,6 @@ def test_padding_rows_keep_their_cache_from_dispatch_to_dispatch(engine, monkeyp
 
 
 @needs_native
-def test_a_dispatch_gives_as_many_tokens_as_asked(engine):
-    runs = [begun(engine, 0, tokens=20), begun(engine, 1, tokens=3), begun(engine, 2)]
-    decode_together(runs, most_tokens=3)
-    # One that ends sooner waits for nobody.
-    assert [len(run.tokens) for run in runs] == [4, 3, 4]
-    assert [run.stage for run in runs] == ["decode", "finish", "decode"]
-    assert all(run.pace >= 1 for run in runs)
-
-
-@needs_native
-def test_each_stops_at_its_own_string_or_token(engine):
-    text = alone(engine, begun(engine, 1)).text
-    runs = [begun(engine, 0), begun(engine, 1, stop=(text[3:5],)), begun(engine, 2, ignore_eos=False)]
-    check(engine, ended(runs))
-    assert runs[1].finish_reason == "stop"
-
-
-@needs_native
 def test_levels_share_dispatches(tmp_path, compiles):
     """Answers of three levels in one: each as its level answers alone, with no bucket of its own."""
     ladder = elastic_parts(Ladder(levels=(40, 70, 100)))
@@ -150,15 +159,6 @@ def test_levels_share_dispatches(tmp_path, compiles):
 
 
 @needs_native
-def test_nothing_compiles_after_warm_up(engine, compiles):
-    check(engine, ended([begun(engine, 4)]))
-    with compiles() as count:
-        for together in range(1, 6):
-            ended([begun(engine, number) for number in range(together)])
-    assert count() == 0
-
-
-@needs_native
 @pytest.mark.slow
 def test_caches_of_several_lengths(tmp_path):
     """Shorter caches become as long as the longest of the batch."""
@@ -170,25 +170,26 @@ def test_caches_of_several_lengths(tmp_path):
 # Ends
 
 
-class Noted(Lifecycle):
-    """Writes down which hooks were called, and fails where it is told to."""
+class Watched(Lifecycle):
+    """Writes down which hooks were called."""
+
+    def __init__(self):
+        self.hooks = []
+        for name in ("finish", "failed", "dropped"):
+            setattr(self, name, lambda run, name=name: self.hooks.append(name))
+
+
+class Noted(Watched):
+    """Writes down each step, too, and fails where it is told to."""
 
     def __init__(self, error=None):
-        self.hooks, self.error = [], error
+        super().__init__()
+        self.error = error
 
     def stepped(self, run):
         self.hooks.append("stepped")
         if self.error is not None and len(run.tokens) > 1:
             raise self.error
-
-    def finish(self, run):
-        self.hooks.append("finish")
-
-    def failed(self, run):
-        self.hooks.append("failed")
-
-    def dropped(self, run):
-        self.hooks.append("dropped")
 
 
 @needs_native
@@ -248,17 +249,6 @@ def test_an_answer_that_another_thread_closes_is_left_out(engine):
 
 
 @needs_native
-def test_a_sequence_that_slides_takes_that_step_alone(engine):
-    config = GenerationConfig(max_tokens=40, ignore_eos=True)
-    sliding = [engine.stream([*range(2, 58)], config, sliding=Sliding(sink_tokens=4)) for _ in range(2)]
-    expected = sliding[0].result()
-    runs = [sliding[1], begun(engine, 1, tokens=30)]
-    ended(runs)
-    assert runs[0].tokens == expected.tokens
-    check(engine, runs[1:])
-
-
-@needs_native
 @pytest.mark.slow
 def test_drafts_are_off_while_answers_are_together(tmp_path):
     options = dataclasses.replace(OPTIONS, batch_rows=(2,))
@@ -273,14 +263,11 @@ def test_drafts_are_off_while_answers_are_together(tmp_path):
 # Where answers are decoded one by one
 
 
-def test_without_being_asked_nothing_is_decoded_together(tmp_path):
-    engine = opened(tmp_path, "int8", dataclasses.replace(OPTIONS, batch_rows=()))
-    assert not batchable(begun(engine, 0))
-
-
 @pytest.mark.slow
 def test_xla_decodes_one_by_one(tmp_path, monkeypatch):
-    """Its products of several rows have other last bits than those of one."""
+    """Its products of several rows have other last bits than those of one; so does who was not asked."""
+    unasked = opened(tmp_path, "int8", dataclasses.replace(OPTIONS, batch_rows=()))
+    assert not batchable(begun(unasked, 0))
     engine = opened(tmp_path, "f32")
     run = begun(engine, 0)
     assert not batchable(run)
@@ -289,18 +276,111 @@ def test_xla_decodes_one_by_one(tmp_path, monkeypatch):
     assert not batchable(begun(opened(tmp_path, "int8"), 0))
 
 
-@needs_native
-def test_only_what_decodes_is_batchable(engine):
-    run = engine.stream(PROMPTS[0], GenerationConfig(max_tokens=2, ignore_eos=True))
-    found = []
-    while run.stage != "ended":
-        found.append((run.stage, batchable(run)))
-        step(run)
-    assert found == [("begin", False), ("decode", True), ("finish", False)]
-
-
 @pytest.mark.parametrize("rows", [(1,), (3,), (16,), (4, 2), (2, 2)])
 def test_only_these_numbers_of_rows_are_served(rows):
     with pytest.raises(ConfigError, match=r"batch_rows must be (among \(2, 4, 8\)|.*ascending)"):
         EngineOptions(batch_rows=rows)
     assert BATCH_ROWS[-1] == 8
+
+
+# Step by step: closed by another thread, in the middle of a slide, and interrupted.
+
+
+PROMPT = PROMPTS[0]
+
+
+def config(tokens):
+    return GenerationConfig(max_tokens=tokens, ignore_eos=True)
+
+
+def noted(engine):
+    request = engine.request(PROMPT, config(20))
+    lifecycle = Watched()
+    return answers.Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=lifecycle), lifecycle
+
+
+def test_each_stage_takes_its_steps(engine):
+    run, stages = engine.stream([1] * 40, config(2)), []
+    while run.stage != "ended":
+        stages.append(run.stage)
+        assert step(run) is run
+    # Three chunks of 16 tokens: the first is fed as the run begins.
+    assert stages == ["begin", "prefill", "prefill", "decode", "finish"]
+    assert len(run.tokens) == 2
+
+
+def test_the_run_that_waited_longest_takes_the_step(engine):
+    runs = [engine.stream(PROMPT, config(8)) for _ in range(2)]
+    order = [runs.index(step(*runs)) for _ in range(4)]
+    assert order == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("because", [None, ConfigError("the service ended it")])
+def test_another_thread_may_close_an_answer_whenever_it_comes(engine, monkeypatch, because):
+    run = engine.stream(PROMPT, config(20))
+
+    def closed_behind(answer: Run):
+        step(answer)
+        close(answer, because)
+
+    monkeypatch.setattr(answers, "step", closed_behind)
+    if because is None:
+        assert list(run) == []
+    else:
+        with pytest.raises(ConfigError, match="the service ended it"):
+            next(run)
+    assert run.stage == "ended"
+    # Nothing was lost of what was decoded.
+    assert run.session.tokens == PROMPT
+
+
+def test_a_slide_takes_steps_of_its_own_and_may_be_closed(engine):
+    def slid(session=None):
+        run = engine.stream([*range(2, 60)], config(40), session=session, sliding=Sliding(sink_tokens=4))
+        while run.slid is None:
+            step(run)
+        return run
+
+    run = slid()
+    while run.stage != "ended":
+        step(run)
+    assert len(run.tokens) == 40
+    # What is closed in the middle forgets its cache, and goes on.
+    session = Session()
+    run = slid(session)
+    before = list(run.sequence)
+    run.close()
+    assert (run.sequence, session.tokens, session.cache) == (before, [], None)
+    again = engine.stream(before[:40], config(4), session=session).result()
+    assert again.tokens == engine.generate(before[:40], config(4)).tokens
+
+
+def test_an_interrupt_before_the_end_is_stored_leaves_it_to_be_stored(engine, monkeypatch):
+    run, lifecycle = noted(engine)
+    next(run)
+
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lifecycle, "finish", interrupted)
+        patch.setattr(lifecycle, "failed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(run)
+    assert lifecycle.hooks == []
+    run.close()
+    del run
+    assert lifecycle.hooks == ["finish", "dropped"]
+
+
+def test_an_error_ends_an_answer_once(engine, monkeypatch):
+    run, lifecycle = noted(engine)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine.runner, "prefill", broken)
+    with pytest.raises(RuntimeError, match="device lost"):
+        next(run)
+    assert list(run) == []
+    assert set(lifecycle.hooks) == {"failed"}

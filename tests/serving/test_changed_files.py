@@ -13,8 +13,7 @@ import pytest
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.bundle import Bundle
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
+from tests.serving.memory import budget
 
 # As few graphs as an answer takes: every test opens a file of its own.
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
@@ -54,11 +53,9 @@ def path(tiny_bundle: Path, tmp_path: Path) -> Path:
 def served(request: pytest.FixtureRequest, path: Path) -> Iterator[Engine]:
     options = OPTIONS
     if request.param == "streamed":
-        with Bundle.open(path) as bundle:
-            fixed = fixed_bytes(bundle.cfg, OPTIONS.resolve(bundle.cfg, quantized=True))
-            options = dataclasses.replace(
-                OPTIONS, memory_bytes=whole_budget(fixed + bundle.weight_bytes * 9 // 10)
-            )
+        whole = Engine.open(path, options=OPTIONS, warm_up=False)
+        options = dataclasses.replace(OPTIONS, memory_bytes=budget(whole, 0.9))
+        whole.close()
     engine = Engine.open(path, options=options, warm_up=False)
     engine.warm_up(prompt_tokens=engine.stream(PROMPT, CONFIG).prompt_tokens, max_tokens=12)
     assert (engine.model.streamed is not None) == (request.param == "streamed")
@@ -74,29 +71,24 @@ def test_a_file_changed_between_answers_is_refused(served: Engine, path: Path, c
         served.generate(PROMPT, CONFIG)
 
 
-def test_a_file_changed_in_the_middle_of_an_answer_gives_no_more_of_it(served: Engine, path: Path) -> None:
-    whole = served.generate(PROMPT, CONFIG).text
-    answer = served.stream(PROMPT, CONFIG)
-    began = next(answer)
-    truncate(path)
-    with pytest.raises(BundleError, match="changed in place"):
-        answer.result()
-    assert answer.text == began
-    assert whole.startswith(began)
-
-
-def test_a_file_changed_while_tokens_are_computed_gives_none_of_them(served: Engine, path: Path) -> None:
-    answer, decode = served.stream(PROMPT, CONFIG), served.runner.prefill
+@pytest.mark.parametrize("place", ["between blocks", "while tokens are computed"])
+def test_a_file_changed_in_the_middle_of_an_answer_gives_no_more_of_it(served, path, place) -> None:
+    answer, prefill, began = served.stream(PROMPT, CONFIG), served.runner.prefill, ""
 
     def changing(*args):
-        result = decode(*args)
+        result = prefill(*args)
         flip(path)
         return result
 
-    served.runner.prefill = changing  # pyright: ignore
+    if place == "between blocks":
+        whole, began = served.generate(PROMPT, CONFIG).text, next(answer)
+        assert whole.startswith(began)
+        truncate(path)
+    else:
+        served.runner.prefill = changing
     with pytest.raises(BundleError, match="changed in place"):
-        next(answer)
-    assert answer.text == ""
+        answer.result()
+    assert answer.text == began
 
 
 def test_a_file_that_is_replaced_goes_on_as_it_was(served: Engine, path: Path, tmp_path: Path) -> None:
@@ -107,6 +99,10 @@ def test_a_file_that_is_replaced_goes_on_as_it_was(served: Engine, path: Path, t
     assert served.generate(PROMPT, CONFIG).tokens == before
     path.unlink()
     assert served.generate(PROMPT, CONFIG).tokens == before
+    served.close()
+    served.close()
+    with pytest.raises(ConfigError, match="this engine is closed; open the model again"):
+        served.generate(PROMPT, CONFIG)
 
 
 @every_change
@@ -118,30 +114,26 @@ def test_what_is_read_later_of_a_bundle_is_refused_too(path: Path, change) -> No
                 use()
 
 
-def test_open_bundles_hold_one_file_each_until_they_are_gone(path: Path) -> None:
-    files = Path("/proc/self/fd")
-    if not files.is_dir():
-        pytest.skip("the system does not tell which files are open")
-    before = len(list(files.iterdir()))
-    for _ in range(5):
-        with Bundle.open(path) as bundle:
-            bundle.tokenizer_files()
-    del bundle
-    assert len(list(files.iterdir())) == before
-
-
-FORKING = """
-import os, signal, sys
+BEGIN = """
+import gc, os, signal, sys
+from pathlib import Path
+import jax
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
 options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
-engine = Engine.open(sys.argv[1], options=options, warm_up=False)
-answer = engine.stream("Once", GenerationConfig(max_tokens=4))
-engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=4)
-begun = engine.stream("Once upon", GenerationConfig(max_tokens=4))
-answer.result()
+config = GenerationConfig(max_tokens=4)
+def answered():
+    engine = Engine.open(sys.argv[1], options=options, warm_up=False)
+    answer = engine.stream("Once", config)
+    engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=4)
+    answer.result()
+    return engine
+"""
+FORKING = """
+engine = answered()
+begun = engine.stream("Once upon", config)
 uses = [
-    lambda: engine.generate("Once", GenerationConfig(max_tokens=4)),
+    lambda: engine.generate("Once", config),
     lambda: begun.result(),
     lambda: engine.warm_up(),
     lambda: Engine.open(sys.argv[1], options=options),
@@ -160,23 +152,7 @@ for use in uses:
 begun.result()
 engine.close()
 """
-
-
-def test_a_forked_process_is_told_at_once(path: Path) -> None:
-    # Of a process of its own: JAX warns of forks, and the suite's threads are many.
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKING, str(path)],
-        capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert (done.stdout.split(), done.returncode) == (["7"] * 5, 0), done.stderr[-2000:]
-
-
 OPENING = """
-import gc, sys
-from pathlib import Path
-import jax
-from jaxllm import Engine, EngineOptions, GenerationConfig
-options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
 def held():
     gc.collect()
     process = Path("/proc/self")
@@ -188,10 +164,7 @@ def held():
         (process / "maps").read_text().count(sys.argv[1]),
     ]
 def once():
-    engine = Engine.open(sys.argv[1], options=options, warm_up=False)
-    answer = engine.stream("Once", GenerationConfig(max_tokens=2))
-    engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=2)
-    answer.result()
+    engine = answered()
     opened = held()
     engine.close()
     engine.model.bundle.close()
@@ -206,20 +179,22 @@ assert before == after, (before, after)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list a process's files")
-def test_a_closed_engine_holds_nothing(path: Path) -> None:
-    # Memory itself says less: what compilers leave in allocators varies by more than it is.
+def run(script: str, path: Path) -> list[str]:
+    """What a process of its own prints: JAX warns of forks, and the suite's threads are many."""
     done = subprocess.run(
-        [sys.executable, "-c", OPENING, str(path)],
+        [sys.executable, "-W", "ignore", "-c", BEGIN + script, str(path)],
         capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
 
 
-def test_a_closed_engine_says_so(path: Path) -> None:
-    engine = Engine.open(path, options=OPTIONS, warm_up=False)
-    engine.close()
-    engine.close()
-    with pytest.raises(ConfigError, match="this engine is closed; open the model again"):
-        engine.generate(PROMPT, CONFIG)
+def test_a_forked_process_is_told_at_once(path: Path) -> None:
+    assert run(FORKING, path) == ["7"] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list a process's files")
+def test_a_closed_engine_holds_nothing(path: Path) -> None:
+    """Memory itself says less: what compilers leave in allocators varies by more than it is."""
+    run(OPENING, path)

@@ -104,10 +104,7 @@ def test_levels_of_weights_in_blocks_share_buckets(tmp_path):
     least = int(re.search(r"at least ([\d,]+)", str(refused.value))[1].replace(",", ""))
     engine = Engine.open(path, options=dataclasses.replace(streamed, memory_bytes=least))
     assert engine.model.streamed is not None
-    assert [engine.at(each).generate(TEXT, LONG).tokens for each in (100, 70, 100)] == [
-        *answers[1:],
-        answers[1],
-    ]
+    assert [engine.at(each).generate(TEXT, LONG).tokens for each in (70, 100, 70)] == answers
     engine.close()
 
 

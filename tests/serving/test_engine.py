@@ -1,7 +1,7 @@
 """The engine against the plainest possible loop, and what a request may and may not do."""
 
-import concurrent.futures
 import dataclasses
+import itertools
 import threading
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
+from jaxllm import Engine, GenerationConfig, Sampling
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kernels.native import Kernels
 from jaxllm.models.decoder import forward, logits
@@ -18,11 +18,12 @@ from jaxllm.serving.buckets.cache import StartBucket
 from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
 from jaxllm.serving.buckets.prefill import PrefillBucket
 from jaxllm.serving.engine.request import Session
+from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.weights.model_level import ModelLevel
-from tests.tiny import write_tiny_bundle
+from tests.tiny import TINY, write_tiny_bundle
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
 
@@ -58,25 +59,16 @@ def test_greedy_equals_the_plain_loop_for_prompts_around_chunk_and_cache_lengths
     assert engine.generate(prompt, config()).tokens == greedy(prompt, 20)
 
 
-def test_a_sequence_that_outgrows_its_cache_goes_on_unharmed(engine, greedy):
-    generation = engine.generate(PROMPT, config(max_tokens=100))
-    assert generation.tokens == greedy(PROMPT, 100)
-
-
-def test_the_window_ends_an_answer(engine, greedy):
+def test_answers_as_long_as_the_window(engine, greedy):
+    """A sequence that outgrows its cache goes on unharmed, until the window ends it."""
     room = engine.options.context_tokens - len(PROMPT) + 1
-    generation = engine.generate(PROMPT, config(max_tokens=10_000))
-    assert len(generation.tokens) == room
-    assert generation.finish_reason == "length"
-    assert generation.tokens[:-1] == greedy(PROMPT, room - 1)
+    answer = engine.generate(PROMPT, config(max_tokens=10_000))
+    assert (len(answer.tokens), answer.finish_reason) == (room, "length")
+    assert answer.tokens[:-1] == greedy(PROMPT, room - 1)
+    assert len(engine.generate([7] * engine.options.context_tokens, config()).tokens) == 1
 
 
-def test_a_prompt_as_long_as_the_context_gets_one_token(engine):
-    prompt = [7] * engine.options.context_tokens
-    assert len(engine.generate(prompt, config()).tokens) == 1
-
-
-@pytest.mark.parametrize("block", [1, 3, 8])
+@pytest.mark.parametrize("block", [1, 3])
 def test_block_size_changes_no_token(tiny_bundle, engine, block):
     options = dataclasses.replace(engine.options, decode_block=block)
     other = Engine.open(tiny_bundle, options=options, warm_up=False)
@@ -101,42 +93,23 @@ def test_the_first_dispatch_goes_by_what_a_token_should_take(engine, monkeypatch
     assert limits[0] == min(first, engine.options.decode_block)
 
 
-def test_pieces_add_up_to_the_text(engine):
-    generation = engine.stream(PROMPT, config(max_tokens=60))
-    assert "".join(generation) == generation.text == engine.tokenizer.decode(generation.tokens)
-
-
-def test_stop_string_is_never_shown_and_ends_the_answer(engine):
-    whole = engine.generate(PROMPT, config(max_tokens=40)).text
-    assert len(whole) > 12
-    stop = whole[9:12]
-    generation = engine.stream(PROMPT, config(max_tokens=40, stop=(stop,)))
-    pieces = list(generation)
-    assert "".join(pieces) == generation.text == whole[: whole.index(stop)]
-    assert generation.finish_reason == "stop"
-    assert generation.stop_string == stop
-
-
-def test_nothing_behind_a_stop_string_stays_in_the_session(engine):
-    session = Session()
-    whole = engine.generate(PROMPT, config(max_tokens=40)).text
-    generation = engine.stream(PROMPT, config(max_tokens=40, stop=(whole[4:6],)), session=session)
-    generation.result()
-    assert session.tokens == (PROMPT + generation.tokens)[: len(session.tokens)]
-    assert len(session.tokens) >= len(PROMPT) + len(generation.tokens) - 1
-
-
-def test_stop_token_ends_the_answer_and_is_not_text(engine, greedy):
-    expected = greedy(PROMPT, 20)
-    stop = expected[12]
-    generation = engine.generate(PROMPT, config(max_tokens=40, stop_token_ids=(stop,)))
-    end = expected.index(stop)
-    assert generation.tokens == expected[: end + 1]
-    assert generation.finish_reason == "stop"
-    assert generation.text == engine.tokenizer.decode(expected[:end])
-
-
-def test_eos_ends_an_answer_unless_ignored(engine):
+def test_how_answers_end(engine):
+    whole = engine.stream(PROMPT, config(max_tokens=40))
+    assert "".join(whole) == whole.text == engine.tokenizer.decode(whole.tokens)
+    # A stop string is never shown, and nothing behind it stays in the session.
+    session, stop = Session(), whole.text[9:12]
+    stopped = engine.stream(PROMPT, config(max_tokens=40, stop=(stop,)), session=session)
+    assert "".join(stopped) == stopped.text == whole.text[: whole.text.index(stop)]
+    assert (stopped.finish_reason, stopped.stop_string) == ("stop", stop)
+    assert session.tokens == (PROMPT + stopped.tokens)[: len(session.tokens)]
+    assert len(session.tokens) >= len(PROMPT) + len(stopped.tokens) - 1
+    # A stop token is no text.
+    token = whole.tokens[12]
+    end = whole.tokens.index(token)
+    stopped = engine.generate(PROMPT, config(max_tokens=40, stop_token_ids=(token,)))
+    assert (stopped.tokens, stopped.finish_reason) == (whole.tokens[: end + 1], "stop")
+    assert stopped.text == engine.tokenizer.decode(whole.tokens[:end])
+    # Nor is the end token, unless it is ignored.
     eos = engine.tokenizer.eos_ids[0]
     always_eos = Sampling(logit_bias=((eos, 1e6),))
     stopped = engine.generate(PROMPT, GenerationConfig(max_tokens=5, sampling=always_eos))
@@ -156,33 +129,24 @@ def test_same_seed_same_answer_and_the_seed_is_told(engine):
 
 def test_a_session_feeds_only_what_is_new_and_answers_the_same(engine):
     session = Session()
-    first = engine.stream(PROMPT, config(max_tokens=10), session=session).result()
-    turn = [*PROMPT, *first.tokens, 21, 22, 23]
-    second = engine.stream(turn, config(max_tokens=10), session=session).result()
+
+    def turn(tokens):
+        again = engine.stream(tokens, config(max_tokens=10), session=session).result()
+        assert again.tokens == engine.generate(tokens, config(max_tokens=10)).tokens
+        return again
+
+    first = turn(PROMPT)
     # All but the answer's last token, which was never fed, and the new turn.
+    second = turn([*PROMPT, *first.tokens, 21, 22, 23])
     assert second.reused_tokens == len(PROMPT) + len(first.tokens) - 1
-    assert second.tokens == engine.generate(turn, config(max_tokens=10)).tokens
-
-
-def test_a_session_whose_history_was_edited_forgets_the_rest(engine):
-    session = Session()
-    engine.stream(PROMPT, config(max_tokens=10), session=session).result()
-    edited = [*PROMPT[:4], 60, 61, 62]
-    generation = engine.stream(edited, config(max_tokens=10), session=session).result()
-    assert generation.reused_tokens == 4
-    assert generation.tokens == engine.generate(edited, config(max_tokens=10)).tokens
-
-
-def test_an_answer_closed_early_leaves_a_usable_session(engine):
-    session = Session()
-    generation = engine.stream(PROMPT, config(max_tokens=60), session=session)
-    next(generation)
-    generation.close()
-    assert generation.finish_reason is None
-    turn = [*PROMPT, *generation.tokens, 30]
-    again = engine.stream(turn, config(max_tokens=8), session=session).result()
-    assert again.reused_tokens >= len(PROMPT)
-    assert again.tokens == engine.generate(turn, config(max_tokens=8)).tokens
+    # Of an edited history the rest is forgotten.
+    assert turn([*PROMPT[:4], 60, 61, 62]).reused_tokens == 4
+    # An answer that is closed early leaves a usable session.
+    closed = engine.stream(PROMPT, config(max_tokens=60), session=session)
+    next(closed)
+    closed.close()
+    assert closed.finish_reason is None
+    assert turn([*PROMPT, *closed.tokens, 30]).reused_tokens >= len(PROMPT)
 
 
 def test_a_failed_dispatch_empties_the_session(engine, monkeypatch):
@@ -203,29 +167,24 @@ def test_a_failed_dispatch_empties_the_session(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "error", "message"),
+    ("prompt", "options", "error", "message"),
     [
-        ("", ConfigError, "empty"),
-        ([], ConfigError, "empty"),
-        ([1] * 129, ContextOverflow, "129 tokens"),
-        ([-1], ConfigError, "vocabulary"),
-        ([10**6], ConfigError, "vocabulary"),
+        ("", {}, ConfigError, "empty"),
+        ([], {}, ConfigError, "empty"),
+        ([1] * 129, {}, ContextOverflow, "129 tokens"),
+        ([-1], {}, ConfigError, "vocabulary"),
+        ([10**6], {}, ConfigError, "vocabulary"),
+        (PROMPT, {"stop_token_ids": tuple(range(17))}, ConfigError, "stop tokens"),
+        *(
+            (PROMPT, {"stop_token_ids": (each,)}, ConfigError, "stop_token_ids")
+            for each in (-1, 1 << 40, 2.5)
+        ),
+        *((PROMPT, {"max_tokens": each}, ConfigError, "max_tokens") for each in (0, -3, 1.5)),
     ],
 )
-def test_bad_prompts_are_refused_with_a_reason(engine, prompt, error, message):
+def test_bad_requests_are_refused_with_a_reason(engine, prompt, options, error, message):
     with pytest.raises(error, match=message):
-        engine.stream(prompt)
-
-
-def test_too_many_stop_tokens_are_refused(engine):
-    with pytest.raises(ConfigError, match="stop tokens"):
-        engine.stream(PROMPT, config(stop_token_ids=tuple(range(17))))
-
-
-@pytest.mark.parametrize("max_tokens", [0, -3, 1.5])
-def test_max_tokens_must_be_positive(max_tokens):
-    with pytest.raises(ConfigError, match="max_tokens"):
-        GenerationConfig(max_tokens=max_tokens)
+        engine.stream(prompt, config(**options))
 
 
 def test_chat_goes_through_the_template(engine):
@@ -248,7 +207,7 @@ def test_nothing_compiles_after_warm_up(engine, compiles):
     rng = np.random.default_rng(0)
     session = Session()
     with compiles() as count:
-        for _ in range(100):
+        for _ in range(40):
             length = int(rng.integers(1, engine.options.context_tokens))
             prompt = rng.integers(0, engine.cfg.vocab_size, length).tolist()
             sampling = Sampling(temperature=float(rng.integers(2)), top_p=0.9, top_k=5)
@@ -265,17 +224,33 @@ def test_the_compile_counter_counts(compiles):
     assert count() == 1
 
 
-def test_one_request_compiles_only_what_it_needs(tiny_bundle):
-    options = EngineOptions(context_tokens=128, chunk_tokens=(16, 32), cache_tokens=(32, 128))
-    engine = Engine.open(tiny_bundle, options=options, warm_up=False)
-    engine.warm_up(prompt_tokens=8, max_tokens=20)
-    assert len(engine.generate(PROMPT, config(max_tokens=20)).tokens) == 20
-    assert set(engine.runner.buckets.bucket_ms) == {
-        PrefillBucket(tokens=16, cache_tokens=32),
-        DecodeBucket(block_tokens=options.decode_block, cache_tokens=32),
-        SampleBucket(),
-        StartBucket(cache_tokens=32),
-    }
+def test_one_request_compiles_only_what_it_needs(tiny_bundle, engine, monkeypatch):
+    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
+    # One token needs no bucket for others.
+    other.warm_up(prompt_tokens=len(PROMPT), max_tokens=1)
+    assert other.generate(PROMPT, config(1)).tokens == engine.generate(PROMPT, config(1)).tokens
+    needed = {PrefillBucket(tokens=16, cache_tokens=32), SampleBucket(), StartBucket(cache_tokens=32)}
+    buckets = other.runner.buckets
+    assert set(buckets.bucket_ms) == needed
+    other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
+    assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
+    assert set(buckets.bucket_ms) == {*needed, DecodeBucket(block_tokens=8, cache_tokens=32)}
+    # A rehearsal runs every bucket, and leaves no trace.
+    ran = []
+
+    def spied(family, compiled):
+        def run(*args):
+            ran.append(family)
+            return compiled(*args)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for bucket, compiled in list(buckets._compiled.items()):
+            patch.setitem(buckets._compiled, bucket, spied(type(bucket), compiled))
+        other.runner.rehearse()
+    assert set(ran) == {StartBucket, PrefillBucket, SampleBucket, DecodeBucket}
+    assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
 
 
 def test_the_first_token_does_not_wait_for_the_bucket_of_the_others(tiny_bundle, engine, monkeypatch):
@@ -298,30 +273,6 @@ def test_the_first_token_does_not_wait_for_the_bucket_of_the_others(tiny_bundle,
     assert generation.result().tokens == engine.generate(PROMPT, config()).tokens
 
 
-def test_one_token_needs_no_bucket_for_others(tiny_bundle, engine):
-    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
-    other.warm_up(prompt_tokens=len(PROMPT), max_tokens=1)
-    first = other.generate(PROMPT, config(max_tokens=1))
-    assert first.tokens == engine.generate(PROMPT, config(max_tokens=1)).tokens
-    families = {type(bucket) for bucket in other.runner.buckets.bucket_ms}
-    assert families == {PrefillBucket, SampleBucket, StartBucket}
-
-
-def test_a_bucket_that_failed_to_build_may_be_asked_for_again(tiny_bundle, engine, monkeypatch):
-    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
-
-    def broken(*_):
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BucketTable, "_build", broken)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
-        concurrent.futures.wait(other.runner.buckets._pending.values())
-    other.runner.fill(other.runner.request_buckets(len(PROMPT), 20))
-    assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
-
-
 def test_buckets_update_the_cache_in_place(engine):
     cache = engine.runner.start(1)
     cache_bytes = sum(leaf.nbytes for leaf in (*cache.keys, *cache.values))
@@ -332,33 +283,6 @@ def test_buckets_update_the_cache_in_place(engine):
     ):
         memory = engine.runner.buckets.get(bucket).memory_analysis()
         assert memory.alias_size_in_bytes >= cache_bytes, bucket
-
-
-def test_rehearsal_runs_every_bucket_and_leaves_no_trace(tiny_bundle, engine, monkeypatch):
-    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
-    other.runner.fill(other.runner.request_buckets(len(PROMPT), 20))
-    ran = []
-
-    def spied(family, compiled):
-        def run(*args):
-            ran.append(family)
-            return compiled(*args)
-
-        return run
-
-    buckets = other.runner.buckets._compiled
-    with monkeypatch.context() as patch:
-        for bucket, compiled in list(buckets.items()):
-            patch.setitem(buckets, bucket, spied(type(bucket), compiled))
-        other.runner.rehearse()
-    assert set(ran) == {StartBucket, PrefillBucket, SampleBucket, DecodeBucket}
-    assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
-
-
-@pytest.mark.parametrize("token", [-1, 1 << 40, 2.5])
-def test_stop_tokens_must_be_token_ids(token):
-    with pytest.raises(ConfigError, match="stop_token_ids"):
-        config(stop_token_ids=(token,))
 
 
 def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
@@ -384,3 +308,58 @@ def test_an_engine_that_cannot_be_made_ready_is_closed(engine, monkeypatch):
     with pytest.raises(ConfigError, match="no compiler"):
         Engine.open(engine.model.bundle.path, options=dataclasses.replace(engine.options, buckets_bytes=0))
     assert len(closed) == 1
+
+
+# Options of engines.
+
+
+def test_resolve_chooses_for_the_model_and_device():
+    options = EngineOptions().resolve(TINY, backend="cpu")
+    assert options.context_tokens == TINY.window_tokens
+    assert options.cache_tokens[-1] == TINY.window_tokens
+    assert options.activation_dtype == "float32"
+    assert EngineOptions().resolve(TINY, backend="gpu").activation_dtype == "bfloat16"
+    once = EngineOptions(context_tokens=32).resolve(TINY)
+    assert once.resolve(TINY) == once
+    # No chunk is useless.
+    assert EngineOptions(context_tokens=20).resolve(TINY, backend="cpu").chunk_tokens == (16,)
+
+
+def test_cache_lengths_grow_by_four_up_to_the_context():
+    options = EngineOptions(context_tokens=TINY.window_tokens, cache_tokens=())
+    lengths = options.resolve(TINY).cache_tokens
+    assert list(lengths) == sorted(lengths)
+    assert all(b <= 4 * a for a, b in itertools.pairwise(lengths))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(context_tokens=-1), "context_tokens"),
+        (dict(chunk_tokens=(17,)), "among"),
+        (dict(chunk_tokens=(64, 16)), "ascending"),
+        (dict(cache_tokens=(64, 32)), "ascending"),
+        (dict(cache_tokens=(0, 32)), "each of cache_tokens must be a whole number of at least 1"),
+        (dict(decode_block=0), "decode_block"),
+        (dict(decode_block=100000), "decode_block"),
+        (dict(activation_dtype="float64"), "activation_dtype"),
+        (dict(buckets_bytes=-1), "buckets_bytes"),
+        # By themselves they may be, for this model they may not.
+        (dict(context_tokens=TINY.window_tokens + 1), "window"),
+        (dict(context_tokens=64, cache_tokens=(16, 32)), "must equal context_tokens"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(**options).resolve(TINY)
+
+
+def test_how_much_is_kept_is_an_option_before_it_is_an_environment_variable(monkeypatch):
+    monkeypatch.delenv("JAXLLM_BUCKETS_BYTES", raising=False)
+    assert EngineOptions().resolve(TINY).buckets_bytes == 1 << 30
+    monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "123")
+    assert EngineOptions().resolve(TINY).buckets_bytes == 123
+    assert EngineOptions(buckets_bytes=0).resolve(TINY).buckets_bytes == 0
+    monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "1 GiB")
+    with pytest.raises(ConfigError, match="JAXLLM_BUCKETS_BYTES must be a number of bytes"):
+        EngineOptions().resolve(TINY)

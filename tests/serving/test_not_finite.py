@@ -1,35 +1,25 @@
 """Weights that overflow: every way to answer says so, and none says token 0 or nothing."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import Engine
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.export.programs.runner import _most_likely
 from jaxllm.sampling import NO_TOKEN, Sampling, sample, sampler_state
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.decoding import Decoding
 from jaxllm.serving.engine.request import GenerationConfig, Session
-from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
 from jaxllm.speculation.tree import choices, new_tree
-from tests.serving.experts.conftest import CFG as MIXTURE
-from tests.serving.experts.conftest import OPTIONS, SPARSE, E, drawn_params
-from tests.serving.experts.conftest import budget as expert_budget
-from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.serving.experts.conftest import OPTIONS
+from tests.serving.ways import opened
 
 SAMPLINGS = {
     "greedy": Sampling(),
     "drawn": Sampling(temperature=1.0, top_p=0.9, top_k=5, seed=1),
     "penalized": Sampling(repetition_penalty=1.3, logit_bias=((5, -np.inf),)),
 }
-WAYS = ("resident", "streamed", "drafted", "experts")
 
 
 def overflowing(params):
@@ -37,38 +27,16 @@ def overflowing(params):
     return {**params, "final_norm.scale": np.full_like(params["final_norm.scale"], 3e38)}
 
 
-def opened(way, path) -> Engine:
-    if way == "experts":
-        path = write_tiny_bundle(
-            path, cfg=MIXTURE, params=overflowing(drawn_params()), expert_bits=np.full((SPARSE, E), 8)
-        )
-        options = dataclasses.replace(
-            OPTIONS, memory_bytes=expert_budget(Engine.open(path, options=OPTIONS, warm_up=False), 4)
-        )
-        return Engine.open(path, options=options, warm_up=False)
-    path = write_tiny_bundle(path, params=overflowing(tiny_params(TINY)))
-    options = EngineOptions(
-        context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
-    )
-    if way == "streamed":
-        resident = Engine.open(path, options=options, warm_up=False)
-        size = fixed_bytes(resident.cfg, resident.options) + int(0.7 * resident.model.bundle.weight_bytes)
-        options = dataclasses.replace(options, memory_bytes=whole_budget(size))
-    speculation = SpeculationOptions(drafter="ngram", pausing=False) if way == "drafted" else None
-    return Engine.open(path, options=options, speculation=speculation, warm_up=False)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["resident", "streamed", "drafted", "experts"])
 def test_an_answer_of_no_numbers_is_an_error(way, tmp_path):
-    engine = opened(way, tmp_path / "overflowing.jaxllm")
+    path = tmp_path / "overflowing.jaxllm"
+    engine = opened(way, path, OPTIONS, change=overflowing, warm_up=False)
     engine.warm_up(prompt_tokens=20, max_tokens=4)
     for sampling in SAMPLINGS.values():
-        session = Session()
+        session, config = Session(), GenerationConfig(max_tokens=4, sampling=sampling)
         with pytest.raises(NotFinite, match="logits are not finite numbers"):
-            engine.stream(
-                "Once upon a time", GenerationConfig(max_tokens=4, sampling=sampling), session=session
-            ).result()
+            engine.stream("Once upon a time", config, session=session).result()
         assert session.tokens == []
     engine.close()
 
@@ -113,14 +81,11 @@ def test_one_logit_that_is_no_number_gives_no_token(bad, sampling):
     assert sampled(jnp.asarray(forbidden), state)[0][0] == 7
 
 
-def test_a_bias_that_forbids_everything_is_refused():
+def test_samplings_that_give_no_token_are_refused():
     bias = tuple((token, -np.inf) for token in range(20))
     with pytest.raises(ConfigError, match="forbids every token"):
         sampler_state(Sampling(logit_bias=bias), [1], 20, 0)
     sampler_state(Sampling(logit_bias=bias[1:]), [1], 20, 0)
-
-
-@pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-40, 1.1e-38])
-def test_a_share_that_no_processor_can_hold_is_refused(top_p):
-    with pytest.raises(ConfigError, match=r"top_p must be above 0, at least 1.2e-38"):
-        Sampling(temperature=1.0, top_p=top_p)
+    for top_p in (0.0, 1e-46, 1e-40, 1.1e-38):
+        with pytest.raises(ConfigError, match=r"top_p must be above 0, at least 1.2e-38"):
+            Sampling(temperature=1.0, top_p=top_p)

@@ -48,15 +48,10 @@ def test_rows_of_tokens_are_those_tokens(engine):
 def test_a_session_knows_rows_by_their_content(engine):
     session = Session()
     first = answer(engine, own_rows(), session)
-    longer = [*first.request.prompt, *first.tokens, 7, 8]
-    again = engine.stream(
-        [1 if at in AT else each for at, each in enumerate(longer)], CONFIG, rows=own_rows(), session=session
-    ).result()
+    longer = [1 if at in AT else each for at, each in enumerate([*PROMPT, *first.tokens, 7, 8])]
+    again = answer(engine, own_rows(), session, longer)
     assert again.reused_tokens == len(PROMPT) + len(first.tokens) - 1
-    fresh = engine.stream(
-        [1 if at in AT else each for at, each in enumerate(longer)], CONFIG, rows=own_rows()
-    )
-    assert again.tokens == fresh.result().tokens
+    assert again.tokens == answer(engine, own_rows(), prompt=longer).tokens
     # Another row at the fourth place: three tokens are the same.
     other = own_rows()
     other.rows[1] *= 2
@@ -92,4 +87,3 @@ def test_requests_that_do_not_take_rows(engine, tiny_bundle):
     plain = Engine.open(tiny_bundle, options=OPTIONS, warm_up=False)
     with pytest.raises(ConfigError, match=r"EngineOptions\(prompt_rows=True\)"):
         answer(plain, own_rows())
-    plain.close()

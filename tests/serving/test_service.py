@@ -45,21 +45,16 @@ def path(tmp_path_factory):
     )
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(cache, monkeypatch):
-    monkeypatch.setenv("JAXLLM_CACHE", str(cache))
-
-
-@pytest.fixture(scope="module")
-def service(path, cache):
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXLLM_CACHE", str(cache))
-        return LLMService.open(path, options=OPTIONS, proposer=FirstWords())
+        patch.setenv("JAXLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def service(path):
+    return LLMService.open(path, options=OPTIONS, proposer=FirstWords())
 
 
 def with_times(service, scale=1.0):
@@ -74,12 +69,16 @@ def with_times(service, scale=1.0):
     return LLMService(service.engine, profile, planner)
 
 
-def test_the_profile_is_measured_once(service, path, monkeypatch):
+def test_the_profile_is_measured_once_and_what_cannot_be_met_is_logged(service, path, caplog, monkeypatch):
     assert service.profile.levels == (50, 70, 100)
+    told = {SLOS[4]: service.profile.tokens}
     monkeypatch.setattr("jaxllm.serving.elastic.known_profile.measure", None)
-    again = LLMService.open(path, options=OPTIONS)
+    monkeypatch.setattr("jaxllm.serving.elastic.planned_service.unmet", lambda planner, objectives: told)
+    with caplog.at_level("INFO", logger="jaxllm.serving.server.service"):
+        again = LLMService.open(path, options=OPTIONS)
     assert again.profile == service.profile
     assert profiles.profile_path(again.engine.model.bundle, again.engine.options).exists()
+    assert "no choice meets on this device: <20,60> for prompts of any length" in caplog.text
 
 
 def test_a_call_is_answered_by_the_plan(service):
@@ -90,28 +89,46 @@ def test_a_call_is_answered_by_the_plan(service):
     kept = tokens.ids[answer.plan.kept].tolist()
     assert len(kept) < len(tokens.ids)
     told = mine.engine.tokenizer.decode(kept)
-    assert "say it again" in told
-    assert "the quick" in told
-    assert "oak tree" not in told
+    assert [part in told for part in ("say it again", "the quick", "oak tree")] == [True, True, False]
     direct = mine.engine.stream(kept, answer.request.config, level=50).result()
-    assert answer.tokens == direct.tokens
-    assert answer.text == direct.text
-    assert answer.cost.tokens == len(direct.tokens)
+    assert (answer.tokens, answer.text, answer.cost.tokens) == (
+        direct.tokens,
+        direct.text,
+        len(direct.tokens),
+    )
     assert answer.cost.ttft_ms > answer.timings.ttft_ms
     assert answer.met
+    # By the profile of a much faster device it took too long. Ratios may be text.
+    late = with_times(service, scale=1e-6).call(TEXT, slo="<50,60>", max_tokens=6).result()
+    assert (late.objective, late.met) == (Slo(ttft=0.5, tpot=0.6), False)
+    # Pieces add up, and an answer can be stopped.
+    answer, stopped = (service.call(TEXT, max_tokens=12) for _ in range(2))
+    assert "".join(answer) == answer.text
+    assert answer.plan.source == "whole"
+    next(stopped)
+    stopped.close()
+    assert list(stopped) == []
 
 
-def test_an_answer_that_took_too_long_says_so(service):
-    # A profile of a much faster device.
-    mine = with_times(service, scale=1e-6)
-    answer = mine.call(TEXT, slo=Slo(ttft=0.5, tpot=0.6), max_tokens=6).result()
-    assert not answer.met
+def test_answers_teach_how_late_they_come(service, monkeypatch):
+    """By a clock that the model alone moves, and who reads its answer."""
+    now_s, runner = [0.0], service.engine.runner
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
 
+    def timed(run, took_s):
+        def running(*asked):
+            now_s[0] += took_s
+            return run(*asked)
 
-def test_answers_teach_how_late_they_come(service):
+        return running
+
+    monkeypatch.setattr(runner, "prefill", timed(runner.prefill, 0.02))
+    monkeypatch.setattr(runner, "decode", timed(runner.decode, 0.03))
+
     def late(ratio):
         return min(MOST, max(1.0, ratio))
 
+    found = []
     for scale in (1e-3, 1.0, 1e3):
         mine, margin = with_times(service, scale), SafetyMargin(0.5, window=1)
         mine.planner.safety_margin = margin
@@ -119,21 +136,14 @@ def test_answers_teach_how_late_they_come(service):
         expected = answer.plan.expected
         assert margin.ttft == pytest.approx(late(answer.cost.ttft_ms / expected.ttft_ms))
         assert margin.tpot == pytest.approx(late(answer.cost.tpot_ms / expected.tpot_ms))
+        found.append((margin.ttft, margin.tpot))
+    assert found[0] == (MOST, MOST) > found[1] > found[2] == (1.0, 1.0)
     # Who takes pieces one by one may take his time: that is no lateness of further tokens.
     mine, margin = with_times(service, 1e-3), SafetyMargin(0.5, window=1)
     mine.planner.safety_margin = margin
-    assert list(mine.call(TEXT, max_tokens=6))
+    for _ in mine.call(TEXT, max_tokens=6):
+        now_s[0] += 60
     assert (margin.ttft, margin.tpot) == (MOST, START)
-
-
-def test_pieces_add_up_and_an_answer_can_be_stopped(service):
-    answer = service.call(TEXT, max_tokens=12)
-    assert "".join(answer) == answer.text
-    assert answer.plan.source == "whole"
-    stopped = service.call(TEXT, max_tokens=12)
-    next(stopped)
-    stopped.close()
-    assert list(stopped) == []
 
 
 def test_apps_have_their_own_objectives(service):
@@ -151,30 +161,22 @@ def test_apps_have_their_own_objectives(service):
         mine.bind("", Slo(ttft=1.0, tpot=1.0))
 
 
-def test_a_question_brings_its_instruction(service):
+def test_prompts_and_their_instructions(service, tmp_path):
     question = TaskExample(user=TEXT, answer="yes", system="is it true?", options=("yes", "no"))
     np.testing.assert_array_equal(service.tokenize(question).ids, service.tokenize(TEXT, "is it true?").ids)
-
-
-def test_ratios_may_be_text(service):
-    mine = with_times(service)
-    assert mine.call(TEXT, slo="<50,60>").objective == Slo(ttft=0.5, tpot=0.6)
-
-
-def test_an_instruction_is_read_without_a_template(tmp_path):
-    path = write_tiny_bundle(tmp_path / "plain.jaxllm", tokenizer=tiny_tokenizer(chat=False))
-    service = LLMService.open(path, options=OPTIONS)
-    tokens = service.tokenize(TEXT, "is it true?")
-    assert "is it true?" in tokens.text
-    assert tokens.forced[: len("is it")].any()
-    assert service.tokenize(TEXT).text == TEXT
-
-
-def test_bad_prompts(service):
     with pytest.raises(ConfigError, match="the prompt is empty"):
         service.call("  \n")
     with pytest.raises(ContextOverflow):
         service.call(TEXT * 10)
+    # Without a template an instruction is read, too; a plain bundle is served whole.
+    path = write_tiny_bundle(tmp_path / "plain.jaxllm", tokenizer=tiny_tokenizer(chat=False))
+    plain = LLMService.open(path, options=OPTIONS)
+    tokens = plain.tokenize(TEXT, "is it true?")
+    assert "is it true?" in tokens.text
+    assert tokens.forced[: len("is it")].any()
+    assert plain.tokenize(TEXT).text == TEXT
+    answer = plain.call(TEXT, slo=Slo(ttft=0.2, tpot=0.2), max_tokens=3).result()
+    assert (answer.plan.level, answer.plan.source) == (100, "nearest")
 
 
 def test_levels_can_be_chosen(path):
@@ -182,13 +184,6 @@ def test_levels_can_be_chosen(path):
     assert some.engine.levels == (70, 100)
     with pytest.raises(ConfigError, match="there is no level 60"):
         LLMService.open(path, levels=(60,), options=OPTIONS)
-
-
-def test_a_plain_bundle_is_served_whole(tmp_path):
-    plain = write_tiny_bundle(tmp_path / "plain.jaxllm")
-    service = LLMService.open(plain, options=OPTIONS)
-    answer = service.call(TEXT, slo=Slo(ttft=0.2, tpot=0.2), max_tokens=3).result()
-    assert (answer.plan.level, answer.plan.source) == (100, "nearest")
 
 
 @pytest.mark.slow
@@ -243,11 +238,3 @@ def test_a_service_says_which_objectives_its_device_cannot_meet(service, caplog)
     own = Slo(ttft=0.01, tpot=0.9)
     mine.bind("shell", own)
     assert own in mine.unmet()
-
-
-def test_opening_logs_what_cannot_be_met(service, path, caplog, monkeypatch):
-    told = {SLOS[4]: service.profile.tokens}
-    monkeypatch.setattr("jaxllm.serving.elastic.planned_service.unmet", lambda planner, objectives: told)
-    with caplog.at_level("INFO", logger="jaxllm.serving.server.service"):
-        LLMService.open(path, options=OPTIONS)
-    assert "no choice meets on this device: <20,60> for prompts of any length" in caplog.text

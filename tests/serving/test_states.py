@@ -1,4 +1,5 @@
-"""Engines of models with state layers: states follow the conversation, however it is fed, stopped or cut."""
+"""Engines of models with state layers, which follow the conversation, however it is fed, stopped or cut;
+and of models with layers of two sizes."""
 
 import contextlib
 import dataclasses
@@ -10,10 +11,12 @@ import pytest
 
 from jaxllm import Engine
 from jaxllm.bundle import Bundle
+from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import new_cache, stack_places
 from jaxllm.kv.states import states_bytes
+from jaxllm.layer_configs import MixedLayers
 from jaxllm.models import decoder
-from jaxllm.models.features import ROOMS, room_refusal
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
 from jaxllm.serving.elastic.coarse_profile import measure_coarsely
@@ -23,15 +26,23 @@ from jaxllm.serving.ground.sliding import Sliding
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.service import LLMService, planner_of
+from jaxllm.serving.weights.footprint import cache_bytes
 from tests import tiny, tiny_states
 from tests.serving.follows import follows_forward_passes
+from tests.serving.memory import budget
 
 SMALL = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(32, 64), decode_block=4)
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8, 61, 20, 7]
 
 
+# Kinds of states and widths of weights have nothing to do with each other.
 @pytest.fixture(
-    scope="module", params=[("short_conv", "int8"), ("delta_rule", "f32"), ("delta_rule", "int8")]
+    scope="module",
+    params=[
+        ("short_conv", "int8"),
+        ("delta_rule", "f32"),
+        pytest.param(("delta_rule", "int8"), marks=pytest.mark.campaign),
+    ],
 )
 def path(request, tmp_path_factory):
     return tiny_states.write_bundle(tmp_path_factory.mktemp("model") / "tiny.jaxllm", *request.param)
@@ -54,16 +65,15 @@ def follows(engine):
     return follows_forward_passes(engine)
 
 
-@pytest.mark.parametrize("count", [1, 3, 15, 16, 17, 33, 40])
-def test_prompts_around_chunk_and_cache_lengths(engine, follows, count):
-    prompt = np.random.default_rng(count).integers(0, tiny.VOCAB_SIZE, count).tolist()
-    answer = engine.generate(prompt, asked())
-    follows([*prompt, *answer.tokens], count)
-
-
-def test_sampled_answers_repeat_by_their_seed(engine):
-    config = asked(sampling=Sampling(temperature=0.8, seed=3))
-    assert engine.generate(PROMPT, config).tokens == engine.generate(PROMPT, config).tokens
+def test_prompts_around_chunk_and_cache_lengths(engine, follows):
+    built = dict(engine.model.runners.buckets.bucket_ms)
+    for count in (1, 3, 15, 16, 17, 33, 40):
+        prompt = np.random.default_rng(count).integers(0, tiny.VOCAB_SIZE, count).tolist()
+        follows([*prompt, *engine.generate(prompt, asked()).tokens], count)
+    drawn = asked(40, sampling=Sampling(temperature=0.8, seed=3))
+    assert engine.generate(PROMPT, drawn).tokens == engine.generate(PROMPT, drawn).tokens
+    assert engine.model.runners.buckets.bucket_ms == built
+    assert engine.runner.batch is None
 
 
 def test_a_conversation_goes_on_from_its_state(engine, follows):
@@ -74,21 +84,16 @@ def test_a_conversation_goes_on_from_its_state(engine, follows):
     # All but the answer's last token, which was never fed.
     assert second.reused_tokens == len(PROMPT) + 6
     follows([*prompt, *second.tokens], len(prompt))
-
-
-@pytest.mark.parametrize("prompt", [PROMPT[:5], PROMPT, [*PROMPT[:7], 1, 1, 1], [9]])
-def test_what_states_have_gone_beyond_is_computed_again(engine, follows, prompt):
-    session = Session()
-    engine.stream(PROMPT, asked(), session=session).result()
-    again = engine.stream(prompt, asked(), session=session).result()
-    assert again.reused_tokens == 0
-    follows([*prompt, *again.tokens], len(prompt))
-
-
-def test_tokens_after_a_stop_string_are_no_part_of_a_conversation(engine, follows):
-    whole = engine.generate(PROMPT, asked())
+    # What states have gone beyond is computed again.
+    for prompt in (PROMPT[:5], PROMPT, [*PROMPT[:7], 1, 1, 1], [9]):
+        session = Session()
+        engine.stream(PROMPT, asked(), session=session).result()
+        again = engine.stream(prompt, asked(), session=session).result()
+        assert again.reused_tokens == 0
+        follows([*prompt, *again.tokens], len(prompt))
+    # Tokens after a stop string are no part of a conversation.
+    whole, session = engine.generate(PROMPT, asked()), Session()
     text = engine.tokenizer.decode(whole.tokens[:2])
-    session = Session()
     stopped = engine.stream(PROMPT, asked(stop=(text[-1:],)), session=session).result()
     assert len(stopped.tokens) < len(whole.tokens)
     prompt = [*PROMPT, *stopped.tokens, 7]
@@ -107,14 +112,6 @@ def test_a_sequence_that_slides_begins_its_states_anew(engine, follows):
     assert fresh.tokens == kept[-4:]
 
 
-def test_nothing_compiles_after_warm_up(engine):
-    count = len(engine.model.runners.buckets.bucket_ms)
-    engine.generate(PROMPT, asked(40))
-    engine.stream(PROMPT, asked(40), session=Session()).result()
-    assert len(engine.model.runners.buckets.bucket_ms) == count
-    assert engine.runner.batch is None
-
-
 def test_text_is_scored_in_windows(engine):
     scorer = Scorer(engine.runner)
     scorer.prepare(32)
@@ -131,14 +128,7 @@ def test_text_is_scored_in_windows(engine):
     assert np.abs(scorer.score(tokens[:-1], tokens[1:]) - expected).max() < 0.05
 
 
-def test_a_service_without_contexts(engine):
-    profile = measure_coarsely(engine)
-    service = LLMService.of_engine(engine, planner_of(engine, profile), profile)
-    answer = service.call("the", instruction="hello", max_tokens=1, sampling=Sampling(temperature=0))
-    assert answer.result().tokens
-
-
-def test_what_models_with_states_are_refused(path, engine):
+def test_what_models_with_states_are_refused(path, engine, tmp_path):
     with pytest.raises(ConfigError, match="drafter: not for models with state layers"):
         Engine.open(path, options=SMALL, speculation=SpeculationOptions(model=path))
     with pytest.raises(ConfigError, match="kept as they are"):
@@ -147,8 +137,20 @@ def test_what_models_with_states_are_refused(path, engine):
         Engine.open(path, options=dataclasses.replace(SMALL, adapter_rank=4))
     with pytest.raises(ConfigError, match="tasks: not for models with state layers"):
         Scorer(engine.runner).score_end([1], [2], engine.runner.empty_cache(32))
-    refused = {room for room in ROOMS if room_refusal(engine.cfg, room)}
-    assert refused == set(ROOMS) - {"contexts"}
+    # A service without contexts answers, and folders are prepared.
+    profile = measure_coarsely(engine)
+    service = LLMService.of_engine(engine, planner_of(engine, profile), profile)
+    answer = service.call("the", instruction="hello", max_tokens=1, sampling=Sampling(temperature=0))
+    assert answer.result().tokens
+    folder = tiny.write_tiny_folder(tmp_path / "folder", cfg=engine.cfg)
+    prepare(folder, tmp_path / "out.jaxllm", weights="int8")
+    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+        assert bundle.cfg == engine.cfg
+
+
+def test_the_memory_of_states():
+    # Two states, of 3 inputs of 2·2·16 + 4·16 channels and of 4 matrices.
+    assert states_bytes(tiny_states.DELTA_RULE) == 3 * 4 * (3 * 128 + 4 * 16 * 16)
 
 
 @pytest.mark.parametrize("kind", tiny_states.CONFIGS)
@@ -172,12 +174,100 @@ def test_drafted_answers(kind, tmp_path):
         assert second.tokens == plain.generate(longer, asked(8)).tokens
 
 
-def test_folders_are_prepared(tmp_path):
-    cfg = tiny_states.DELTA_RULE
-    folder = tiny.write_tiny_folder(tmp_path / "folder", cfg=cfg)
-    out = tmp_path / "out.jaxllm"
-    prepare(folder, out, weights="int8")
-    with Bundle.open(out) as bundle:
-        assert bundle.cfg == cfg
-    # Two states, of 3 inputs of 2·2·16 + 4·16 channels and of 4 matrices.
-    assert states_bytes(cfg) == 3 * 4 * (3 * 128 + 4 * 16 * 16)
+# Layers that have heads of two sizes, share keys and values, and read the tokens (Gemma 4).
+
+
+CFG = dataclasses.replace(
+    tiny.TINY, model_type="gemma4_text", layers=6, qk_norm=True, post_norms=True, attention_scale=1.0,
+    activation="gelu_tanh", tied_head=True, attention_windows=(5, 0) * 3, embed_scale=8.0,
+    rope=RopeConfig(dim=32, kind="proportional", rotated_dim=8), local_rope=RopeConfig(dim=16),
+    mixed=MixedLayers(
+        full_head_dim=32, full_kv_heads=1, shared_kv_layers=2, shared_ffn_size=96, layer_input_size=32
+    ),
+)  # fmt: skip
+# Scores are not scaled, so that they are large: halves in the cache would move answers.
+MIXED_OPTIONS = EngineOptions(
+    context_tokens=64, chunk_tokens=(16,), cache_tokens=(32, 64), decode_block=4, cache_dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def mixed_path(tmp_path_factory):
+    return tiny.write_tiny_bundle(tmp_path_factory.mktemp("model") / "tiny.jaxllm", "int8", cfg=CFG)
+
+
+@pytest.fixture(scope="module")
+def mixed_engine(mixed_path):
+    mixed_engine = Engine.open(mixed_path, options=MIXED_OPTIONS)
+    yield mixed_engine
+    mixed_engine.close()
+
+
+@pytest.fixture(scope="module")
+def mixed_follows(mixed_engine):
+    return follows_forward_passes(mixed_engine)
+
+
+def test_layers_that_share_have_no_cache_of_their_own():
+    assert stack_places(CFG) == ((0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1))
+    cache = new_cache(CFG, batch=1, tokens=8, dtype=jnp.float32, stacked=False)
+    assert [rows.shape for rows in cache.keys] == [(2, 1, 2, 8, 16), (2, 1, 1, 8, 32)]
+    # Two layers with 2 heads of 16, and two with one of 32: keys and values in four bytes.
+    assert cache_bytes(CFG, MIXED_OPTIONS) == 2 * 4 * 32 * 4 * (32 + 64)
+
+
+def test_a_mixed_conversation_goes_on(mixed_engine, mixed_follows):
+    session = Session()
+    first = mixed_engine.stream(PROMPT, asked(7), session=session).result()
+    mixed_follows([*PROMPT, *first.tokens], len(PROMPT))
+    prompt = [*PROMPT, *first.tokens, 4, 4, 9] * 2
+    second = mixed_engine.stream(prompt, asked(), session=session).result()
+    assert second.reused_tokens == len(PROMPT) + 6
+    mixed_follows([*prompt, *second.tokens], len(prompt))
+    # Keys and values of another end are dropped.
+    again = mixed_engine.stream(PROMPT[:6], asked(), session=session).result()
+    assert again.reused_tokens == 5
+    mixed_follows([*PROMPT[:6], *again.tokens], 6)
+    # A sequence may outgrow the context.
+    assert len(mixed_engine.stream(PROMPT, asked(80), sliding=Sliding(sink_tokens=3)).result().tokens) == 80
+    assert mixed_engine.runner.batch is None
+
+
+def test_drafted_answers_are_those_without(mixed_path):
+    """The model drafts for itself: both read trees."""
+    trees = TreeShape(nodes=(8,), room=8, trimmed=False)
+    options = SpeculationOptions(model=mixed_path, trees=trees, fallback="fixed", alpha=1e-6, pausing=False)
+    short = dataclasses.replace(MIXED_OPTIONS, context_tokens=32, cache_tokens=(32,))
+    with contextlib.closing(Engine.open(mixed_path, options=short, speculation=options)) as drafting:
+        answer = drafting.generate(PROMPT, asked())
+        assert answer.tokens == drafting.at(100).generate(PROMPT, asked()).tokens
+        counts = drafting.speculation.counts
+        assert counts.accepted > counts.verifications > 0
+
+
+def test_rooms_that_refuse(mixed_path, mixed_engine):
+    with pytest.raises(ConfigError, match="contexts: not for models with layers of two sizes"):
+        Engine.open(mixed_path, options=dataclasses.replace(MIXED_OPTIONS, kv_codec="channel"))
+    with pytest.raises(ConfigError, match="adapters: not for models with layers of two sizes"):
+        Engine.open(mixed_path, options=dataclasses.replace(MIXED_OPTIONS, adapter_rank=4))
+    with pytest.raises(ConfigError, match="tasks: not for models with layers of two sizes"):
+        Scorer(mixed_engine.runner).score_end([1], [2], mixed_engine.runner.empty_cache(32))
+    with pytest.raises(ConfigError, match="streamed weights: not for models with layers of two sizes"):
+        Engine.open(
+            mixed_path, options=dataclasses.replace(MIXED_OPTIONS, memory_bytes=budget(mixed_engine, 0.5))
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"shared_kv_layers": 5}, "no layer before them of their kind"),
+        ({"full_kv_heads": 3}, "multiple of full_kv_heads"),
+        ({"shared_ffn_size": 0}, "shared_ffn_size"),
+    ],
+)
+def test_configs_that_cannot_be(change, match):
+    with pytest.raises(ConfigError, match=match):
+        dataclasses.replace(CFG, mixed=dataclasses.replace(CFG.mixed, **change))
+    assert type(CFG).from_json(CFG.to_json()) == CFG
+    assert "rotated_dim" not in tiny.TINY.to_json()["rope"]

@@ -14,10 +14,9 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.host import direct_io
 from jaxllm.serving.weights import pieces
-from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import fall_back
+from tests.serving.memory import budget
 from tests.serving.speculation.test_speculative import sharp
 
 OPTIONS = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=48)
@@ -50,14 +49,6 @@ def written(folder, weights, cfg):
     files = tiny_encdec.tokenizer()
     path = folder / f"{weights}.jaxllm"
     return tiny.write_tiny_bundle(path, weights, cfg=cfg, params=params, tokenizer=files)
-
-
-def budget(engine, share, speculation=None):
-    """Memory for a share of an engine's weights, and all else, a drafter among it."""
-    trees = None if speculation is None else speculation.trees
-    fixed = fixed_bytes(engine.cfg, dataclasses.replace(engine.options, trees=trees))
-    fixed += 0 if speculation is None else drafter_bytes(speculation, OPTIONS.context_tokens, engine.cfg)
-    return whole_budget(fixed + int(share * engine.model.bundle.weight_bytes))
 
 
 def source(place):
@@ -108,7 +99,15 @@ def test_two_hundred_sources_are_answered_as_in_memory(t5, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cfg", "weights"), [(T5, "f32"), (T5, "int4"), (BART, "int8"), (BART, "bf16"), (MARIAN, "int8")]
+    ("cfg", "weights"),
+    [
+        (T5, "f32"),
+        (BART, "int8"),
+        *(
+            pytest.param(*each, marks=pytest.mark.campaign)
+            for each in ((MARIAN, "int8"), (T5, "int4"), (BART, "bf16"))
+        ),
+    ],
 )
 def test_every_family_streams(tmp_path, cfg, weights):
     path = written(tmp_path, weights, cfg)
@@ -166,7 +165,13 @@ def test_the_encoder_is_read_once_per_source(t5, whole, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["ngram", "model", pytest.param("nested", marks=needs_native)])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        *(pytest.param(each, marks=pytest.mark.campaign) for each in ("ngram", "model")),
+        pytest.param("nested", marks=needs_native),
+    ],
+)
 def test_drafts_change_no_answer(t5, whole, tmp_path, drafter):
     small = dataclasses.replace(tiny_encdec.ENCODER, layers=1, attention_windows=(0,))
     draft = dataclasses.replace(small, encoder=small, window_tokens=64)
@@ -211,8 +216,5 @@ def test_a_source_whose_reading_fails_leaves_nothing_behind(t5, whole, monkeypat
         streamed.generate(source(1), config(1))
     assert streamed.generate(source(1), config(1)).tokens == expected
     streamed.close()
-
-
-def test_a_budget_that_is_too_small_says_what_would_do(t5, whole):
     with pytest.raises(BudgetExceeded, match="this model needs at least"):
         opened(t5, whole, 0.05)

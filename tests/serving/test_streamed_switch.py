@@ -30,7 +30,7 @@ _SIDE = dataclasses.replace(tiny_encdec.ENCODER, **_SPARSE)
 SWITCH = dataclasses.replace(_SIDE, encoder=_SIDE, window_tokens=64)
 
 
-@pytest.fixture(scope="module", params=["int8", "f32"])
+@pytest.fixture(scope="module", params=["int8", pytest.param("f32", marks=pytest.mark.campaign)])
 def together(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("switch") / "together.jaxllm"
     files = tiny_encdec.tokenizer()
@@ -82,6 +82,13 @@ def test_experts_on_storage_change_no_answer_and_are_loaded_once(apart, whole):
     # The decoder's experts stay for the next token, those of the encoder for nobody.
     assert min(facts["layer_hit_rates"]) > max(facts["encoder_layer_hit_rates"])
     streamed.close()
+    # Without a budget all of them are in memory.
+    engine = Engine.open(apart, options=OPTIONS)
+    assert engine.model.streamed is None
+    for place in range(4):
+        expected = whole.generate(source(place), config(place)).tokens
+        assert engine.generate(source(place), config(place)).tokens == expected
+    engine.close()
 
 
 def test_an_encoders_experts_leave_first(apart):
@@ -94,17 +101,6 @@ def test_an_encoders_experts_leave_first(apart):
     streamed.runner.read_source(streamed.runner.start(8), source(0))
     assert kept <= cache._slots.keys() or len(kept) > 12 - 8
     streamed.close()
-
-
-@pytest.mark.slow
-def test_all_experts_in_memory_without_a_budget(apart, whole):
-    engine = Engine.open(apart, options=OPTIONS)
-    assert engine.model.streamed is None
-    for place in range(4):
-        assert engine.generate(source(place), config(place)).tokens == (
-            whole.generate(source(place), config(place)).tokens
-        )
-    engine.close()
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
 """Laws of streamed text, over tokenizers of every family that checkpoints use."""
 
-import os
+import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -10,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxllm.serving.ground.text_stream import Detokenizer, TextStream
+from jaxllm.errors import ConfigError
+from jaxllm.serving.ground.text_stream import Detokenizer, StopMatcher, TextStream
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
-
-DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
 
 TRAINING_TEXT = [
     "The quick brown fox  jumps over the lazy dog.\n",
@@ -148,33 +146,31 @@ def test_random_ids_never_stall(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes", "byte-fallback", "byte-fallback-strip"])
-@pytest.mark.parametrize("run", [b"\x80", b"\xc3", b"\xf0\x9f\x98", b"\xe4\xb8"])
-def test_a_run_of_invalid_bytes_flows(name: str, run: bytes) -> None:
-    """At most three tokens wait, and the next answer is not disturbed."""
+def test_runs_of_invalid_bytes_flow_and_genuine_replacement_characters_stay(name: str) -> None:
     tokenizer = TOKENIZERS[name]
-    ids = byte_ids(tokenizer, name, run * 60)
-    detokenizer = Detokenizer(tokenizer)
-    waited = 0
-    for token in ids:
-        waited = 0 if detokenizer.push([token]) else waited + 1
-        assert waited <= 3
-    detokenizer.flush()
-    assert detokenizer.push(byte_ids(tokenizer, name, b"x")) == "x"
+    for run in (b"\x80", b"\xc3", b"\xf0\x9f\x98", b"\xe4\xb8"):
+        detokenizer, waited = Detokenizer(tokenizer), 0
+        # At most three tokens wait, and the next answer is not disturbed.
+        for token in byte_ids(tokenizer, name, run * 60):
+            waited = 0 if detokenizer.push([token]) else waited + 1
+            assert waited <= 3
+        detokenizer.flush()
+        assert detokenizer.push(byte_ids(tokenizer, name, b"x")) == "x"
+    for count in range(1, 12):
+        # The text's own U+FFFD, spelled in bytes, is not taken for broken ones.
+        text = "é" + "\ufffd" * count + "é"
+        ids = byte_ids(tokenizer, name, text.encode())
+        assert "".join(stream(tokenizer, ids, [1])) == tokenizer.decode(ids) == text
 
 
 def byte_ids(tokenizer: Tokenizer, name: str, data: bytes) -> list[int]:
     """The ids of single-byte tokens."""
-    if name == "bytes":
-        raw = tokenizers.Tokenizer.from_str(tokenizer.files.tokenizer_json)
-        # The byte-level alphabet maps a byte to a printable character.
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        by_byte = {}
-        for letter in letters:
-            token = raw.token_to_id(letter)
-            assert token is not None
-            by_byte[gpt2_byte(letter)] = token
-        return [by_byte[byte] for byte in data]
-    return [3 + byte for byte in data]
+    if name != "bytes":
+        return [3 + byte for byte in data]
+    raw = tokenizers.Tokenizer.from_str(tokenizer.files.tokenizer_json)
+    # The byte-level alphabet maps a byte to a printable character.
+    by_byte = {gpt2_byte(letter): raw.token_to_id(letter) for letter in pre_tokenizers.ByteLevel.alphabet()}
+    return [by_byte[byte] for byte in data]
 
 
 def gpt2_byte(letter: str) -> int:
@@ -193,30 +189,13 @@ def test_text_after_invalid_bytes_is_shown_again() -> None:
     assert "世" not in tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("name", ["bytes", "byte-fallback", "byte-fallback-strip"])
-@pytest.mark.parametrize("count", range(1, 12))
-def test_genuine_replacement_characters(name: str, count: int) -> None:
-    """The text's own U+FFFD, spelled in bytes, is not taken for broken ones."""
-    text = "é" + "\ufffd" * count + "é"
-    tokenizer = TOKENIZERS[name]
-    ids = byte_ids(tokenizer, name, text.encode())
-    assert "".join(stream(tokenizer, ids, [1])) == tokenizer.decode(ids) == text
-
-
-def test_characters_are_whole() -> None:
+def test_characters_are_whole_and_half_a_one_at_the_end_comes_out_replaced() -> None:
     tokenizer = TOKENIZERS["bytes"]
     detokenizer = Detokenizer(tokenizer)
-    ids = tokenizer.encode("a😀é")
-    assert [detokenizer.push([token]) for token in ids] == ["a", "", "", "", "😀", "", "é"]
+    assert [detokenizer.push([each]) for each in tokenizer.encode("a😀é")] == ["a", "", "", "", "😀", "", "é"]
     assert detokenizer.flush() == ""
-
-
-def test_half_a_character_at_the_end_comes_out_replaced() -> None:
-    tokenizer = TOKENIZERS["bytes"]
-    detokenizer = Detokenizer(tokenizer)
     assert detokenizer.push(tokenizer.encode("a😀")[:3]) == "a"
-    assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.flush() == ""
+    assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""]
 
 
 def test_tokens_that_straddle_characters_flow() -> None:
@@ -234,20 +213,11 @@ def test_tokens_that_straddle_characters_flow() -> None:
     assert pieces == [""] + ["中"] * 100
 
 
-def test_spaces_are_neither_lost_nor_doubled() -> None:
-    tokenizer = TOKENIZERS["byte-fallback-strip"]
-    text = "hello  hello   hello"
-    pieces = stream(tokenizer, tokenizer.encode(text), [1])
-    assert "".join(pieces) == text
-    assert "".join(stream(tokenizer, tokenizer.encode("  hello"), [1])) == "  hello"
-
-
 class CountingDecoder:
     """Counts the ids that are decoded: the cost of streaming."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.decoded_tokens = 0
+        self.tokenizer, self.decoded_tokens = tokenizer, 0
 
     def decode(self, ids: Sequence[int], /) -> str:
         self.decoded_tokens += len(ids)
@@ -266,27 +236,7 @@ def test_the_cost_of_a_token_is_constant(name: str, kind: str) -> None:
     assert counting.decoded_tokens <= 40 * 2000
 
 
-@pytest.mark.parametrize("prompt", ["Once upon a time, 世界 😀 é!", "\n\n  a  b"])
-def test_stories260k(prompt: str) -> None:
-    path = DATA / "models/stories260K/tokenizer.json"
-    if not path.exists():
-        pytest.skip(f"no {path}; set JAXLLM_DATA")
-    tokenizer = Tokenizer(TokenizerFiles(tokenizer_json=path.read_text(encoding="utf-8")))
-    ids = tokenizer.encode(prompt)
-    assert "".join(stream(tokenizer, ids, [1])) == tokenizer.decode(ids) == prompt
-
-
 # With stop strings.
-
-
-@every_tokenizer
-def test_a_stream_without_stops_is_the_text(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    ids = tokenizer.encode("the 世 the")
-    text = TextStream(tokenizer)
-    assert text.push(ids) + text.flush() == tokenizer.decode(ids)
-    assert not text.stopped
-    assert text.consumed_tokens == len(ids)
 
 
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4))
@@ -307,17 +257,86 @@ def test_a_stream_says_which_token_stopped_it(sizes: list[int]) -> None:
     assert tokenizer.decode(ids[: text.consumed_tokens]) == "hello 世, 世!"
 
 
-def test_a_stop_may_come_with_the_flush() -> None:
+def test_a_stop_may_come_with_the_flush_and_what_was_held_back_for_one_too() -> None:
     tokenizer = TOKENIZERS["bytes"]
     text = TextStream(tokenizer, ["\ufffd"])
     assert text.push(tokenizer.encode("aé")[:2]) == "a"
     assert not text.stopped
-    assert text.flush() == ""
-    assert text.matched == "\ufffd"
-
-
-def test_what_was_held_back_for_a_stop_is_flushed() -> None:
+    assert (text.flush(), text.matched) == ("", "\ufffd")
     tokenizer = TOKENIZERS["byte-level"]
-    text = TextStream(tokenizer, ["dog!"])
-    assert text.push(tokenizer.encode("lazy do")) == "lazy "
-    assert text.flush() == "do"
+    text, ids = TextStream(tokenizer, ["dog!"]), tokenizer.encode("lazy do")
+    assert (text.push(ids), text.flush()) == ("lazy ", "do")
+    assert (text.stopped, text.consumed_tokens) == (False, len(ids))
+
+
+# Stop strings in streamed text, against a plain search.
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """What `StopMatcher` shows of `text`, one character at a time: slow and plain."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(
+    text=st.text("ab", max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
+    cuts=st.lists(st.integers(0, 12)),
+)
+@settings(max_examples=150, deadline=None)
+def test_stops_match_the_plain_search(text: str, stops: list[str], cuts: list[int]) -> None:
+    matcher = StopMatcher(stops)
+    expected, matched = first_stop(text, stops)
+    shown, stopped = "", False
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for start, end in itertools.pairwise(bounds):
+        piece, stopped = matcher.push(text[start:end])
+        shown += piece
+        # Never more than what every continuation would show.
+        assert expected.startswith(shown)
+        if not stopped:
+            # Nor less: what is withheld may still begin a stop string.
+            withheld = text[len(shown) : end]
+            assert withheld == "" or any(stop.startswith(withheld) and stop != withheld for stop in stops)
+    shown += matcher.flush()
+    assert (shown, matcher.matched) == (expected, matched)
+    assert stopped == (matched is not None)
+
+
+@pytest.mark.parametrize(
+    ("stops", "pushed", "flushed", "matched"),
+    [
+        # A found stop ends the text; a beginning that fails is shown.
+        (
+            ["\n\n", "User:"],
+            [("Hi.\n", ("Hi.", False)), ("\nmore", ("", True)), ("and more", ("", True))],
+            "",
+            "\n\n",
+        ),
+        (["User:"], [("Use", ("", False)), ("ful Us", ("Useful ", False))], "Us", None),
+    ],
+)
+def test_what_is_shown_of_each_piece(stops, pushed, flushed, matched) -> None:
+    matcher = StopMatcher(stops)
+    for text, shown in pushed:
+        assert matcher.push(text) == shown
+    assert (matcher.flush(), matcher.matched) == (flushed, matched)
+
+
+@pytest.mark.parametrize(
+    ("stops", "message"),
+    [
+        ([""], "1 to 256 characters, got ''"),
+        (["a" * 257], "1 to 256 characters"),
+        ([5], "got 5"),
+        (["a"] * 17, "at most 16 stop strings are allowed, got 17"),
+        ("abc", "must be a list"),
+    ],
+)
+def test_bad_stops_are_refused(stops: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StopMatcher(stops)

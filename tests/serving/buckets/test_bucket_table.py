@@ -61,42 +61,36 @@ def ones(size: int) -> np.ndarray:
     return np.ones(size, np.float32)
 
 
-def test_buckets_of_different_families_are_different():
-    buckets = BucketTable(Shapes(5))
-    buckets.fill([TWO, PlusBucket(size=2)])
-    assert PlusBucket(size=2) != TWO
-    assert buckets.get(TWO)(ones(2)).tolist() == [5, 5]
-    assert buckets.get(PlusBucket(size=2))(ones(2)).tolist() == [6, 6]
-
-
-def test_each_bucket_is_compiled_once_and_counted():
-    model, told = Shapes(2), []
-    buckets = BucketTable(model)
-    buckets.fill([TWO, TWO, THREE], lambda *each: told.append(each))
-    buckets.fill([THREE])
-    assert model.lowered == 2
-    assert set(buckets.bucket_ms) == {TWO, THREE}
-    assert buckets.loaded == set()
-    assert told[-1] == ("compile", 2, 2)
-    assert buckets.build_ms > 0
-
-
-def test_one_that_was_not_asked_for_is_refused():
-    buckets = BucketTable(Shapes(2))
-    buckets.fill([TWO])
+def test_a_table_gives_what_it_was_asked_for_and_nothing_else():
+    """Families with equal fields are different, and levels are lowered from their own models."""
+    buckets, plus, half = BucketTable(Shapes(5)), PlusBucket(size=2), dataclasses.replace(TWO, level=50)
+    buckets.add_level(50, Shapes(7))
+    buckets.fill([TWO, plus, half])
+    assert plus != TWO
+    assert [buckets.get(each)(ones(2)).tolist() for each in (TWO, plus, half)] == [[5, 5], [6, 6], [7, 7]]
     assert TWO in buckets
     assert THREE not in buckets
     with pytest.raises(BucketMissing, match=r"TimesBucket\(level=100, size=3\)"):
         buckets.get(THREE)
+    buckets.close()
+    with pytest.raises(JaxllmError, match="closed"):
+        buckets.get(TWO)
 
 
-def test_levels_are_lowered_from_their_own_models():
-    buckets = BucketTable(Shapes(2))
-    buckets.add_level(50, Shapes(7))
-    half = dataclasses.replace(TWO, level=50)
-    buckets.fill([TWO, half])
+def test_each_bucket_is_compiled_once_and_counted():
+    model, told = Shapes(2, fails=True), []
+    buckets = BucketTable(model)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        buckets.fill([TWO])
+    # One that failed may be asked for again.
+    concurrent.futures.wait(buckets._pending.values())
+    model.fails, model.lowered = False, 0
+    buckets.fill([TWO, TWO, THREE], lambda *each: told.append(each))
+    buckets.fill([THREE])
+    assert (model.lowered, set(buckets.bucket_ms), buckets.loaded) == (2, {TWO, THREE}, set())
+    assert told[-1] == ("compile", 2, 2)
+    assert buckets.build_ms > 0
     assert buckets.get(TWO)(ones(2)).tolist() == [2, 2]
-    assert buckets.get(half)(ones(2)).tolist() == [7, 7]
 
 
 def test_what_is_needed_later_is_waited_for_when_it_is_needed():
@@ -110,17 +104,6 @@ def test_what_is_needed_later_is_waited_for_when_it_is_needed():
     slow.may_go_on.set()
     assert buckets.get(half)(ones(2)).tolist() == [3, 3]
     assert buckets.is_ready(half)
-
-
-def test_one_that_failed_may_be_asked_for_again():
-    model = Shapes(2, fails=True)
-    buckets = BucketTable(model)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        buckets.fill([TWO])
-    concurrent.futures.wait(buckets._pending.values())
-    model.fails = False
-    buckets.fill([TWO])
-    assert buckets.get(TWO)(ones(2)).tolist() == [2, 2]
 
 
 def test_a_thread_may_compile_for_itself():
@@ -148,14 +131,6 @@ def test_guards_are_asked_before_each_bucket():
 
     buckets.guard(refuse)
     with pytest.raises(ConfigError, match="was changed"):
-        buckets.get(TWO)
-
-
-def test_a_closed_table_gives_nothing():
-    buckets = BucketTable(Shapes(2))
-    buckets.fill([TWO])
-    buckets.close()
-    with pytest.raises(JaxllmError, match="closed"):
         buckets.get(TWO)
 
 

@@ -81,50 +81,40 @@ def test_a_graph_that_comes_back_gives_the_same_bits(folder, entry, graph, compi
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.tobytes() == b.tobytes()
-
-
-def test_a_graph_that_comes_back_works_in_the_donated_memory(folder, entry):
+    # It works in the donated memory, and refuses other shapes.
     held = jnp.asarray(ROWS)
     where = held.unsafe_buffer_pointer()
-    result = folder.load(KEY)(ROWS, ROWS, {"held": held})
+    result = again(ROWS, ROWS, {"held": held})
     assert held.is_deleted()
     assert result["cache"][0].unsafe_buffer_pointer() == where
-
-
-def test_a_graph_that_comes_back_refuses_other_shapes(folder, entry):
     with pytest.raises(TypeError, match="compiled"):
-        folder.load(KEY)(ROWS[:7], ROWS, {"held": ROWS})
+        again(ROWS[:7], ROWS, {"held": ROWS})
+    # A key has one graph, the last, and folder and file are closed to others.
+    folder.store(KEY, compiled(5.0))
+    assert run(folder.load(KEY))["out"][1] == pytest.approx(5 * np.sin(1.0))
+    assert os.listdir(entry.parent) == [entry.name]
+    assert [each.stat().st_mode & 0o777 for each in (entry.parent, entry)] == [0o700, 0o600]
 
 
-def test_a_graph_that_may_come_from_the_cache_of_jax_is_not_kept(folder, place, graph):
-    """XLA:CPU serializes an executable that it has read without its code."""
+def test_what_is_not_kept(folder, place, graph, notices, monkeypatch):
+    assert folder.load(KEY) is None
+    # XLA:CPU serializes an executable that it has read from JAX's own cache without its code.
     jax.config.update("jax_enable_compilation_cache", True)
     try:
         folder.store(KEY, graph)
     finally:
         jax.config.update("jax_enable_compilation_cache", False)
-    assert not place.exists()
+    # It is above the limit.
+    CompiledBucketFolder(place, limit_bytes=100).store(KEY, graph)
 
-
-def test_nothing_is_there_before_it_is_stored(folder, place, notices):
-    assert folder.load(KEY) is None
-    assert not place.exists()
-    assert notices() == []
-
-
-def test_a_key_has_one_graph_the_last(folder, entry):
-    folder.store(KEY, compiled(5.0))
-    assert run(folder.load(KEY))["out"][1] == pytest.approx(5 * np.sin(1.0))
-    assert os.listdir(entry.parent) == [entry.name]
-
-
-def test_a_graph_without_a_serialized_form_is_not_kept(folder, place, notices, monkeypatch):
     def refuse(_):
         raise NotImplementedError("const_args")
 
+    # It has no serialized form.
     monkeypatch.setattr(jaxllm.serving.buckets.compiled_folder.serialize_executable, "serialize", refuse)
     folder.store(KEY, compiled())
     assert folder.load(KEY) is None
+    assert not place.exists()
     assert notices() == []
 
 
@@ -166,7 +156,7 @@ def test_an_entry_is_ignored_and_replaced(folder, entry, graph, damage, notices)
         assert notices() == []
 
 
-def test_no_flipped_bit_is_overlooked(folder, entry):
+def test_no_flipped_bit_is_overlooked(folder, entry, monkeypatch):
     """Also where it would load, and compute something else."""
     whole = entry.read_bytes()
     for at in range(68, len(whole), len(whole) // 50):
@@ -174,6 +164,9 @@ def test_no_flipped_bit_is_overlooked(folder, entry):
         assert folder.load(KEY) is None, at
     entry.write_bytes(whole)
     assert folder.load(KEY) is not None
+    # A file too large to be an entry is not read.
+    monkeypatch.setattr(jaxllm.serving.buckets.compiled_folder, "MAX_ENTRY_BYTES", len(whole) - 1)
+    assert folder.load(KEY) is None
 
 
 def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, notices):
@@ -195,40 +188,15 @@ def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, noti
 # Whose folder it is.
 
 
-def test_the_folder_is_closed_to_others_and_so_are_its_files(entry):
-    assert entry.parent.stat().st_mode & 0o777 == 0o700
-    assert entry.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777])
-def test_a_folder_that_others_may_write_to_is_not_used(folder, entry, graph, mode, notices):
-    entry.parent.chmod(mode)
+def test_a_folder_that_others_may_write_to_is_not_used(folder, entry, graph, notices):
+    """In which ways others may, `tests/serving/host/test_trusted_path.py` tells."""
+    entry.parent.chmod(0o702)
     assert folder.load(KEY) is None
     folder.store(OTHER_KEY, graph)
     assert os.listdir(entry.parent) == [entry.name]
     (notice,) = notices()
-    assert str(entry.parent) in notice
-    assert "others may write to it" in notice
-    assert "JAXLLM_CACHE" in notice
-
-
-def test_a_folder_of_another_user_is_not_used(folder, entry, graph, notices, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert folder.load(KEY) is None
-    folder.store(OTHER_KEY, graph)
-    assert os.listdir(entry.parent) == [entry.name]
-    assert len(notices()) == 1
-
-
-def test_a_file_of_another_user_is_not_used(folder, entry, monkeypatch):
-    ours_alone = jaxllm.serving.host.user_cache._ours_alone
-    inode = entry.stat().st_ino
-    monkeypatch.setattr(
-        jaxllm.serving.host.user_cache,
-        "_ours_alone",
-        lambda facts: facts.st_ino != inode and ours_alone(facts),
-    )
-    assert folder.load(KEY) is None
+    for part in (str(entry.parent), "others may write to it", "JAXLLM_CACHE"):
+        assert part in notice
 
 
 class Attack:
@@ -315,25 +283,10 @@ def test_what_was_unused_for_longest_makes_room(place, graph):
     assert unlimited.load(names[0]) is not None
     CompiledBucketFolder(place, limit_bytes=3 * size).store(names[3], graph)
     assert keys(place) == {names[0], names[2], names[3]}
+    # The newest stays though others claim to be newer.
+    os.utime(place / f"{names[0]}{SUFFIX}", ns=(2**62, 2**62))
     CompiledBucketFolder(place, limit_bytes=size).store(names[1], graph)
     assert keys(place) == {names[1]}
-
-
-def test_the_newest_stays_though_others_claim_to_be_newer(place, graph, entry):
-    os.utime(entry, ns=(2**62, 2**62))
-    CompiledBucketFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
-    assert keys(place) == {OTHER_KEY}
-
-
-def test_an_entry_above_the_limit_is_not_kept(place, graph, notices):
-    CompiledBucketFolder(place, limit_bytes=100).store(KEY, graph)
-    assert not place.exists()
-    assert notices() == []
-
-
-def test_a_file_too_large_to_be_an_entry_is_not_read(folder, entry, monkeypatch):
-    monkeypatch.setattr(jaxllm.serving.buckets.compiled_folder, "MAX_ENTRY_BYTES", entry.stat().st_size - 1)
-    assert folder.load(KEY) is None
 
 
 def test_leftovers_of_killed_processes_go_and_other_files_stay(folder, place, entry, graph):

@@ -16,9 +16,9 @@ import pytest
 import jaxllm
 import jaxllm.serving.buckets.store
 from jaxllm import Engine, EngineOptions, GenerationConfig
-from jaxllm.bundle import Bundle
 from jaxllm.config import RopeConfig
 from jaxllm.quant import quantize
+from jaxllm.serving.buckets.batch import BatchBucket
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.cache import StartBucket
 from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
@@ -27,7 +27,9 @@ from jaxllm.serving.buckets.prefill import PrefillBucket
 from jaxllm.serving.buckets.scoring import ScoreBucket
 from jaxllm.serving.buckets.store import BucketStore, environment_facts, params_digest, source_digest
 from jaxllm.serving.engine.request import Session
+from jaxllm.serving.engine.step import batchable, decode_together, step
 from jaxllm.serving.runners.runner import prefill_prompt
+from tests.kernels.switching import needs_native
 from tests.tiny import TINY, random_params, write_tiny_bundle
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
@@ -49,50 +51,32 @@ def key(**change: Any) -> str:
     return BucketStore.of_model(FOLDER, **(facts | change)).key(bucket)
 
 
-def test_a_key_names_a_file():
-    assert len(bytes.fromhex(key())) == 32
-    assert key() == key()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_a_bucket_depends_on_changes_its_key():
+    base = key()
+    assert len(bytes.fromhex(base)) == 32
+    # Where buckets are kept does not.
+    assert key() == base == key(options=dataclasses.replace(OPTIONS, buckets_bytes=7))
+    changes = [
         dict(params={"q": np.zeros(3, np.float32)}),
         dict(kernels="l"),
         dict(bucket=ScoreBucket(tokens=16, cache_tokens=64)),
-        *(
-            dict(bucket=dataclasses.replace(BUCKET, **each))
-            for each in (dict(tokens=32), dict(cache_tokens=65), dict(level=50))
-        ),
-        *(
-            dict(cfg=dataclasses.replace(TINY, **each))
-            for each in (
-                dict(norm_eps=1e-6),
-                dict(rope=None),
-                dict(rope=RopeConfig(dim=16, theta=1e6)),
-                dict(attention_windows=(0, 8)),
-                dict(logit_softcap=30.0),
-            )
-        ),
-        *(
-            dict(options=dataclasses.replace(OPTIONS, **each))
-            for each in (
-                dict(activation_dtype="bfloat16"),
-                dict(decode_block=5),
-                dict(chunk_tokens=(16, 32)),
-                dict(cache_tokens=(16, 32)),
-                dict(context_tokens=31),
-            )
-        ),
-    ],
-    ids=repr,
-)
-def test_what_a_bucket_depends_on_changes_its_key(change):
-    assert key(**change) != key()
-
-
-def test_where_buckets_are_kept_does_not_change_their_key():
-    assert key(options=dataclasses.replace(OPTIONS, buckets_bytes=7)) == key()
+    ]
+    changes += [
+        {name: dataclasses.replace(whole, **change)}
+        for name, whole, *some in (
+            ("bucket", BUCKET, dict(tokens=32), dict(cache_tokens=65), dict(level=50)),
+            (
+                "cfg", TINY, dict(norm_eps=1e-6), dict(rope=None), dict(rope=RopeConfig(dim=16, theta=1e6)),
+                dict(attention_windows=(0, 8)), dict(logit_softcap=30.0),
+            ),
+            (
+                "options", OPTIONS, dict(activation_dtype="bfloat16"), dict(decode_block=5),
+                dict(chunk_tokens=(16, 32)), dict(cache_tokens=(16, 32)), dict(context_tokens=31),
+            ),
+        )
+        for change in some
+    ]  # fmt: skip
+    assert len({base, *(key(**change) for change in changes)}) == 1 + len(changes) == 17
 
 
 def test_parameters_are_told_apart_by_name_shape_dtype_and_structure():
@@ -147,26 +131,25 @@ CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
 def test_circumstances_that_change_buckets_are_told_apart(monkeypatch, change):
     before = environment_facts()
     assert environment_facts() == before
-    with monkeypatch.context() as patch:
-        change(patch)
-        assert environment_facts() != before
+    change(monkeypatch)
+    assert environment_facts() != before
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("jax_default_matmul_precision", "highest"), ("jax_threefry_partitionable", False)]
+    ("setting", "value", "counts"),
+    [
+        ("jax_default_matmul_precision", "highest", True),
+        ("jax_threefry_partitionable", False, True),
+        ("jax_log_compiles", True, False),
+    ],
 )
-def test_settings_of_jax_are_told_apart_but_for_logs(setting, value):
+def test_settings_of_jax_are_told_apart_but_for_logs(setting, value, counts):
     before, old = environment_facts(), jax.config.values[setting]
     jax.config.update(setting, value)
     try:
-        assert environment_facts() != before
+        assert (environment_facts() != before) == counts
     finally:
         jax.config.update(setting, old)
-    jax.config.update("jax_log_compiles", True)
-    try:
-        assert environment_facts() == before
-    finally:
-        jax.config.update("jax_log_compiles", False)
 
 
 def test_the_source_is_told_apart_by_place_and_content(tmp_path: Path):
@@ -184,21 +167,12 @@ def test_the_source_is_told_apart_by_place_and_content(tmp_path: Path):
     assert base != digest(a_dot_py="1", c_dot_py="2")
     assert base != digest(a_dot_py="12", b__c_dot_py="")
     assert base != digest(a_dot_py="1", b__c_dot_py="2", kernels_dot_abi3_dot_so="3")
-
-
-def test_the_source_is_all_that_a_bucket_is_made_from():
-    """The digest itself may be outdated: it is of the source that this process began with."""
-    modules = {*jaxllm.serving.buckets.store._modules(str(Path(jaxllm.__file__).parent))}
-    for module in (
-        "jaxllm/steps/model.py",
-        "jaxllm/models/layer.py",
-        "jaxllm/models/decoder.py",
-        "jaxllm/kernels/native.py",
-        "jaxllm/serving/runners/resident.py",
-    ):
-        assert any(path.endswith(f"/{module}") for path in modules), module
+    # Ours is all that a bucket is made from.
+    root = Path(jaxllm.__file__).parent
+    modules = {*jaxllm.serving.buckets.store._modules(str(root))}
+    parts = ("steps/model", "models/layer", "models/decoder", "kernels/native", "serving/runners/resident")
+    assert {str(root / f"{part}.py") for part in parts} <= modules
     assert all("__pycache__" not in path for path in modules)
-    assert len(jaxllm.serving.buckets.store._SOURCE_DIGEST) == 64
 
 
 # Engines.
@@ -236,47 +210,33 @@ def started(bundle: Path, families: tuple[type[Bucket], ...] = (Bucket,), **opti
     return engine
 
 
-def answer(engine: Engine) -> list[int]:
-    return engine.generate(PROMPT, CONFIG).tokens
-
-
 def test_a_second_engine_compiles_nothing_and_says_the_same_to_the_bit(tiny_bundle, first, filled, compiles):
     engine, _ = first
     assert engine.runner.buckets.loaded == set()
     with compiles() as count:
         second = started(tiny_bundle)
-        assert answer(second) == answer(engine)
+        answers = []
+        for each in (engine, second):
+            session = Session()
+            opening = each.stream(PROMPT, CONFIG, session=session).result()
+            turn = each.stream([*PROMPT, *opening.tokens, 7], CONFIG, session=session).result()
+            answers.append((opening.tokens, turn.tokens, turn.reused_tokens))
+    assert answers[0] == answers[1]
     assert count() == 0
-    assert (
-        second.runner.buckets.loaded
-        == set(second.runner.all_buckets())
-        == set(second.runner.buckets.bucket_ms)
-    )
+    buckets = second.runner.buckets
+    assert buckets.loaded == set(second.runner.all_buckets()) == set(buckets.bucket_ms)
+    assert len(list(filled.iterdir())) == len(engine.runner.all_buckets())
     logits = [prefill_prompt(each.runner, each.runner.start(9), PROMPT, 0)[0] for each in (engine, second)]
     assert np.asarray(logits[0]).tobytes() == np.asarray(logits[1]).tobytes()
-    assert len(list(filled.iterdir())) == len(engine.runner.all_buckets())
-
-
-def test_a_loaded_engine_updates_its_cache_in_place(tiny_bundle, filled):
-    runner = started(tiny_bundle).runner
-    before = runner.start(9)
+    # It updates its cache in place.
+    before = second.runner.start(9)
     places = [rows.unsafe_buffer_pointer() for rows in (*before.keys, *before.values)]
-    _, after = prefill_prompt(runner, before, PROMPT, 0)
+    _, after = prefill_prompt(second.runner, before, PROMPT, 0)
     assert [rows.unsafe_buffer_pointer() for rows in (*after.keys, *after.values)] == places
     assert all(rows.is_deleted() for rows in before.keys)
-    for bucket in (each for each in runner.buckets.loaded if isinstance(each, PrefillBucket | DecodeBucket)):
-        memory = runner.buckets.get(bucket).memory_analysis()
+    for bucket in (each for each in buckets.loaded if isinstance(each, PrefillBucket | DecodeBucket)):
+        memory = buckets.get(bucket).memory_analysis()
         assert memory.alias_size_in_bytes >= sum(rows.nbytes for rows in (*after.keys, *after.values))
-
-
-def test_a_loaded_engine_goes_on_with_a_session(tiny_bundle, first, filled):
-    answers = []
-    for engine in (first[0], started(tiny_bundle)):
-        session = Session()
-        opening = engine.stream(PROMPT, CONFIG, session=session).result()
-        turn = engine.stream([*PROMPT, *opening.tokens, 7], CONFIG, session=session).result()
-        answers.append((opening.tokens, turn.tokens, turn.reused_tokens))
-    assert answers[0] == answers[1]
 
 
 def test_a_damaged_entry_is_compiled_anew(tiny_bundle, filled, compiles):
@@ -301,10 +261,6 @@ def test_a_start_reads_ahead_what_a_short_request_needs(tiny_bundle, filled, com
         assert buckets.get(SampleBucket()) is ahead[SampleBucket()].result()
         assert not buckets._ahead
     assert count() == 0
-
-
-def test_nothing_is_read_ahead_that_is_not_there_or_damaged(tiny_bundle, cache):
-    assert not Engine.open(tiny_bundle, options=OPTIONS, warm_up=False).runner.buckets._ahead
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -337,10 +293,36 @@ def test_weights_of_one_shape_share_buckets_and_others_do_not(tiny_bundle, tmp_p
     assert narrow.runner.buckets.loaded == set()
 
 
-def test_kernels_are_told_apart(tiny_bundle, tmp_path):
-    folder = CompiledBucketFolder(tmp_path / "x", limit_bytes=1 << 24)
-    facts = dict(cfg=TINY, options=OPTIONS, params=Bundle.open(tiny_bundle).load())
-    compiled = jax.jit(lambda x: x + np.float32(1)).lower(np.float32(1)).compile()
-    BucketStore.of_model(folder, **facts).store(BUCKET, compiled)
-    assert BucketStore.of_model(folder, **facts).load(BUCKET)(np.float32(2)) == 3
-    assert BucketStore.of_model(folder, **facts, kernels="native avx512").load(BUCKET) is None
+# Buckets of batches: made where options ask for them.
+BATCHES = EngineOptions(
+    context_tokens=32, chunk_tokens=(16,), decode_block=4, batch_rows=(2,), buckets_bytes=1 << 30
+)
+PAIR = BatchBucket(rows=2, block_tokens=4, cache_tokens=32)
+
+
+def decoded(engine):
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    runs = [engine.stream([at, 3], config) for at in (5, 9)]
+    while not all(map(batchable, runs)):
+        step(*(run for run in runs if not batchable(run)))
+    decode_together(runs, most_tokens=3)
+    return [run.tokens for run in runs], [engine.generate([at, 3], config).tokens for at in (5, 9)]
+
+
+@needs_native
+def test_a_bucket_is_kept_and_found_whatever_batches_are_asked_for(tmp_path, monkeypatch, compiles):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8")
+    first = Engine.open(path, options=BATCHES)
+    buckets = first.model.runners.buckets
+    assert PAIR in buckets.bucket_ms
+    assert PAIR not in buckets.loaded
+    expected, alone = decoded(first)
+    assert expected == alone
+    with compiles() as count:
+        again = Engine.open(path, options=BATCHES)
+    assert (count(), PAIR in again.model.runners.buckets.loaded) == (0, True)
+    assert decoded(again)[0] == expected
+    without = Engine.open(path, options=dataclasses.replace(BATCHES, batch_rows=()))
+    assert without.model.facts()["compiled_buckets"] == 0
+    assert PAIR not in without.model.runners.buckets

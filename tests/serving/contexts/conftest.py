@@ -12,7 +12,7 @@ from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.ground.options import EngineOptions
 from tests.serving.contexts.talking import READ, reopening
-from tests.serving.weights.conftest import budget
+from tests.serving.memory import budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 # The first and the last layer share buckets, the one between has none like it.

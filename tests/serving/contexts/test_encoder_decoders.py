@@ -23,9 +23,10 @@ from jaxllm.serving.opening.weight_source import budget_with_experts
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import kept_by
+from tests.serving.memory import budget
 from tests.serving.speculation.test_speculative import sharp
 from tests.serving.test_encoder_decoder_levels import CFGS, LADDER, ordered, write
-from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, T5, TREES, budget, written
+from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, T5, TREES, written
 from tests.serving.test_streamed_switch import SWITCH
 
 OPTIONS = EngineOptions(

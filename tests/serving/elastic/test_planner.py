@@ -89,12 +89,59 @@ def test_what_may_go_is_looked_up_only_where_it_would_help(slo, looked_up):
     assert (len(plan.kept) < 100) == looked_up
 
 
-def test_a_proposal_that_would_miss_it_is_replaced_by_the_largest_that_does_not():
-    plan = planner(Fixed(100, 0.25)).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (50, 50, "fallback")
-    # With one token to answer, the time per further token does not count.
-    plan = planner(Fixed(100, 0.25)).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=1)
-    assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
+def planned(proposer, slo, prompt=None, **how):
+    """The level, the number of tokens that are kept, and the source of a plan."""
+    margin = how.pop("margin", 1.0)
+    plan = planner(proposer, margin).plan(prompt or word_prompt(), slo, **{"answer_tokens": 8} | how)
+    return plan.level, len(plan.kept), plan.source
+
+
+@pytest.mark.parametrize(
+    ("proposer", "slo", "how", "expected"),
+    [
+        # A proposal that would miss its objective is replaced by the largest that does not.
+        (Fixed(100, 0.25), Slo(ttft=0.4, tpot=0.6), {}, (50, 50, "fallback")),
+        # With one token to answer, the time per further token does not count.
+        (Fixed(100, 0.25), Slo(ttft=0.4, tpot=0.6), {"answer_tokens": 1}, (100, 25, "proposed")),
+        # A margin is left.
+        (Fixed(50, 0.5), Slo(ttft=0.25, tpot=0.5), {}, (50, 50, "proposed")),
+        (Fixed(50, 0.5), Slo(ttft=0.25, tpot=0.5), {"margin": 0.9}, (25, 50, "fallback")),
+        # A quarter of the prompt cannot be kept: sixty tokens must stay, and take 0.3 at half the model.
+        (
+            Fixed(50, 0.25),
+            Slo(ttft=0.28, tpot=1.0),
+            {"prompt": word_prompt(forced=60)},
+            (25, 100, "fallback"),
+        ),
+        # A short prompt that may go altogether keeps a word: a quarter of three tokens is less than one.
+        (Fixed(50, 0.25), Slo(ttft=0.4, tpot=0.6), {"prompt": word_prompt(3, forced=0)}, (50, 1, "proposed")),
+        # An objective with room for all is met with all.
+        (Fixed(25, 0.25), Slo(ttft=1.0, tpot=1.0), {}, (100, 100, "whole")),
+        (Fixed(25, 0.25), Latency(ttft_ms=1e4, tpot_ms=1e4), {}, (100, 100, "whole")),
+        # Without a proposer prompts stay whole.
+        (None, Slo(ttft=0.6, tpot=0.6), {}, (50, 100, "fallback")),
+        (None, Slo(ttft=0.1, tpot=0.6), {}, (25, 100, "nearest")),
+        # What cannot be met is come near: of choices that miss it alike by the largest.
+        (Fixed(50, 0.5), Slo(ttft=0.01, tpot=0.2), {}, (25, 25, "nearest")),
+        (Fixed(50, 0.5), Slo(ttft=1.0, tpot=0.1), {}, (25, 100, "nearest")),
+        # Half the model reads all of the prompt in time; with a proposer's 30 ms only a quarter of it.
+        (Fixed(50, 0.5, 30.0), Slo(ttft=0.5, tpot=0.6), {}, (50, 100, "fallback")),
+        # A shorter prompt would not come as near as a small level with the whole one.
+        (Fixed(50, 0.5, 30.0), Slo(ttft=0.2, tpot=1.0), {}, (25, 100, "nearest")),
+        # All of the model within the time: that takes a shorter prompt.
+        (Fixed(100, 0.25), Slo(ttft=0.5, tpot=1.0), {}, (100, 25, "proposed")),
+    ],
+)
+def test_what_is_planned(proposer, slo, how, expected):
+    if proposer is not None:
+        proposer.asked.clear()
+    assert planned(proposer, slo, **how) == expected
+    if proposer is not None and (proposer.cost_ms or expected[2] == "whole"):
+        # Nobody is asked who has no say, or whose time would not be won back.
+        assert not proposer.asked
+    if expected[2] == "nearest":
+        with pytest.raises(ObjectiveMissed, match="no sub-model meets"):
+            planned(proposer, slo, **how, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -114,28 +161,6 @@ def test_planning_itself_takes_time(clock, spent_ms, choice):
     assert slow.asked[0][1].tolist() == [[True, True, False], [True, False, False], [False] * 3]
     assert (plan.level, len(plan.kept), plan.source) == choice
     assert plan.planning_ms == pytest.approx(spent_ms)
-
-
-def test_nobody_is_asked_whose_time_would_not_be_won_back():
-    # Half the model reads all of the prompt in time; with a proposer's 30 ms only a quarter of it.
-    slow = Fixed(50, 0.5, planning_ms=30.0)
-    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.5, tpot=0.6), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
-    # A shorter prompt would not come as near as a small level with the whole one.
-    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.2, tpot=1.0), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
-    assert not slow.asked
-    # All of the model within the time: that takes a shorter prompt.
-    quick = Fixed(100, 0.25)
-    plan = planner(quick).plan(word_prompt(), Slo(ttft=0.5, tpot=1.0), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
-
-
-def test_a_margin_is_left():
-    tight = Slo(ttft=0.25, tpot=0.5)
-    assert planner(Fixed(50, 0.5)).plan(word_prompt(), tight, answer_tokens=8).source == "proposed"
-    plan = planner(Fixed(50, 0.5), margin=0.9).plan(word_prompt(), tight, answer_tokens=8)
-    assert (plan.level, plan.source) == (25, "fallback")
 
 
 def late(share, margin=None):
@@ -199,26 +224,6 @@ def test_what_nothing_meets_surely_is_planned_with_the_most_confidence_that_ther
     assert plan(0.39, margin) == (30, False)
 
 
-def test_forced_tokens_count():
-    plan = planner(Fixed(50, 0.25)).plan(word_prompt(forced=60), Slo(ttft=0.28, tpot=1.0), answer_tokens=8)
-    # A quarter of the prompt cannot be kept: sixty tokens must stay, and take 0.3 at half the model.
-    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "fallback")
-
-
-def test_a_short_prompt_that_may_go_altogether_keeps_a_word():
-    # A quarter of three tokens is less than one.
-    plan = planner(Fixed(50, 0.25)).plan(word_prompt(3, forced=0), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
-    assert (plan.level, plan.kept.tolist(), plan.source) == (50, [2], "proposed")
-
-
-def test_an_objective_with_room_for_all_asks_nobody():
-    proposer = Fixed(25, 0.25)
-    plan = planner(proposer).plan(word_prompt(), Slo(ttft=1.0, tpot=1.0), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source, proposer.asked) == (100, 100, "whole", [])
-    plan = planner(proposer).plan(word_prompt(), Latency(ttft_ms=1e4, tpot_ms=1e4), answer_tokens=8)
-    assert plan.source == "whole"
-
-
 def test_what_a_cache_has_already_need_not_be_computed():
     slo = Slo(ttft=0.5, tpot=1.0)
     # Alone the half-sized level is the largest in time; the whole model's cache has all but 10 tokens.
@@ -235,30 +240,6 @@ def test_what_a_cache_has_already_need_not_be_computed():
     # A prompt that is shortened is another one.
     plan = planner(Fixed(50, 0.5)).plan(word_prompt(), slo, answer_tokens=8, reused={50: 20})
     assert (plan.level, len(plan.kept), plan.reused_tokens) == (50, 50, 0)
-
-
-def test_without_a_proposer_prompts_stay_whole():
-    plan = planner().plan(word_prompt(), Slo(ttft=0.6, tpot=0.6), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
-    plan = planner().plan(word_prompt(), Slo(ttft=0.1, tpot=0.6), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
-
-
-def test_what_cannot_be_met_is_come_near_or_refused():
-    impossible = Slo(ttft=0.01, tpot=0.2)
-    proposer = Fixed(50, 0.5)
-    plan = planner(proposer).plan(word_prompt(), impossible, answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (25, 25, "nearest")
-    with pytest.raises(ObjectiveMissed, match=r"no sub-model meets <1,20>: level 25 with 25% of the prompt"):
-        planner(proposer).plan(word_prompt(), impossible, answer_tokens=8, strict=True)
-    # Of choices that miss it alike the largest.
-    plan = planner(proposer).plan(word_prompt(), Slo(ttft=1.0, tpot=0.1), answer_tokens=8)
-    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
-
-
-def test_energy_without_a_meter():
-    with pytest.raises(ConfigError, match="has no energy"):
-        planner().plan(word_prompt(), EnergyBudget(joules=1.0), answer_tokens=8)
 
 
 def test_the_lengths_at_which_nothing_meets_an_objective():

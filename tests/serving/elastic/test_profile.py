@@ -5,8 +5,19 @@ import os
 import numpy as np
 import pytest
 
+from jaxllm import Engine
+from jaxllm.bundle.levels import elastic_parts
+from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError
+from jaxllm.serving.elastic import coarse_profile
+from jaxllm.serving.elastic import known_profile as known
+from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.engine_profile import profile_path
+from jaxllm.serving.elastic.known_profile import known_profile
 from jaxllm.serving.elastic.profile import DeviceProfile, Energy, load_profile, save_profile
+from jaxllm.serving.elastic.profiling import measure, measure_together, monotonic
+from jaxllm.serving.ground.options import EngineOptions
+from tests.tiny import TINY, write_tiny_bundle
 
 PROFILE = DeviceProfile(
     levels=(50, 100),
@@ -17,40 +28,30 @@ PROFILE = DeviceProfile(
 )
 
 
-def test_times_between_lengths_are_those_of_whole_chunks():
+def test_times_between_lengths_are_those_of_whole_chunks(monkeypatch):
     assert PROFILE.ttft(100, 16) == PROFILE.ttft(100, 3) == 2.0
     # Seventeen tokens take two chunks of 16, each with a pass of 24: 80, between 40 and the 88 of one of 64.
     assert PROFILE.ttft(100, 17) == PROFILE.ttft(100, 32) == pytest.approx(2.0 + 6.0 * 40 / 48)
     assert PROFILE.ttft(50, 64) == 4.0
     assert PROFILE.tpot(100, 40) == pytest.approx(1.1)
-
-
-def test_longer_prompts_than_measured_go_straight_on():
-    assert PROFILE.ttft(50, 128) == pytest.approx(4.0 + 88 * 3.0 / 48)
-    one = dataclasses.replace(PROFILE, tokens=(16,), ttft_ms=((1.0,), (2.0,)), tpot_ms=((1.0,), (1.0,)))
-    assert one.ttft(50, 100) == 1.0
-
-
-def test_times_at_hand_are_those_that_are_worked_out(monkeypatch):
+    # Times at hand are those that are worked out.
     levels, lengths = (100, 50), [*range(70), 200]
     near = [(PROFILE.ttfts(levels, (each,)), PROFILE.tpots(levels, (each,))) for each in lengths]
     monkeypatch.setattr("jaxllm.serving.elastic.profile._LISTED_TOKENS", 0)
     far = dataclasses.replace(PROFILE)
     np.testing.assert_array_equal(np.hstack([each for each, _ in near]), far.ttfts(levels, lengths))
     np.testing.assert_array_equal(np.hstack([each for _, each in near]), far.tpots(levels, lengths))
-
-
-def test_energy():
+    # Longer prompts than measured go straight on.
+    assert PROFILE.ttft(50, 128) == pytest.approx(4.0 + 88 * 3.0 / 48)
+    one = dataclasses.replace(PROFILE, tokens=(16,), ttft_ms=((1.0,), (2.0,)), tpot_ms=((1.0,), (1.0,)))
+    assert one.ttft(50, 100) == 1.0
+    with pytest.raises(ConfigError, match="level 70 was not profiled; there are 50, 100"):
+        PROFILE.ttft(70, 16)
     with pytest.raises(ConfigError, match="has no energy"):
         PROFILE.joules(50, 10, 5)
     known = dataclasses.replace(PROFILE, energy=Energy(prefill_joules=(1.0, 2.0), decode_joules=(3.0, 5.0)))
     assert known.joules(100, 10, 5) == 45.0
     assert DeviceProfile.from_json(json.loads(json.dumps(known.to_json()))) == known
-
-
-def test_a_level_that_was_not_measured():
-    with pytest.raises(ConfigError, match="level 70 was not profiled; there are 50, 100"):
-        PROFILE.ttft(70, 16)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,122 @@ def test_a_profile_keeps_what_an_earlier_one_knows_besides():
     assert merged.ttft_ms == ((1.0, 4.0), (1.6, 5.0), (2.2, 8.2))
     # Of other lengths nothing can be taken.
     assert other.beside(dataclasses.replace(PROFILE, tokens=(16, 32))) == other
+
+
+# Profiles are measured.
+
+
+OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), levels=(50, 75), buckets_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    parts = elastic_parts(Ladder(levels=(50, 75, 100)))
+    path = write_tiny_bundle(tmp_path_factory.mktemp("profiled") / "tiny.jaxllm", cfg=TINY, parts=parts)
+    return Engine.open(path, options=OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = write_tiny_bundle(tmp_path_factory.mktemp("plain") / "plain.jaxllm", cfg=TINY)
+    return Engine.open(path, options=dataclasses.replace(OPTIONS, levels=(), context_tokens=32))
+
+
+def test_every_level_is_measured_and_a_profile_belongs_to_its_bundle(engine, plain, compiles):
+    before = set(engine.runner.buckets.bucket_ms)
+    seen = []
+    with compiles() as count:
+        profile = measure(engine, repeats=1, progress=lambda *step: seen.append(step))
+    # What users ask for does not compile, so neither may what is timed for them.
+    assert count() == 0
+    assert (profile.levels, profile.tokens) == ((50, 75, 100), (16, 32, 47))
+    assert seen[-1] == ("profile", 18, 18)
+    assert min(min(row) for row in profile.ttft_ms) > 0
+    assert set(engine.runner.buckets.bucket_ms) == before
+    bundle, options = engine.model.bundle, engine.options
+    places = {
+        profile_path(bundle, options),
+        profile_path(plain.model.bundle, options),
+        profile_path(bundle, dataclasses.replace(options, cache_dtype="bfloat16")),
+    }
+    assert len(places) == 3
+    # Which levels are served makes no other device.
+    assert profile_path(bundle, dataclasses.replace(options, levels=())) in places
+
+
+def test_engines_that_are_compared_take_turns(engine, plain, monkeypatch):
+    asked = []
+
+    def noted(name, stream):
+        def streamed(*prompt, **more):
+            asked.append(name)
+            return stream(*prompt, **more)
+
+        return streamed
+
+    for name, each in (("first", engine), ("second", plain)):
+        monkeypatch.setattr(each, "stream", noted(name, each.stream))
+    profiles = measure_together([engine, plain], repeats=2)
+    assert [(each.levels, each.tokens) for each in profiles] == [
+        ((50, 75, 100), (16, 32, 47)),
+        ((100,), (15,)),
+    ]
+    assert (asked.count("first"), asked.count("second")) == (3 * 9, 3)
+    # Once in each of three rounds.
+    assert all("second" in asked[start : start + 10] for start in (0, 10, 20))
+
+
+def test_times_are_made_monotonic():
+    times = np.array([[1.0, 2.0, 4.0], [3.0, 2.5, 8.0], [2.0, 6.0, 7.0]])
+    found = monotonic(times)
+    assert (np.diff(found, axis=0) >= 0).all()
+    assert (np.diff(found, axis=1) >= 0).all()
+    # What is in order stays, and what is not stays in its neighbours' range.
+    assert found[0].tolist() == [1.0, 2.0, 4.0]
+    assert (found.min(), found.max() <= 8.0) == (1.0, True)
+    np.testing.assert_array_equal(monotonic(found), found)
+
+
+# Coarse profiles: levels between the measured ones lie on a line.
+
+
+def test_levels_between_the_measured_ones_lie_on_a_line(engine, compiles, monkeypatch):
+    monkeypatch.setattr(coarse_profile, "LENGTHS", (16, 32, 512))
+    seen = []
+    with compiles() as count:
+        profile = measure_coarsely(engine, progress=lambda *step: seen.append(step))
+    assert count() == 0
+    assert (profile.levels, profile.tokens, profile.coarse) == ((50, 75, 100), (16, 32), True)
+    for rows in (profile.ttft_ms, profile.tpot_ms):
+        for small, middle, whole in zip(*rows, strict=True):
+            assert 0 < small <= whole
+            assert middle == pytest.approx((small + whole) / 2)
+    assert seen == [("profile", 1, 2), ("profile", 2, 2)]
+    # The planner asks for longer prompts, too.
+    assert profile.ttft(75, 47) >= profile.ttft(75, 32)
+    # A slow device is measured at two lengths.
+    monkeypatch.setattr(coarse_profile, "LENGTHS", (16, 32, 40))
+    times = iter(range(0, 1000, 20))
+    assert measure_coarsely(engine, clock=lambda: next(times)).tokens == (16, 32)
+    assert measure_coarsely(engine, clock=lambda: 0.0).tokens == (16, 32, 40)
+
+
+def test_a_coarse_profile_is_measured_once_and_replaced_by_a_whole_one(engine, monkeypatch):
+    counted = []
+
+    def counting(measure):
+        def measured(*arguments, **more):
+            counted.append(measure.__name__)
+            return measure(*arguments, **more)
+
+        return measured
+
+    monkeypatch.setattr(known, "measure", counting(known.measure))
+    monkeypatch.setattr(known, "measure_coarsely", counting(known.measure_coarsely))
+    first = known_profile(engine, coarse=True)
+    assert known_profile(engine, coarse=True) == first
+    assert load_profile(profile_path(engine.model.bundle, engine.options)) == first
+    whole = known_profile(engine)
+    assert (whole.coarse, whole.tokens) == (False, (16, 32, 47))
+    assert known_profile(engine, coarse=True) == known_profile(engine) == whole
+    assert counted == ["measure_coarsely", "measure"]

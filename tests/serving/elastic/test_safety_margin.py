@@ -14,11 +14,6 @@ def cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8):
     return Cost(ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens=tokens)
 
 
-def test_before_anything_is_seen_it_is_what_it_starts_from():
-    margin = SafetyMargin()
-    assert (margin.ttft, margin.tpot) == (START, START)
-
-
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99])
 def test_so_many_answers_stay_within_it_as_was_asked(confidence):
     draw, margin, within = random.Random(0), SafetyMargin(confidence), []
@@ -31,23 +26,16 @@ def test_so_many_answers_stay_within_it_as_was_asked(confidence):
 
 def test_it_forgets_and_stays_within_its_bounds():
     margin = SafetyMargin(0.9, window=20)
-    for _ in range(20):
-        margin.saw_first(cost(), cost(ttft_ms=1e6))
-    assert margin.ttft == MOST
-    assert margin.tpot == START
-    for _ in range(20):
-        margin.saw_first(cost(), cost(ttft_ms=3.0))
-    assert margin.ttft == 1.0
-
-
-def test_an_answer_of_one_token_says_nothing_of_further_ones():
-    margin = SafetyMargin(0.9, window=4)
-    for _ in range(4):
-        margin.saw_further(cost(), cost(tpot_ms=0.0, tokens=1))
-    assert margin.tpot == START
-    for _ in range(4):
-        margin.saw_further(cost(), cost(tpot_ms=3.0))
-    assert margin.tpot == 1.5
+    assert (margin.ttft, margin.tpot) == (START, START)
+    for ttft_ms, expected in ((1e6, MOST), (3.0, 1.0)):
+        for _ in range(20):
+            margin.saw_first(cost(), cost(ttft_ms=ttft_ms))
+        assert (margin.ttft, margin.tpot) == (expected, START)
+    # An answer of one token says nothing of further ones.
+    for tokens, expected in ((1, START), (8, 1.5)):
+        for _ in range(20):
+            margin.saw_further(cost(), cost(tpot_ms=3.0 * (tokens > 1), tokens=tokens))
+        assert margin.tpot == expected
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 1.5, -0.1, True, "0.9", float("nan")])

@@ -1,6 +1,7 @@
 """The tiny LM as a proposer: what it reads, what it may choose, what it costs."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -57,10 +58,17 @@ def test_scores_are_the_probabilities_of_the_prompts_tokens(planner, prompt):
     assert planner.scores(prompt).shape == prompt.ids.shape
 
 
-@pytest.mark.parametrize("slo", [Slo(ttft=0.2, tpot=0.5), Slo(ttft=0.9, tpot=0.9)])
-def test_the_likeliest_of_the_lightest_choices_is_proposed(prompt, slo):
-    _, (model, share) = read_by_hand(prompt, slo)
-    found = TinyPlanner(TINY_LM, LEVELS, decision="lightest").propose(prompt, slo, ALL)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slo", "row_tokens"), [(Slo(ttft=0.2, tpot=0.5), 64), (Slo(ttft=0.9, tpot=0.9), 64), (SLOS[4], 20)]
+)
+def test_the_likeliest_of_the_lightest_choices_is_proposed(prompt, slo, row_tokens):
+    """A long prompt is read in rows as it was trained, and all of them decide."""
+    assert len(prompt.ids) > 20
+    _, heads = read_by_hand(prompt, slo, row_tokens)
+    model, share = (np.asarray(each).mean(0) for each in heads)
+    trained = random_tiny_lm(LEVELS, RATIOS, row_tokens=row_tokens) if row_tokens < 64 else TINY_LM
+    found = TinyPlanner(trained, LEVELS, decision="lightest").propose(prompt, slo, ALL)
     assert found.level == LEVELS[int(np.argmax(model))]
     assert found.prompt_ratio == RATIOS[int(np.argmax(share))]
 
@@ -85,54 +93,32 @@ def test_the_choice_that_is_likeliest_right_is_proposed(planner, prompt, slo, sm
 
 
 def test_only_what_is_allowed_is_proposed(planner, prompt):
-    for level in range(3):
-        for ratio in range(3):
-            allowed = np.zeros((3, 3), bool)
-            allowed[level, ratio] = True
-            found = planner.propose(prompt, SLOS[0], allowed)
-            assert (found.level, found.prompt_ratio) == (LEVELS[level], RATIOS[ratio])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slo", [SLOS[1], SLOS[4]])
-def test_a_long_prompt_is_read_in_rows_as_it_was_trained_and_all_of_them_decide(prompt, slo):
-    row_tokens = 20
-    assert len(prompt.ids) > row_tokens
-    rows, mask = input_rows(prompt.ids, row_tokens)
-    _, heads = forward_both(TINY_LM.params, marked(rows, slo, TINY_LM.mark_ids), mask, cfg=TINY_LM.cfg)
-    model, share = (np.asarray(each).mean(0) for each in heads)
-    trained = random_tiny_lm(LEVELS, RATIOS, row_tokens=row_tokens)
-    found = TinyPlanner(trained, LEVELS, decision="lightest").propose(prompt, slo, ALL)
-    assert found.level == LEVELS[int(np.argmax(model))]
-    assert found.prompt_ratio == RATIOS[int(np.argmax(share))]
-
-
-def test_levels_that_it_does_not_know_are_never_proposed(prompt):
-    planner = TinyPlanner(TINY_LM, (20, 40, 100))
-    found = {planner.propose(prompt, slo, ALL).level for slo in SLOS}
-    assert found <= {40, 100}
+    for level, ratio in itertools.product(range(3), repeat=2):
+        allowed = np.zeros((3, 3), bool)
+        allowed[level, ratio] = True
+        found = planner.propose(prompt, SLOS[0], allowed)
+        assert (found.level, found.prompt_ratio) == (LEVELS[level], RATIOS[ratio])
+    # Levels that it does not know are never proposed.
+    other = TinyPlanner(TINY_LM, (20, 40, 100))
+    assert {other.propose(prompt, slo, ALL).level for slo in SLOS} <= {40, 100}
     with pytest.raises(ConfigError, match="of which none is served"):
         TinyPlanner(TINY_LM, (20, 50))
 
 
-def test_a_tokenizer_of_its_own_scores_the_same_words(prompt):
+def test_long_prompts_take_several_passes(planner, prompt):
+    more = dataclasses.replace(QUESTION, user=QUESTION.user + " and so on" * 12)
+    long = prompt_tokens(Tokenizer(tiny_tokenizer()), more)
+    passes = -(-len(long.ids) // 62)
+    assert passes > 2
+    assert planner.propose(long, SLOS[0], ALL).scores.shape == long.ids.shape
+    assert planner.planning_ms(len(long.ids)) == pytest.approx(passes * planner.planning_ms(62))
+    assert planner.planning_ms(10) > 0
+    # A tokenizer of its own scores the same words.
     own = TinyPlanner(random_tiny_lm(LEVELS, RATIOS, tokenizer=tiny_tokenizer(chat=False)), LEVELS)
     found = own.propose(prompt, SLOS[1], ALL)
     assert found.scores.shape == prompt.ids.shape
     for word in set(prompt.words.tolist()):
         assert len(set(found.scores[prompt.words == word].tolist())) == 1
-
-
-def test_long_prompts_take_several_passes(planner):
-    long = prompt_tokens(
-        Tokenizer(tiny_tokenizer()), dataclasses.replace(QUESTION, user=QUESTION.user + " and so on" * 12)
-    )
-    assert len(long.ids) > 2 * 62
-    assert planner.propose(long, SLOS[0], ALL).scores.shape == long.ids.shape
-    assert planner.planning_ms(len(long.ids)) == pytest.approx(
-        -(-len(long.ids) // 62) * planner.planning_ms(62)
-    )
-    assert planner.planning_ms(10) > 0
 
 
 @pytest.mark.slow

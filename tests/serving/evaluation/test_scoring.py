@@ -16,7 +16,7 @@ from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.prompts import prompt_ids
 from jaxllm.text.tokenizer import Tokenizer
-from tests.tiny import END_ID, TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
+from tests.tiny import END_ID, TINY, tiny_tokenizer, write_tiny_bundle
 
 
 def random_questions(count, context, seed=0, vocab=TINY.vocab_size):
@@ -51,69 +51,42 @@ def assert_equal_scores(engine, questions, **tolerance):
         np.testing.assert_allclose(each, one_by_one(engine, question), **tolerance)
 
 
-def test_equal_to_sequential_scores(engine):
-    assert_equal_scores(engine, random_questions(40, 128), rtol=1e-4, atol=1e-3)
+def test_equal_to_sequential_scores(engine, compiles):
+    questions, seen = random_questions(40, 128), []
+    assert_equal_scores(engine, questions, rtol=1e-4, atol=1e-3)
+    with compiles() as count:
+        score_options(engine, questions, progress=lambda *call: seen.append(call), stage="x")
+    assert count() == 0, "something compiles twice"
+    mine = [call[1:] for call in seen if call[0] == "x"]
+    total = sum(len(branch) for each in questions for branch in each.branches)
+    assert len(mine) > 1
+    assert mine == sorted(mine)
+    assert mine[-1] == (total, total)
+    with pytest.raises(ContextOverflow, match="129 tokens"):
+        score_options(engine, [Branching((1,) * 128, ((1, 2),))])
+    assert score_options(engine, []) == []
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.campaign)])
 def test_equal_at_the_width_that_is_served(tmp_path, weights):
-    engine = Engine.open(
-        write_tiny_bundle(tmp_path / "m", weights),
-        options=EngineOptions(context_tokens=64, chunk_tokens=(32,), score_tokens=256),
-        warm_up=False,
-    )
+    """In floats every family is: `test_rooms.py`."""
+    options = EngineOptions(context_tokens=64, chunk_tokens=(32,), score_tokens=256)
+    engine = Engine.open(write_tiny_bundle(tmp_path / "m", weights), options=options, warm_up=False)
     # The engine's cache holds halves where native kernels serve quantized weights.
     assert_equal_scores(engine, random_questions(12, 64), rtol=5e-3, atol=5e-2)
 
 
-def test_equal_in_a_model_with_windows_and_learned_positions(tmp_path):
-    fields = {"attention_windows": [5, 0], "learned_positions": True, "rope": None}
-    cfg = TINY.__class__.from_json(TINY.to_json() | fields)
-    engine = Engine.open(
-        write_tiny_bundle(tmp_path / "m", cfg=cfg, params=tiny_params(cfg)),
-        options=EngineOptions(context_tokens=64, chunk_tokens=(32,), score_tokens=256),
-        warm_up=False,
-    )
-    assert_equal_scores(engine, random_questions(20, 64), rtol=1e-4, atol=1e-3)
-
-
 def test_what_stands_beside_a_question_plays_no_role(engine):
     questions = random_questions(30, 128, seed=1)
+    questions.append(Branching((1, 2, 3), ((4, 5), (6,), (4, 5))))
     together = score_options(engine, questions)
     reversed_ = score_options(engine, questions[::-1])[::-1]
     for a, b, question in zip(together, reversed_, questions, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
         np.testing.assert_allclose(a, score_options(engine, [question])[0], rtol=1e-5, atol=1e-4)
-
-
-def test_equal_branches_score_alike(engine):
-    (scores,) = score_options(engine, [Branching((1, 2, 3), ((4, 5), (6,), (4, 5)))])
-    assert scores[0] == pytest.approx(scores[2], rel=1e-6)
-    assert scores[0] != pytest.approx(scores[1], rel=1e-3)
-
-
-def test_nothing_compiles_twice(engine, compiles):
-    questions = random_questions(20, 128, seed=2)
-    score_options(engine, questions)
-    with compiles() as count:
-        score_options(engine, questions)
-    assert count() == 0
-
-
-def test_progress_ends_at_all_tokens(engine):
-    questions, seen = random_questions(60, 128), []
-    score_options(engine, questions, progress=lambda *call: seen.append(call), stage="x")
-    mine = [call[1:] for call in seen if call[0] == "x"]
-    total = sum(len(branch) for each in questions for branch in each.branches)
-    assert mine[-1] == (total, total)
-    assert mine == sorted(mine)
-    assert len(mine) > 1
-
-
-def test_too_long(engine):
-    with pytest.raises(ContextOverflow, match="129 tokens"):
-        score_options(engine, [Branching((1,) * 128, ((1, 2),))])
-    assert score_options(engine, []) == []
+    # Equal branches score alike.
+    assert together[-1][0] == pytest.approx(together[-1][2], rel=1e-6)
+    assert together[-1][0] != pytest.approx(together[-1][1], rel=1e-3)
 
 
 def test_every_answer_is_packed_once():
@@ -150,9 +123,13 @@ def test_a_chat_ends_with_the_end_token():
     assert list(question.trunk) == tokenizer.encode_chat(CHAT.messages()) == prompt_ids(tokenizer, CHAT)
     assert [tokenizer.decode(branch) for branch in question.branches] == ["he", "hell"]
     assert all(branch[-1] == END_ID for branch in question.branches)
-
-
-def test_a_model_without_a_template_reads_plain_text():
+    # A template without a system turn gets it with the question; without a template it is plain text.
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ messages[0].content }}>"
+    )
+    tokenizer = Tokenizer(dataclasses.replace(tiny_tokenizer(), chat_template=template))
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT)) == "S\nU>"
     tokenizer = Tokenizer(tiny_tokenizer(chat=False))
     question = branching(tokenizer, CHAT)
     assert tokenizer.decode(question.trunk) == "S\nU\n"
@@ -179,12 +156,3 @@ def test_all_in_one_token():
     assert [tokenizer.decode(branch) for branch in question.branches] == ["e", "ell"]
     with pytest.raises(ConfigError, match="without a token"):
         prompt_ids(tokenizer, TaskExample(user="", answer="x", form="text"))
-
-
-def test_a_template_without_a_system_turn_gets_it_with_the_question():
-    template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-        "{{ messages[0].content }}>"
-    )
-    tokenizer = Tokenizer(dataclasses.replace(tiny_tokenizer(), chat_template=template))
-    assert tokenizer.decode(prompt_ids(tokenizer, CHAT)) == "S\nU>"

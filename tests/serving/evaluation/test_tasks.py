@@ -1,9 +1,9 @@
 """Results of tasks: what counts as right, what is left out, and Rouge."""
 
+import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.evaluation.tasks import is_right, read_questions, run_task
 from jaxllm.tasks import Task
 from jaxllm.tasks.example import TaskExample
@@ -20,42 +20,29 @@ def text(user, *options, answer=None):
 
 
 def test_the_first_of_equally_likely_options_wins(engine, monkeypatch):
-    monkeypatch.setattr(
-        "jaxllm.serving.evaluation.tasks.score_options",
-        lambda engine, questions, **_: [0.0 * each for each in score_options(engine, questions)],
-    )
+    def scored(scores):
+        monkeypatch.setattr("jaxllm.serving.evaluation.tasks.score_options", lambda *_, **__: scores)
+
+    scored([np.zeros(2), np.zeros(2)])
     result, (first, second) = run_task(engine, task(), [text("x", "a", "b"), text("x", "a", "b", answer="b")])
     assert (first["prediction"], second["prediction"]) == ("a", "a")
     assert result.scores == {"accuracy": 0.5}
-
-
-def test_per_byte(engine, monkeypatch):
-    import numpy as np
-
-    monkeypatch.setattr(
-        "jaxllm.serving.evaluation.tasks.score_options", lambda *_, **__: [np.array([-3.0, -4.0])]
-    )
+    scored([np.array([-3.0, -4.0])])
     result, _ = run_task(engine, task(per_byte=True), [text("x", " ab", " abcdef")])
     assert result.scores == {"accuracy": 1.0, "accuracy_per_byte": 0.0}
 
 
 def test_facts(engine):
-    examples = [
-        text("x", "a", "b"),
-        text("y", "a", "b"),
-        text("z", "b", "a", "c", "d"),
-        text("x" * 200, "a", "b"),
-    ]
+    long = text("x" * 200, "a", "b")
+    examples = [text("x", "a", "b"), text("y", "a", "b"), text("z", "b", "a", "c", "d"), long]
     result, predictions = run_task(engine, task(), examples)
     assert (result.examples, result.skipped, len(predictions)) == (3, 1, 3)
     assert result.chance == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
     assert result.majority == pytest.approx(2 / 3)
     assert result.tokens > 0
-
-
-def test_nothing_fits(engine):
+    # Where nothing fits there is nothing to tell.
     for kind in ("accuracy", "exact_match", "rouge"):
-        result, predictions = run_task(engine, task(kind), [text("x" * 200, "a", "b")])
+        result, predictions = run_task(engine, task(kind), [long])
         assert (result.scores, result.examples, result.skipped, predictions) == ({}, 0, 1, [])
 
 

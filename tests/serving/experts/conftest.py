@@ -8,9 +8,12 @@ import pytest
 
 from jaxllm import Engine
 from jaxllm.bundle.calibrations import expert_parts
-from jaxllm.experts.prediction import count_paths, count_tokens
+from jaxllm.experts.prediction import count_paths, count_tokens, eviction_policy
+from jaxllm.serving.experts import cache as cache_module
+from jaxllm.serving.experts.cache import ExpertCache
 from jaxllm.serving.experts.store import ExpertStore
 from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.direct_io import PieceReader
 from jaxllm.serving.opening.weight_source import budget_with_experts
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
@@ -68,3 +71,41 @@ def budget(engine, experts, **options):
     """Memory for so many experts of the largest width, and all else of an engine with some other options."""
     bundle, options = engine.model.bundle, dataclasses.replace(engine.options, **options)
     return budget_with_experts(bundle, options, experts * ExpertStore(bundle).largest_bytes)
+
+
+class Reader(PieceReader):
+    """Says what is read, and may wait, fail or lie before it does."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.offsets, self.before = [], lambda offset: None
+        self.spoil = lambda offset: False
+
+    def read_into(self, memory, place, offset, size):
+        self.before(offset)
+        super().read_into(memory, place, offset, size)
+        self.offsets.append(offset)
+        if self.spoil(offset):
+            memory[place] ^= 1
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """Makes caches of one thread and of so many bytes, and what reads for them."""
+    monkeypatch.setattr(cache_module, "_THREADS", 1)
+    made = []
+
+    def of(store, budget_bytes, policy="lru"):
+        reader, frequency = Reader(store.bundle.path), np.zeros((SPARSE, E))
+        policy = eviction_policy(policy)
+        made.append(ExpertCache(store, reader, budget_bytes=budget_bytes, policy=policy, frequency=frequency))
+        return made[-1], reader
+
+    yield of
+    for each in made:
+        each.close()
+
+
+def wait_until(cache, condition):
+    with cache._lock:
+        assert cache._came.wait_for(condition, timeout=60)

@@ -8,12 +8,13 @@ import pytest
 
 from jaxllm.bundle import Bundle
 from jaxllm.errors import BudgetExceeded, BundleError, CheckpointError
-from jaxllm.experts.prediction import eviction_policy
+from jaxllm.experts.prediction import count_paths, count_tokens
 from jaxllm.serving.experts import cache as room
-from jaxllm.serving.experts.cache import ExpertCache
+from jaxllm.serving.experts.predictors import make_predictor
 from jaxllm.serving.experts.store import ExpertStore
-from jaxllm.serving.host.direct_io import PAGE, PieceReader
-from tests.serving.experts.conftest import SPARSE, E
+from jaxllm.serving.ground.expert_options import ExpertOptions
+from jaxllm.serving.host.direct_io import PAGE
+from tests.serving.experts.conftest import E, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -21,43 +22,10 @@ def store(bundle_of):
     return ExpertStore(Bundle.open(bundle_of(8)))
 
 
-class Reader(PieceReader):
-    """Says what is read, and may wait, fail or lie before it does."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.offsets, self.before = [], lambda offset: None
-        self.spoil = lambda offset: False
-
-    def read_into(self, memory, place, offset, size):
-        self.before(offset)
-        super().read_into(memory, place, offset, size)
-        self.offsets.append(offset)
-        if self.spoil(offset):
-            memory[place] ^= 1
-
-
 @pytest.fixture
-def make(store, monkeypatch):
+def make(caches, store):
     """A cache with room for so many experts, one thread, and blocks of a page."""
-    monkeypatch.setattr(room, "_THREADS", 1)
-    made = []
-
-    def of(experts, policy="lru"):
-        reader = Reader(store.bundle.path)
-        cache = ExpertCache(
-            store,
-            reader,
-            budget_bytes=experts * store.largest_bytes,
-            policy=eviction_policy(policy),
-            frequency=np.zeros((SPARSE, E)),
-        )
-        made.append(cache)
-        return cache, reader
-
-    yield of
-    for each in made:
-        each.close()
+    return lambda experts: caches(store, experts * store.largest_bytes)
 
 
 def visit(cache, layer, experts, guesses=()):
@@ -80,27 +48,16 @@ def inside(cache):
     return {key[:2] for key, slot in cache._slots.items() if slot.ready}
 
 
-def wait_until(cache, condition):
-    with cache._lock:
-        assert cache._came.wait_for(condition, timeout=60)
-
-
-def test_what_is_there_comes_first(make):
+def test_what_is_there_comes_first_and_who_was_not_visited_for_longest_leaves(make):
     cache, _ = make(4)
     assert visit(cache, 0, [3, 1]) == [3, 1]
     assert visit(cache, 0, [2, 1]) == [1, 2]
-    counts = cache.counts
-    assert (counts.visits, counts.hits, counts.foreseen) == (4, 1, 0)
-
-
-def test_who_was_not_visited_for_longest_leaves(make):
+    assert (cache.counts.visits, cache.counts.hits, cache.counts.foreseen) == (4, 1, 0)
     cache, _ = make(3)
     for layer, experts in ((0, [0, 1]), (1, [0]), (0, [0]), (2, [5])):
         visit(cache, layer, experts)
     assert inside(cache) == {(1, 0), (0, 0), (2, 5)}
-
-
-def test_a_layer_may_ask_for_more_than_there_is_room(make):
+    # A layer may ask for more than there is room.
     cache, reader = make(2)
     assert sorted(visit(cache, 1, range(E))) == list(range(E))
     assert len(set(reader.offsets)) == len(reader.offsets)
@@ -115,6 +72,10 @@ def test_what_is_foreseen_is_there(make):
     assert visit(cache, 1, [2]) == [2]
     assert len(reader.offsets) == read
     assert (cache.counts.guesses, cache.counts.foreseen) == (2, 1)
+    # Guesses never evict who is foreseen before.
+    cache, _ = make(2)
+    visit(cache, 0, [0], [(1, 1, 0), (1, 2, 0), (1, 3, 0)])
+    wait_until(cache, lambda: inside(cache) == {(1, 1), (1, 2)})
 
 
 def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
@@ -152,23 +113,15 @@ def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
     assert (1, 1, 0) not in cache._slots
 
 
-def test_guesses_never_evict_who_is_foreseen_before(make):
-    cache, _ = make(2)
-    visit(cache, 0, [0], [(1, 1, 0), (1, 2, 0), (1, 3, 0)])
-    wait_until(cache, lambda: inside(cache) == {(1, 1), (1, 2)})
-
-
-def test_a_byte_that_was_read_wrongly_is_read_again(make, store):
+def test_a_corrupt_expert_is_read_again_and_an_error_and_the_next_visit_tries_again(make, store):
     cache, reader = make(2)
-    wrong = iter([True])
-    reader.spoil = lambda offset: offset == store[0, 1].planes[0].segment.offset and next(wrong, False)
+    at, wrong = store[0, 1].planes[0].segment.offset, iter([True])
+    # Read wrongly once, it is read again.
+    reader.spoil = lambda offset: offset == at and next(wrong, False)
     assert visit(cache, 0, [1]) == [1]
-    assert reader.offsets.count(store[0, 1].planes[0].segment.offset) == 2
-
-
-def test_a_corrupt_expert_is_an_error_and_the_next_visit_tries_again(make, store):
+    assert reader.offsets.count(at) == 2
     cache, reader = make(2)
-    reader.spoil = lambda offset: offset == store[0, 1].planes[0].segment.offset
+    reader.spoil = lambda offset: offset == at
     with pytest.raises(BundleError, match=r"expert 1 of layer 0 is corrupt .* make it again"):
         visit(cache, 0, [1])
     reader.spoil = lambda offset: False
@@ -230,10 +183,63 @@ def test_a_smaller_budget_evicts_idle_experts(make, store):
     cache.resize(4 * store.largest_bytes)
     visit(cache, 1, [2, 0])
     assert len(inside(cache)) == 4
-
-
-def test_a_budget_below_one_layers_experts_is_refused(make, store):
-    cache, _ = make(4)
+    # One below one layer's experts is refused.
     with pytest.raises(BudgetExceeded, match="visits at one layer take"):
         cache.resize(store.least_bytes() - 1)
     assert cache.budget_bytes == 4 * store.largest_bytes
+
+
+# Which experts each predictor foresees, and how far ahead.
+
+
+EXPERTS, TOKEN = 8, 7
+# At each of four layers the token visits other experts.
+IDS = np.stack([np.tile([[at, at + 1]], (20, 1)) for at in (0, 2, 4, 6)])
+COUNTS, TOKENS = count_paths(IDS, EXPERTS), count_tokens(IDS, np.full(20, TOKEN), EXPERTS)
+
+
+def foreseen(name, visited, ahead, steps):
+    """Whom a predictor thinks worth reading, most probable first."""
+    predictor = make_predictor(name, COUNTS, TOKENS)
+    predictor.begin(np.array([TOKEN]))
+    chances = predictor.probabilities(visited, ahead, steps)
+    worth = predictor.worthwhile(visited, chances, steps)
+    return [int(each) for each in np.argsort(-chances, kind="stable") if worth[each]]
+
+
+def test_routers_see_the_next_layers_and_the_token_those_behind_them():
+    """So that foreseeing two layers, as is the default, reads for two."""
+    assert ExpertOptions().layers_ahead == 2
+    ahead = np.zeros((2, EXPERTS), np.float32)
+    ahead[0, 5] = ahead[1, 2] = 1.0
+    visited = [np.array([[0, 1]])]
+    assert foreseen("router", visited, ahead, 1)[0] == 5
+    assert foreseen("router", [*visited, np.array([[5, 0]])], ahead, 2) == [2]
+
+
+def test_what_a_token_visits_weighs_routers():
+    """The token visits 2 and 3 at this layer; another one is as the router says."""
+    ahead = np.full((1, EXPERTS), 1 / EXPERTS, np.float32)
+    visited = [np.array([[0, 1]])]
+    assert foreseen("router", visited, ahead, 1)[:2] == [2, 3]
+    ahead[0, 6] = 0.99
+    assert foreseen("router", visited, ahead, 1)[0] == 2
+    predictor = make_predictor("router", COUNTS, TOKENS)
+    predictor.begin(np.array([TOKEN + 1]))
+    np.testing.assert_array_equal(predictor.probabilities(visited, ahead, 1), ahead[0])
+
+
+def test_farther_ahead_those_are_read_that_have_half_of_the_probability():
+    predictor = make_predictor("router", COUNTS, TOKENS)
+    visited, chances = [np.array([[0, 1]])] * 2, np.zeros(EXPERTS, np.float32)
+    chances[:4] = 0.3, 0.15, 0.4, 0.15
+    assert np.flatnonzero(predictor.worthwhile(visited, chances, 2)).tolist() == [0, 2]
+    chances[:4] = 0.05, 0.05, 0.6, 0.3
+    assert np.flatnonzero(predictor.worthwhile(visited, chances, 2)).tolist() == [2]
+    # A router's best are read whatever their lead; of the first layer the token tells.
+    assert len(foreseen("router", [np.array([[0, 1]])], np.full((1, EXPERTS), 1 / EXPERTS), 1)) == EXPERTS
+    assert foreseen("router", [], np.zeros((1, EXPERTS)), 1) == [0, 1]
+    # By statistics those of an unknown token are no likelier than others.
+    predictor = make_predictor("tokens", COUNTS, TOKENS)
+    predictor.begin(np.array([TOKEN + 1]))
+    assert not predictor.worthwhile([], np.full(EXPERTS, 1 / EXPERTS), 1).any()

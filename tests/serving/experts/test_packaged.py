@@ -5,6 +5,8 @@ and as many drawn answers of each engine.
 """
 
 import dataclasses
+import functools
+import itertools
 import os
 
 import numpy as np
@@ -28,12 +30,7 @@ ANSWERS = int(os.environ.get("JAXLLM_TEST_ANSWERS", "2"))
 TOKENS, EXPERTS = 40, 10
 TREES = TreeShape(nodes=(16, 32), room=32)
 OPTIONS = EngineOptions(
-    context_tokens=128,
-    cache_tokens=(128,),
-    chunk_tokens=(32,),
-    decode_block=8,
-    trees=TREES,
-    buckets_bytes=0,
+    context_tokens=128, cache_tokens=(128,), chunk_tokens=(32,), decode_block=8, trees=TREES, buckets_bytes=0
 )
 # Always: what does not pay is as exact as what does.
 HOW = {"trees": TREES, "pausing": False, "pipelined": False}
@@ -58,14 +55,12 @@ def requests():
 
 def answers(path, *, streamed, drafter=None):
     """Of one engine, and how many trees its target read."""
-    speculation = DRAFTERS.get(drafter)
-    options = OPTIONS
+    speculation, options = DRAFTERS.get(drafter), OPTIONS
     if streamed:
         with Bundle.open(path) as bundle:
             room = EXPERTS * ExpertStore(bundle).largest_bytes
-            room += (
-                0 if speculation is None else drafter_bytes(speculation, OPTIONS.context_tokens, bundle.cfg)
-            )
+            if speculation is not None:
+                room += drafter_bytes(speculation, OPTIONS.context_tokens, bundle.cfg)
             resolved = OPTIONS.resolve(bundle.cfg, quantized=True)
             options = dataclasses.replace(OPTIONS, memory_bytes=budget_with_experts(bundle, resolved, room))
     engine = Engine.open(path, options=options, speculation=speculation)
@@ -77,57 +72,37 @@ def answers(path, *, streamed, drafter=None):
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory):
-    """The packaged mixture with experts of a width."""
-    made = {}
+def made(tmp_path_factory):
+    """The packaged mixture with experts of a width, and its answers without drafts, in memory."""
 
+    @functools.cache
     def of(width):
-        if width not in made:
-            made[width] = tmp_path_factory.mktemp("moe") / f"moe{width}.jaxllm"
-            prepare(find_model("moe"), made[width], expert_bits=width)
-        return made[width]
+        path = tmp_path_factory.mktemp("moe") / f"moe{width}.jaxllm"
+        prepare(find_model("moe"), path, expert_bits=width)
+        return path, answers(path, streamed=False)[0]
 
     return of
 
 
-@pytest.fixture(scope="module")
-def plain(apart):
-    """The answers without drafts, by width, in memory."""
-    made = {}
-
-    def of(width):
-        if width not in made:
-            made[width], _ = answers(apart(width), streamed=False)
-        return made[width]
-
-    return of
-
-
-def slow_but(cases, *quick):
-    return [each if each in quick else pytest.param(*each, marks=pytest.mark.slow) for each in cases]
+def cases(*daily):
+    """Widths, where experts are, and who drafts."""
+    every = itertools.product((8, 4, 2), (False, True), (None, "ngram", "model"))
+    return [
+        pytest.param(*each, marks=() if each in daily else pytest.mark.campaign)
+        for each in every
+        if each[1] or each[2]
+    ]
 
 
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
-    ("width", "streamed", "drafter"),
-    slow_but(
-        [
-            (width, streamed, drafter)
-            for width in (8, 4, 2)
-            for streamed in (False, True)
-            for drafter in (None, "ngram", "model")
-            if streamed or drafter
-        ],
-        (4, False, "ngram"),
-        (4, True, "ngram"),
-    ),
+    ("width", "streamed", "drafter"), cases((4, False, "ngram"), (4, True, "ngram"), (8, True, "model"))
 )
-def test_the_answers_are_those_of_plain_decoding_in_memory(apart, plain, width, streamed, drafter):
-    found, trees = answers(apart(width), streamed=streamed, drafter=drafter)
-    differing = [
-        number for number, pair in enumerate(zip(found, plain(width), strict=True)) if pair[0] != pair[1]
-    ]
+def test_the_answers_are_those_of_plain_decoding_in_memory(made, width, streamed, drafter):
+    path, plain = made(width)
+    found, trees = answers(path, streamed=streamed, drafter=drafter)
+    differing = [number for number, pair in enumerate(zip(found, plain, strict=True)) if pair[0] != pair[1]]
     assert not differing, f"{len(differing)} of {len(found)} answers differ"
     assert len({tuple(each) for each in found}) > ANSWERS
     assert (trees > 0) == (drafter is not None)
@@ -135,9 +110,9 @@ def test_the_answers_are_those_of_plain_decoding_in_memory(apart, plain, width, 
 
 @needs_native
 @pytest.mark.slow
-def test_laid_apart_it_answers_as_it_is_packaged(plain):
+def test_laid_apart_it_answers_as_it_is_packaged(made):
     """At its own width."""
-    assert answers(find_model("moe"), streamed=False)[0] == plain(8)
+    assert answers(find_model("moe"), streamed=False)[0] == made(8)[1]
 
 
 def test_its_experts_can_be_streamed():

@@ -11,17 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxllm import Engine, EngineOptions, GenerationConfig, Grammar, Sampling, Sliding, SpeculationOptions
+from jaxllm import EngineOptions, GenerationConfig, Grammar, Sampling, Sliding
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
 from jaxllm.serving.engine import decoding as guided
 from jaxllm.serving.guided.logprobs import token_logprob
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
-from tests.serving.experts.conftest import CFG as MIXTURE
-from tests.serving.experts.conftest import SPARSE, E, drawn_params
-from tests.serving.experts.conftest import budget as expert_budget
-from tests.tiny import write_tiny_bundle
+from tests.serving.ways import opened
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
 OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16,), cache_tokens=(128,), decode_block=4)
@@ -50,13 +45,6 @@ def require_schema(text):
     assert value["mood"] in ("up", "low")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_an_answer_matches_its_schema_and_ends_there(engine, seed):
-    answer = engine.generate(PROMPT, config(json.dumps(SCHEMA), "json_schema", seed=seed))
-    assert answer.finish_reason == "stop"
-    require_schema(answer.text)
-
-
 EXPRESSIONS = st.recursive(
     st.sampled_from(["a", "[0-9]", "x?y", "the", "\\.", "é"]),
     lambda part: st.one_of(
@@ -76,33 +64,20 @@ def test_an_answer_matches_its_expression(engine, expression, seed):
     assert re.fullmatch(expression, answer.text), (expression, answer.text)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(low=st.integers(-50, 50), span=st.integers(0, 100), items=st.integers(1, 3), seed=st.integers(0, 99))
-def test_an_answer_matches_drawn_schemas(engine, low, span, items, seed):
-    integer = {"type": "integer", "minimum": low, "maximum": low + span}
-    schema = {"type": "array", "items": integer, "minItems": items, "maxItems": items}
-    answer = engine.generate(PROMPT, config(json.dumps(schema), "json_schema", seed=seed))
-    found = json.loads(answer.text)
-    assert len(found) == items
-    assert all(low <= each <= low + span for each in found)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_forced_tokens_fed_together_give_what_one_by_one_gives(engine, monkeypatch, seed):
+def test_forced_tokens_fed_together_give_what_one_by_one_gives(engine, monkeypatch):
     text = "(no|yes), hello the (cat|dog)[a-z]{2} hello hello hello hello!"
-    together = engine.generate(PROMPT, config(text, seed=seed))
-    limits = []
-    limit_of = guided.GuidedDecoding.limit
+    together = [engine.generate(PROMPT, config(text, seed=seed)) for seed in range(4)]
+    limits, limit_of = [], guided.GuidedDecoding.limit
 
     def one(self, pace, remaining):
         limits.append(limit_of(self, pace, remaining))
         return 1
 
     monkeypatch.setattr(guided.GuidedDecoding, "limit", one)
-    apart = engine.generate(PROMPT, config(text, seed=seed))
+    for seed, answer in enumerate(together):
+        apart = engine.generate(PROMPT, config(text, seed=seed))
+        assert (apart.tokens, apart.text) == (answer.tokens, answer.text)
     assert max(limits) > 8
-    assert together.tokens == apart.tokens
-    assert together.text == apart.text
 
 
 def test_an_answer_ends_by_length_in_the_middle_of_forced_tokens(engine):
@@ -127,15 +102,12 @@ def test_end_tokens_and_stop_strings(engine):
     assert engine.generate(PROMPT, config("ab,cd", stop=(",",))).text == "ab"
 
 
-def test_a_bias_that_forbids_what_the_grammar_needs_is_an_error(engine):
+def test_a_grammar_that_leads_nowhere_is_an_error(engine):
     letter = engine.tokenizer.encode("o", add_special_tokens=False)[0]
     sampling = Sampling(logit_bias=((letter, -math.inf),))
     with pytest.raises(ConfigError, match="logit_bias forbids every token that the grammar allows"):
         engine.generate(PROMPT, config("x hello", sampling=sampling))
     assert engine.generate(PROMPT, config("xo?", sampling=sampling)).text == "x"
-
-
-def test_a_grammar_that_leads_nowhere_is_an_error(engine):
     with pytest.raises(ConfigError, match="it matches no text"):
         engine.generate(PROMPT, config('{"$ref": "#"}', "json_schema"))
     optional = {f"p{number}": {"type": "integer"} for number in range(1500)}
@@ -191,38 +163,18 @@ def test_the_window_and_what_slides(engine, sliding):
             assert re.fullmatch("(hello the ){20}[a-z]{80}", answer.text)
 
 
-def opened(way, path):
-    if way == "experts":
-        bits = np.full((SPARSE, E), 8)
-        path = write_tiny_bundle(path, cfg=MIXTURE, params=drawn_params(), expert_bits=bits)
-        memory = expert_budget(Engine.open(path, options=OPTIONS, warm_up=False), 4)
-        return Engine.open(path, options=dataclasses.replace(OPTIONS, memory_bytes=memory))
-    path = write_tiny_bundle(path, "f32" if way == "layerwise" else "int8")
-    options, speculation = OPTIONS, None
-    if way == "layerwise":
-        resident = Engine.open(path, options=options, warm_up=False)
-        size = fixed_bytes(resident.cfg, resident.options) + int(0.7 * resident.model.bundle.weight_bytes)
-        options = dataclasses.replace(options, memory_bytes=whole_budget(size))
-    if way == "drafted":
-        speculation = SpeculationOptions(drafter="ngram", pausing=False)
-    return Engine.open(path, options=options, speculation=speculation)
-
-
 @pytest.mark.parametrize(
     "way",
-    [
-        "int8",
-        "layerwise",
-        pytest.param("experts", marks=pytest.mark.slow),
-        pytest.param("drafted", marks=pytest.mark.slow),
-    ],
+    ["int8", "streamed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("experts", "drafted"))],
 )
 def test_every_runner_follows_grammars_and_compiles_nothing(way, tmp_path, compiles):
-    engine = opened(way, tmp_path / "model.jaxllm")
+    engine = opened(way, tmp_path / "model.jaxllm", OPTIONS)
     with compiles() as count:
         for seed in range(2):
             each = config(json.dumps(SCHEMA), "json_schema", seed=seed)
-            require_schema(engine.generate(PROMPT, each).text)
+            answer = engine.generate(PROMPT, each)
+            assert answer.finish_reason == "stop"
+            require_schema(answer.text)
             told = engine.generate(PROMPT, dataclasses.replace(each, top_logprobs=2))
             require_schema(told.text)
             assert told.logprobs is not None

@@ -1,16 +1,24 @@
-"""Grammars that are refused, and what is said of them."""
+"""Grammars that are refused, and what is said of them; and processes that compile and follow grammars."""
 
+import errno
+import gc
+import os
+import signal
+import socket
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.guided import paths, workers
 from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
+from jaxllm.serving.guided.workers import GrammarLate
 from jaxllm.text.tokenizer import Tokenizer
-from tests.tiny import VOCAB_SIZE, tiny_tokenizer
+from tests.tiny import END_ID, VOCAB_SIZE, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +55,17 @@ def test_a_grammar_that_nothing_bounds_or_nobody_can_read_is_refused(kind, text,
         Grammar(kind=kind, text=text)
 
 
+def test_what_does_not_end_is_read_once():
+    """In the event loop: from each quote on, it took most of a minute."""
+    began_s = time.process_time()
+    for head in ('"', "/"):
+        Grammar(kind="lark", text=f"start: {head}" + rf"\{head}" * 32_000)
+    assert time.process_time() - began_s < 10
+    for count in (-1, 21, 1.5, True):
+        with pytest.raises(ConfigError, match="top_logprobs must be"):
+            GenerationConfig(top_logprobs=count)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "part"),
     [
@@ -74,15 +93,205 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
         fresh.matcher(Grammar(kind="json"), GenerationConfig().stop_ids([1]))
 
 
-@pytest.mark.parametrize("head", ['"', "/"])
-def test_what_does_not_end_is_read_once(head):
-    """In the event loop: from each quote on, it took most of a minute."""
-    began_s = time.process_time()
-    Grammar(kind="lark", text=f"start: {head}" + rf"\{head}" * 32_000)
-    assert time.process_time() - began_s < 10
+# Processes that compile and follow grammars: their bounds end one call, and no other.
 
 
-@pytest.mark.parametrize("count", [-1, 21, 1.5, True])
-def test_a_number_of_likeliest_tokens_is_checked(count):
-    with pytest.raises(ConfigError, match="top_logprobs must be"):
-        GenerationConfig(top_logprobs=count)
+STOPS = GenerationConfig().stop_ids([END_ID])
+# In all three the compiler overflowed the stack, or computed for seconds, in the engine's process and thread.
+KILLERS = {
+    "lark": "start: r0\n" + "".join(f"r{each}: r{each + 1}\n" for each in range(3500)) + 'r3500: "a"\n',
+    "json_schema": '{"$ref": "#/$defs/0", "$defs": {'
+    + "".join(
+        f'"{each}": {{"properties": {{"a": {{"$ref": "#/$defs/{each + 1}"}}}}}}, ' for each in range(1100)
+    )
+    + '"1100": {"type": "integer"}}}',
+    "regex": "a?" * 16000 + "a" * 16000,
+}
+
+
+@pytest.fixture
+def fresh_compiler():
+    return GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
+
+
+def take_first(matcher):
+    """Takes the first of the allowed tokens."""
+    token = int(np.flatnonzero(matcher.allowed())[0])
+    matcher.take([token])
+    return token
+
+
+def followed(matcher):
+    """The text of an answer of the first allowed tokens."""
+    tokens = []
+    while not matcher.complete:
+        tokens.append(take_first(matcher))
+    return Tokenizer(tiny_tokenizer()).decode(tokens)
+
+
+@pytest.mark.parametrize("kind", KILLERS)
+def test_a_grammar_that_ends_its_process_ends_its_call_alone(fresh_compiler, monkeypatch, kind):
+    monkeypatch.setattr(paths, "MAX_PATH", 10**6)
+    # They have a second of the processor, which may take many on a machine that tests keep busy.
+    monkeypatch.setattr(workers, "REPLY_S", 120.0)
+    begun = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}[cd]"), STOPS)
+    take_first(begun)
+    killer = Grammar(kind=kind, text=KILLERS[kind])
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"is too complex: it took more than 1 seconds.* use a smaller"):
+            fresh_compiler.matcher(killer, STOPS)
+    # The second call was told what came of the first.
+    assert fresh_compiler.counts == {"compiled": 1, "refused": 0, "ended": 1}
+    assert followed(begun) == "aac"
+    assert followed(fresh_compiler.matcher(Grammar(kind="regex", text="abc"), STOPS)) == "abc"
+
+
+def test_long_paths_are_refused_before_they_are_compiled():
+    for kind in ("lark", "json_schema"):
+        with pytest.raises(ConfigError, match="at most 1500 are supported: write some of them out"):
+            Grammar(kind=kind, text=KILLERS[kind])
+    with pytest.raises(ConfigError, match="lead through one another"):
+        Grammar(kind="lark", text=f"start: %json {KILLERS['json_schema']}")
+
+
+def test_diamonds_cycles_and_ordinary_depths_are_not_long(fresh_compiler):
+    diamonds = "start: r0\n" + "".join(f"r{each}: r{each + 1} | r{each + 1}\n" for each in range(100))
+    assert (
+        followed(fresh_compiler.matcher(Grammar(kind="lark", text=diamonds + 'r100: "ab"\n'), STOPS)) == "ab"
+    )
+    tree = (
+        '{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"const": 1}]}, "minItems": 1, "maxItems": 1}'
+    )
+    assert fresh_compiler.matcher(Grammar(kind="json_schema", text=tree), STOPS).forced(9)
+    names = 'start: a\na: b | c\nb: a c\nc: a | /r0: r1/ | "d: e" // f: g\n'
+    Grammar(kind="lark", text=names)
+    deep = '{"type": "array", "items": ' * 60 + "{}" + "}" * 60
+    assert not fresh_compiler.matcher(Grammar(kind="json_schema", text=deep), STOPS).complete
+
+
+def test_processes_that_are_gone_are_started_again(fresh_compiler):
+    grammar = Grammar(kind="regex", text="[ab]{30}")
+    matcher = fresh_compiler.matcher(grammar, STOPS)
+    take_first(matcher)
+    matcher.wait()
+    compiled = fresh_compiler.prepare(grammar, STOPS).result().compiled
+    os.killpg(first_process(fresh_compiler), signal.SIGKILL)
+    until(lambda: not compiled.alive)
+    take_first(matcher)
+    with pytest.raises(ConfigError, match="cannot be followed after 2 tokens"):
+        matcher.wait()
+    assert followed(fresh_compiler.matcher(grammar, STOPS)) == "a" * 30
+
+
+def test_a_stop_of_the_service_ends_no_answer(fresh_compiler, monkeypatch):
+    """systemd sends SIGTERM to all processes of a service, which ends its answers first."""
+    # What the machine was too busy for is tried again.
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "_START_S", 0.0)
+        patch.setattr(workers, "REPLY_S", 1e-6)
+        with pytest.raises(GrammarLate, match=r"could not be compiled now: .* ask again"):
+            fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}"), STOPS)
+    matcher = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}"), STOPS)
+    take_first(matcher)
+    os.killpg(first_process(fresh_compiler), signal.SIGTERM)
+    for _ in range(2):
+        take_first(matcher)
+    assert matcher.complete
+    assert followed(fresh_compiler.matcher(Grammar(kind="regex", text="abc"), STOPS)) == "abc"
+
+
+def test_without_a_file_or_a_process_left_a_grammar_is_tried_again(fresh_compiler, monkeypatch):
+    grammar, group = Grammar(kind="regex", text="[ab]{3}"), first_process(fresh_compiler)
+
+    def none_left():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", none_left)
+        with pytest.raises(GrammarLate, match=r"Too many open files.*ask again"):
+            fresh_compiler.matcher(grammar, STOPS)
+    matcher = fresh_compiler.matcher(grammar, STOPS)
+    token = int(np.flatnonzero(matcher.allowed())[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", none_left)
+        matcher.take([token])
+        with pytest.raises(GrammarLate, match=r"after 1 tokens now: .*Too many open files"):
+            matcher.wait()
+    assert first_process(fresh_compiler) == group, "it was ended, though nothing was wrong with it"
+    fresh = GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
+    with monkeypatch.context() as patch:
+        cannot = "import os; os.fork = lambda: os.open('/', os.O_WRONLY); "
+        patch.setattr(workers, "_BOOT", cannot + workers._BOOT)
+        with pytest.raises(GrammarLate, match="can fork no other"):
+            fresh.matcher(grammar, STOPS)
+    assert followed(fresh.matcher(grammar, STOPS)) == "aaa"
+
+
+def test_who_has_waited_long_enough_waits_no_longer(fresh_compiler):
+    """The engine's thread looks after a process again when it is late."""
+    matcher = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{30}"), STOPS)
+    token = take_first(matcher)
+    matcher.wait()
+    group = first_process(fresh_compiler)
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        matcher.take([token])
+        assert not matcher.ready
+        matcher._follower._asked_s -= workers.REPLY_S
+        assert matcher.ready
+        with pytest.raises(GrammarLate, match="no answer came within 10 seconds"):
+            matcher.wait()
+        assert matcher.channel.gettimeout() < 1
+    finally:
+        os.killpg(group, signal.SIGKILL)
+
+
+def test_processes_end_with_their_compiler(fresh_compiler):
+    matcher = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{30}"), STOPS)
+    take_first(matcher)
+    group = first_process(fresh_compiler)
+    del matcher
+    fresh_compiler.__dict__.clear()
+    gc.collect()
+
+    def gone():
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    until(gone)
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(fresh_compiler):
+    for _ in range(2):
+        fresh_compiler._turns.acquire()
+    fresh_compiler.prepare(Grammar(kind="regex", text="left"), STOPS)
+    waiting = fresh_compiler.prepare(Grammar(kind="regex", text="abc"), STOPS)
+    fresh_compiler._turns.release()
+    assert followed(waiting.result().matcher()) == "abc"
+    fresh_compiler._turns.release()
+    assert fresh_compiler.counts["compiled"] == 1
+    # The last grammars stay compiled.
+    for number in range(3):
+        for each in 2 * ("abc", f"x{number}y"):
+            fresh_compiler.matcher(Grammar(kind="regex", text=each), STOPS)
+    assert fresh_compiler.counts["compiled"] == 4
+    # Other end tokens are another matter.
+    fresh_compiler.matcher(Grammar(kind="regex", text="abc"), GenerationConfig().stop_ids([END_ID, 5]))
+    assert fresh_compiler.counts["compiled"] == 5
+
+
+def first_process(fresh_compiler):
+    """The process whose group all of them are in."""
+    fresh_compiler.matcher(Grammar(kind="regex", text="z"), STOPS)
+    return fresh_compiler._workers.pid
+
+
+def until(there):
+    """Waits for something that comes soon."""
+    late_s = time.monotonic() + 300
+    while not there():
+        assert time.monotonic() < late_s
+        time.sleep(0.02)

@@ -32,50 +32,32 @@ def test_pieces_are_what_the_file_holds(file, caching, offset, size):
         assert reader.size_bytes == len(content)
 
 
-@pytest.mark.parametrize(("offset", "size"), [(0, 3 * PAGE + 101), (4 * PAGE, 1), (-1, 5)])
-def test_more_than_there_is_is_refused(file, offset, size):
-    with PieceReader(file[0]) as reader, pytest.raises(CheckpointError, match="truncated"):
-        reader.read(offset, size)
+def test_an_emulated_device_is_no_faster_than_it_says(file):
+    with PieceReader(file[0], Storage(bytes_per_s=PAGE / 0.02, latency_ms=5)) as reader:
+        began = time.perf_counter()
+        reader.read(0, PAGE)
+        reader.read(PAGE, 2 * PAGE)
+        assert time.perf_counter() - began >= 0.07
+        assert reader.bytes_read == 3 * PAGE
 
 
-def test_a_file_that_shrinks_while_it_is_open_is_told(file):
-    path, _ = file
-    with PieceReader(path, Storage(caching="buffered")) as reader:
-        with path.open("r+b") as opened:
-            opened.truncate(10)
-        with pytest.raises(CheckpointError, match="shorter while it was read"):
-            reader.read(PAGE, 10)
-
-
+@pytest.mark.parametrize("caching", ["direct", "buffered"])
 @pytest.mark.parametrize("left", [10, PAGE + 10, 2 * PAGE])
-def test_a_direct_read_of_a_file_that_shrinks_ends(file, left):
+def test_a_read_of_a_file_that_shrinks_ends(file, left, caching):
     """Also where it is cut within a page, at whose beginning a direct read goes on."""
     path, _ = file
-    with PieceReader(path) as reader:
+    with PieceReader(path, Storage(caching=caching)) as reader:
+        for offset, size in ((0, 3 * PAGE + 101), (4 * PAGE, 1), (-1, 5)):
+            with pytest.raises(CheckpointError, match="truncated"):
+                reader.read(offset, size)
         os.truncate(path, left)
         with pytest.raises(CheckpointError, match="shorter while it was read"):
             reader.read(0, 3 * PAGE)
 
 
 def test_where_direct_reads_are_refused_the_cache_is_used(file, monkeypatch):
-    """As on file systems that open for them and then have none."""
-    path, content = file
-    real = os.preadv
-    with PieceReader(path) as reader:
-        reader.caching = "direct"
-
-        def preadv(descriptor, buffers, offset):
-            if reader.caching == "direct":
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return real(descriptor, buffers, offset)
-
-        monkeypatch.setattr(os, "preadv", preadv)
-        np.testing.assert_array_equal(reader.read(100, 5000), content[100:5100])
-        assert reader.caching == "buffered"
-
-
-def test_the_cache_is_used_for_the_file_that_was_opened(file, monkeypatch):
-    """Although another one has its name by then."""
+    """As on file systems that open for them and then have none; and for the file that was opened, although
+    another one has its name by then."""
     path, content = file
     real = os.preadv
     with PieceReader(path) as reader:
@@ -90,6 +72,7 @@ def test_the_cache_is_used_for_the_file_that_was_opened(file, monkeypatch):
 
         monkeypatch.setattr(os, "preadv", preadv)
         np.testing.assert_array_equal(reader.read(100, 5000), content[100:5100])
+        assert reader.caching == "buffered"
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
@@ -106,49 +89,33 @@ def test_what_storage_refuses_is_told_from_what_is_not_there(file, monkeypatch, 
         PieceReader(file[0])
 
 
-def test_what_is_no_regular_file_is_told(tmp_path):
+def test_what_may_not_be_opened_is_told(file, tmp_path):
     """And a pipe is not waited for."""
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(CheckpointError, match=r"not a regular file|cannot be read") as told:
-            PieceReader(path)
-        assert not isinstance(told.value, Unreadable)
-
-
-def test_links_are_followed_only_where_they_may_be(file, tmp_path):
     path, content = file
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match=r"not a regular file|cannot be read") as told:
+            PieceReader(other)
+        assert not isinstance(told.value, Unreadable)
+    # Links are followed only where they may be.
     (tmp_path / "link").symlink_to(path)
     with PieceReader(tmp_path / "link") as reader:
         np.testing.assert_array_equal(reader.read(0, 10), content[:10])
     with pytest.raises(CheckpointError, match="cannot be read"):
         PieceReader(tmp_path / "link", follow_links=False)
-
-
-def test_an_emulated_device_is_no_faster_than_it_says(file):
-    with PieceReader(file[0], Storage(bytes_per_s=PAGE / 0.02, latency_ms=5)) as reader:
-        began = time.perf_counter()
-        reader.read(0, PAGE)
-        reader.read(PAGE, 2 * PAGE)
-        assert time.perf_counter() - began >= 0.07
-        assert reader.bytes_read == 3 * PAGE
-
-
-def test_memory_begins_at_a_page():
-    assert aligned(5).ctypes.data % PAGE == 0
-    assert aligned(5).nbytes == 5
-
-
-def test_bad_settings_are_told(tmp_path):
-    with pytest.raises(ConfigError, match="direct or buffered"):
-        Storage(caching="mapped")
-    with pytest.raises(ConfigError, match="not negative"):
-        Storage(bytes_per_s=-1)
     with pytest.raises(CheckpointError, match="No such file"):
         PieceReader(tmp_path / "missing")
+    for wrong, message in (
+        ({"caching": "mapped"}, "direct or buffered"),
+        ({"bytes_per_s": -1}, "not negative"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Storage(**wrong)
 
 
 def test_scratch_memory_is_kept_unless_it_is_large():
     scratch = ScratchMemory(most_bytes=8 * PAGE)
+    assert (aligned(5).ctypes.data % PAGE, aligned(5).nbytes) == (0, 5)
     with scratch.taken(PAGE) as first, scratch.taken(PAGE) as other:
         # Two readers at a time.
         assert first.ctypes.data != other.ctypes.data

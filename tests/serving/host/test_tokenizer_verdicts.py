@@ -1,6 +1,5 @@
 """Kept verdicts about tokenizers: asked for once per text, never trusted from others, never needed."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -38,26 +37,21 @@ def _kept(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "cache" / "tokenizers").iterdir())
 
 
-def test_a_text_is_checked_once(files: TokenizerFiles, checks: list[str], tmp_path: Path) -> None:
-    first = open_tokenizer(files)
-    again = open_tokenizer(files)
+def test_a_text_is_checked_once(files, checks, tmp_path, monkeypatch):
+    first, again = open_tokenizer(files), open_tokenizer(files)
     assert len(checks) == 1
     assert again.same_tokens(first)
     assert [path.read_bytes() for path in _kept(tmp_path)] == [b"ordinary"]
-
-
-def test_a_small_text_leaves_no_file(
-    files: TokenizerFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_verdicts, "_MIN_TEXT_BYTES", 1 << 20)
+    # Other code has other verdicts.
+    changed = tmp_path / "bounds.py"
+    changed.write_text("# Another check.\n")
+    monkeypatch.setattr(tokenizer_bounds, "__file__", str(changed))
     open_tokenizer(files)
-    assert not (tmp_path / "cache").exists()
+    assert len(checks) == 2
 
 
 @pytest.mark.parametrize("harm", ["mode", "content", "link"])
-def test_what_others_may_have_written_is_not_trusted(
-    harm: str, files: TokenizerFiles, checks: list[str], tmp_path: Path
-) -> None:
+def test_what_others_may_have_written_is_not_trusted(harm, files, checks, tmp_path):
     open_tokenizer(files)
     (path,) = _kept(tmp_path)
     if harm == "mode":
@@ -71,23 +65,11 @@ def test_what_others_may_have_written_is_not_trusted(
     assert len(checks) == 2
 
 
-def test_other_code_has_other_verdicts(
-    files: TokenizerFiles, checks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_tokenizer(files)
-    changed = tmp_path / "bounds.py"
-    changed.write_text("# Another check.\n")
-    monkeypatch.setattr(tokenizer_bounds, "__file__", str(changed))
-    open_tokenizer(files)
-    assert len(checks) == 2
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_cache_that_cannot_be_written(files: TokenizerFiles, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert open_tokenizer(files).same_tokens(Tokenizer(files))
-
-
-def test_a_cache_that_is_a_file(files: TokenizerFiles, tmp_path: Path) -> None:
+def test_where_nothing_is_kept(files, tmp_path, monkeypatch):
+    """The cache is a file; or the text is small."""
     (tmp_path / "cache").write_text("")
     assert open_tokenizer(files).same_tokens(Tokenizer(files))
+    (tmp_path / "cache").unlink()
+    monkeypatch.setattr(tokenizer_verdicts, "_MIN_TEXT_BYTES", 1 << 20)
+    open_tokenizer(files)
+    assert not (tmp_path / "cache").exists()

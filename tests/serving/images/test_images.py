@@ -4,6 +4,7 @@ ones are refused by name."""
 import base64
 import dataclasses
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ INPUT = ImageInput(
 @pytest.mark.parametrize("longest", [TILE, 2 * TILE, 5 * TILE - 3])
 def test_tiles_are_those_of_transformers(splits, longest):
     module = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
+    texts = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
     of = dataclasses.replace(INPUT, longest=longest, splits=splits)
     theirs = module.SmolVLMImageProcessorPil(
         size={"longest_edge": longest}, max_image_size={"longest_edge": TILE}, do_image_splitting=splits,
@@ -42,64 +44,47 @@ def test_tiles_are_those_of_transformers(splits, longest):
     )  # fmt: skip
     from PIL import Image
 
-    for size in (*SIZES, (57, 29), (3, 200), (200, 90)):
-        for mode in ("RGB", "RGBA", "L"):
-            content = picture(size, mode=mode)
-            made = theirs(Image.open(io.BytesIO(content)), return_row_col_info=True, return_tensors="np")
-            ours = tiles(open_image(content), of)
-            assert ours.grid == (made["rows"][0][0], made["cols"][0][0]), size
-            assert len(ours.pixels) == tiles_of(ours.grid)
-            np.testing.assert_allclose(normalized(ours.pixels, of), made["pixel_values"][0], atol=1e-6)
+    names = ("<fake_token_around_image>", "<image>", "<global-img>")
+    for size, mode in itertools.product((*SIZES, (57, 29), (3, 200), (200, 90)), ("RGB", "RGBA", "L")):
+        content = picture(size, mode=mode)
+        made = theirs(Image.open(io.BytesIO(content)), return_row_col_info=True, return_tensors="np")
+        ours = tiles(open_image(content), of)
+        assert ours.grid == (made["rows"][0][0], made["cols"][0][0]), size
+        assert len(ours.pixels) == tiles_of(ours.grid)
+        np.testing.assert_allclose(normalized(ours.pixels, of), made["pixel_values"][0], atol=1e-6)
+        assert image_text(ours.grid, 5) == texts.get_image_prompt_string(*ours.grid, 5, *names)
 
 
-def test_the_text_of_an_image_is_that_of_transformers():
-    module = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
-    for grid in ((0, 0), (1, 2), (4, 3)):
-        theirs = module.get_image_prompt_string(
-            *grid, 5, "<fake_token_around_image>", "<image>", "<global-img>"
-        )
-        assert image_text(grid, 5) == theirs
+_CONTENT = picture((64, 64))
 
 
 @pytest.mark.parametrize(
-    ("url", "match"),
+    ("read", "wrong", "match"),
     [
-        ("https://example.org/a.png", "nothing is fetched"),
-        ("HTTP://127.0.0.1/admin", "nothing is fetched"),
-        ("file:///etc/passwd", "'file'.*nothing is fetched"),
-        ("photo.png", "nothing is fetched"),
-        (None, "'NoneType'"),
-        ("data:image/png,abc", "in base64"),
-        ("data:image/png;base64", "in base64"),
-        ("data:image/png;base64,a?b", "not base64"),
-        ("data:image/png;base64," + "A" * (files.IMAGE_BYTES * 4 // 3 + 9), "bytes, more than"),
+        *((image_bytes, url, "nothing is fetched") for url in (
+            "https://example.org/a.png", "HTTP://127.0.0.1/admin", "file:///etc/passwd", "photo.png"
+        )),
+        (image_bytes, None, "'NoneType'"),
+        (image_bytes, "data:image/png,abc", "in base64"),
+        (image_bytes, "data:image/png;base64", "in base64"),
+        (image_bytes, "data:image/png;base64,a?b", "not base64"),
+        (image_bytes, "data:image/png;base64," + "A" * (files.IMAGE_BYTES * 4 // 3 + 9), "bytes, more than"),
+        (open_image, b"", "or its head is broken"),
+        (open_image, b"GIF89a", "broken"),
+        (open_image, _CONTENT[: len(_CONTENT) // 2], "is broken.*truncated"),
+        (open_image, picture((64, 64), form="TIFF"), "none of JPEG, PNG"),
+        (open_image, picture((1, 300)), "too narrow"),
+        # Its head says so: nothing is decoded.
+        (open_image, picture((3000, 3000)), r"3000 x 3000 pixels, more than 1,000,000"),
     ],
-)
-def test_urls_that_do_not_hold_an_image(url, match):
+)  # fmt: skip
+def test_images_that_cannot_be_read(monkeypatch, read, wrong, match):
+    monkeypatch.setattr(files, "IMAGE_PIXELS", 1_000_000)
     with pytest.raises(ConfigError, match=match) as caught:
-        image_bytes(url)
+        read(wrong)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
-
-
-def test_images_that_cannot_be_read(monkeypatch):
-    content = picture((64, 64))
-    assert image_bytes("data:image/png;base64," + base64.b64encode(content).decode()) == content
-    for broken, match in (
-        (b"", "or its head is broken"),
-        (b"GIF89a", "broken"),
-        (content[: len(content) // 2], "is broken.*truncated"),
-        (picture((64, 64), form="TIFF"), "none of JPEG, PNG"),
-        (picture((1, 300)), "too narrow"),
-    ):
-        with pytest.raises(ConfigError, match=match) as caught:
-            open_image(broken)
-        assert "\n" not in str(caught.value)
-    # Its head says so: nothing is decoded.
-    bomb = picture((3000, 3000))
-    monkeypatch.setattr(files, "IMAGE_PIXELS", 1_000_000)
-    with pytest.raises(ConfigError, match=r"3000 x 3000 pixels, more than 1,000,000"):
-        open_image(bomb)
+    assert image_bytes("data:image/png;base64," + base64.b64encode(_CONTENT).decode()) == _CONTENT
 
 
 def test_an_image_takes_the_place_of_one_token():

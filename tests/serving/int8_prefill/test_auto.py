@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.buckets.prefill import PrefillBucket
 from jaxllm.serving.elastic import profiling
 from jaxllm.serving.elastic.prefill_times import choose_prefill
-from jaxllm.serving.elastic.profile import DeviceProfile, load_profile, save_profile
+from jaxllm.serving.elastic.profile import DeviceProfile, load_profile
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
@@ -56,15 +56,6 @@ def with_times(profile: DeviceProfile, integers: float, floats: float) -> Device
     return dataclasses.replace(profile, prefill=known)
 
 
-def test_both_modes_are_measured_and_kept(service, folder):
-    known = service.profile.prefill
-    assert known is not None
-    assert len(known.integer_ms) == len(known.float_ms) == 1
-    assert len(known.integer_ms[0]) == len(service.profile.tokens)
-    (kept,) = (folder / "profiles").iterdir()
-    assert load_profile(kept) == service.profile
-
-
 def test_the_faster_one_is_taken(service):
     engine, runner = service.engine, service.engine.runner
 
@@ -83,40 +74,38 @@ def test_the_faster_one_is_taken(service):
         assert engine.prefill_mode(60) == chosen
 
 
-def test_it_depends_on_the_prompt(service):
-    choose_prefill(service.engine, with_times(service.profile, 1.0, 1.5))
-    assert service.engine.prefill_mode(5) == "float"
-    assert service.engine.prefill_mode(60) == "int8"
-
-
 def test_the_answer_says_which(service):
     for integers, floats, chosen in ((1.0, 9.0, "int8"), (9.0, 1.0, "float")):
         choose_prefill(service.engine, with_times(service.profile, integers, floats))
         answer = service.call("a few words, and some more of them to read", max_tokens=2).result()
         assert answer.prefill_mode == chosen
         assert answer.tokens
+    # It depends on the prompt.
+    choose_prefill(service.engine, with_times(service.profile, 1.0, 1.5))
+    assert [service.engine.prefill_mode(tokens) for tokens in (5, 60)] == ["float", "int8"]
 
 
-def test_what_is_not_measured_is_read_in_floats(calibrated_bundle):
+def test_what_is_not_measured_or_loses_too_much_is_read_in_floats(calibrated_bundle):
     engine = Engine.open(calibrated_bundle, options=OPTIONS, warm_up=False)
     assert engine.runner.int8 is not None
-    assert engine.prefill_mode(60) == "float"
     families = {type(bucket) for bucket in engine.runner.request_buckets(60, 2)}
     assert PrefillBucket in families
     assert IntegerChunkBucket not in families
+    how = PrefillOptions(mode="auto", most_loss=0.0001)
+    strict = Engine.open(calibrated_bundle, options=dataclasses.replace(OPTIONS, prefill=how), warm_up=False)
+    assert strict.runner.int8 is None
+    assert engine.prefill_mode(60) == strict.prefill_mode(60) == "float"
 
 
-def test_what_loses_too_much_or_was_not_calibrated_is_read_in_floats(calibrated_bundle):
-    strict = dataclasses.replace(OPTIONS, prefill=PrefillOptions(mode="auto", most_loss=0.0001))
-    engine = Engine.open(calibrated_bundle, options=strict, warm_up=False)
-    assert engine.runner.int8 is None
-    assert engine.prefill_mode(60) == "float"
-
-
-def test_profiles_of_both_modes(service, tmp_path):
+def test_profiles_of_both_modes(service, folder):
+    """They are measured and kept."""
+    known = service.profile.prefill
+    assert known is not None
+    assert len(known.integer_ms) == len(known.float_ms) == 1
+    assert len(known.integer_ms[0]) == len(service.profile.tokens)
+    (kept,) = (folder / "profiles").iterdir()
+    assert load_profile(kept) == service.profile
     known = with_times(service.profile, 1.0, 2.0)
-    save_profile(known, tmp_path / "a.json")
-    assert load_profile(tmp_path / "a.json") == known
     bare = dataclasses.replace(known, prefill=None)
     assert bare.beside(known) == known
     assert not bare.integers_are_faster(100, 60)
@@ -128,18 +117,7 @@ def test_profiles_of_both_modes(service, tmp_path):
 def test_commands(calibrated_bundle, tmp_path, monkeypatch, caplog):
     """Measured by one, used by the other; and what is missing is said."""
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    ask = [
-        "generate",
-        "--model",
-        str(calibrated_bundle),
-        "--prefill",
-        "auto",
-        "-p",
-        "ab",
-        "-n",
-        "1",
-        "--json",
-    ]
+    ask = ["generate", "-m", str(calibrated_bundle), "--prefill", "auto", "-p", "ab", "-n", "1", "--json"]
     run = CliRunner().invoke(cli, ask)
     assert run.exit_code == 0, run.output
     assert '"prefill": "float"' in run.stdout

@@ -1,5 +1,6 @@
 """Chunks are chosen with the order: by simulation where all stages are timed, else the cheapest."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -50,11 +51,6 @@ def test_two_halves_overlap_where_one_chunk_waits():
     assert found.plan(256, 0, CAPACITY) == min(spans, key=lambda plan: spans[plan])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_one_chunk_where_short_ones_cost_as_much(order):
-    assert planner(lambda stage, tokens: 1.0, order=order).plan(256, 0, CAPACITY) == (256,)
-
-
 def test_a_plan_is_kept_until_times_change():
     found = planner(lambda stage, tokens: tokens / 64)
     assert found.plan(256, 0, CAPACITY) == (128, 128)
@@ -63,9 +59,64 @@ def test_a_plan_is_kept_until_times_change():
     assert found.plan(256, 0, CAPACITY) == (128, 128)
     found.chosen.clear()
     assert found.plan(256, 0, CAPACITY) == (64, 64, 64, 64)
-
-
-def test_the_cheapest_where_times_are_missing():
+    # One chunk where short ones cost as much.
+    for order in ORDERS:
+        assert planner(lambda stage, tokens: 1.0, order=order).plan(256, 0, CAPACITY) == (256,)
+    # The cheapest where times are missing.
     found = planner(lambda stage, tokens: tokens / 64, lengths=(128, 256))
     assert found.plan(256, 0, CAPACITY) == (256,)
     assert found.chosen == {}
+
+
+# Times of subgraphs in a file: read back, kept together, and measured anew where they are malformed.
+
+
+ONE = IntegerStageBucket(
+    stage="project", shadowed=False, tokens=16, cache_tokens=0, layer=0, float_rows=0, device="cpu:0"
+)
+OTHER = dataclasses.replace(ONE, stage="finish", device="cpu:1", own_cores=True)
+TIME = SubgraphTime(alone=(1.0, 2.0), shared=(3.0, 4.0))
+
+
+def test_what_is_kept_comes_back(tmp_path):
+    """Two processes that measured different stages both keep theirs."""
+    path = tmp_path / "profiles" / "times.json"
+    here, there = SubgraphTimes(path, IntegerStageBucket), SubgraphTimes(path, IntegerStageBucket)
+    here.put({ONE: TIME}, 0.5)
+    here.keep()
+    there.put({OTHER: TIME}, 0.25)
+    there.keep()
+    found = SubgraphTimes(path, IntegerStageBucket)
+    assert (found[ONE], found[OTHER]) == (TIME, TIME)
+    assert found.handover_ms == 0.25
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        *(
+            (content, True)
+            for content in (
+                b"", b"[", b"[]", b"null", b'{"version": 1}', b"\xff",
+                b'{"version": 1, "handover_ms": 0, "times": 3}',
+                b'{"version": 1, "handover_ms": NaN, "times": []}',
+                b'{"version": 1, "handover_ms": 0, "times": [{"alone": [1, 2], "shared": [1, 2]}]}',
+            )
+        ),
+        # Another version, and a negative time.
+        (b'{"version": 0}', False),
+        (None, False),
+    ],
+)  # fmt: skip
+def test_what_is_malformed_is_as_nothing(tmp_path, content, told, caplog):
+    path = tmp_path / "times.json"
+    found = SubgraphTimes(path, IntegerStageBucket)
+    found.put({ONE: TIME}, 0.5)
+    found.keep()
+    path.write_bytes(path.read_bytes().replace(b"3.0", b"-3.0") if content is None else content)
+    found = SubgraphTimes(path, IntegerStageBucket)
+    assert ONE not in found
+    assert ("measured again" in caplog.text) or not told
+    found.put({ONE: TIME}, 0.5)
+    found.keep()
+    assert SubgraphTimes(path, IntegerStageBucket)[ONE] == TIME

@@ -75,7 +75,7 @@ def test_times_and_graphs_of_one_start_are_there_for_the_next(calibrated_bundle,
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
     # What comes from JAX's own cache cannot be kept in ours.
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
-    run = run_module("tests.serving.int8_prefill.starts", str(calibrated_bundle))
+    run = run_module("tests.serving.int8_prefill.two_processors", str(calibrated_bundle))
     assert run.returncode == 0, run.stderr[-2000:]
     first, second = json.loads(run.stdout.splitlines()[-1])
     assert (first["measured"], second["measured"]) == (1, 0)

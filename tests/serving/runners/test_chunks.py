@@ -31,9 +31,5 @@ def test_is_as_cheap_as_the_best_of_all_plans():
 
 
 def test_small_cases():
-    assert plan_chunks(1, LENGTHS) == [16]
-    assert plan_chunks(16, LENGTHS) == [16]
-    assert plan_chunks(256, LENGTHS) == [256]
-    assert plan_chunks(272, LENGTHS) == [256, 16]
-    assert plan_chunks(250, LENGTHS) == [256]
-    assert plan_chunks(2048, LENGTHS) == [256] * 8
+    plans = {1: [16], 16: [16], 256: [256], 272: [256, 16], 250: [256], 2048: [256] * 8}
+    assert {tokens: plan_chunks(tokens, LENGTHS) for tokens in plans} == plans

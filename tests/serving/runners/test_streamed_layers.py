@@ -18,11 +18,10 @@ from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.runners import streamed_layers
 from jaxllm.serving.runners.streamed_layers import layers_together
 from jaxllm.serving.weights import streamed
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
 from jaxllm.speculation.tree import line_tree
 from tests import tiny, tiny_encdec
 from tests.kernels.switching import fall_back
+from tests.serving.memory import budget
 from tests.serving.speculation.test_speculative import sharp
 
 needs_native = pytest.mark.skipif(not native.kernels().native, reason="native kernels read by address")
@@ -40,10 +39,13 @@ ROOM = 8
 
 
 def test_equal_layers_in_a_row_run_together():
-    assert layers_together((0, 0, 0, 0, 0), 4) == [4, 4, 3, 2, 1]
-    assert layers_together((0, 0, 0, 0, 0), 1) == [1, 1, 1, 1, 1]
-    assert layers_together((0, 1, 0, 0, 1, 1), 4) == [1, 1, 2, 1, 2, 1]
-    assert layers_together((0,), 4) == [1]
+    for kinds, most, expected in (
+        ("00000", 4, [4, 4, 3, 2, 1]),
+        ("00000", 1, [1] * 5),
+        ("010011", 4, [1, 1, 2, 1, 2, 1]),
+        ("0", 4, [1]),
+    ):
+        assert layers_together(tuple(map(int, kinds)), most) == expected
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,8 @@ def opened(path, share, slots=2, **more):
     """An engine with some of its layers in memory, and as many slots for the others."""
     options = dataclasses.replace(OPTIONS, **more)
     whole = Engine.open(path, options=options, warm_up=False)
-    memory = fixed_bytes(whole.cfg, whole.options) + int(share * whole.model.bundle.weight_bytes)
+    options = dataclasses.replace(options, memory_bytes=budget(whole, share))
     whole.close()
-    options = dataclasses.replace(options, memory_bytes=whole_budget(memory))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streamed, "SLOTS", slots)
         engine = Engine.open(path, options=options, warm_up=False)

@@ -14,7 +14,7 @@ from jaxllm.serving.speculation import grower as grower_module
 from jaxllm.serving.speculation.confidence import Confidence
 from jaxllm.serving.speculation.drafter import Growing
 from jaxllm.serving.speculation.grower import Grower
-from jaxllm.serving.speculation.host_tree import grown, matching_tokens, root_alone
+from jaxllm.serving.speculation.host_tree import grown, matching_tokens, root_alone, united
 from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
 from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
@@ -31,11 +31,15 @@ class Cache:
 
 
 class Silent:
-    """A drafter that never speaks."""
+    """A drafter that never speaks, and remembers how far it was to look."""
 
     run_s, branch_s, step_s, steps = 0.001, 0.0, 0.001, 0
 
+    def __init__(self):
+        self.asked = []
+
     def grow(self, sequence, root, growing, cache):
+        self.asked.append((growing.depth, growing.stop_ids))
         return root_alone(root, 16), cache
 
 
@@ -87,17 +91,6 @@ def test_the_threshold_learns_from_the_branch_that_matches():
     assert [matching_tokens(tree, node) for node in (0, 1, 2, 3)] == [2, 2, 2, 8]
 
 
-def test_as_published():
-    options = SpeculationOptions.published(drafter="ngram")
-    assert (options.alpha, options.fallback, options.pipelined) == (0.01, "learned", True)
-    assert not options.lookup
-    assert not options.pausing
-    tree = options.trees
-    assert (tree.threshold, tree.branches, tree.tips, tree.pacer) == (0.3, 3, 1, "fair")
-    line = dataclasses.replace(tree, branches=1)
-    assert SpeculationOptions.published(model="draft", trees=line, pipelined=False).trees.branches == 1
-
-
 def test_a_tree_as_published_is_verified_whole():
     sure = np.array([1.0, 0.9, *(0.01,) * 10])
     by_cost = Speculation(Target(), Silent(), LEARNED)
@@ -111,63 +104,49 @@ def test_a_tree_as_published_is_verified_whole():
 
 
 def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
-    rounds = Speculation(Target(), Silent(), SpeculationOptions(drafter="ngram", lookup=False))
+    silent = Silent()
+    rounds = Speculation(Target(), silent, SpeculationOptions(drafter="ngram", lookup=False))
     rounds._payoff.plain(took_ms=5, tokens=1)
     for _ in range(3):
         rounds._payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
-    paused = rounds._payoff.paused_tokens
-    assert paused == 8
+    assert rounds._payoff.paused_tokens == 8
     rounds._payoff.plain(took_ms=1e-3, tokens=1)
-    held, cache = [7], Cache()
+    # Of a sampler drafting asks its temperature alone.
     row = BatchRow(
-        token=np.array([0], np.int32), cache=cache, sampler=SAMPLER, stop_ids=np.zeros(0), limit=32
-    )
-    found = rounds.decode(row, held)
+        token=np.array([0], np.int32), cache=Cache(), sampler=SimpleNamespace(temperature=np.float32(0)),
+        stop_ids=np.array([5, 9, -1, -1], np.int32), limit=32,
+    )  # fmt: skip
+    found = rounds.decode(row, [7])
     # As many as drafting still pauses for, and not one by one.
     assert rounds.runner.asked == [7]
     assert (len(found.tokens), rounds.counts.plain_tokens) == (7, 7)
     assert rounds._payoff.worthwhile
-    # A draft that says nothing is followed by one token.
-    rounds.decode(row, held)
+    # A draft that says nothing is followed by one token. The rest of an answer bounds its drafts.
+    rounds.decode(dataclasses.replace(row, limit=7), [7])
     assert rounds.runner.asked == [7, 1]
+    assert silent.asked == [(6, (5, 9))]
 
 
 # All that drafting asks of a sampler.
-SAMPLER = SimpleNamespace(temperature=np.float32(0))
-
-
-class Line:
-    """A drafter of one line, which remembers what it is told."""
-
-    run_s, branch_s, step_s, steps = 0.0, 0.0, 0.0, 0
-
-    def __init__(self, tokens, share):
-        self.tokens, self.share, self.followed = tokens, share, None
-
-    def grow(self, sequence, root, growing, cache):
-        shares = [self.share ** (place + 1) for place in range(len(self.tokens))]
-        return grown(root_alone(root, 16), self.tokens, list(range(len(self.tokens))), shares), cache
-
-    def follow(self, path, token):
-        self.followed = path, token
 
 
 def test_a_line_is_the_one_that_promises_more():
     shape = TreeShape(nodes=(4, 8), room=16, tips=1, branches=1)
     text = [1, 2, 3, 4, 5, 6, 1, 2]
-    unsure, sure = Line([9, 9], 0.1), Line([9, 8, 7, 6], 0.99)
+    unsure = Scripted((9, 0, 0.1), (9, 1, 0.01))
+    sure = Scripted((9, 0, 0.99), (8, 1, 0.98), (7, 2, 0.97), (6, 3, 0.96))
     # Who leaves trees out leaves out nothing else.
     both = Speculation(Target(), unsure, SpeculationOptions(model="draft", trees=shape)).drafter
     assert isinstance(both, LookupDrafter)
     assert both.grow(text, 3, Growing(0.01, 8), None)[0].tokens[:4].tolist() == [3, 4, 5, 6]
     # To the model, what the text knew is what the target said.
     both.follow([0, 1, 2], 7)
-    assert unsure.followed == ([0], 4)
+    assert unsure.followed == [([0], 4)]
     both = LookupDrafter(sure, shape)
     rates = dict(both._ngrams._rates)
     assert both.grow(text, 3, Growing(0.01, 8), None)[0].tokens[:4].tolist() == [3, 9, 8, 7]
     both.follow([0, 1], 4)
-    assert sure.followed == ([0, 1], 4)
+    assert sure.followed == [([0, 1], 4)]
     # What was not read says nothing of the text.
     assert both._ngrams._rates == rates
 
@@ -182,22 +161,6 @@ def test_nothing_is_looked_up_behind_the_end():
     assert tokens() == [3, 4, 5, 6, 1, 2, 3]
     assert tokens(depth=2) == [3, 4, 5]
     assert tokens(stop_ids=(5, 9)) == [3, 4, 5]
-
-
-def test_the_rest_of_an_answer_bounds_its_drafts():
-    asked = []
-
-    class Watched(Silent):
-        def grow(self, sequence, root, growing, cache):
-            asked.append((growing.depth, growing.stop_ids))
-            return super().grow(sequence, root, growing, cache)
-
-    speculation = Speculation(Target(), Watched(), SpeculationOptions(drafter="ngram", lookup=False))
-    stop_ids = np.array([5, 9, -1, -1], np.int32)
-    sampler = SimpleNamespace(temperature=0.0)
-    row = BatchRow(token=np.array([1]), cache=Cache(), sampler=sampler, stop_ids=stop_ids, limit=7)
-    speculation.decode(row, [1])
-    assert asked == [(6, (5, 9))]
 
 
 def test_a_run_that_had_to_wait_is_not_the_last(monkeypatch):
@@ -220,3 +183,97 @@ def test_a_run_that_had_to_wait_is_not_the_last(monkeypatch):
         grower.trees = Trees(took_s)
         grower.grow(root_alone(1, 8), np.zeros(8, bool), None, Growing(0.1, 8), 1, hidden=hidden)
     assert grower.step_s < 0.1
+
+
+# A model's drafts beside what the text has said before: one tree, and each follows its own part of it.
+
+
+SHAPE = TreeShape(nodes=(4, 8), room=16)
+
+
+def tree(root, *nodes, room=16):
+    """A tree of `(token, parent, confidence)`."""
+    alone = root_alone(root, room)
+    return grown(alone, *map(list, zip(*nodes, strict=True))) if nodes else alone
+
+
+def nodes_of(tree):
+    """Its nodes as `(token, parent, confidence)`, the root left aside."""
+    count = int(tree.count)
+    columns = (np.asarray(each)[1:count].tolist() for each in (tree.tokens, tree.parents, tree.confidences))
+    return [(token, parent, round(confidence, 4)) for token, parent, confidence in zip(*columns, strict=True)]
+
+
+def test_the_union_has_what_both_say_once():
+    ours = tree(7, (1, 0, 0.5), (2, 0, 0.25), (3, 1, 0.2))
+    other = tree(7, (2, 0, 0.75), (9, 1, 0.5), (1, 0, 0.4), (3, 3, 0.3), (4, 4, 0.1))
+    union, places = united(ours, other)
+    assert nodes_of(union) == [
+        (1, 0, 0.5), (2, 0, 0.75), (3, 1, 0.3), (9, 2, 0.5), (4, 3, 0.1)
+    ]  # fmt: skip
+    assert places.tolist() == [0, 3, 1, 4, 2, 5]
+    assert np.asarray(union.depths)[:6].tolist() == [0, 1, 1, 2, 2, 3]
+    # The last node stands behind 7, 1 and 3.
+    assert np.flatnonzero(np.asarray(union.ancestors)[5]).tolist() == [0, 1, 3, 5]
+    assert nodes_of(ours) == [(1, 0, 0.5), (2, 0, 0.25), (3, 1, 0.2)]
+    # A full tree gets room for the other.
+    full = tree(0, *((token, token - 1, 0.9**token) for token in range(1, 4)), room=4)
+    union, places = united(full, tree(0, (8, 0, 0.6), (9, 1, 0.4)))
+    assert int(union.count) == 6 <= union.room
+    assert nodes_of(union)[3:] == [(8, 0, 0.6), (9, 4, 0.4)]
+    assert places.tolist() == [0, -1, -1, -1, 1, 2]
+
+
+class Scripted:
+    """Proposes one tree, and remembers what became of it."""
+
+    run_s, branch_s, step_s, steps = 0.25, 0.0625, 0.5, 3
+
+    def __init__(self, *nodes):
+        self.nodes, self.followed, self.stepped = nodes, [], 0
+
+    def grow(self, sequence, root, growing, cache):
+        return tree(root, *self.nodes), cache
+
+    def step(self):
+        self.stepped += 1
+        return True
+
+    def follow(self, path, token):
+        self.followed.append((list(path), token))
+
+
+def test_each_follows_its_own_part():
+    # The text says 5 6 behind 1 2; the model 5 8 or 4.
+    other = Scripted((5, 0, 0.5), (8, 1, 0.25), (4, 0, 0.1))
+    both = LookupDrafter(other, SHAPE)
+    union = both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
+    assert nodes_of(union)[:4] == [(5, 0, 0.6), (8, 1, 0.25), (4, 0, 0.1), (6, 1, 0.36)]
+    assert both.step()
+    assert (both.step_s, both.steps, other.stepped) == (0.5, 3, 1)
+    # 5 and 6 were right, and 1: to the model, 6 is what was said behind 5.
+    both.follow([0, 1, 4], 1)
+    # 5 and 8 were right.
+    both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
+    both.follow([0, 1, 2], 3)
+    # Nothing was.
+    both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
+    both.follow([0], 9)
+    assert other.followed == [([0, 1], 6), ([0, 1, 2], 3), ([0], 9)]
+
+
+def test_what_the_text_says_wrong_is_trusted_less():
+    both = LookupDrafter(Scripted(), SHAPE)
+
+    def trust():
+        return nodes_of(both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0])[0][2]
+
+    first = trust()
+    for _ in range(5):
+        both.follow([0], 9)
+        trust()
+    assert trust() < 0.5 * first
+    for _ in range(9):
+        both.follow([0, 1], 9)
+        trust()
+    assert trust() > 0.4

@@ -72,7 +72,13 @@ def expected(plain):
     return [plain.generate(source(each), config(each)).tokens for each in range(ANSWERS)]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model", "itself", pytest.param("nested", marks=needs_native)])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param("ngram", marks=pytest.mark.campaign), "model", "itself",
+        pytest.param("nested", marks=needs_native),
+    ],
+)  # fmt: skip
 def test_drafts_change_no_answer(target, draft, expected, drafter):
     of_model = {"model": draft, "itself": target}.get(drafter)
     how = SpeculationOptions(
@@ -106,6 +112,11 @@ def test_what_a_source_says_is_looked_up():
     assert int(drafter.grow([1, 7], 8, Growing(1e-6, 8), None)[0].count) == 1
     drafter.read(())
     assert int(drafter.grow([1, 5], 6, Growing(1e-6, 8), None)[0].count) == 1
+    # Trees have room behind the tokens of a short context.
+    shape = TreeShape()
+    assert shape.within(1024) == shape
+    shapes = [(each.nodes, each.room) for each in map(shape.within, (128, 40, 10))]
+    assert shapes == [(shape.nodes, 64), ((8, 16), 20), ((8,), 8)]
 
 
 def test_drafts_of_another_kind_are_refused(folder, target):
@@ -117,14 +128,6 @@ def test_drafts_of_another_kind_are_refused(folder, target):
         how = SpeculationOptions(drafter="model", model=other, trees=TREES)
         with pytest.raises(ConfigError, match=what):
             Engine.open(one, options=OPTIONS, speculation=how, warm_up=False)
-
-
-def test_trees_have_room_behind_the_tokens_of_a_short_context():
-    shape = TreeShape()
-    assert shape.within(1024) == shape
-    assert (shape.within(128).nodes, shape.within(128).room) == (shape.nodes, 64)
-    assert (shape.within(40).nodes, shape.within(40).room) == ((8, 16), 20)
-    assert (shape.within(10).nodes, shape.within(10).room) == ((8,), 8)
 
 
 def test_the_packaged_translator_is_drafted():

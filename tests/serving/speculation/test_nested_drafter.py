@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import scipy.stats
 
 from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
@@ -12,15 +14,16 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import LoraConfig
+from jaxllm.sampling import Sampling
+from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.opening import engine as opening
 from jaxllm.serving.speculation import model_drafter
 from jaxllm.serving.speculation.confidence import confidence_temperature
 from jaxllm.serving.weights.embedding import EmbeddingRows
-from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.models.test_lora import random_adapter
+from tests.serving.memory import budget
 from tests.serving.speculation.test_speculative import CFG, DRAWN, GREEDY, OPTIONS, PROMPT, TREES, sharp
 from tests.tiny import tiny_params, write_tiny_bundle
 
@@ -48,67 +51,50 @@ def answer(engine, config, prompt=PROMPT):
     return engine.generate(prompt, config).tokens
 
 
-def drafts(level=0):
+def drafts(**more):
     return SpeculationOptions(
-        drafter="nested", level=level, trees=TREES, pausing=False, fallback="fixed", alpha=1e-6, lookup=False
-    )
+        **{"drafter": "nested", "trees": TREES, "pausing": False, "fallback": "fixed", "alpha": 1e-6}
+        | {"lookup": False} | more
+    )  # fmt: skip
 
 
-def opened(path, options, level=0):
-    engine = Engine.open(path, options=options, speculation=drafts(level), warm_up=False)
+def opened(path, options):
+    engine = Engine.open(path, options=options, speculation=drafts(), warm_up=False)
     engine.warm_up(prompt_tokens=80, max_tokens=48)
     engine.runner.fill(engine.runner.request_buckets(80, engine.speculation.cache_tokens(48)))
     return engine
 
 
-def memory_for(plain, share):
-    others = fixed_bytes(CFG, dataclasses.replace(plain.options, trees=TREES))
-    others += drafter_bytes(drafts(), OPTIONS.context_tokens, CFG)
-    return whole_budget(others + int(share * plain.model.bundle.weight_bytes))
-
-
-@pytest.mark.parametrize(
-    ("level", "share"), [(0, 0), (25, 0), (0, 0.75)], ids=["in memory", "a level", "streamed"]
-)
-def test_the_answer_is_that_of_both_planes(path, plain, level, share, compiles, monkeypatch):
-    memory = memory_for(plain, share) if share else 0
+def test_the_answer_is_that_of_both_planes(path, plain, compiles, monkeypatch):
+    """Streamed; of weights in memory and of levels `test_every_answer_is_the_weights_own` tells."""
     # So slow that there is something to wait for.
-    options = dataclasses.replace(OPTIONS, memory_bytes=memory, storage=Storage(latency_ms=4))
-    engine = opened(path, options, level)
-    streamed = engine.model.streamed
-    assert (streamed is not None) == bool(share)
-    if streamed is not None:
-        # The drafter goes on from the target's keys and values, and reads no prompt.
-        monkeypatch.delattr(model_drafter, "prefill_prompt")
-        # The embedding stays in memory, so that no row of it is read.
-        monkeypatch.delattr(EmbeddingRows, "_read")
-        prunes = counted(engine.speculation.drafter, "_prune", monkeypatch)
+    options = dataclasses.replace(
+        OPTIONS, memory_bytes=budget(plain, 0.75, drafts()), storage=Storage(latency_ms=4)
+    )
+    engine = opened(path, options)
+    streamed, drafter, prunes = engine.model.streamed, engine.speculation.drafter, []
+    # The drafter goes on from the target's keys and values, and reads no prompt.
+    monkeypatch.delattr(model_drafter, "prefill_prompt")
+    # The embedding stays in memory, so that no row of it is read.
+    monkeypatch.delattr(EmbeddingRows, "_read")
+    prune = drafter._prune
+    monkeypatch.setattr(drafter, "_prune", lambda: (prunes.append(1), prune()))
     with compiles() as count:
         found = [engine.generate(PROMPT, config).tokens for config in (GREEDY, DRAWN)]
     assert count() == 0
     assert found == [answer(plain, config) for config in (GREEDY, DRAWN)]
     counts = engine.speculation.counts
     assert counts.tokens + counts.plain_tokens == 2 * (GREEDY.max_tokens - 1)
-    if not level:
-        # Random weights are hard to foretell at 4 bits.
-        assert counts.acceptance_length > 1.05
-    if streamed is not None:
-        # High planes were read once, low planes in each pass.
-        plan, whole = streamed.plan, plain.model.bundle.weight_bytes
-        passes = counts.verifications + counts.plain_tokens + 2
-        assert plan.slots == 2
-        assert streamed.counts.read_bytes <= (passes + 1) * whole // 2
-        assert counts.hidden_steps
-        # Where no room is left, it drafts on without the least likely nodes.
-        assert prunes
+    # Random weights are hard to foretell at 4 bits.
+    assert counts.acceptance_length > 1.05
+    # High planes were read once, low planes in each pass.
+    passes = counts.verifications + counts.plain_tokens + 2
+    assert streamed.plan.slots == 2
+    assert streamed.counts.read_bytes <= (passes + 1) * plain.model.bundle.weight_bytes // 2
+    assert counts.hidden_steps
+    # Where no room is left, it drafts on without the least likely nodes.
+    assert prunes
     engine.close()
-
-
-def counted(drafter, name, monkeypatch):
-    """A list that grows by one with each call of a method."""
-    calls, method = [], getattr(drafter, name)
-    monkeypatch.setattr(drafter, name, lambda: (calls.append(name), method()))
-    return calls
 
 
 def test_a_context_keeps_the_attention_of_the_target_alone(path, plain):
@@ -141,23 +127,21 @@ def test_an_adapter_drafts_as_well(path, plain, tmp_path):
     assert drafted.generate(PROMPT, GREEDY).tokens == before
 
 
-def test_weights_that_are_not_nested(tmp_path):
-    path = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
-    with pytest.raises(ConfigError, match="prepare the model with --weights int8-nested"):
-        Engine.open(path, options=OPTIONS, speculation=drafts(), warm_up=False)
-
-
-def test_a_budget_without_room_for_high_planes(path, plain):
-    options = dataclasses.replace(OPTIONS, memory_bytes=memory_for(plain, 0.4))
+def test_where_there_are_no_high_planes_or_no_room_for_them(path, plain, tmp_path):
+    options = dataclasses.replace(OPTIONS, memory_bytes=budget(plain, 0.4, drafts()))
     with pytest.raises(BudgetExceeded, match="at least"):
         Engine.open(path, options=options, speculation=drafts(), warm_up=False)
+    other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
+    with pytest.raises(ConfigError, match="prepare the model with --weights int8-nested"):
+        Engine.open(other, options=OPTIONS, speculation=drafts(), warm_up=False)
 
 
 def test_by_itself_a_model_drafts_where_it_can_and_may_pay(path, plain, tmp_path, monkeypatch):
     own = SpeculationOptions.by_itself()
+    asked = drafts(trees=own.trees)
 
     def drafter(path, share=0.0):
-        memory = memory_for(plain, share) if share else 0
+        memory = budget(plain, share, asked) if share else 0
         options = dataclasses.replace(OPTIONS, memory_bytes=memory)
         engine = Engine.open(path, options=options, speculation=own, warm_up=False)
         found = None if engine.speculation is None else engine.speculation.options.drafter
@@ -167,7 +151,6 @@ def test_by_itself_a_model_drafts_where_it_can_and_may_pay(path, plain, tmp_path
     # So small that it is in the processor's caches.
     assert drafter(path) is None
     # Streamed it drafts, unless the memory has no room for high planes.
-    monkeypatch.setattr("tests.serving.speculation.test_nested_drafter.TREES", own.trees)
     assert (drafter(path, 0.8), drafter(path, 0.3)) == ("nested", None)
     monkeypatch.setattr(opening, "_LEAST_DRAFTING_BYTES", 0)
     assert drafter(path) == "nested"
@@ -178,8 +161,7 @@ def test_by_itself_a_model_drafts_where_it_can_and_may_pay(path, plain, tmp_path
 
 
 def test_whether_drafts_pay_is_said(path):
-    options = dataclasses.replace(drafts(), pausing=True)
-    engine = Engine.open(path, options=OPTIONS, speculation=options, warm_up=False)
+    engine = Engine.open(path, options=OPTIONS, speculation=drafts(pausing=True), warm_up=False)
     assert draft_facts(engine.speculation)["drafts"]["pays"] is None
     engine.warm_up(prompt_tokens=80, max_tokens=48)
     engine.runner.fill(engine.runner.request_buckets(80, engine.speculation.cache_tokens(48)))
@@ -194,3 +176,106 @@ def test_confidences_follow_the_sampler():
     assert confidence_temperature(0.0, 1.0) == confidence_temperature(0.7, 1.0) == 1.0
     assert confidence_temperature(0.0, 0.25) == 0.25
     assert confidence_temperature(0.7, 0.25) == 0.7
+
+
+# Many answers are those of the weights alone, and drawn ones in distribution.
+
+
+MIXTURE = dataclasses.replace(
+    CFG, model_type="qwen3_moe", qk_norm=True, layers=4, attention_windows=(), experts=4,
+    experts_per_token=2, expert_ffn_size=96, sparse_layers=(True, False, True, True),
+)  # fmt: skip
+ANSWERS, TOKENS = 24, 20
+# All cases together are more than 200 answers.
+CASES = [(CFG, 20, 0), (CFG, 0, 0), (CFG, 0, 0.8), (MIXTURE, 20, 0), (MIXTURE, 0, 0.9)]
+_MORE = [(CFG, 50, 0), (CFG, 20, 0.8), (CFG, 50, 0.8), (MIXTURE, 50, 0), (MIXTURE, 0, 0)]
+CASES += [pytest.param(*each, marks=pytest.mark.campaign) for each in _MORE]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    folder, parts = tmp_path_factory.mktemp("nested"), elastic_parts(Ladder(levels=(20, 50, 100)))
+
+    def written(name, cfg):
+        path = folder / f"{name}.jaxllm"
+        return write_tiny_bundle(path, "int8-nested", cfg=cfg, params=sharp(cfg), parts=parts)
+
+    return {CFG: written("dense", CFG), MIXTURE: written("moe", MIXTURE)}
+
+
+@pytest.fixture(scope="module")
+def engines(bundles):
+    return {cfg: Engine.open(path, options=OPTIONS, warm_up=False) for cfg, path in bundles.items()}
+
+
+def prompts(cfg, count):
+    draw = np.random.default_rng(3)
+    return [draw.integers(3, cfg.vocab_size, 12).tolist() for _ in range(count)]
+
+
+def config(place, tokens=TOKENS):
+    """Every other answer is drawn."""
+    drawn = Sampling(temperature=0.9, top_p=0.95, seed=place, repetition_penalty=1.1)
+    return GenerationConfig(max_tokens=tokens, ignore_eos=True, sampling=drawn if place % 2 else Sampling())
+
+
+def drafted(whole, cfg, path, level, share):
+    options = SpeculationOptions(
+        drafter="nested", level=level, trees=TREES, pausing=False, fallback="fixed", alpha=1e-6
+    )
+    memory = budget(whole, share, options) if share else 0
+    engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory)
+    engine = Engine.open(path, options=engine_options, speculation=options, warm_up=False)
+    ready(engine)
+    return engine
+
+
+def ready(engine):
+    engine.warm_up(prompt_tokens=12, max_tokens=TOKENS)
+    room = engine.speculation.cache_tokens(TOKENS) if engine.speculation else TOKENS
+    engine.runner.fill(engine.runner.request_buckets(12, room))
+
+
+@pytest.mark.usefixtures("shipped_compilations")
+@pytest.mark.parametrize(("cfg", "level", "share"), CASES)
+def test_every_answer_is_the_weights_own(engines, bundles, cfg, level, share):
+    ready(engines[cfg])
+    engine = drafted(engines[cfg], cfg, bundles[cfg], level, share)
+    assert (engine.model.streamed is not None) == bool(share)
+    same = [
+        engine.generate(prompt, config(place)).tokens == engines[cfg].generate(prompt, config(place)).tokens
+        for place, prompt in enumerate(prompts(cfg, ANSWERS))
+    ]
+    assert all(same), f"{sum(same)} of {len(same)} answers are the same"
+    counts = engine.speculation.counts
+    # A level of random weights foretells next to nothing.
+    assert counts.verifications > counts.plain_tokens
+    assert counts.accepted or level
+    engine.close()
+
+
+@pytest.mark.usefixtures("shipped_compilations")
+def test_drawn_tokens_have_the_distribution_of_the_weights(engines, bundles):
+    """Of other seeds than those of engines answers, so that nothing is the same but the distribution."""
+    ready(engines[CFG])
+    engine = drafted(engines[CFG], CFG, bundles[CFG], 0, 0)
+    prompt, count, places = prompts(CFG, 1)[0], 400, 4
+
+    def tokens(engine, first_seed):
+        found = []
+        for seed in range(first_seed, first_seed + count):
+            sampling = Sampling(temperature=0.7, top_k=3, seed=seed)
+            asked = GenerationConfig(max_tokens=places, ignore_eos=True, sampling=sampling)
+            found.append(engine.generate(prompt, asked).tokens)
+        return np.array(found)
+
+    ours, theirs = tokens(engine, 0), tokens(engines[CFG], 10_000)
+    assert engine.speculation.counts.accepted
+    for place in range(1, places):
+        # Rare tokens are one category.
+        common = [token for token in np.unique(theirs[:, place]) if (theirs[:, place] == token).sum() >= 10]
+        table = [[(each[:, place] == token).sum() for token in common] for each in (ours, theirs)]
+        table = np.array([[*row, count - sum(row)] for row in table])
+        table = table[:, table.sum(axis=0) > 0]
+        assert table.shape[1] == 1 or scipy.stats.chi2_contingency(table).pvalue > 1e-4
+    engine.close()

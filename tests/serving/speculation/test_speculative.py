@@ -18,7 +18,7 @@ from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
 from jaxllm.serving.weights import pieces
 from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
+from tests.serving.memory import budget
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 CFG = dataclasses.replace(
@@ -68,18 +68,12 @@ def speculation(folder, drafter, **options):
     )
 
 
-def own_bytes(plain, options):
-    """What the target takes besides its weights, the logits of its trees among it."""
-    return fixed_bytes(CFG, dataclasses.replace(plain.options, trees=options.trees))
-
-
 def open_drafted(folder, plain, options, share=0.0, *, warm_up=False):
     """An engine with a drafter; unless `warm_up`, with the graphs of the longest cache alone."""
-    others = own_bytes(plain, options) + drafter_bytes(options, OPTIONS.context_tokens, CFG)
-    memory = whole_budget(others + int(share * plain.model.bundle.weight_bytes))
-    # So slow that there is something to wait for.
-    storage = Storage(latency_ms=4)
-    engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory if share else 0, storage=storage)
+    # Storage is so slow that there is something to wait for.
+    engine_options = dataclasses.replace(
+        OPTIONS, memory_bytes=budget(plain, share, options) if share else 0, storage=Storage(latency_ms=4)
+    )
     engine = Engine.open(
         plain.model.bundle.path, options=engine_options, speculation=options, warm_up=warm_up
     )
@@ -94,14 +88,12 @@ def open_drafted(folder, plain, options, share=0.0, *, warm_up=False):
 @pytest.mark.parametrize(
     ("drafter", "share"),
     [
-        ("small", 0),
         ("itself", 0),
         ("level", 0),
         ("ngram", 0),
         ("small", 0.7),
         ("itself", 0.7),
-        ("level", 0.95),
-        ("ngram", 0.7),
+        *(pytest.param(*each, marks=pytest.mark.campaign) for each in (("level", 0.95), ("ngram", 0.7))),
     ],
 )
 def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
@@ -110,6 +102,8 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
     engine = open_drafted(folder, plain, speculation(folder, drafter), share)
     assert (engine.model.streamed is not None) == bool(share)
     built = dict(engine.runner.buckets.bucket_ms)
+    # One request takes buckets of one cache.
+    assert {getattr(bucket, "cache_tokens", 128) for bucket in built} == {128}
     for config in (GREEDY, DRAWN):
         assert engine.generate(PROMPT, config).tokens == plain.generate(PROMPT, config).tokens
     assert engine.runner.buckets.bucket_ms == built
@@ -125,7 +119,7 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0, 0.7])
+@pytest.mark.parametrize("share", [pytest.param(0, marks=pytest.mark.campaign), 0.7])
 def test_as_published_the_answer_is_the_targets(folder, plain, share):
     trees = dataclasses.replace(TreeShape.published(), nodes=(4, 8), room=16)
     options = SpeculationOptions.published(model=folder / "target.jaxllm", trees=trees)
@@ -137,26 +131,19 @@ def test_as_published_the_answer_is_the_targets(folder, plain, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0, 0.7])
-def test_one_request_takes_buckets_of_one_cache(folder, plain, share):
-    options = speculation(folder, "small")
-    engine = open_drafted(folder, plain, options, share)
-    lengths = {getattr(bucket, "cache_tokens", 128) for bucket in engine.runner.buckets.bucket_ms}
-    assert lengths == {128}
-    assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
-    assert engine.speculation.counts.verifications
-
-
-@pytest.mark.slow
-def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
-    line = dataclasses.replace(TREES, branches=1, tips=1)
-    for options in (
-        {"trees": line, "alpha": 0.3},
-        {"fallback": "measured"},
-        {"fallback": "learned", "pausing": True},
+def test_lines_and_other_thresholds_give_the_same_answer(folder, plain):
+    line, expected = dataclasses.replace(TREES, branches=1, tips=1), plain.generate(PROMPT, GREEDY).tokens
+    for drafter, options in (
+        ("itself", {"trees": line, "alpha": 0.3}),
+        ("itself", {"trees": line, "fallback": "measured"}),
+        # Of another random model nothing is right: its drafts are given up.
+        ("small", {"fallback": "learned", "pausing": True}),
     ):
-        engine = open_drafted(folder, plain, speculation(folder, "itself", **options))
-        assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
+        engine = open_drafted(folder, plain, speculation(folder, drafter, **options))
+        assert engine.generate(PROMPT, GREEDY).tokens == expected
+        counts = engine.speculation.counts
+        assert drafter == "itself" or counts.plain_tokens > counts.verifications
+        engine.close()
 
 
 @pytest.mark.slow
@@ -174,21 +161,15 @@ def test_conversations_stops_and_full_contexts(folder, plain):
         found.append((first.tokens, stopped.text, stopped.finish_reason, last.tokens, last.finish_reason))
     assert found[0] == found[1]
     assert found[1][4] == "length"
-
-
-@pytest.mark.slow
-def test_an_answer_that_is_left_harms_no_later_one(folder, plain):
-    engine = open_drafted(folder, plain, speculation(folder, "itself"))
+    # An answer that is left harms no later one.
     session = Session()
     answering = engine.stream(PROMPT, GREEDY, session=session)
     for _ in range(3):
         next(answering)
     answering.close()
     assert engine.generate("hello", GREEDY).tokens == plain.generate("hello", GREEDY).tokens
-    assert (
-        engine.stream(PROMPT, GREEDY, session=session).result().tokens
-        == plain.generate(PROMPT, GREEDY).tokens
-    )
+    assert engine.stream(PROMPT, GREEDY, session=session).result().tokens == found[0][0]
+    engine.close()
 
 
 @pytest.mark.slow
@@ -211,28 +192,6 @@ def test_a_drafter_gives_its_memory_up_and_takes_it_again(folder, plain):
     engine.close()
 
 
-def test_prompt_lookup_has_no_memory_to_give_up(folder):
-    assert NgramDrafter(TREES).memory is None
-
-
-@pytest.mark.slow
-def test_drafts_that_never_help_are_given_up(folder, plain):
-    # Of another random model nothing is right.
-    engine = open_drafted(folder, plain, speculation(folder, "small", pausing=True))
-    assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
-    assert engine.speculation.counts.plain_tokens > engine.speculation.counts.verifications
-
-
-def test_a_draft_of_other_tokens_is_refused(folder, plain, tmp_path):
-    other = tiny_tokenizer()
-    swapped = other.tokenizer_json.replace('"!"', '"\\u0000\\u0000"', 1)
-    tokenizer = dataclasses.replace(other, tokenizer_json=swapped)
-    write_tiny_bundle(tmp_path / "other.jaxllm", cfg=SMALL, params=tiny_params(SMALL), tokenizer=tokenizer)
-    options = SpeculationOptions(model=tmp_path / "other.jaxllm", trees=TREES)
-    with pytest.raises(ConfigError, match="another tokenizer"):
-        open_drafted(folder, plain, options)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -250,41 +209,42 @@ def test_a_draft_of_other_tokens_is_refused(folder, plain, tmp_path):
     ],
 )
 def test_options_out_of_their_domain(options, message):
-    def made():
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012
         trees = TreeShape(**options.get("trees", {}))
-        return SpeculationOptions(**{**options, "trees": trees})
-
-    with pytest.raises(ConfigError, match=message):
-        made()
+        SpeculationOptions(**{**options, "trees": trees})
 
 
-def test_the_draft_counts_in_the_budget(folder, plain):
+def test_the_draft_counts_in_the_budget(folder, plain, tmp_path):
     options = speculation(folder, "small")
     engine = open_drafted(folder, plain, options, 0.7)
-    own = own_bytes(plain, options)
+    # What the target takes besides its weights, the logits of its trees among it.
+    own = fixed_bytes(CFG, dataclasses.replace(plain.options, trees=options.trees))
     assert own > fixed_bytes(CFG, plain.options)
     assert engine.model.streamed.plan.fixed_bytes >= drafter_bytes(options, 128, CFG) + own
+    engine.close()
     with pytest.raises(BudgetExceeded, match="activations, the draft and the runtime"):
         open_drafted(folder, plain, options, 0.1)
-
-
-def test_there_is_no_such_drafter(folder, plain):
+    # Prompt lookup has no memory to give up.
+    assert NgramDrafter(TREES).memory is None
     with pytest.raises(ConfigError, match=r"no drafter 'oracle'; there are model, ngram, level"):
         open_drafted(folder, plain, SpeculationOptions(drafter="oracle"))
+    files = tiny_tokenizer()
+    swapped = files.tokenizer_json.replace('"!"', '"\\u0000\\u0000"', 1)
+    other = dataclasses.replace(files, tokenizer_json=swapped)
+    write_tiny_bundle(tmp_path / "other.jaxllm", cfg=SMALL, params=tiny_params(SMALL), tokenizer=other)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        open_drafted(folder, plain, SpeculationOptions(model=tmp_path / "other.jaxllm", trees=TREES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.campaign), 0.5])
 def test_attention_is_counted_as_without_drafts(folder, plain, share):
     """Contexts choose widths by it: nodes that are not kept have attended to nothing."""
     options = dataclasses.replace(OPTIONS, kv_codec="raw", cache_tokens=(128,))
     found, engine = [], plain
     for drafted in (False, True):
         spoken = speculation(folder, "itself") if drafted else None
-        memory = 0
-        if drafted and share:
-            others = fixed_bytes(CFG, engine.options) + drafter_bytes(spoken, OPTIONS.context_tokens, CFG)
-            memory = whole_budget(others + int(share * plain.model.bundle.weight_bytes))
+        memory = budget(engine, share, spoken) if drafted and share else 0
         own = dataclasses.replace(options, memory_bytes=memory)
         engine = Engine.open(plain.model.bundle.path, options=own, speculation=spoken, warm_up=False)
         engine.warm_up(prompt_tokens=20, max_tokens=48)

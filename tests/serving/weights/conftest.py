@@ -9,8 +9,6 @@ from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 # Two kinds of layers, so that graphs are shared by some and not by all.
@@ -44,10 +42,3 @@ def resident_of(bundle_of):
         return Engine.open(bundle_of(weights, cfg), options=OPTIONS, warm_up=False)
 
     return opened
-
-
-def budget(engine, share):
-    """Memory for a share of an engine's weights, and all else."""
-    return whole_budget(
-        fixed_bytes(engine.cfg, engine.options) + int(share * engine.model.bundle.weight_bytes)
-    )

@@ -9,6 +9,8 @@ import pytest
 
 from jaxllm import Engine
 from jaxllm.bundle.levels import Recovery, elastic_parts
+from jaxllm.checkpoints.peft import write_adapter
+from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError, JaxllmError
@@ -21,9 +23,10 @@ from jaxllm.serving.elastic import levels
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.weights.model_level import ModelLevel
 from tests.elastic.models import random_order
 from tests.kernels.switching import needs_native
-from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.tiny import TINY, random_params, tiny_params, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
 LADDER = Ladder(levels=(40, 70, 100), anchors=(1,))
@@ -79,30 +82,30 @@ def ask(engine, level, session=None, prompt=PROMPT):
     return engine.stream(prompt, config, level=level, session=session).result()
 
 
-@pytest.mark.parametrize("level", [40, 70, 100])
-def test_a_level_answers_as_its_units_alone(engine, level):
-    assert ask(engine, level).tokens == greedy(level, PROMPT, 12)
-
-
-def test_levels_give_different_answers(engine):
-    assert len({tuple(ask(engine, level).tokens) for level in (40, 70, 100)}) == 3
-
-
-def test_an_engine_at_a_level_is_that_level(engine):
-    half = engine.at(40)
-    assert half.cfg == sub_config(CFG, LADDER, 40)
-    config = GenerationConfig(max_tokens=12, ignore_eos=True)
-    assert half.generate(PROMPT, config).tokens == ask(engine, 40).tokens
-    assert ask(half, 100).tokens == engine.generate(PROMPT, config).tokens
-    assert half.at(100).cfg == CFG
+def test_a_level_answers_as_its_units_alone(engine):
+    answers = [ask(engine, level).tokens for level in (40, 70, 100)]
+    assert answers == [greedy(level, PROMPT, 12) for level in (40, 70, 100)]
+    assert len(set(map(tuple, answers))) == 3
 
 
 def test_nothing_is_compiled_when_levels_change(engine, compiles):
-    before = set(engine.runner.buckets.bucket_ms)
+    before, half = set(engine.runner.buckets.bucket_ms), engine.at(40)
+    config = GenerationConfig(max_tokens=12, ignore_eos=True)
     with compiles() as count:
         for level in (100, 40, 70, 40, 100):
             ask(engine, level)
+        # An engine at a level is that level.
+        assert half.generate(PROMPT, config).tokens == ask(engine, 40).tokens
+        assert ask(half, 100).tokens == engine.generate(PROMPT, config).tokens
+        # A session that changes its level is fed anew.
+        session = Session()
+        longer = [*PROMPT, *ask(engine, 100, session).tokens, 9]
+        assert ask(engine, 100, session, longer).reused_tokens == len(longer) - 2
+        other = ask(engine, 40, session, longer)
+        assert ask(engine, 40, session, longer).reused_tokens > 0
     assert count() == 0
+    assert (other.reused_tokens, other.tokens) == (0, greedy(40, longer, 12))
+    assert (half.cfg, half.at(100).cfg) == (sub_config(CFG, LADDER, 40), CFG)
     assert set(engine.runner.buckets.bucket_ms) == before
     assert engine.runner_at(40).buckets is engine.runner.buckets
     assert {bucket.level for bucket in before if isinstance(bucket, PrefillBucket)} == {40, 70, 100}
@@ -110,7 +113,9 @@ def test_nothing_is_compiled_when_levels_change(engine, compiles):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="views of memory are a CPU's")
-@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "weights", ["f32", "int8", *(pytest.param(each, marks=pytest.mark.campaign) for each in ("bf16", "int4"))]
+)
 def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
     if weights.startswith("int") and not native.kernels().native:
         pytest.skip("what is in blocks is read by native kernels")
@@ -133,7 +138,7 @@ def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.campaign)])
 def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, monkeypatch, weights, compiles):
     """To the bit as buckets that were compiled for each level's own units."""
     parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
@@ -162,8 +167,6 @@ def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_bucke
     tmp_path, monkeypatch, compiles
 ):
     """As in buckets of each level's own, to the rounding of sums over ranks in another order."""
-    from jaxllm.checkpoints.peft import write_adapter
-
     parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
     lora = LoraConfig(rank=3, targets=("attn.q", "ffn.up"))
@@ -194,44 +197,8 @@ def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_bucke
             assert (np.abs(found - plain[level]).max() > 1e-3) == (folder is not None)
 
 
-def test_a_session_that_changes_its_level_is_fed_anew(engine):
-    session = Session()
-    first = ask(engine, 100, session)
-    longer = [*PROMPT, *first.tokens, 9]
-    again = ask(engine, 100, session, longer)
-    assert again.reused_tokens == len(longer) - 2
-    other = ask(engine, 40, session, longer)
-    assert other.reused_tokens == 0
-    assert other.tokens == greedy(40, longer, 12)
-    assert ask(engine, 40, session, longer).reused_tokens > 0
-
-
-def test_nothing_is_compiled_for_a_level_that_was_warmed_up_alone(path, compiles):
-    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, levels=()), level=40)
-    with compiles() as count:
-        ask(engine, 40)
-    assert count() == 0
-
-
-@pytest.mark.slow
-def test_an_adapter_is_cut_to_every_level(path, tmp_path):
-    from jaxllm.checkpoints.peft import write_adapter
-
-    lora = LoraConfig(rank=2, targets=("attn.q", "ffn.down"))
-    write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, 5), base="tiny")
-    engine = Engine.open(path, options=OPTIONS, adapter=tmp_path / "adapter")
-    plain = Engine.open(path, options=OPTIONS)
-    for level in (40, 70, 100):
-        assert ask(engine, level).tokens != ask(plain, level).tokens
-    engine.set_adapter(None)
-    for level in (40, 70, 100):
-        assert ask(engine, level).tokens == ask(plain, level).tokens
-
-
 @pytest.mark.slow
 def test_an_adapter_follows_the_order_of_units(tmp_path):
-    from jaxllm.checkpoints.peft import write_adapter
-
     lora = LoraConfig(rank=2, targets=("attn.q", "attn.o", "ffn.up", "ffn.down"))
     adapter = init_adapter(CFG, lora, jax.random.key(4))
     adapter = {name: np.asarray(part) + 0.05 for name, part in adapter.items()}
@@ -261,21 +228,63 @@ def test_levels_that_are_not_there(path, engine, tmp_path):
         Engine.open(plain, options=OPTIONS, warm_up=False)
     with pytest.raises(ConfigError, match="levels must be ascending"):
         EngineOptions(levels=(70, 40))
-
-
-def test_a_recovery_adapter_of_another_base_is_refused(tmp_path):
+    # A recovery adapter is of another base.
     parts = elastic_parts(LADDER, {40: Recovery(random_adapter(CFG), 0.5)})
-    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    other = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
     with pytest.raises(JaxllmError, match="is malformed: its change to"):
-        Engine.open(path, options=OPTIONS, warm_up=False)
+        Engine.open(other, options=OPTIONS, warm_up=False)
 
 
-def test_an_engine_opened_at_a_level_serves_that_level_alone(path):
+def test_an_engine_opened_at_a_level_serves_that_level_alone(path, compiles):
     engine = Engine.open(path, options=dataclasses.replace(OPTIONS, levels=()), level=40)
-    assert engine.runner.level == 40
-    assert engine.levels == (40, 100)
-    assert {
-        bucket.level for bucket in engine.runner.buckets.bucket_ms if isinstance(bucket, PrefillBucket)
-    } == {40}
+    assert (engine.runner.level, engine.levels) == (40, (40, 100))
+    built = engine.runner.buckets.bucket_ms
+    assert {bucket.level for bucket in built if isinstance(bucket, PrefillBucket)} == {40}
     config = GenerationConfig(max_tokens=12, ignore_eos=True)
-    assert engine.generate(PROMPT, config).tokens == greedy(40, PROMPT, 12)
+    with compiles() as count:
+        assert engine.generate(PROMPT, config).tokens == ask(engine, 40).tokens == greedy(40, PROMPT, 12)
+    assert count() == 0
+
+
+# A level knows which parameters it has, and whose buckets take them.
+
+
+WINDOWED = dataclasses.replace(TINY, layers=3, attention_windows=(0, 8, 0))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(WINDOWED, seed=0)
+
+
+def level_of(params, cfg=WINDOWED, **more) -> ModelLevel:
+    return ModelLevel(cfg, params, EngineOptions().resolve(cfg), **more)
+
+
+def test_a_level_may_share_the_whole_models_buckets(params):
+    whole = level_of(params)
+    assert (whole.level, whole.bucket_level, whole.bucket_cfg) == (WHOLE, WHOLE, WINDOWED)
+    # Layers that are alike share theirs.
+    assert (whole.alike, whole.layer_kinds) == ((0, 1, 0), [0, 1])
+    half = level_of(params, level=50, whole=whole)
+    assert (half.level, half.bucket_level, half.weights_version) == (50, WHOLE, (50, 0))
+    fewer = {name: each for name, each in params.items() if "layers.2" not in name}
+    with pytest.raises(ConfigError, match="of another form"):
+        level_of(fewer, level=50, whole=whole)
+    # Buckets are lowered from shapes alone.
+    assert not any(isinstance(each, np.ndarray) for each in whole.shapes.params.values())
+    cache = whole.shapes.cache(48)
+    assert [each.shape for each in cache.keys] == [(3, 1, WINDOWED.kv_heads, 48, WINDOWED.head_dim)]
+    assert cache.mass is None
+
+
+def test_other_parameters_of_the_same_form_make_another_version(params):
+    whole = level_of(params)
+    other = random_params(WINDOWED, seed=1)
+    whole.swap(other)
+    assert whole.params is other
+    assert whole.weights_version == (WHOLE, 1)
+    wider = {**other, "embed.tokens": np.zeros((3, 3), np.float32)}
+    with pytest.raises(ConfigError, match="of another form"):
+        whole.swap(wider)
+    assert whole.params is other

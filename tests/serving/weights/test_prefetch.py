@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
 from jaxllm.serving.weights.pieces import LayerPiece, Range
 from jaxllm.serving.weights.prefetch import WeightStream
+from jaxllm.serving.weights.prefetch_plan import MemoryBudget, plan_memory
 
 LAYERS, SIZE = 4, 8 * PAGE
 
@@ -35,8 +36,18 @@ def pieces(size):
     ]
 
 
-def opened(path, part, *, resident=(), slots=2):
-    return WeightStream(PieceReader(path), part, resident=resident, slots=slots, slot_bytes=SIZE)
+def opened(path, part, *, resident=(), slots=2, reading=None, latency_ms=0):
+    """A stream; `reading` is called before each read, with its place in the file."""
+    reader = PieceReader(path, Storage(latency_ms=latency_ms))
+    if reading is not None:
+        read_into = reader.read_into
+
+        def read(memory, place, offset, size):
+            reading(offset)
+            read_into(memory, place, offset, size)
+
+        reader.read_into = read
+    return WeightStream(reader, part, resident=resident, slots=slots, slot_bytes=SIZE)
 
 
 def all_read(stream, count):
@@ -76,6 +87,20 @@ def test_a_piece_is_never_filled_by_the_ranges_before(path):
                     # So that nothing is there that was not read.
                     slot.memory[:] = 0
     stream.close()
+    # A closed stream is refused, and nobody waits for it.
+    found = []
+
+    def take():
+        try:
+            with stream.piece(1):
+                pass
+        except ConfigError as error:
+            found.append(str(error))
+
+    waiting = threading.Thread(target=take, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert found == ["the engine of these weights is closed; open another one"]
 
 
 def numbers(slots):
@@ -116,15 +141,12 @@ def test_pieces_that_are_in_memory_come_together(path, slots, resident, expected
 
 def test_nobody_waits_for_a_second_piece(path):
     """While the first is read there is time for other work; then it comes alone."""
-    reader = PieceReader(path)
-    read_into, may_end = reader.read_into, [threading.Event() for _ in range(LAYERS)]
+    may_end = [threading.Event() for _ in range(LAYERS)]
 
-    def read(memory, place, offset, size):
+    def reading(offset):
         assert may_end[offset // SIZE].wait(10)
-        read_into(memory, place, offset, size)
 
-    reader.read_into = read
-    stream = WeightStream(reader, pieces(SIZE), resident=[], slots=4, slot_bytes=SIZE)
+    stream = opened(path, pieces(SIZE), slots=4, reading=reading)
     for at in range(LAYERS):
         calls = []
 
@@ -147,16 +169,13 @@ def test_nobody_waits_for_a_second_piece(path):
 
 
 def test_a_piece_that_cannot_be_read_is_left_to_its_own_turn(path):
-    reader = PieceReader(path)
-    read_into, broken = reader.read_into, [True]
+    broken = [True]
 
-    def read(memory, place, offset, size):
+    def reading(offset):
         if offset == SIZE and broken[0]:
             raise CheckpointError("no second layer")
-        read_into(memory, place, offset, size)
 
-    reader.read_into = read
-    stream = WeightStream(reader, pieces(SIZE), resident=[], slots=4, slot_bytes=SIZE)
+    stream = opened(path, pieces(SIZE), slots=4, reading=reading)
     with stream.piece(0):
         all_read(stream, 4)
     for _ in range(2):
@@ -172,9 +191,7 @@ def test_a_piece_that_cannot_be_read_is_left_to_its_own_turn(path):
 
 def test_a_pass_may_begin_later_while_storage_reads(path):
     """Until the slots are full, and for no longer than the pass before waited."""
-    stream = WeightStream(
-        PieceReader(path, Storage(latency_ms=20)), pieces(SIZE), resident=[], slots=2, slot_bytes=SIZE
-    )
+    stream = opened(path, pieces(SIZE), latency_ms=20)
     assert stream.idle_read_s == 0
 
     def run(compute_s):
@@ -195,18 +212,15 @@ def test_a_pass_may_begin_later_while_storage_reads(path):
 
 
 def test_storage_has_the_next_piece_to_read_before_one_ends(path):
-    reader = PieceReader(path)
-    read_into, second = reader.read_into, threading.Event()
+    second = threading.Event()
 
-    def read(memory, place, offset, size):
+    def reading(offset):
         if offset:
             second.set()
         # A stream that read one piece at a time would never go on.
         assert second.wait(10)
-        read_into(memory, place, offset, size)
 
-    reader.read_into = read
-    stream = WeightStream(reader, pieces(SIZE), resident=[], slots=3, slot_bytes=SIZE)
+    stream = opened(path, pieces(SIZE), slots=3, reading=reading)
     for layer in range(LAYERS):
         with stream.piece(layer) as slot:
             assert (slot.memory[:SIZE] == layer + 1).all()
@@ -216,21 +230,27 @@ def test_storage_has_the_next_piece_to_read_before_one_ends(path):
     stream.close()
 
 
-def test_a_closed_stream_is_refused_and_nobody_waits_for_it(path):
-    stream = opened(path, pieces(SIZE))
-    with stream.piece(0):
-        pass
-    stream.close()
-    found = []
+# The division of a budget, in exact small cases.
 
-    def take():
-        try:
-            with stream.piece(1):
-                pass
-        except ConfigError as error:
-            found.append(str(error))
 
-    waiting = threading.Thread(target=take, daemon=True)
-    waiting.start()
-    waiting.join(10)
-    assert found == ["the engine of these weights is closed; open another one"]
+@pytest.mark.parametrize(
+    ("sizes", "budget", "fixed", "slots", "slot_bytes", "resident", "planned"),
+    [
+        # All stays where all fits.
+        ([10] * 4, 45, 5, 0, None, (0, 1, 2, 3), 45),
+        # Two pieces are read in turn, and the rest stays, evenly between those that are read.
+        ([10] * 8, 60, 0, 2, 10, (0, 2, 4, 6), 60),
+        # Slots fit the largest, and small pieces fill what is left.
+        ([4, 20, 4, 20, 4], 49, 0, 2, 20, (0, 4), 48),
+        ([10] * 8, 25, 5, 2, 10, (), 25),
+    ],
+)
+def test_a_budget_is_divided(sizes, budget, fixed, slots, slot_bytes, resident, planned):
+    found = plan_memory(sizes, MemoryBudget(budget, fixed, "a context"))
+    assert (found.slots, found.resident, found.planned_bytes) == (slots, resident, planned)
+    assert slot_bytes in (None, found.slot_bytes)
+
+
+def test_below_two_pieces_there_is_no_way():
+    with pytest.raises(BudgetExceeded, match=r"24 bytes .*at least 26 \(6 for a context, 2 times 10"):
+        plan_memory([10] * 8, MemoryBudget(24, 5, "a context"))

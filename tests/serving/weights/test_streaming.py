@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 
 from jaxllm import Engine
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.levels import require_level
 from jaxllm.errors import BudgetExceeded, BundleError, CheckpointError, ConfigError
-from jaxllm.models.features import room_refusal
+from jaxllm.kernels import native
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.direct_io import PAGE, PieceReader
 from jaxllm.serving.weights import pieces
+from jaxllm.serving.weights.level_memory import LevelMemory
+from jaxllm.serving.weights.pieces import layer_pieces
 from tests.kernels.switching import fall_back
-from tests.models.configs import CONFIGS
-from tests.serving.weights.conftest import CFG, OPTIONS, budget
-from tests.tiny import VOCAB_SIZE, WINDOW_TOKENS
+from tests.serving.memory import budget
+from tests.serving.weights.conftest import CFG, OPTIONS
 
 PROMPT = "the hello there, hello the"
 CONFIG = GenerationConfig(max_tokens=24, ignore_eos=True)
@@ -34,82 +39,68 @@ def answer(engine, config=CONFIG, prompt=PROMPT, **more):
     return engine.stream(prompt, config, **more).result().tokens
 
 
+@pytest.fixture(scope="module")
+def shared(bundle_of, resident_of):
+    """Weights of eight bits of which a part is in memory."""
+    engine = open_streamed(bundle_of(), resident_of())
+    yield engine
+    engine.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int8-nested", "int4"])
+@pytest.mark.parametrize(
+    "weights", ["f32", "bf16", "int8", "int8-nested", pytest.param("int4", marks=pytest.mark.campaign)]
+)
 def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, weights):
     whole = resident_of(weights)
     streamed = open_streamed(bundle_of(weights), whole)
-    plan = streamed.model.streamed.plan
+    plan, counts = streamed.model.streamed.plan, streamed.model.streamed.counts
     assert plan.slots == 2
     assert 0 < len(plan.resident) < CFG.layers
     assert plan.planned_bytes <= plan.budget_bytes
     drawn = dataclasses.replace(CONFIG, sampling=Sampling(temperature=0.8, seed=3, repetition_penalty=1.1))
     for config in (CONFIG, drawn):
         assert answer(streamed, config) == answer(whole, config)
-    counts = streamed.model.streamed.counts
     assert counts.read_bytes > 24 * (streamed.model.bundle.weight_bytes - plan.resident_bytes) // 2
+    if weights == "f32":
+        table, places = streamed.model.streamed.rows([3, 250, 3, 17])
+        rows = np.asarray(whole.model.bundle.load()["embed.tokens"])[[3, 250, 3, 17]]
+        np.testing.assert_array_equal(np.asarray(table)[places[0]], rows)
     streamed.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_every_architecture_streams(bundle_of, resident_of, name):
-    cfg = CONFIGS[name]
-    cfg = dataclasses.replace(
-        cfg,
-        hidden_size=64,
-        vocab_size=VOCAB_SIZE,
-        window_tokens=WINDOW_TOKENS,
-        layers=6,
-        attention_windows=3 * cfg.attention_windows,
-        sparse_layers=3 * cfg.sparse_layers,
-        rope_layers=3 * cfg.rope_layers,
-    )
-    if room_refusal(cfg, "streamed weights"):
-        whole = resident_of("int8", cfg)
-        with pytest.raises(ConfigError, match="not streamed"):
-            open_streamed(bundle_of("int8", cfg), whole, 0.8)
-        return
-    whole = resident_of("int8", cfg)
-    streamed = open_streamed(bundle_of("int8", cfg), whole, 0.8)
-    assert streamed.model.streamed.plan.slots == 2
-    assert answer(streamed, prompt="the") == answer(whole, prompt="the")
-    streamed.close()
-
-
-def test_a_long_prompt_reads_each_layer_once(bundle_of, resident_of):
-    whole = resident_of()
-    streamed = open_streamed(bundle_of(), whole)
+def test_a_long_prompt_reads_each_layer_once(resident_of, shared):
     prompt = "the hello " * 20
     one = dataclasses.replace(CONFIG, max_tokens=1)
-    assert len(streamed.tokenizer.encode(prompt)) > 2 * OPTIONS.chunk_tokens[-1]
-    assert answer(streamed, one, prompt) == answer(whole, one, prompt)
-    stream = streamed.model.streamed
-    assert stream.counts.read_bytes <= 2 * streamed.model.bundle.weight_bytes
-    streamed.close()
+    assert len(shared.tokenizer.encode(prompt)) > 2 * OPTIONS.chunk_tokens[-1]
+    answer(shared, one, prompt)
+    before = shared.model.streamed.counts.read_bytes
+    assert answer(shared, one, prompt) == answer(resident_of(), one, prompt)
+    assert shared.model.streamed.counts.read_bytes - before <= 2 * shared.model.bundle.weight_bytes
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_and_a_stop_string_ends_it(bundle_of, resident_of):
-    whole = resident_of()
-    streamed = open_streamed(bundle_of(), whole)
+def test_a_conversation_goes_on_and_a_stop_string_ends_it(resident_of, shared):
     texts = []
-    for engine in (whole, streamed):
+    shared.warm_up()
+    built = dict(shared.runner.buckets.bucket_ms)
+    for engine in (resident_of(), shared):
         engine.runner.fill(engine.runner.all_buckets())
         session = Session()
         first = engine.stream(PROMPT, CONFIG, session=session).result()
-        stop = first.text[5:7]
-        second = engine.stream(
-            first.text[:5] + " the", dataclasses.replace(CONFIG, stop=(stop,)), session=session
-        ).result()
+        stop = dataclasses.replace(CONFIG, stop=(first.text[5:7],))
+        second = engine.stream(first.text[:5] + " the", stop, session=session).result()
         texts.append((first.text, second.text, second.finish_reason, second.reused_tokens))
     assert texts[0] == texts[1]
-    streamed.close()
+    # Nothing compiles after the warm-up.
+    for prompt in ("the", "hello " * 10, "the hello " * 20):
+        shared.generate(prompt, CONFIG)
+    assert shared.runner.buckets.bucket_ms == built
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["f32", "int8", "int8-nested"])
-def test_a_level_reads_only_its_part(bundle_of, resident_of, weights, monkeypatch):
+@pytest.mark.parametrize("weights", [pytest.param("f32", marks=pytest.mark.campaign), "int8", "int8-nested"])
+def test_a_level_reads_only_its_part(bundle_of, weights, monkeypatch):
     # Layers so small would be read whole: a seek takes longer.
     monkeypatch.setattr(pieces, "_SHORT_GAP_BYTES", 0)
     whole = Engine.open(bundle_of(weights), options=dataclasses.replace(OPTIONS, levels=(40,)), warm_up=False)
@@ -126,67 +117,40 @@ def test_a_level_reads_only_its_part(bundle_of, resident_of, weights, monkeypatc
 @pytest.mark.slow
 def test_without_native_kernels_it_is_the_same(bundle_of, monkeypatch):
     fall_back(monkeypatch)
-    whole = Engine.open(bundle_of("int4"), options=OPTIONS, warm_up=False)
-    streamed = open_streamed(bundle_of("int4"), whole)
+    options = dataclasses.replace(OPTIONS, levels=(40,))
+    whole = Engine.open(bundle_of("int4"), options=options, warm_up=False)
+    streamed = open_streamed(bundle_of("int4"), whole, levels=(40,))
     assert streamed.model.streamed is not None
     assert not streamed.model.bundle.read_in_place
     short = dataclasses.replace(CONFIG, max_tokens=4)
-    assert answer(streamed, short) == answer(whole, short)
+    for level in (100, 40):
+        assert answer(streamed, short, level=level) == answer(whole, short, level=level)
     streamed.close()
 
 
-@pytest.mark.slow
-def test_without_native_kernels_so_is_a_level(bundle_of, monkeypatch):
-    fall_back(monkeypatch)
-    options = dataclasses.replace(OPTIONS, levels=(40,))
-    whole = Engine.open(bundle_of("int8"), options=options, warm_up=False)
-    streamed = open_streamed(bundle_of("int8"), whole, levels=(40,))
-    short = dataclasses.replace(CONFIG, max_tokens=4)
-    assert answer(streamed, short, level=40) == answer(whole, short, level=40)
-    streamed.close()
+def test_the_least_budget_is_the_same_at_every_try_and_enough(bundle_of, resident_of):
+    def opened(memory_bytes):
+        options = dataclasses.replace(OPTIONS, memory_bytes=memory_bytes)
+        return Engine.open(bundle_of(), options=options, warm_up=False)
 
-
-def test_a_budget_for_all_of_it_streams_nothing(bundle_of, resident_of):
-    engine = open_streamed(bundle_of(), resident_of(), 1.01)
-    assert engine.model.streamed is None
-
-
-def test_too_small_a_budget_says_how_much_it_takes(bundle_of, resident_of):
-    with pytest.raises(BudgetExceeded, match=r"needs at least [\d,]+ .*give more"):
-        open_streamed(bundle_of(), resident_of(), 0.05)
-    with pytest.raises(ConfigError, match="memory_bytes must be a whole number of at least 0"):
-        dataclasses.replace(OPTIONS, memory_bytes=-1)
-
-
-def test_the_least_budget_is_the_same_at_every_try_and_enough(bundle_of):
     def least(memory_bytes):
-        with pytest.raises(BudgetExceeded) as caught:
-            Engine.open(
-                bundle_of(), options=dataclasses.replace(OPTIONS, memory_bytes=memory_bytes), warm_up=False
-            )
+        with pytest.raises(BudgetExceeded, match="give more") as caught:
+            opened(memory_bytes)
         return int(re.search(r"needs at least ([\d,]+) ", str(caught.value))[1].replace(",", ""))
 
     enough = least(1)
     assert {least(enough // 3), least(enough // 2), least(enough - 1)} == {enough}
-    options = dataclasses.replace(OPTIONS, memory_bytes=enough)
-    engine = Engine.open(bundle_of(), options=options, warm_up=False)
+    engine = opened(enough)
     assert engine.model.streamed is not None
     engine.close()
+    # One for all of it streams nothing.
+    assert open_streamed(bundle_of(), resident_of(), 1.01).model.streamed is None
+    with pytest.raises(ConfigError, match="memory_bytes must be a whole number of at least 0"):
+        dataclasses.replace(OPTIONS, memory_bytes=-1)
 
 
-def test_a_damaged_file_is_refused(bundle_of, resident_of, tmp_path):
-    path = tmp_path / "damaged.jaxllm"
-    raw = bytearray(bundle_of().read_bytes())
-    layer = resident_of().model.bundle.layout.segments["layers.3"]
-    raw[layer.offset + 100] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(BundleError, match=r"layers\.3.* is corrupt"):
-        open_streamed(path, resident_of())
-
-
-def test_storage_that_fails_ends_one_answer_not_the_service(bundle_of, resident_of, monkeypatch):
-    streamed = open_streamed(bundle_of(), resident_of())
-    expected = answer(streamed)
+def test_storage_that_fails_ends_one_answer_not_the_service(shared, monkeypatch):
+    expected = answer(shared)
     preadv, broken = os.preadv, [False]
 
     def failing(*arguments):
@@ -196,47 +160,23 @@ def test_storage_that_fails_ends_one_answer_not_the_service(bundle_of, resident_
 
     monkeypatch.setattr(os, "preadv", failing)
     session = Session()
-    answering = streamed.stream(PROMPT, CONFIG, session=session)
+    answering = shared.stream(PROMPT, CONFIG, session=session)
     next(answering)
     broken[0] = True
     with pytest.raises(CheckpointError, match="Input/output error"):
         answering.result()
     with pytest.raises(CheckpointError, match="Input/output error"):
-        answer(streamed)
+        answer(shared)
     broken[0] = False
-    assert answer(streamed) == expected
-    assert answer(streamed, session=session) == expected
-    streamed.close()
-
-
-def test_an_answer_that_is_left_harms_no_later_one(bundle_of, resident_of):
-    streamed = open_streamed(bundle_of(), resident_of())
-    expected = answer(streamed)
+    assert answer(shared) == expected
+    assert answer(shared, session=session) == expected
+    # Nor does an answer that is left harm a later one.
     for count in (1, 3):
-        answering = streamed.stream(PROMPT, CONFIG)
+        answering = shared.stream(PROMPT, CONFIG)
         for _ in range(count):
             next(answering)
         answering.close()
-        assert answer(streamed) == expected
-    streamed.close()
-
-
-def test_nothing_compiles_after_the_warm_up(bundle_of, resident_of):
-    streamed = open_streamed(bundle_of(), resident_of())
-    streamed.warm_up()
-    built = dict(streamed.runner.buckets.bucket_ms)
-    for prompt in ("the", "hello " * 10, "the hello " * 20):
-        streamed.generate(prompt, CONFIG)
-    assert streamed.runner.buckets.bucket_ms == built
-    streamed.close()
-
-
-def test_rows_of_tokens_are_those_of_the_table(bundle_of, resident_of):
-    streamed, whole = open_streamed(bundle_of("f32"), resident_of("f32")), resident_of("f32")
-    table, places = streamed.model.streamed.rows([3, 250, 3, 17])
-    rows = np.asarray(whole.model.bundle.load()["embed.tokens"])[[3, 250, 3, 17]]
-    np.testing.assert_array_equal(np.asarray(table)[places[0]], rows)
-    streamed.close()
+        assert answer(shared) == expected
 
 
 def test_threads_share_an_engine(bundle_of, resident_of):
@@ -284,19 +224,127 @@ def test_layers_are_let_go_and_read_again(bundle_of, resident_of):
 
 
 def test_a_layer_that_was_changed_meanwhile_is_not_kept(bundle_of, resident_of, tmp_path):
-    path = tmp_path / "own.jaxllm"
-    path.write_bytes(bundle_of().read_bytes())
+    path, raw = tmp_path / "own.jaxllm", bundle_of().read_bytes()
+    path.write_bytes(raw)
     engine = open_streamed(path, resident_of(), 0.7)
     streamed = engine.model.streamed
     streamed.resize(0)
     number = streamed.plan.resident[0]
     at = streamed._stream._whole[number].ranges[0].offset
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
+    write_in_place(path, at, bytes([raw[at] ^ 1]))
     with pytest.raises(BundleError, match="changed in place"):
         streamed.resize(streamed.plan.resident_bytes)
     assert number not in streamed._stream.staying()
     engine.close()
+    # Before it is opened, it is a damaged one.
+    with pytest.raises(BundleError, match=rf"layers\.{number}.* is corrupt"):
+        open_streamed(path, resident_of())
+
+
+# A bundle is read once when it is opened, and later reads are believed only where they bring the same.
+
+
+def test_opening_reads_the_file_once_and_again_where_storage_erred(bundle_of, resident_of, monkeypatch):
+    streamed = open_streamed(bundle_of(), resident_of(), 0.9)
+    weights = streamed.model.streamed
+    assert weights.plan.resident_bytes > streamed.model.bundle.weight_bytes / 4
+    # Norms are read by themselves, and reads end with pages.
+    assert weights._reader.bytes_read < 1.1 * streamed.model.bundle.weight_bytes
+    streamed.close()
+    read_into, wrong = PieceReader.read_into, set()
+
+    def erring(reader, memory, place, offset, size):
+        """Gives each place of the file wrongly at first, and right from then on."""
+        read_into(reader, memory, place, offset, size)
+        if (offset, size) not in wrong:
+            wrong.add((offset, size))
+            memory[place] ^= 1
+
+    monkeypatch.setattr(PieceReader, "read_into", erring)
+    streamed = open_streamed(bundle_of(), resident_of())
+    opened = len(wrong)
+    assert answer(streamed) == answer(resident_of())
+    assert len(wrong) > opened > 0
+    streamed.close()
+
+
+def test_a_level_that_stays_takes_its_own_pages_alone(bundle_of):
+    with Bundle.open(bundle_of()) as bundle:
+        level = LevelMemory(bundle, require_level(bundle, 40))
+        used = layer_pieces(bundle.layout, require_level(bundle, 40), gap_bytes=0)
+    for piece, part in zip(level.pieces, used, strict=True):
+        pages = {page for each in part.ranges for page in pages_of(each)}
+        assert {page for each in piece.kept for page in pages_of(each)} <= {
+            page + more for page in pages for more in (0, 1)
+        }
+        # All that is not kept is read.
+        covered = sorted((each.offset, each.size_bytes) for each in (*piece.ranges, *piece.kept))
+        segment = bundle.layout.segments[piece.segment]
+        at = segment.offset
+        for offset, size in covered:
+            assert offset <= at
+            at = max(at, offset + size)
+        assert at == segment.offset + segment.size_bytes
+
+
+@pytest.mark.skipif(not native.kernels().native, reason="planes are read by native kernels")
+def test_a_low_plane_that_has_changed_is_named(bundle_of, resident_of, tmp_path):
+    path, how = tmp_path / "nested.jaxllm", SpeculationOptions(drafter="nested")
+    path.write_bytes(bundle_of("int8-nested").read_bytes())
+    options = dataclasses.replace(OPTIONS, memory_bytes=budget(resident_of("int8-nested"), 0.9, how))
+    engine = Engine.open(path, options=options, speculation=how, warm_up=False)
+    streamed = engine.model.streamed
+    layer = next(each for each in range(CFG.layers) if each not in streamed.plan.resident)
+    segment = engine.model.bundle.layout.segments[f"layers.{layer}.low"]
+    byte = path.read_bytes()[segment.offset]
+    write_in_place(path, segment.offset, bytes([byte ^ 1]))
+    with (
+        pytest.raises(
+            BundleError, match=rf"segment 'layers\.{layer}\.low', .* also when they are read again"
+        ),
+        streamed._stream.piece(layer),
+    ):
+        pass
+    engine.close()
+
+
+def pages_of(each):
+    return range(each.offset // PAGE, -(-(each.offset + each.size_bytes) // PAGE))
+
+
+def write_in_place(path, offset, data):
+    """Changes a file as something that does not want to be noticed."""
+    facts = path.stat()
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+@pytest.mark.parametrize("part", ["layer", "level", "rows"])
+def test_what_is_read_is_what_was_there_at_first(bundle_of, resident_of, tmp_path, part):
+    path = tmp_path / "served.jaxllm"
+    path.write_bytes(bundle_of().read_bytes())
+    streamed = open_streamed(path, resident_of(), levels=(40,))
+    level = {"level": 40} if part == "level" else {}
+    expected = answer(streamed, **level)
+    layout, stays = streamed.model.bundle.layout, streamed.model.streamed.plan.resident
+    layer = next(each for each in range(CFG.layers) if each not in stays)
+    segment = layout.segments[f"layers.{layer}" if part != "rows" else layout.tensors["embed.tokens"].segment]
+    kept = path.read_bytes()
+    # Bytes that a level has, too, and rows of all tokens.
+    size = 64 if part != "rows" else segment.size_bytes
+    other = bytes(each ^ 1 for each in kept[segment.offset : segment.offset + size])
+    write_in_place(path, segment.offset, other)
+    with pytest.raises(BundleError, match=r"changed in place .*: .* renaming another one over it"):
+        # Rows that were read before are not read again.
+        streamed.model.streamed.rows(range(100, 200)) if part == "rows" else answer(streamed, **level)
+    write_in_place(path, 0, kept)
+    assert answer(streamed, **level) == expected
+    # A file that has become shorter ends an answer, too.
+    facts = path.stat()
+    os.truncate(path, segment.offset)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    with pytest.raises(CheckpointError):
+        answer(streamed, **level)
+    streamed.close()
