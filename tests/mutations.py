@@ -58,11 +58,11 @@ MUTATIONS = (
         "tests/steps/test_batch.py::test_rows_of_different_levels_share_products",
     ),
     _mutation(
-        "kv: a token does not attend to itself", "jaxllm/kv/positions.py",
+        "kv: a token does not attend to itself", "jaxllm/kv/cache.py",
         "before = row <= self.rows[:, None]", "before = row < self.rows[:, None]", "tests/kv/test_cache.py",
     ),
     _mutation(
-        "kv: a window is one token too wide", "jaxllm/kv/positions.py",
+        "kv: a window is one token too wide", "jaxllm/kv/cache.py",
         "self.positions[:, None] - window)", "self.positions[:, None] - window - 1)",
         "tests/kv/test_cache.py",
     ),
@@ -85,7 +85,7 @@ MUTATIONS = (
         "key=lambda each: (_width(each), each.used, -each.chunk)", "tests/serving/contexts/test_memory.py",
     ),
     _mutation(
-        "eviction: experts of the nearest layers leave first", "jaxllm/experts/eviction.py",
+        "eviction: experts of the nearest layers leave first", "jaxllm/experts/prediction.py",
         "return (total - layers + at) % total", "return (total + layers - at) % total",
         "tests/experts/test_eviction.py",
     ),
@@ -109,12 +109,12 @@ MUTATIONS = (
     ),
     _mutation(
         "speculation: all nodes of a tree are sampled with the root's draw",
-        "jaxllm/speculation/acceptance.py",
+        "jaxllm/speculation/tree.py",
         "drawn=sampler.drawn + depth)", "drawn=sampler.drawn)", "tests/speculation",
         "tests/steps/test_trees.py",
     ),
     _mutation(
-        "speculation: the threshold rises where all drafts were right", "jaxllm/speculation/fallback.py",
+        "speculation: the threshold rises where all drafts were right", "jaxllm/speculation/token_tree.py",
         "max(LEAST, 0.5 * self.alpha)", "min(MOST, 2 * self.alpha)", "tests/speculation/test_drafting.py",
     ),
     _mutation(
@@ -138,7 +138,7 @@ MUTATIONS = (
         "tests/elastic/test_slo.py",
     ),
     _mutation(
-        "elastic: a level's knapsack never gets full", "jaxllm/elastic/knapsack.py",
+        "elastic: a level's knapsack never gets full", "jaxllm/elastic/ladder.py",
         "room -= size", "room -= 0", "tests/elastic/test_knapsack.py",
     ),
     _mutation(
@@ -151,8 +151,8 @@ MUTATIONS = (
         "tests/text/test_control_tokens.py",
     ),
     _mutation(
-        "API: a request may ask for any number of answers", "serving/server/api/asking.py",
-        "if not 1 <= number <= most:", "if number < 1:", "tests/serving/server/api/test_requests.py",
+        "API: a request may ask for any number of answers", "serving/server/api/params.py",
+        "if not 1 <= number <= limit:", "if number < 1:", "tests/serving/server/api/test_requests.py",
     ),
     _mutation(
         "export: short caches are exported with the whole context", "export/signatures.py",
