@@ -24,6 +24,7 @@ test: $(VENV)/.dev
 
 # Campaigns, too, which prove for more cases what the suite proves: every family in every room, more mutations of
 # files, longer soaks (see tests/campaigns.json).
+test-all: export JAXLLM_FUZZ ?= 500
 test-all: test
 	$(PYTEST) -m "campaign and not alone" --ignore tests/kernels/test_arm.py
 	$(BIN)/python -m pytest -m "alone and campaign" $$(grep -rl mark.alone tests) || [ $$? = 5 ]

@@ -25,6 +25,14 @@ _MOST_MAPPINGS = 25_000
 
 pytest_plugins = ["tests.budgets"]
 
+# Environments for formats and accelerators do without it.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    # A loaded machine takes longer than any limit of an example.
+    settings.register_profile("jaxllm", deadline=None)
+    settings.load_profile("jaxllm")
+
 
 def pytest_collection_finish() -> None:
     """Leaves what collecting has made out of every later collection of garbage: thousands of tests, and the

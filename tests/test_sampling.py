@@ -145,7 +145,7 @@ VALUES = st.one_of(
 ROWS = st.lists(st.lists(VALUES, min_size=ROW, max_size=ROW), min_size=2, max_size=2)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(ROWS, st.integers(1, ROW))
 def test_top_k_is_a_sort(rows, k):
     # Adding zero turns -0.0 into 0.0, which only a comparison takes for equal.
@@ -158,7 +158,7 @@ def test_top_k_is_a_sort(rows, k):
             assert np.isfinite(kept).sum() == k
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.lists(st.integers(0, 40), min_size=ROW, max_size=ROW), min_size=2, max_size=2),
     st.floats(0.01, 0.99),

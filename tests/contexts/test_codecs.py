@@ -70,7 +70,7 @@ def bound(rows: np.ndarray, axis: int, bits: int) -> np.ndarray:
 
 
 @widths
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1 << 30), spread=st.sampled_from([0.0, 1e-4, 1.0, 9.0]))
 def test_error_is_within_half_a_scale(bits, seed, spread):
     codec = CODECS["kivi"]

@@ -65,7 +65,7 @@ def test_without_graphs_all_is_read():
     assert plan.expected_ms == pytest.approx(4 * 1.1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     missing=st.dictionaries(st.integers(0, 20), st.sampled_from([8, 4, 2, LOST]), max_size=6),
     read_fixed=st.floats(0, 2), read_each=st.floats(0, 0.01), compute_fixed=st.floats(0, 2),

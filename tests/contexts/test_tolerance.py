@@ -44,7 +44,7 @@ def information(density, bits):
     return float(np.sum(density * np.array([KEPT[each] for each in bits])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     density=st.lists(st.floats(0, 1), min_size=1, max_size=6),
     share=st.floats(0, 1),

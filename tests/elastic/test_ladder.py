@@ -52,7 +52,7 @@ def test_a_level_is_never_larger_than_its_share(name, anchors):
         assert level - 12 <= 100 * size / whole <= level or size == min(sizes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     kv_heads=st.sampled_from([1, 2, 3, 8]),
     ffn=st.integers(1, 400),

@@ -65,7 +65,7 @@ def test_two_chunks_by_hand():
 SPEEDS = st.floats(0.1, 10)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     chunks=st.integers(1, 5),
     shadowed=st.lists(st.booleans(), min_size=1, max_size=5),

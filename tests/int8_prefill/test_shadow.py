@@ -38,7 +38,7 @@ def both(x, weights, rows):
     return [a + b for a, b in zip(products, shadows, strict=True)], count
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(outliers=st.integers(0, WIDTH), seed=st.integers(0, 1000))
 def test_the_sum_is_the_product(outliers, seed):
     """Of any number of outliers, those of all channels too: what one room does not hold the next one does."""

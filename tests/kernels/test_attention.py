@@ -118,7 +118,7 @@ def test_groups_and_widths(H):
         run(case(G, T=T, G=G, H=H, S=S, start=start, half=bool(G % 4 > 1), **options))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     B=st.integers(1, 3), T=st.integers(1, 70), K=st.integers(1, 3), G=st.integers(1, 8), H=st.integers(2, 40),
     S=st.integers(1, 300) | st.just(2000), at=st.floats(0, 1),

@@ -119,7 +119,7 @@ def assert_prefix(weight, x, units, fresh):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     width=st.sampled_from(WIDTHS), axis=st.sampled_from([-1, -2]), units=st.integers(1, 130),
     more=st.integers(0, 70), other=st.integers(1, 70), rows=st.sampled_from([1, 2, 15]),

@@ -20,7 +20,7 @@ ROWS = st.sampled_from([1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 17, 32, 33, 40])
 widths = st.sampled_from(WIDTHS)
 seeds = st.integers(0, 2**32 - 1)
 every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
-fuzz = settings(deadline=None, max_examples=20)
+fuzz = settings(max_examples=20)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 EPS = 1e-5
 
@@ -72,7 +72,7 @@ def test_products(axis, rows, shape, width):
 
 
 @needs_native
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     axis=st.sampled_from([-1, -2]), stack=st.none() | st.integers(1, 4), outputs=OUTPUTS, inputs=INPUTS,
     rows=ROWS, width=widths, seed=seeds,

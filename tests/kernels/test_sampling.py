@@ -18,7 +18,7 @@ SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1e-37, 3e38]
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=700), st.integers(1, 3))
 def test_the_largest_is_that_of_argmax(values, rows):
     """Of equal ones the first, of NaN the first, whatever else there is."""
@@ -93,7 +93,7 @@ def test_draws_of_several_requests_are_each_their_own():
 
 
 @needs_native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_kth_largest_is_that_of_a_sort(data):
     """Of any bits: subnormals, both zeros, infinities and NaN of either sign among them."""

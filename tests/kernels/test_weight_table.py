@@ -110,7 +110,7 @@ def test_only_the_row_and_the_columns_that_fit_are_read(opened):
         refuse(CLOSED, *call, **opened.options, **formats(), **UNITS, **change)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     # The lowest free slot is taken first: that many tables of other tests are never open.
     slot=st.one_of(st.integers(1024, 4095), st.integers(1024, 2**32 - 1)),
@@ -134,7 +134,7 @@ def test_handles_that_nobody_gave_are_refused(slot, generation, row, near):
         opened.table.close()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(columns=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=12))
 def test_columns_that_nobody_gave_are_refused(columns):
     # All that is below zero is no column.

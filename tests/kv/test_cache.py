@@ -64,7 +64,7 @@ def test_exactly_the_valid_rows_change(capacity, length):
             check_write(capacity, length, start, valid)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_exactly_the_valid_rows_change_anywhere(data):
     capacity = data.draw(st.sampled_from((16, 33)))

@@ -55,7 +55,7 @@ def test_stacks_are_of_layers_with_as_many_heads():
     chex.assert_type([*cache.keys, *cache.values], jnp.float16)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
 def test_places_are_distinct_and_fill_their_stacks(heads):
     units = tuple(LayerUnits(kv_heads=each, neurons=3) for each in heads)
@@ -100,7 +100,7 @@ def positions_of(kind, T, start, valid):
     return TokenPositions(rows, jnp.int32(valid))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["run", "gaps", "tree"]), T=st.sampled_from([1, 3, 9]), start=st.integers(0, 9),
     real=st.floats(0, 1), layer=st.integers(0, 4), compiled=st.booleans(), numbered=st.booleans(),

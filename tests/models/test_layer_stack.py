@@ -64,7 +64,7 @@ def test_runs(alike, expected):
     assert layer_runs(alike) == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.one_of(
     st.lists(st.integers(0, 3), max_size=40),
     # Patterns that repeat, with something before and behind.

@@ -229,7 +229,7 @@ def test_int4_error_is_no_more_than_that_of_the_scale_that_reaches_the_extreme()
     assert np.mean(best < plain * 0.99) > 0.3
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.floats(-140, 100), st.sampled_from([-1, -2]))
 def test_int8_bound_at_every_magnitude(seed, exponent, axis):
     """Down to subnormal weights, whose scale is so coarse that the bound needs room for its rounding."""

@@ -60,7 +60,7 @@ COLUMNS = (1, 2, 31, 32, 33, 63, 64, 65, 97, 127, 128, 129)
 unpack_jit = jit(unpack_int4, static_argnums=(1, 2))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_unpacking_undoes_packing(data):
     columns = data.draw(st.sampled_from(COLUMNS))

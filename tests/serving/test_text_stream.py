@@ -103,7 +103,7 @@ def stream(tokenizer: Tokenizer, ids: Sequence[int], sizes: Sequence[int]) -> li
 
 @every_tokenizer
 @given(text=texts, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_pieces_make_the_whole(name: str, text: str, sizes: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
@@ -116,7 +116,7 @@ def test_the_pieces_make_the_whole(name: str, text: str, sizes: list[int]) -> No
 
 @every_tokenizer
 @given(data=st.data(), text=texts)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_special_tokens_are_passed_over(name: str, data: st.DataObject, text: str) -> None:
     """They neither show nor cost the next word its space, wherever they stand."""
     tokenizer = TOKENIZERS[name]
@@ -130,7 +130,7 @@ def test_special_tokens_are_passed_over(name: str, data: st.DataObject, text: st
 
 @every_tokenizer
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_ids_never_stall(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(1, tokenizer.vocab_size - 1), max_size=80))
@@ -240,7 +240,7 @@ def test_the_cost_of_a_token_is_constant(name: str, kind: str) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_stream_says_which_token_stopped_it(sizes: list[int]) -> None:
     tokenizer = TOKENIZERS["bytes"]
     text = TextStream(tokenizer, ["世!"])
@@ -287,7 +287,7 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
     cuts=st.lists(st.integers(0, 12)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_stops_match_the_plain_search(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher = StopMatcher(stops)
     expected, matched = first_stop(text, stops)

@@ -67,7 +67,7 @@ def test_a_tree_by_hand(variant):
     assert (nodes.tolist(), int(length)) == ([0, 1, 4] + [4] * 9, 3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(parents=parents_of(), seed=st.integers(0, 2**31 - 1))
 def test_laws(parents, seed):
     draw = np.random.default_rng(seed)

@@ -57,7 +57,7 @@ def test_no_template_lets_a_message_spell_a_special_token(template: str, word: s
         st.sampled_from(["<|", "im_end", "|>", "<s>", " ", "a", "<|im_start|>", "</think>", "\n", "<", "é"])
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_the_pieces_the_special_tokens_are_those_of_the_template(pieces: list[str]):
     tokenizer = with_template(CHATML)
     messages = [*said("x".join(pieces)), {"role": "assistant", "content": "".join(pieces)}]

@@ -43,7 +43,7 @@ MADE = {"bytes": TOKENIZER, "sentence pieces": sentence_pieces(), "packaged": pa
 @pytest.mark.parametrize("name", MADE)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12))
 @example("🙂é日本🏳️‍🌈 a ab\ufffdc")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bytes_in_a_row_are_the_text(name: str, text: str) -> None:
     tokenizer = MADE[name]
     ids = tokenizer.encode(text, add_special_tokens=False, special=False)

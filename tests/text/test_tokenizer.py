@@ -157,7 +157,7 @@ def test_the_vocabulary_size_counts_up_to_the_highest_id() -> None:
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_encode_and_decode_are_the_librarys(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert ids == LIBRARY.encode(text).ids

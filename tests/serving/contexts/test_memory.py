@@ -136,5 +136,5 @@ class Memory(RuleBasedStateMachine):
 
 
 TestMemory = Memory.TestCase
-TestMemory.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestMemory.settings = settings(max_examples=40, stateful_step_count=30)
 assert set(POLICIES) == {"lctru", "lru", "fifo", "cost-aware", "whole-contexts"}

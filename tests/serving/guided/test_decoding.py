@@ -56,7 +56,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(expression=EXPRESSIONS, seed=st.integers(0, 1000))
 def test_an_answer_matches_its_expression(engine, expression, seed):
     answer = engine.generate(PROMPT, config(expression, seed=seed))

@@ -55,7 +55,7 @@ BODIES = st.one_of(
     st.sampled_from(PATHS), st.sampled_from(["POST", "POST", "POST", "GET", "DELETE", "PUT", "HEAD"]), BODIES
 )
 @settings(
-    max_examples=int(os.environ.get("JAXLLM_FUZZ", "15")), deadline=None,
+    max_examples=int(os.environ.get("JAXLLM_FUZZ", "15")),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 def test_hostile_requests(served: Served, path: str, method: str, body: bytes) -> None:

@@ -71,7 +71,7 @@ def test_calls_are_found(size: int) -> None:
 
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", *'{}["a ;\\']), max_size=12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_what_is_no_call_stays_text(parts: list[str]) -> None:
     text = "".join(parts)
     for family in (HERMES, JSON, LLAMA3, MISTRAL):
