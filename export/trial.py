@@ -135,7 +135,7 @@ def require_alike(
       name: display name.
       tolerance: allowed difference, relative to the largest magnitude of the array (at least 1).
 
-      Raises:
+    Raises:
       ProgramError: a result differs by more.
     """
     for output, each in wanted.items():

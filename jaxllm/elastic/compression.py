@@ -37,7 +37,7 @@ def words_of(offsets: np.ndarray, text: str, boundaries: np.ndarray | None = Non
       boundaries: `[n]` int, indices of characters before which a word ends even without white space, such
         as at turn markers of a chat.
 
-      Returns:
+    Returns:
       `[T]` int64; `NO_WORD` for tokens without text.
     """
     starts, ends = _words(text, boundaries)

@@ -219,7 +219,7 @@ def mixture(
       live: `[T]` bool, False for padding, which visits no expert.
       differentiable: whether gradients may be computed; then all experts are converted to floats first.
 
-      Returns:
+    Returns:
       `[B, T, D]` in the dtype of x.
     """
     total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])

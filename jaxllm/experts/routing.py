@@ -66,7 +66,7 @@ def route(
       bias: `[E]`, added to the scores; None for none.
       differentiable: whether gradients may be computed; they reach the router through the weights.
 
-      Returns:
+    Returns:
       The routing; of equal probabilities the lower id comes first. With native kernels routing is
       batch-invariant bitwise, because a near tie that flips changes the answer.
     """

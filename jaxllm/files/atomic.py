@@ -41,7 +41,7 @@ def atomic_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
       flush: whether to wait until the data is on storage; without it a power cut may leave any part of the
         file.
 
-      Raises:
+    Raises:
       OSError: the file cannot be written, or `path` is not a regular file (see `require_replaceable`).
     """
     require_replaceable(path)

@@ -333,7 +333,7 @@ def simulate(
       shared: times of subgraphs while the other processor is busy, longer if both share memory bandwidth;
         None if they share nothing.
 
-      Raises:
+    Raises:
       ConfigError: the dependencies of the subgraphs are cyclic.
     """
 

@@ -113,7 +113,7 @@ def tlm_from_encoder(encoder_params: Params, cfg: TlmConfig, key: jax.Array) -> 
       cfg: the tiny LM.
       key: PRNG key of the heads' output matrices.
 
-      Raises:
+    Raises:
       ConfigError: the parameters belong to another encoder.
     """
     shapes = encoder_shapes(cfg.encoder)
