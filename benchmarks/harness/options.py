@@ -54,10 +54,14 @@ class Reporting:
         return dataclasses.replace(sizes, **{name: each for name, each in chosen.items() if each})
 
     def emit(self, bench: str, rows: "Sequence[Row]", draw: "Draw | None" = None) -> None:
-        """Prints a benchmark's rows, and draws them where that is asked for."""
+        """Prints a benchmark's rows, and draws them if requested: by `draw`, or as bars."""
         from benchmarks.harness.report import emit
 
-        emit(bench, rows, as_json=self.as_json, plot=self.plot, draw=draw)
+        emit(bench, rows, as_json=self.as_json)
+        if self.plot is not None:
+            from benchmarks.harness.figures import draw_metrics
+
+            (draw or functools.partial(draw_metrics, bench))(rows, self.plot)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

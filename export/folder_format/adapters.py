@@ -2,8 +2,8 @@
 
 It has the factors of all adapted parameters, in the order of their names: `left` `[r, *U]`, multiplied by
 the scaling, then `right` `[r, D]`. Lower ranks are padded with zeros, so that every adapter, and none, is
-an array of the same size, and all run on the same program. One array, because passing an array costs as
-much as a layer of a small model. A folder stores an adapter of the whole model as the bytes of that array;
+an array of the same size, and all run on the same program. One array, because each argument costs as much
+as a layer of a small model. A folder stores an adapter of the whole model as the bytes of that array;
 a level's is cut from it.
 """
 

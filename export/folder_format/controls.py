@@ -9,7 +9,7 @@ stops, and the sampler's options and state.
     in_prompt    [1, V] bool
     counts       [1, V] int32    number of each token in the answer
 
-They are few, because passing an array costs as much as a layer of a small model. See
+They are few, because each argument costs as much as a layer of a small model. See
 `jaxllm.sampling_state.SamplerState` for their meaning. A program reads `bias`, `in_prompt` and `counts`
 only if `penalized`.
 """

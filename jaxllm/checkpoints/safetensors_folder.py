@@ -180,7 +180,7 @@ class SafetensorsFolder:
         return values
 
     def _count(self, name: str, values: np.ndarray) -> None:
-        """Releases the pages of a file after reading much of it."""
+        """Releases the pages of a file of which much was read."""
         file = self._file_of[name]
         self._read_bytes[file] = self._read_bytes.get(file, 0) + values.nbytes
         if self._read_bytes[file] > _MOST_MAPPED_BYTES:

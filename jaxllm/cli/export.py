@@ -217,7 +217,7 @@ def export_command(
     inputs = _adapter_inputs(shapes.pop("inputs"), shapes.pop("input_rank"))
     plan = _plan(kind, shapes)
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
-    # Fail before reading anything, also for extras that are not imported yet.
+    # Fail before anything is read, also for extras that are not imported yet.
     extras.require_format(kind)
     subject = read_subject(
         bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision), inputs=inputs

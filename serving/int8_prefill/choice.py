@@ -35,6 +35,8 @@ def chosen_prefill(
       BundleError: the calibration is malformed.
     """
     asked = options.prefill
+    if asked.resolved_mode == "float":
+        return None
     problem = _problem(bundle, streamed=streamed)
     calibration = None if problem else read_prefill(bundle)
     lossy = {} if calibration is None else _lossy(calibration, levels, asked.most_loss)

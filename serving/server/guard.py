@@ -30,7 +30,7 @@ _METHODS = b"GET, POST, DELETE, OPTIONS"
 _HEADERS = b"authorization, content-type, x-api-key, x-request-id, x-slo"
 _EXPOSED = b"retry-after, x-request-id"
 _PREFLIGHT_S = b"600"
-# Maximum bytes and time of reading a refused request's body.
+# Maximum bytes that are read of a refused request's body, and time for them.
 _MOST_DROPPED_BYTES = 8 << 20
 _DROP_S = 10.0
 

@@ -176,7 +176,7 @@ def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = Fal
 def parts_of_pieces(
     layout: Layout, pieces: Sequence[LayerPiece], wanted: Callable[[str], bool]
 ) -> list[LayerPiece]:
-    """The pieces of layers for reading some parameters.
+    """The pieces of layers that hold some parameters.
 
     Args:
       layout: the bundle's.

@@ -36,7 +36,7 @@ from benchmarks.harness.figures import check_plot, label_bars
 from benchmarks.harness.machine import EnergyMeter, MemoryProbe
 from benchmarks.harness.memory import array_bytes
 from benchmarks.harness.plan import BasePlan, sized
-from benchmarks.harness.report import Row, compared, emit, less_is_better, row, unit_of
+from benchmarks.harness.report import Row, compared, less_is_better, row, unit_of
 from benchmarks.peers import PEERS
 from benchmarks.service import command as service_command
 from benchmarks.service import systems
@@ -55,18 +55,18 @@ ROWS = [
 
 
 def test_rows_are_one_object_or_a_table_and_figures(tmp_path, capsys):
-    emit("engine", ROWS, as_json=True, plot=None)
+    options.Reporting(as_json=True).emit("engine", ROWS)
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"bench", "machine", "rows"}
     assert (result["bench"], result["rows"]) == ("engine", [dataclasses.asdict(row) for row in ROWS])
     # The machine is described without its name.
     assert (result["machine"]["cores"] >= 1, result["machine"]["backend"]) == (True, "cpu")
     assert socket.gethostname() not in json.dumps(result["machine"])
-    emit("engine", ROWS, as_json=False, plot=None)
+    options.Reporting().emit("engine", ROWS)
     text = capsys.readouterr().out
     assert all(part in text for part in ("1.50x", "10,000.0 tokens/s", "at its best"))
     pytest.importorskip("matplotlib")
-    emit("engine", ROWS, as_json=True, plot=tmp_path / "figures")
+    options.Reporting(as_json=True, plot=tmp_path / "figures").emit("engine", ROWS)
     drawn = {path.name: path.stat().st_size for path in (tmp_path / "figures").iterdir()}
     assert set(drawn) == {"engine_decode_tokens_per_s.png", "engine_ttft_ms.png"}
     assert min(drawn.values()) > 1000
@@ -155,8 +155,8 @@ def test_plans_are_quick_where_they_say_so():
         seed: int = 7
 
     assert (Plan(), Plan.quick()) == (Plan(rounds=5, seed=7), Plan(rounds=2, seed=7))
-    assert options.Reporting(quick=True).plan(Plan, seed=3, rounds=None) == Plan(rounds=2, seed=3)
-    assert options.Reporting(quick=False).plan(Plan, rounds=4) == Plan(rounds=4)
+    assert options.options.Reporting(quick=True).plan(Plan, seed=3, rounds=None) == Plan(rounds=2, seed=3)
+    assert options.options.Reporting(quick=False).plan(Plan, rounds=4) == Plan(rounds=4)
 
 
 def test_systems_take_turns_and_none_is_always_behind_the_same():

@@ -73,7 +73,7 @@ def test_files_are_prepared_timed_and_scored(tmp_path):
     values = {row.system: row.value for row in rows if row.metric == "perplexity"}
     llama = [] if PEERS["llama.cpp"].missing() else ["llama.cpp"]
     assert set(values) == {"jaxllm", FROM_FLOATS, "float", *llama}
-    assert all(value == pytest.approx(values["float"], rel=0.1) for value in values.values())
+    assert all(value == pytest.approx(values["float"], rel=0.15) for value in values.values())
 
 
 def test_byte_pairs_are_learned_and_filled_up_and_the_same_in_a_gguf_file(tmp_path):

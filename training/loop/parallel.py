@@ -236,7 +236,7 @@ def placed(
     The host holds one tensor at a time, and a device only its shards.
 
     Args:
-      tensors: (name, tensor) pairs in the order of reading.
+      tensors: (name, tensor) pairs in the order of the file.
       mesh: the devices.
       dtype: dtype of all arrays; None for their own.
     """

@@ -204,7 +204,7 @@ def test_what_cannot_is_refused_by_name(bundle_of, options, speculation, why):
 
 
 def test_integer_prefill_is_refused(bundle_of, monkeypatch):
-    monkeypatch.setattr("jaxllm.serving.opening.make_runners.chosen_prefill", lambda *_, **__: object())
+    monkeypatch.setattr("jaxllm.serving.opening.make_runners._prefill_modes", lambda *_, **__: object())
     path = bundle_of("int8")
     with pytest.raises(ConfigError, match="because it prefills in integers"):
         opened_with(path, {"kv_codec": "raw", "attend_coded": True})
