@@ -155,8 +155,8 @@ def test_plans_are_quick_where_they_say_so():
         seed: int = 7
 
     assert (Plan(), Plan.quick()) == (Plan(rounds=5, seed=7), Plan(rounds=2, seed=7))
-    assert options.options.Reporting(quick=True).plan(Plan, seed=3, rounds=None) == Plan(rounds=2, seed=3)
-    assert options.options.Reporting(quick=False).plan(Plan, rounds=4) == Plan(rounds=4)
+    assert options.Reporting(quick=True).plan(Plan, seed=3, rounds=None) == Plan(rounds=2, seed=3)
+    assert options.Reporting(quick=False).plan(Plan, rounds=4) == Plan(rounds=4)
 
 
 def test_systems_take_turns_and_none_is_always_behind_the_same():
