@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import read_prefill
-from jaxllm.bundle.levels import Recovery, TinyLm, read_order, read_recovery, read_tiny_lm, require_level
+from jaxllm.bundle.levels import Recovery, read_order, read_recovery, require_level
+from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxllm.bundle.levels import TinyLm
+from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.config import WHOLE
 from jaxllm.elastic.compression import row_lengths
 from jaxllm.export.folder_format.manifest import Signature

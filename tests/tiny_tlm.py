@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.bundle.levels import TinyLm
+from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import marks
 from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.tiny_lm import TlmConfig, init_tlm

@@ -49,7 +49,7 @@ from benchmarks.harness.plan import BasePlan, silent, sized
 from benchmarks.harness.report import OURS, Row, compared, lead, row, said
 from benchmarks.samples import read_examples
 from benchmarks.traces import TRACE_TASKS, Outcome, make_trace, replay, totals
-from jaxllm.bundle.levels import read_tiny_lm
+from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError

@@ -145,7 +145,8 @@ def _sampling(bundle: "Bundle") -> dict[str, Any]:
 
 def _levels(bundle: "Bundle") -> dict[str, Any]:
     """The levels of an elastic bundle."""
-    from jaxllm.bundle.levels import read_ladder, read_tiny_lm
+    from jaxllm.bundle.levels import read_ladder
+    from jaxllm.bundle.tiny_lm import read_tiny_lm
 
     ladder = read_ladder(bundle)
     if ladder is None:

@@ -15,7 +15,7 @@ from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 
 class ReadTokens(Protocol):
-    """Facts about a tiny LM's tokens (see `jaxllm.bundle.levels.TinyLm`)."""
+    """Facts about a tiny LM's tokens (see `jaxllm.bundle.tiny_lm.TinyLm`)."""
 
     @property
     def mark_ids(self) -> tuple[int, ...]: ...  # noqa: D102

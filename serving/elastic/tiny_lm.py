@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxllm.bundle.levels import TinyLm
+from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.compression import row_lengths
 from jaxllm.kernels import native
 from jaxllm.quant import QArray, Weight, quantize, to_blocks

@@ -23,7 +23,7 @@ _TIMED_RUNS = 7
 
 
 class TinyClasses(ReadTokens, Protocol):
-    """Classes of a tiny LM (see `jaxllm.bundle.levels.TinyLm`)."""
+    """Classes of a tiny LM (see `jaxllm.bundle.tiny_lm.TinyLm`)."""
 
     @property
     def levels(self) -> tuple[int, ...]: ...  # noqa: D102

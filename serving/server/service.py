@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.bundle.calibrations import read_contexts
-from jaxllm.bundle.levels import read_tiny_lm
+from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.features import room_refusal

@@ -30,7 +30,8 @@ from benchmarks.harness.report import OURS, interval, lead
 from benchmarks.models import SHAPES, Shape
 from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.levels import elastic_parts, read_ladder, read_recovery, tiny_lm_parts
+from jaxllm.bundle.levels import elastic_parts, read_ladder, read_recovery
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.cli.main import cli
 from jaxllm.elastic.ladder import Ladder, is_unit_parameter
 from jaxllm.elastic.slo import Slo

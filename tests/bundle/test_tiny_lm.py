@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle, Part
-from jaxllm.bundle.levels import elastic_parts, read_tiny_lm, tiny_lm_parts
+from jaxllm.bundle.levels import elastic_parts
+from jaxllm.bundle.tiny_lm import read_tiny_lm, tiny_lm_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BundleError, ConfigError
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer, write_tiny_bundle

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.bundle.levels import Recovery, elastic_parts, tiny_lm_parts
+from jaxllm.bundle.levels import Recovery, elastic_parts
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.export.device.opening import open_device

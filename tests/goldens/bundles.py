@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxllm.bundle import Part, WeightFormat
 from jaxllm.bundle.calibrations import expert_parts, prefill_parts
-from jaxllm.bundle.levels import Recovery, TinyLm, elastic_parts, tiny_lm_parts
+from jaxllm.bundle.levels import Recovery, elastic_parts
+from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config

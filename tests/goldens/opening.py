@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import Engine
-from jaxllm.bundle.levels import read_tiny_lm
+from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.export.programs.model import open_program
 from jaxllm.sampling import Sampling
 from jaxllm.serving.contexts.context import Context

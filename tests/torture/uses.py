@@ -38,7 +38,8 @@ def _answer(engine: Engine) -> list[int]:
 def use_bundle(case: Case) -> None:
     """Reads all of a bundle; answers with it, at its smallest level too."""
     from jaxllm.bundle.calibrations import read_path_counts, read_prefill, read_token_experts
-    from jaxllm.bundle.levels import read_ladder, read_order, read_tiny_lm
+    from jaxllm.bundle.levels import read_ladder, read_order
+    from jaxllm.bundle.tiny_lm import read_tiny_lm
 
     file = case.path / "model.jaxllm"
     with Bundle.open(file) as bundle:

@@ -40,7 +40,8 @@ def make_victims(folder: Path, names: Collection[str] = ()) -> None:
 def _write_bundle(folder: Path, _: Path) -> None:
     """A bundle of the kind that the folder is named after."""
     from jaxllm.bundle.calibrations import prefill_parts
-    from jaxllm.bundle.levels import elastic_parts, tiny_lm_parts
+    from jaxllm.bundle.levels import elastic_parts
+    from jaxllm.bundle.tiny_lm import tiny_lm_parts
     from jaxllm.elastic.ladder import Ladder
     from tests.bundle.forging import MIXED, params_of
     from tests.int8_prefill.calibrated import calibrated, outlying

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import write_bundle
-from jaxllm.bundle.levels import Recovery, TinyLm, elastic_parts, tiny_lm_parts
+from jaxllm.bundle.levels import Recovery, elastic_parts
+from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, chosen_ladder

@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.bundle.levels import elastic_parts, tiny_lm_parts
+from jaxllm.bundle.levels import elastic_parts
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.elastic.compression import input_rows, marked
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, Slo

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 import jaxllm.training.elastic.run
 import jaxllm.training.elastic.tiny_lm.run
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.levels import read_ladder, read_order, read_recovery, read_tiny_lm
+from jaxllm.bundle.levels import read_ladder, read_order, read_recovery
+from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.bundle.writer import stored_form
 from jaxllm.cli import train as elasticize_cli
 from jaxllm.cli.main import cli

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from jaxllm.bundle.levels import TinyLm
+from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.shortened import Question

@@ -12,7 +12,8 @@ import pytest
 
 import jaxllm.training.elastic.tiny_lm.run
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.levels import TinyLm, elastic_parts, read_tiny_lm, tiny_lm_parts
+from jaxllm.bundle.levels import elastic_parts
+from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm, tiny_lm_parts
 from jaxllm.checkpoints.mobilebert_folder import write_encoder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.elastic.compression import marked
