@@ -1,4 +1,5 @@
-"""Names the formats of stored weights; imports nothing, so that command lines can list them."""
+"""Names the formats of stored weights, and the first bytes of GGUF files; imports nothing, so that command
+lines can list them."""
 
 from typing import Literal
 
@@ -10,5 +11,6 @@ WeightFormat = Literal["f32", "bf16", "int8", "int8-nested", "int4-min", "int4",
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
     "f32", "bf16", "int8", "int8-nested", "int4-min", "int4", "int4-all"
 )  # fmt: skip
+GGUF_MAGIC = b"GGUF"
 # Allowed bitwidths of experts: 2, 4 and 8 quantized, 16 for bfloat16, 32 for float32.
 EXPERT_BITS = (2, 4, 8, 16, 32)

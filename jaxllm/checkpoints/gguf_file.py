@@ -15,7 +15,8 @@ import numpy as np
 from jaxllm.checkpoints.quantization import GROUP, Levels, e2m1_levels
 from jaxllm.config import MAX_DIMENSION
 from jaxllm.errors import CheckpointError
-from jaxllm.files.input_files import open_regular
+from jaxllm.files.input_files import begins_with, open_regular
+from jaxllm.formats import GGUF_MAGIC
 from jaxllm.quant.formats import QArray, quantize
 
 # Reads the header of a GGUF file, whole or split: its metadata, and the places of its tensors.
@@ -25,7 +26,6 @@ from jaxllm.quant.formats import QArray, quantize
 # here.
 
 
-MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # Far above any published file; each entry costs some hundred bytes of memory.
 _MAX_KEYS = 1 << 12
@@ -128,12 +128,7 @@ class GgufFile:
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a file that begins like a GGUF file."""
-    path = Path(path)
-    try:
-        with open_regular(path) as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
+    return begins_with(Path(path), GGUF_MAGIC)
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -209,7 +204,7 @@ class _Header:
     def __init__(self, path: Path, mapped: np.ndarray) -> None:
         self._path, self._mapped, self._at = path, mapped, 0
         self._bytes = memoryview(mapped)  # pyright: ignore[reportArgumentType]: an array is a buffer
-        if bytes(self._bytes[:4]) != MAGIC:
+        if bytes(self._bytes[:4]) != GGUF_MAGIC:
             raise CheckpointError(f"{path} is no GGUF file; give one that begins with 'GGUF'")
         self._at = 4
         version = self._number("<I")

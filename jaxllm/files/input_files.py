@@ -41,6 +41,15 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
+def begins_with(path: Path, magic: bytes) -> bool:
+    """Whether a path is a regular file that can be read and begins with these bytes."""
+    try:
+        with open_regular(path) as file:
+            return file.read(len(magic)) == magic
+    except OSError:
+        return False
+
+
 def read_bytes(path: Path, limit_bytes: int) -> bytes:
     """All of a file.
 

@@ -17,6 +17,8 @@ from jaxllm.bundle.levels import read_ladder
 from jaxllm.config import WHOLE
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.files.atomic import remove_abandoned
+from jaxllm.files.input_files import begins_with
+from jaxllm.formats import GGUF_MAGIC
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder, clear_entry, make_private_folder, private_file
 
@@ -41,7 +43,7 @@ def open_model(
       CheckpointError: the model is missing, or cannot be read or prepared.
     """
     path = find_model(model)
-    if path.is_dir() or (path.suffix != SUFFIX and _is_gguf(path)):
+    if path.is_dir() or begins_with(path, GGUF_MAGIC):
         return _open_prepared(path, weights, progress)
     if not path.exists():
         raise CheckpointError(
@@ -165,13 +167,6 @@ def _content_key(source: Path) -> str:
             parts += [path.name, str(facts.st_size), str(facts.st_mtime_ns), str(facts.st_ctime_ns)]
             parts.append(_sampled_digest(path, facts.st_size))
     return _digest(parts)
-
-
-def _is_gguf(path: Path) -> bool:
-    # A start from a bundle should not wait for this import.
-    from jaxllm.checkpoints.gguf_file import is_gguf
-
-    return is_gguf(path)
 
 
 def _sampled_digest(path: Path, size: int) -> str:
