@@ -24,22 +24,31 @@ from jaxllm.steps.sparse_layers import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttendBucket(Bucket):
-    """Runs a sparse layer over a chunk, up to its experts (see `steps.sparse_layers.attend_layer`).
+class _BeforeExperts(Bucket):
+    """Runs a sparse layer up to its experts.
 
     Attributes:
-      tokens: length of the chunk, including padding.
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
       loss: see `ExpertOptions`.
       ahead: number of layers whose routers run ahead.
     """
 
-    tokens: int
     cache_tokens: int
     layer: int
     loss: float = 0.0
     ahead: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendBucket(_BeforeExperts):
+    """Runs a sparse layer over a chunk, up to its experts (see `steps.sparse_layers.attend_layer`).
+
+    Attributes:
+      tokens: length of the chunk, including padding.
+    """
+
+    tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
@@ -49,22 +58,14 @@ class AttendBucket(Bucket):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttendTreeBucket(Bucket):
+class AttendTreeBucket(_BeforeExperts):
     """`AttendBucket` over a token tree.
 
     Attributes:
       nodes: capacity of the tree (M).
-      cache_tokens: length of the cache.
-      layer: the first of the layers that share the bucket.
-      loss: see `ExpertOptions`.
-      ahead: number of layers whose routers run ahead.
     """
 
     nodes: int
-    cache_tokens: int
-    layer: int
-    loss: float = 0.0
-    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """See `AttendBucket`; the mass is by node."""
@@ -74,22 +75,14 @@ class AttendTreeBucket(Bucket):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttendRestoredBucket(Bucket):
+class AttendRestoredBucket(_BeforeExperts):
     """Restores a sparse layer of a context, up to its experts (see `steps.sparse_layers.attend_restored`).
 
     Attributes:
       tokens: number of tokens of recomputed chunks.
-      cache_tokens: length of the cache.
-      layer: the first of the layers that share the bucket.
-      loss: see `ExpertOptions`.
-      ahead: number of layers whose routers run ahead.
     """
 
     tokens: int
-    cache_tokens: int
-    layer: int
-    loss: float = 0.0
-    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
@@ -185,7 +178,7 @@ class CombineBucket(Bucket):
 
 
 def _lower_attend(
-    model: ModelShapes, bucket: AttendBucket | AttendTreeBucket, at: TokenPositions, past: Past, mass: Any
+    model: ModelShapes, bucket: _BeforeExperts, at: TokenPositions, past: Past, mass: Any
 ) -> jax.stages.Lowered:
     layer = bucket.layer
     attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, bucket.loss))
