@@ -6,7 +6,6 @@ numbers of heads and neurons for each layer: nothing is padded. Other families g
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.export.gguf_vocabulary import vocabulary_keys
 from jaxllm.export.plain_model import PlainModel, uniform
+from jaxllm.files.atomic import temporary_file
 from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Tensor
@@ -63,8 +63,7 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
     plain = dataclasses.replace(
         plain, model_type="llama" if plain.model_type == "mistral" else plain.model_type
     )
-    with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
-        written = Path(folder) / "model.gguf"
+    with temporary_file(path) as (written, _):
         params = model.params(plain, np.dtype(np.float32)).items()
         write_gguf(written, plain, params, TYPES[precision], _model_keys(model, plain))
         _require_same(written, model, plain)

@@ -9,8 +9,6 @@ server takes no ids.
 import ctypes
 import dataclasses
 import os
-import secrets
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from benchmarks.peers.peer import Progress
 from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError, one_line
 from jaxllm.export import gguf_file as exported
+from jaxllm.files.atomic import temporary_file
 
 # llama.cpp's file types by the names of its formats.
 FILE_TYPES = {
@@ -72,8 +71,7 @@ def write_gguf(
     """
     keys = vocabulary or _characters(cfg.vocab_size)
     cfg = dataclasses.replace(cfg, model_type="llama")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = Path(folder) / path.name
+    with temporary_file(path) as (written, _):
         exported.write_gguf(
             written,
             cfg,
@@ -96,7 +94,6 @@ def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> Non
     """
     import llama_cpp
 
-    temporary = _temporary(path)
     how = llama_cpp.llama_model_quantize_default_params()
     how.ftype = getattr(llama_cpp, FILE_TYPES[file_type])
     how.pure = True
@@ -106,15 +103,19 @@ def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> Non
     listen = llama_cpp.llama_log_callback(lambda _level, text, _data: said.append(text))
     llama_cpp.llama_log_set(listen, ctypes.c_void_p(0))
     try:
-        code = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(temporary), ctypes.byref(how))
-        if code:
-            last = one_line(said[-1].decode(errors="replace")) if said else "nothing"
-            raise JaxllmError(f"llama.cpp's quantizer failed on {source} (code {code}); it said last: {last}")
-        temporary.replace(path)
+        with temporary_file(path) as (written, _):
+            code = llama_cpp.llama_model_quantize(
+                os.fsencode(source), os.fsencode(written), ctypes.byref(how)
+            )
+            if code:
+                last = one_line(said[-1].decode(errors="replace")) if said else "nothing"
+                raise JaxllmError(
+                    f"llama.cpp's quantizer failed on {source} (code {code}); it said last: {last}"
+                )
+            written.replace(path)
     finally:
         # No callback is llama.cpp's own, which outlives this call's.
         llama_cpp.llama_log_set(llama_cpp.llama_log_callback(), ctypes.c_void_p(0))
-        temporary.unlink(missing_ok=True)
 
 
 def tensor_bytes(path: Path) -> dict[str, tuple[int, int]]:
@@ -144,7 +145,3 @@ def _characters(size: int) -> dict[str, Any]:
         "add_eos_token": False,
         "add_space_prefix": False,
     }
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
