@@ -1,4 +1,4 @@
-"""What processes are given to do; importing it imports nothing large."""
+"""Defines the functions that other processes run; importing it imports nothing large."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""Which prompts are read in integers: by options and bundles, by level, and without an adapter."""
+"""The choice of the prompts that are read in integers: by options, bundles and level, and without
+an adapter."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""Who calls: the process behind a socket, a key, or the loopback, nobody by their own headers. Keys are shown
-once, and stored as digests in a file of the owner's alone, for one writer at a time."""
+"""The identity of callers: the process behind a socket, a key, or the loopback, nobody by their own headers.
+Keys are shown once, and stored as digests in a file of the owner's alone, for one writer at a time."""
 
 import json
 import os

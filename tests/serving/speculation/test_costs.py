@@ -1,4 +1,4 @@
-"""When drafting is given up and tried again; the times of trees by size; and rows that drafts share."""
+"""The pauses of drafting, and its new beginnings; the times of trees by size; and rows that drafts share."""
 
 import dataclasses
 
