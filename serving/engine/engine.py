@@ -333,7 +333,10 @@ class Engine(Generic[AnyModel]):
             matcher = None
             if config.grammar is not None:
                 stop_ids = config.stop_ids(self.tokenizer.eos_ids)
-                matcher = self.grammars.matcher(config.grammar, stop_ids)
+                # Other models' windows are the limit, too.
+                room = self.runner.options.context_tokens - len(request.prompt) + 1
+                most = config.max_tokens if request.sliding else min(config.max_tokens, room)
+                matcher = self.grammars.matcher(config.grammar, stop_ids, most)
             return GuidedDecoding(self.runner_at(request.level), matcher, config.top_logprobs)
         if (drafts := self.speculation) is not None and request.drafted:
             return drafts if request.source is None else drafts.of(request.source)

@@ -105,7 +105,8 @@ class Run:
       sequence: prompt and answer without tokens that slid out of the window; the next turn continues it.
       text: pieces of the answer that the caller has received.
       finish_reason: "stop" (end token, stop string, or a grammar that allows nothing more), "length"
-        (max_tokens or the window), or None while running or when closed before its last token.
+        (max_tokens or the window; JSON that a grammar requires is completed before), or None while running
+        or when closed before its last token.
       stop_string: the stop string that ended it, if one did.
       seed: the sampling seed; pass it in `Sampling` to reproduce the answer.
       logprobs: log-probabilities of `tokens`; None if not requested.

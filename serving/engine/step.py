@@ -293,7 +293,7 @@ def _check_end(run: Run) -> None:
     """Checks whether a run has ended."""
     matcher = run.decoding.matcher
     if run.finish_reason is None and matcher is not None and matcher.complete:
-        run.finish_reason = "stop"
+        run.finish_reason = "length" if matcher.completed else "stop"
     full = run.room_tokens <= 0 and run.request.sliding is None
     if run.finish_reason is None and (run.wanted_tokens <= 0 or full):
         run.finish_reason = "length"

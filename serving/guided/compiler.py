@@ -45,9 +45,9 @@ class Beginning:
     text_tokens: np.ndarray
     stops: np.ndarray
 
-    def matcher(self) -> Matcher:
-        """Begins an answer."""
-        return Matcher(self.compiled, self.text_tokens, self.stops)
+    def matcher(self, most_tokens: int | None = None) -> Matcher:
+        """Begins an answer (see `Matcher`)."""
+        return Matcher(self.compiled, self.text_tokens, self.stops, most_tokens)
 
 
 class PreparedGrammar(Future[Beginning]):
@@ -91,7 +91,9 @@ class GrammarCompiler:
           stop_ids: tokens that end the answer, padded with -1.
         """
         key = hashlib.sha256(
-            b"\0".join((grammar.kind.encode(), stop_ids.tobytes(), grammar.text.encode()))
+            b"\0".join(
+                (repr((grammar.kind, grammar.completed)).encode(), stop_ids.tobytes(), grammar.text.encode())
+            )
         ).digest()
         with self._lock:
             found = self._known.get(key)
@@ -108,19 +110,20 @@ class GrammarCompiler:
             thread.start()
         return found
 
-    def matcher(self, grammar: Grammar, stop_ids: np.ndarray) -> Matcher:
+    def matcher(self, grammar: Grammar, stop_ids: np.ndarray, most_tokens: int | None = None) -> Matcher:
         """Makes the matcher of one answer; waits until the grammar is compiled, usually some milliseconds, at
         most some seconds.
 
         Args:
           grammar, stop_ids: see `prepare`.
+          most_tokens: see `Matcher`.
 
         Raises:
           ConfigError: the grammar is malformed, matches no text, has an unsupported feature or is too
             complex; the tokenizer cannot be used; or llguidance is not installed.
           GrammarLate: it was not compiled in time, on a busy machine.
         """
-        return self.prepare(grammar, stop_ids).result().matcher()
+        return self.prepare(grammar, stop_ids).result().matcher(most_tokens)
 
     def _keep(self, key: bytes, prepared: PreparedGrammar) -> None:
         """Caches a grammar, and drops the oldest beyond the limits."""
@@ -159,6 +162,7 @@ class GrammarCompiler:
             "text": text,
             "stop_ids": stops.tolist(),
             "text_tokens": self._tokenizer.vocab_size,
+            "completed": grammar.completed,
         }
         workers = self._started()
         try:

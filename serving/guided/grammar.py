@@ -34,6 +34,8 @@ class Grammar:
       kind: "json" (any JSON object), "json_schema", "regex" (of Rust's syntax; the whole text matches it) or
         "lark" (llguidance's dialect, without `&` and `~`).
       text: the schema as JSON, the expression or the grammar; empty for "json".
+      json_inside: whether a Lark grammar's quotes and brackets are JSON's. Answers that are about to reach
+        their length are then completed, as those of "json" and "json_schema" are.
 
     Raises:
       ConfigError: the text is missing, too long or invalid JSON, or is refused here. Other errors are found
@@ -42,6 +44,12 @@ class Grammar:
 
     kind: GrammarKind
     text: str = ""
+    json_inside: bool = False
+
+    @property
+    def completed(self) -> bool:
+        """Whether an answer is completed before it reaches its length."""
+        return self.json_inside or self.kind in ("json", "json_schema")
 
     def __post_init__(self) -> None:
         kinds = get_args(GrammarKind)

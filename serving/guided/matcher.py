@@ -19,21 +19,33 @@ class Matcher:
     text, its tokens are *forced*: the tokenizer's encoding of it. Masks are computed in another process
     while the engine does other work: after `take`, `ready` tells whether they have arrived, and earlier
     uses wait.
+
+    Attributes:
+      completed: whether the end of the text was forced because the answer would have reached its length.
     """
 
-    def __init__(self, compiled: CompiledGrammar, text_tokens: np.ndarray, stops: np.ndarray) -> None:
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        text_tokens: np.ndarray,
+        stops: np.ndarray,
+        most_tokens: int | None = None,
+    ) -> None:
         """Begins an answer.
 
         Args:
           compiled: the grammar.
           text_tokens: `[V]` bool, tokens that a grammar may allow: all of the tokenizer but its end tokens.
           stops: tokens that end the answer.
+          most_tokens: length of the answer at most. Before it is reached, the end of a text in JSON is
+            forced (see `completed`); None for no limit.
         """
         self._compiled, self._text_tokens, self._stops = compiled, text_tokens, stops
         self._follower: Follower | None = None
         self._failure: WorkerEnded | None = None
         self._stop_set = frozenset(stops.tolist())
-        self._taken = 0
+        self._taken, self._most_tokens = 0, most_tokens
+        self.completed = False
         self._waits = False
         self._forced: collections.deque[int] = collections.deque()
         self._set(*parsed_state(compiled.first))
@@ -136,9 +148,11 @@ class Matcher:
             except WorkerEnded as error:
                 self._failure = error
         if self._follower is not None:
-            self._follower.take([token])
+            left = None if self._most_tokens is None else max(0, self._most_tokens - self._taken)
+            self._follower.take([token], left)
 
-    def _set(self, may_end: bool, forced: list[int], mask: bytes) -> None:
+    def _set(self, may_end: bool, completed: bool, forced: list[int], mask: bytes) -> None:
+        self.completed = completed
         self._forced.extend(forced)
         bits = np.frombuffer(mask, np.uint8)
         unpacked = np.unpackbits(bits, bitorder="little", count=len(self._text_tokens))

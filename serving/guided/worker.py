@@ -11,14 +11,18 @@ with each request: the socket of the process to fork.
 
 import array
 import contextlib
+import functools
 import gc
+import itertools
 import json
 import os
+import re
 import resource
 import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +44,16 @@ _MEMORY_BYTES, _STACK_BYTES = 1 << 29, 8 << 20
 _NICE = 5
 # A space, or a line break with an indentation: else models may write white space without end.
 WHITE_SPACE = r"( |\n[ ]{0,12})?"
-_WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30}
+_WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30, "completed": False}
 _LENGTH = struct.Struct(">Q")
-# Whether the text may end after the forced tokens, and their number.
-_HEAD = struct.Struct(">?I")
+# Whether the text may end after the forced tokens, whether they complete it, and their number.
+_HEAD = struct.Struct(">??I")
+# Number of tokens that may follow, where any number may.
+NO_LIMIT = (1 << 32) - 1
+# Processor time to find the end of a text.
+_ENDING_S = 0.1
+# What ends a text in JSON soonest: within a string, and elsewhere.
+_STRING_ENDS, _JSON_ENDS = b'"a0 -:.@/', b']}",0123456789-ntf[{'
 
 
 def send(channel: socket.socket, message: bytes) -> None:
@@ -83,6 +93,7 @@ def serve(descriptor: int) -> None:
         )
         # What the library does once is then done for all: one of ours, which is not a caller's.
         _Following(tokenizer, _WARM_UP).state()
+        _ids(tokenizer)
     except BaseException as error:  # panics of the library are no `Exception`
         send(control, json.dumps({"error": one_line(error)}).encode())
         return
@@ -106,6 +117,7 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
     try:
         with _processor_time(COMPILE_S):
             answer = _Following(tokenizer, request)
+            answer.prepare_end()
             first = answer.state()
     except BaseException as error:
         send(control, json.dumps({"error": one_line(error)}).encode())
@@ -119,11 +131,11 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
 def _serve_answer(channel: socket.socket, answer: "_Following") -> None:
     """The process of an answer: receives tokens, and sends the state after them."""
     while message := receive(channel):
-        tokens = array.array("I", message)
+        left, *tokens = array.array("I", message)
         try:
             with _processor_time(STEP_S):
-                answer.take(tokens.tolist())
-                state = answer.state()
+                answer.take(tokens)
+                state = answer.state(left)
         except BaseException as error:
             send(channel, b"\0" + one_line(error).encode())
             return
@@ -137,6 +149,9 @@ class _Following:
         """Compiles the grammar; a fault of it is a ValueError."""
         import llguidance
 
+        self._tokenizer, self._completed = tokenizer, request["completed"]
+        self._tokens: list[int] = []
+        self._shortest, self._checked = 0, NO_LIMIT
         self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         source = _source(request["kind"], request["text"])
@@ -148,10 +163,16 @@ class _Following:
         for token in tokens:
             self._matcher.consume_token(token)
             self._require_sound()
+        self._tokens += tokens
 
-    def state(self) -> bytes:
-        """Advances by the forced tokens: returns them, whether the text may end after them, and the mask of
-        the next tokens."""
+    def prepare_end(self) -> None:
+        """Finds the length of a shortest text, if answers are completed before they reach their length."""
+        if self._completed:
+            self._shortest = len(self._end() or ())
+
+    def state(self, left: int = NO_LIMIT) -> bytes:
+        """Advances by the forced tokens: returns them, whether the text may end after them, whether they
+        complete a text of which only `left` more tokens are allowed, and the mask of the next tokens."""
         forced: list[int] = []
         for token in self._matcher.compute_ff_tokens():
             if token in self._stops or token >= self._last:
@@ -159,21 +180,83 @@ class _Following:
             forced.append(token)
         self._require_sound()
         self.take(forced)
+        end = self._due_end(left - len(forced)) if left != NO_LIMIT and self._shortest else None
+        if end is not None:
+            self.take(end)
+            forced += end
         mask = self._matcher.compute_bitmask()
         self._require_sound()
-        head = _HEAD.pack(self._matcher.is_accepting(), len(forced))
+        if end is not None:
+            mask = bytes(len(mask))
+        head = _HEAD.pack(self._matcher.is_accepting(), bool(end), len(forced))
         return head + array.array("I", forced).tobytes() + mask
+
+    def _due_end(self, left: int) -> list[int] | None:
+        """The end of the text if it must begin now; None as long as there is room for another token.
+
+        A token makes the end at most as much longer as a shortest text is, because it begins at most one
+        more value. It follows how many tokens may pass until the end is sought again.
+        """
+        if left > self._checked:
+            return None
+        end = self._end()
+        if end is None or len(end) > left:
+            return None
+        spare = left - len(end) - self._shortest
+        self._checked = left - spare // (self._shortest + 1) - 1
+        return end if spare <= 0 else None
+
+    def _end(self) -> list[int] | None:
+        """Tokens that end the text soon, if they are found in time."""
+        until_s = time.process_time() + _ENDING_S
+        matcher, found = self._matcher.deep_copy(), list[int]()
+        while not matcher.is_accepting():
+            tokens = [each for each in matcher.compute_ff_tokens() if each < self._last]
+            if not tokens:
+                mask = matcher.compute_bitmask()
+                text = self._tokenizer.decode_bytes(self._tokens + found)
+                ends = _STRING_ENDS if _in_string(text) else _JSON_ENDS
+                tokens = [each for each in map(_ids(self._tokenizer).get, ends) if _has(mask, each)][:1]
+                tokens = tokens or self._lowest(mask)
+            if not tokens or time.process_time() > until_s or matcher.consume_tokens(tokens) is False:
+                return None
+            found += tokens
+        return found
+
+    def _lowest(self, mask: bytes) -> list[int]:
+        """The lowest id of a text token in a mask, as a list; empty if there is none."""
+        ids = (8 * at + bit for at, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1)
+        return [each for each in itertools.islice(ids, 64) if each < self._last and each not in self._stops][
+            :1
+        ]
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())
 
 
-def parsed_state(state: bytes) -> tuple[bool, list[int], bytes]:
-    """Parses a state: whether the text may end after its forced tokens, they, and the mask after them."""
-    may_end, count = _HEAD.unpack_from(state)
+def parsed_state(state: bytes) -> tuple[bool, bool, list[int], bytes]:
+    """Parses a state: whether the text may end after its forced tokens, whether they complete it, they, and
+    the mask after them."""
+    may_end, completed, count = _HEAD.unpack_from(state)
     end = _HEAD.size + 4 * count
-    return may_end, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
+    return may_end, completed, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
+
+
+@functools.cache
+def _ids(tokenizer: "llguidance.LLTokenizer") -> dict[int, int]:
+    """The ids of tokens of one byte, by the byte."""
+    texts = ((tokenizer.decode_bytes([each]), each) for each in reversed(range(tokenizer.vocab_size)))
+    return {text[0]: each for text, each in texts if len(text) == 1}
+
+
+def _has(mask: bytes, token: int | None) -> bool:
+    return token is not None and bool(mask[token // 8] >> token % 8 & 1)
+
+
+def _in_string(text: bytes) -> bool:
+    """Whether a text in JSON ends within a string."""
+    return re.sub(rb"\\.", b"", text, flags=re.DOTALL).count(b'"') % 2 == 1
 
 
 def _source(kind: str, text: str) -> str:

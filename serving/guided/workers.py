@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.serving.guided.worker import COMPILE_S, STEP_S, parsed_state, receive, send
+from jaxllm.serving.guided.worker import COMPILE_S, NO_LIMIT, STEP_S, parsed_state, receive, send
 
 # The first process starts in 0.3 seconds, with a large vocabulary in a second; longer on a busy machine.
 _START_S = 60.0
@@ -65,7 +65,8 @@ class GrammarWorkers:
         """Compiles a grammar in a separate process.
 
         Args:
-          request: its `kind` and `text`, `stop_ids`, and the number of `text_tokens`, whose ids come first.
+          request: its `kind` and `text`, `stop_ids`, the number of `text_tokens`, whose ids come first, and
+            whether answers are `completed` before they reach their length.
 
         Raises:
           ValueError: the compiler refuses it.
@@ -214,14 +215,15 @@ class Follower:
             return True
         return bool(_readable(self.channel, 0.0))
 
-    def take(self, tokens: list[int]) -> None:
-        """Sends tokens of the answer, and does not wait for the state after them."""
+    def take(self, tokens: list[int], left: int | None = None) -> None:
+        """Sends tokens of the answer and how many may follow them (None for any number), and does not wait
+        for the state after them."""
         self._asked_s = time.monotonic()
         # A process that has ended is found by `state`.
         with contextlib.suppress(OSError):
-            send(self.channel, array.array("I", tokens).tobytes())
+            send(self.channel, array.array("I", [NO_LIMIT if left is None else left, *tokens]).tobytes())
 
-    def state(self) -> tuple[bool, list[int], bytes]:
+    def state(self) -> tuple[bool, bool, list[int], bytes]:
         """The state after the sent tokens (see `parsed_state`); waits for it.
 
         Raises:

@@ -268,7 +268,8 @@ def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool)
         start = 'call ("\\n" call)*' if several else "call"
     elif family.name == "mistral":
         start = '"[" call (", " call)* "]"' if several else '"[" call "]"'
-    return Grammar(kind="lark", text="\n".join([f"start: {start}", f"call: {tool}", *rules, ""]))
+    text = "\n".join([f"start: {start}", f"call: {tool}", *rules, ""])
+    return Grammar(kind="lark", text=text, json_inside=True)
 
 
 def optional(

@@ -80,6 +80,20 @@ def test_forced_tokens_fed_together_give_what_one_by_one_gives(engine, monkeypat
     assert max(limits) > 8
 
 
+def test_json_is_completed_before_an_answer_reaches_its_length(engine):
+    """By max_tokens, or by the window; too few tokens for any text of the schema cut it, as without."""
+    schema = json.dumps({"type": "array", "items": {"type": "string"}, "minItems": 2})
+    for seed in range(4):
+        answer = engine.generate(PROMPT, config(schema, "json_schema", seed=seed, max_tokens=60))
+        value = json.loads(answer.text)
+        assert len(answer.tokens) <= 60 and len(value) >= 2
+        assert answer.finish_reason == "length" or len(answer.tokens) < 40
+    long = engine.generate(PROMPT, config(schema, "json_schema", seed=1, max_tokens=1000))
+    assert json.loads(long.text) and len(long.tokens) <= 128 - len(PROMPT) + 1
+    cut = engine.generate(PROMPT, config(schema, "json_schema", max_tokens=3))
+    assert cut.finish_reason == "length" and len(cut.tokens) == 3
+
+
 def test_an_answer_ends_by_length_in_the_middle_of_forced_tokens(engine):
     whole = engine.generate(PROMPT, config("hello the hello the hello"))
     for most in range(1, len(whole.tokens)):

@@ -1,5 +1,7 @@
 """Grammars that force calls: what follows them is found by the family's scanner, and matches the schema."""
 
+import collections
+import itertools
 import json
 
 import numpy as np
@@ -100,6 +102,49 @@ def test_forced_calls_end_are_found_and_match_their_schemas(compiler, tokenizer,
     if family is HERMES:
         text = drawn(compiler, tokenizer, forced(HERMES, TOOLS[2:], several=False), 0)
         assert text == '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
+
+
+def test_calls_are_completed_before_they_reach_their_length(compiler, tokenizer):
+    """Each of a random model, whatever the length, from the shortest call's on; and the matcher says so."""
+    open_ended = {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "names": {"type": "array", "items": {"type": "string", "minLength": 2}},
+            "size": {"type": "number", "minimum": 25},
+            "free": {"type": "object"},
+        },
+        "required": ["text", "names", "size"],
+    }
+    tools = [tool("write", open_ended), *TOOLS]
+    names = {each["function"]["name"] for each in tools}
+    stops = GenerationConfig().stop_ids(tokenizer.eos_ids)
+    endings = collections.Counter()
+    for family, several, seed in itertools.product((HERMES, LLAMA3, MISTRAL, JSON), (False, True), range(6)):
+        grammar, draw, most = (
+            forced(family, tools, several=several),
+            np.random.default_rng(seed),
+            250 + 60 * seed,
+        )
+        matcher, tokens = compiler.matcher(grammar, stops, most), []
+        while not matcher.complete and len(tokens) < most:
+            token = int(draw.choice(np.flatnonzero(matcher.allowed())))
+            if token in tokenizer.eos_ids:
+                break
+            matcher.take([token])
+            tokens.append(token)
+        scanner = ToolScanner(family, names)
+        shown, calls = scanner.feed(tokenizer.decode(tokens))
+        assert calls and not (shown + scanner.finish(cut=False)[0]).strip()
+        for each in calls:
+            arguments = json.loads(each.arguments)
+            if each.name == "write":
+                assert {"text", "names", "size"} <= arguments.keys() <= open_ended["properties"].keys()
+                assert arguments["size"] >= 25 and all(len(name) >= 2 for name in arguments["names"])
+            else:
+                require_arguments(each.name, arguments)
+        endings[matcher.completed] += 1
+    assert min(endings[True], endings[False]) > 3
 
 
 def test_recursive_definitions_nest_six_deep(compiler, tokenizer):
