@@ -1,5 +1,6 @@
 # Two commands do all the set-up: `make demo` runs the packaged model, `make test` runs the tests.
-# Both make their own environment in $(VENV), with the versions that constraints.txt pins.
+# Both make their own environment in $(VENV), with the versions that constraints.txt pins
+# (requirements.txt has them by hash).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -87,8 +88,10 @@ test-dist: dist
 clean:
 	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators build dist site *.egg-info
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+# What runs models is installed by hash; `.ci/pin` writes the file.
+$(VENV)/.demo: pyproject.toml requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -1,5 +1,6 @@
 """The wheel holds the packages and nothing else, and a script beside a clone imports what is installed."""
 
+import collections
 import email
 import os
 import re
@@ -130,6 +131,25 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert wheel.name.startswith(f"jaxllm-{jaxllm.__version__}-cp311-abi3-")
 
 
+def test_what_is_installed_by_hash_has_the_pinned_versions() -> None:
+    """requirements.txt was written again after the last change of pins: its versions are those of
+    constraints.txt (which has none for other systems than those of tests), and each has hashes."""
+    pin = re.compile(r"^([\w.-]+)==([\w.+]+)(.*(?:\n    .*)*)", re.MULTILINE)
+    pinned = collections.defaultdict(set)
+    for name, version, _ in pin.findall((ROOT / "constraints.txt").read_text()):
+        pinned[name.lower().replace("_", "-")].add(version)
+    found = pin.findall((ROOT / "requirements.txt").read_text())
+    assert len(found) > 40
+    for name, version, hashes in found:
+        assert version in pinned[name] or "emscripten" in hashes, f"{name} {version}: run .ci/pin"
+        assert "--hash=sha256:" in hashes
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = declared["optional-dependencies"]
+    wanted = [*declared["dependencies"], *extras["serve"], *extras["client"]]
+    names = {re.match(r"[\w.-]+", each)[0].lower().replace("_", "-") for each in wanted}
+    assert names <= {name for name, *_ in found}
+
+
 @pytest.mark.slow
 def test_the_source_distribution_is_a_whole_project(sdist: Path) -> None:
     assert sources(sdist) == sources(ROOT)
@@ -137,7 +157,15 @@ def test_the_source_distribution_is_a_whole_project(sdist: Path) -> None:
         wanted = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
         found = {path.relative_to(sdist) for path in (sdist / folder).rglob("*")}
         assert {path for path in wanted if path.suffix != ".pyc"} <= found
-    for name in ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "setup.py"):
+    for name in (
+        "CHANGELOG.md",
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "constraints.txt",
+        "requirements.txt",
+        "setup.py",
+    ):
         assert (sdist / name).is_file()
     assert not [path for path in sdist.rglob("*") if path.suffix in (".pyc", ".so")]
 
