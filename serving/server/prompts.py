@@ -1,6 +1,5 @@
 """Renders and encodes the prompts of calls, and derives time limits from objectives; imports no JAX."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from datetime import datetime
@@ -18,30 +17,19 @@ from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
-class TimeLimits:
-    """Time limits of an objective.
-
-    Attributes:
-      ttft_ms, tpot_ms: limits of the time to the first token and per further token; infinity for none.
-    """
-
-    ttft_ms: float = math.inf
-    tpot_ms: float = math.inf
-
-
-def time_limits(objective: Objective | None, whole: Cost) -> TimeLimits:
-    """The time limits of an answer by its objective and the whole model's cost; a limit of the total time is
-    divided in proportion to the whole model's times."""
+def time_limits(objective: Objective | None, whole: Cost) -> tuple[float, float]:
+    """The limits of an answer's time to the first token and per further token, in milliseconds, by its
+    objective and the whole model's cost; infinity for none. A limit of the total time is divided in
+    proportion to the whole model's times."""
     match objective:
         case Slo():
-            return TimeLimits(*objective.limits(whole.ttft_ms, whole.tpot_ms))
+            return objective.limits(whole.ttft_ms, whole.tpot_ms)
         case Latency():
-            return TimeLimits(objective.ttft_ms, objective.tpot_ms)
+            return objective.ttft_ms, objective.tpot_ms
         case EndToEnd():
             share = objective.total_ms / max(whole.total_ms, 1e-6)
-            return TimeLimits(share * whole.ttft_ms, share * whole.tpot_ms)
-    return TimeLimits()
+            return share * whole.ttft_ms, share * whole.tpot_ms
+    return math.inf, math.inf
 
 
 def prompt_with_rows(tokenizer: Tokenizer, call: Call) -> tuple[PromptTokens, PromptRows | None]:
@@ -166,13 +154,3 @@ def prompt_ids_of(
             now=datetime.now(),
         )
     )
-
-
-def guided(call: Call) -> Call:
-    """The call with its grammar and log-probabilities moved into its config, as the engine requires."""
-    config = call.config
-    if call.grammar is not None:
-        config = dataclasses.replace(config, grammar=call.grammar)
-    if call.top_logprobs is not None:
-        config = dataclasses.replace(config, top_logprobs=call.top_logprobs)
-    return dataclasses.replace(call, config=config)

@@ -16,7 +16,7 @@ from jaxllm.serving.server.api.openai import chat, completions, prompts_of
 from jaxllm.serving.server.api.params import SamplingFields, objective_of, sampling_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
 from jaxllm.serving.server.calls import AdapterFacts, ContextFacts, Conversation, ModelFacts
-from jaxllm.serving.server.objectives import written
+from jaxllm.serving.server.limits import written
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -128,7 +128,7 @@ async def embeddings(state: ApiState, request: ApiRequest) -> Response:
         raise ApiError("encoding_format is float or base64", param="encoding_format")
     inputs, most = prompts_of(body.input, "input"), state.options.embeddings_per_request
     if len(inputs) > most:
-        raise ApiError(f"at most {most} inputs are taken, got {len(inputs)}", param="input")
+        raise ApiError(f"input must have at most {most} entries, got {len(inputs)}", param="input")
     ids = []
     for each in inputs:
         ids.append([*(each if isinstance(each, tuple) else await state.backend.tokenize(each))])
@@ -251,33 +251,31 @@ async def create_context(state: ApiState, request: ApiRequest) -> Response:
     """Creates a context (newLLMCtx)."""
     body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), CreateBody)
     adapter = state.adapter(state.backend.facts(), body.adapter or "")
-    facts = await state.backend.create_context(
-        request.app, level=body.level, pinned=body.pinned, adapter=adapter
+    app, level, pinned = request.app, body.level, body.pinned
+    facts = await state.backend.contexts(
+        app, lambda each: each.create(app, level=level, pinned=pinned, adapter=adapter)
     )
     return json_response(_context_json(facts), 201)
 
 
 async def list_contexts(state: ApiState, request: ApiRequest) -> Response:
     """Lists all contexts of the app."""
-    return json_response(
-        {
-            "object": "list",
-            "data": [_context_json(each) for each in await state.backend.contexts(request.app)],
-        }
-    )
+    found = await state.backend.list_contexts(request.app)
+    return json_response({"object": "list", "data": [_context_json(each) for each in found]})
 
 
 async def get_context(state: ApiState, request: ApiRequest) -> Response:
     """One context."""
-    return json_response(_context_json(await state.backend.context(request.app, request.path["name"])))
+    app, name = request.app, request.path["name"]
+    return json_response(_context_json(await state.backend.contexts(app, lambda each: each.found(app, name))))
 
 
 async def pin_context(state: ApiState, request: ApiRequest) -> Response:
     """Pins a context, or unpins it."""
     body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), PinBody)
-    return json_response(
-        _context_json(await state.backend.pin_context(request.app, request.path["name"], body.pinned))
-    )
+    app, name = request.app, request.path["name"]
+    facts = await state.backend.contexts(app, lambda each: each.pin(app, name, body.pinned))
+    return json_response(_context_json(facts))
 
 
 async def delete_context(state: ApiState, request: ApiRequest) -> Response:
@@ -329,12 +327,12 @@ async def bind_objective(state: ApiState, request: ApiRequest) -> Response:
 
 async def unbind_objective(state: ApiState, request: ApiRequest) -> Response:
     """Removes the app's own binding."""
-    state.backend.unbind(request.app)
+    state.backend.bindings.unbind(request.app)
     return json_response(_objective_json(state, request.app))
 
 
 def _objective_json(state: ApiState, app: str) -> dict[str, Any]:
-    binding, own = state.backend.binding(app)
+    binding, own = state.backend.bindings.of(app), state.backend.bindings.is_own(app)
     return {
         "object": "objective",
         "slo": None if binding is None else written(binding.objective),

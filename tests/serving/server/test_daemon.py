@@ -28,7 +28,6 @@ from tests.tiny import END_ID, TINY, write_tiny_bundle
 SLOWLY = (
     """
 import asyncio, os, time
-from jaxllm.serving.engine import step as batch
 from jaxllm.serving.server import daemon, executor
 watch = daemon.Daemon._watch
 async def watch_once_told(self):
@@ -41,7 +40,7 @@ def slow(dispatch):
         time.sleep(float(os.environ["DISPATCH_S"]))
         dispatch(*arguments)
     return slowly
-batch.decode_together, executor.step = slow(batch.decode_together), slow(executor.step)
+executor.decode_together, executor.step = slow(executor.decode_together), slow(executor.step)
 choose = executor.next_action
 def choose_or_die(*arguments):
     if os.path.exists(os.environ["DEATH"]):

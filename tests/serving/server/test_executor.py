@@ -16,8 +16,9 @@ from jaxllm.serving.elastic.planner import Load, Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.engine.step import step
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server import executor as executors
-from jaxllm.serving.server.calls import Call, Conversation, Ended, Grammar, Piece, Refused, Started
+from jaxllm.serving.server.calls import Call, Conversation, Ended, Piece, Refused, Started
 from jaxllm.serving.server.executor import EngineWork
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from tests.serving.server.executors import make_executor
@@ -45,8 +46,8 @@ def executor(service, dispatches):
     assert not made.alive
 
 
-def call(prompt=PROMPT, *, app="mail", tokens=12, **more):
-    config = GenerationConfig(max_tokens=tokens, ignore_eos=True)
+def call(prompt=PROMPT, *, app="mail", tokens=12, grammar=None, top_logprobs=None, **more):
+    config = GenerationConfig(max_tokens=tokens, ignore_eos=True, grammar=grammar, top_logprobs=top_logprobs)
     return Call(app=app, request_id="1", prompt=prompt, config=config, **more)
 
 
