@@ -9,7 +9,6 @@ address. Both are read from the socket, never from headers, and passed in the AS
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import functools
 import ipaddress
 import os
@@ -397,6 +396,9 @@ def _unix(path: Path, mode: int) -> Iterator[socket.socket]:
     A lock file ensures that only one of two services that start together gets the path. An existing socket is
     replaced if it belongs to this user and nobody answers on it.
     """
+    # Not on all systems, where the other parts of this module are of use.
+    import fcntl
+
     try:
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
