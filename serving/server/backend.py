@@ -41,6 +41,8 @@ from jaxllm.text.tokenizer import Tokenizer
 _STUCK_S = 120.0
 # Timeout of the engine's answer to a readiness request.
 _CANARY_S = 10.0
+# Maximum number of tokens whose bytes are cached.
+_MOST_KNOWN = 1 << 18
 Result = TypeVar("Result")
 
 
@@ -61,6 +63,7 @@ class Backend:
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
         self._token_bytes: TokenBytes | None = None
+        self._known_bytes: dict[tuple[int, bool], bytes] = {}
         self._why = "loading"
         self._profile: Callable[[], Mapping[str, Any]] | None = None
         self._storage: Callable[[], Mapping[str, Any]] = dict
@@ -196,9 +199,15 @@ class Backend:
     async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> Sequence[bytes]:
         """The bytes of each token's text (see `jaxllm.text.token_bytes.TokenBytes`)."""
         self.require_executor()
-        found = self._token_bytes
+        if len(self._known_bytes) > _MOST_KNOWN:
+            # Not cleared: others may be waiting for a part of it.
+            self._known_bytes = {}
+        known, found = self._known_bytes, self._token_bytes
         assert found is not None
-        return await self._encode(lambda: found.of(ids, begins=begins))
+        if missing := [token for token in dict.fromkeys(ids) if (token, begins) not in known]:
+            data = await self._encode(lambda: found.of(missing, begins=begins))
+            known |= {(token, begins): each for token, each in zip(missing, data, strict=True)}
+        return [known[token, begins] for token in ids]
 
     async def render(self, prompt: Conversation) -> str:
         """The text of a conversation by the chat template."""

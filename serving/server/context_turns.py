@@ -72,9 +72,6 @@ class ContextTurns:
       adapters: adapters of the service.
       limits_of: returns an app's limits now.
       margin: learned safety margin of the profile's times; None if unknown.
-
-    Attributes:
-      store: contexts on storage.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class ContextTurns:
     ) -> None:
         self._margin, self._adapters, self._turn_call = margin, adapters, turn_call
         self._contexts, self._profile, self.limits_of = contexts, profile, limits_of
-        self.store = contexts.store
         # For other threads, which must not access the store.
         self._known = {(each.app, each.name): each for each in contexts.store.records()}
         self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 import uvloop
@@ -40,7 +40,13 @@ _log = logging.getLogger(__name__)
 class Opened(Protocol):
     """An open model, live or of exported programs. `start` starts the engine's thread and opens the backend
     on it, `resize_contexts` sets the memory limit of contexts' chunks in that thread, and `close` closes
-    contexts and engine, and raises the error of an answer that could not be stored."""
+    contexts and engine, and raises the error of an answer that could not be stored.
+
+    Attributes:
+      service: plans and answers, in `contexts`, None for none.
+    """
+
+    service: Any
 
     def start(self, backend: Backend) -> None: ...  # noqa: D102
 
@@ -229,11 +235,11 @@ class Daemon:
         return self._opening is not None and not self._opening.done()
 
     def _begin(self, opened: Opened) -> None:
-        opened.start(self.backend)
-        self._opened = opened
-        if (contexts := self.backend.require_executor().contexts) is not None:
+        if (contexts := opened.service.contexts) is not None:
             # Responses outlive the service where contexts do.
             self._front.store_responses(contexts.store.root, contexts.store.vault)
+        opened.start(self.backend)
+        self._opened = opened
         name = self.backend.facts().name
         self._notifier.send("READY=1", f"STATUS=serving {name}")
         _log.info("ready: %s answers", name)

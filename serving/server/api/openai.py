@@ -60,7 +60,7 @@ class LoggedText:
     tokens from a stop string on are not part of the text."""
 
     def __init__(self, state: ApiState) -> None:
-        self._state = state
+        self._backend = state.backend
         self._waiting: collections.deque[LoggedToken] = collections.deque()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begins, self._characters = True, 0
@@ -69,7 +69,7 @@ class LoggedText:
         """Adds the news of an answer, or all of it, and returns the tokens whose text is shown now."""
         for each in choice.logprobs if whole else choice.new_logprobs:
             ids = [each.token, *(token for token, _ in each.top)]
-            data, *top = await self._state.token_bytes(ids, begins=self._begins)
+            data, *top = await self._backend.token_bytes(ids, begins=self._begins)
             self._begins = False
             self._waiting.append(LoggedToken(token=each, data=data, top=top, offset=self._characters))
             self._characters += len(self._decoder.decode(data))

@@ -150,9 +150,6 @@ def _allowed(values: tuple[Any, ...]) -> str:
     return f" but for {' or '.join(texts)}" if texts else ""
 
 
-_MOST_TEXTS = 1 << 18
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiRequest:
     """An identified request with its complete body.
@@ -192,7 +189,6 @@ class ApiState:
     def __init__(self, backend: Backend, options: ApiOptions) -> None:
         self.backend, self.options = backend, options
         self.store_responses()
-        self._bytes: dict[tuple[int, bool], bytes] = {}
 
     def store_responses(self, folder: Path | None = None, vault: Vault | None = None) -> None:
         """Stores responses in a folder of contexts with its keys, or in memory (see `ResponseStore`)."""
@@ -292,16 +288,6 @@ class ApiState:
                 param="adapter",
             )
         return name
-
-    async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> list[bytes]:
-        """The bytes of each token's text (see `Backend.token_bytes`)."""
-        if len(self._bytes) > _MOST_TEXTS:
-            self._bytes.clear()
-        missing = [token for token in dict.fromkeys(ids) if (token, begins) not in self._bytes]
-        if missing:
-            found = await self.backend.token_bytes(missing, begins=begins)
-            self._bytes |= {(token, begins): each for token, each in zip(missing, found, strict=True)}
-        return [self._bytes[token, begins] for token in ids]
 
 
 def new_id(prefix: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.contexts.database import Database
 from jaxllm.serving.contexts.encryption import ID_DIGITS, SALT_BYTES, KeyErased, Vault, require_form
 from jaxllm.serving.contexts.layout import folder_name
@@ -30,6 +30,7 @@ CREATE TABLE responses (
 );
 CREATE INDEX ages ON responses (app, number, bytes);
 """
+_SELECT = "SELECT app, id, bytes, sealed, body, checksum FROM responses"
 _DROP_OLDEST = """
 DELETE FROM responses WHERE number IN (
     SELECT number FROM (
@@ -86,24 +87,21 @@ class ResponseStore:
           vault: keys of apps; None for no encryption.
 
         Raises:
-          ConfigError: the file is damaged, of another version, or another program's.
-          OSError: it cannot be made or read.
+          ConfigError: the file cannot be made or read, is damaged, of another version, or another program's.
         """
         self._most, self._most_bytes, self._vault = most, most_bytes, vault
         self._durable = folder is not None
         self._path = Path(RESPONSES) if folder is None else folder / RESPONSES
         if folder is not None:
-            database = Database(self._path, _SCHEMA, kind=_KIND, version=_VERSION)
+            try:
+                database = Database(self._path, _SCHEMA, kind=_KIND, version=_VERSION)
+            except OSError as error:
+                raise ConfigError(f"{self._path}: cannot store responses ({error.strerror})") from error
             self._run, self.close = database.run, database.close
         else:
             self._run, self.close = _in_memory()
         if vault is not None and not vault.ledger.is_sealed:
-            # Encrypts those of a store that had no keys.
-            plain = "SELECT number, app, id, bytes, body FROM responses WHERE sealed = 0"
-            for number, app, name, size, body in self._run(plain):
-                row = self._row(app, name, size, body)
-                changed = "UPDATE responses SET sealed = ?, body = ?, checksum = ? WHERE number = ?"
-                self._run(changed, *row[3:], _checksum(*row), number)
+            self._seal_plain()
 
     def __del__(self) -> None:
         self.close()
@@ -132,8 +130,7 @@ class ResponseStore:
           ApiError: the app has no response with this id, even if another app has.
           CheckpointError: it is damaged, or cannot be read now.
         """
-        select = "SELECT app, id, bytes, sealed, body, checksum FROM responses WHERE app = ? AND id = ?"
-        for *row, checksum in self._run(select, app, name):
+        for *row, checksum in self._run(f"{_SELECT} WHERE app = ? AND id = ?", app, name):
             if _checksum(*row) != checksum:
                 raise CheckpointError(f"{self._path}: the response {name} is damaged")
             *_, sealed, body = row
@@ -155,6 +152,16 @@ class ResponseStore:
         """Deletes a response of an app; raises ApiError if there is none."""
         self.get(app, name)
         self._run("DELETE FROM responses WHERE app = ? AND id = ?", app, name)
+
+    def _seal_plain(self) -> None:
+        """Encrypts the responses of a store that had no keys."""
+        for (number,) in self._run("SELECT number FROM responses WHERE sealed = 0"):
+            ((*row, checksum),) = self._run(f"{_SELECT} WHERE number = ?", number)
+            if _checksum(*row) == checksum:
+                app, name, size, _, body = row
+                row = self._row(app, name, size, body)
+                changed = "UPDATE responses SET sealed = ?, body = ?, checksum = ? WHERE number = ?"
+                self._run(changed, *row[3:], _checksum(*row), number)
 
     def _row(self, app: str, name: str, size: int, body: bytes) -> tuple[Any, ...]:
         """A row without its number and checksum, encrypted if there are keys."""
