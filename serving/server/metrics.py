@@ -1,6 +1,6 @@
 """Counts and times calls in a Prometheus registry; serves `/metrics` and a dashboard page that reads it.
 
-Each metric is declared once, in a table: what changes it, and its labels. Gauges are read from the backend's
+Each metric is declared once: its labels, and what changes it. Gauges are read from the backend's
 current values on each scrape. Names of apps become labels, so their number is bounded. The page contains
 no data, so anyone may load it; metrics name all apps and their times, and are for operators.
 """
@@ -203,8 +203,8 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         figures = self._snapshot()
-        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTS)):
-            for name, text, labels, place in table:
+        for kind, declared in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTS)):
+            for name, text, labels, place in declared:
                 family = kind(f"jaxllm_{name}", text, labels=labels.split())
                 sums: dict[tuple[str, ...], float] = {}
                 for key, value in _found(figures, place.split(".")):

@@ -145,8 +145,8 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
             raise ApiError(f"{at}.content[{place}] is no block", param=at)
     if not texts and not calls:
         return results
-    told: dict[str, Any] = {"role": role, "content": texts}
-    return [*results, told | ({"tool_calls": calls} if calls else {})]
+    message: dict[str, Any] = {"role": role, "content": texts}
+    return [*results, message | ({"tool_calls": calls} if calls else {})]
 
 
 def _image(source: Any, at: str) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def _message(model: str, choice: Choice) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "output_tokens": 0,
     }
-    told = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": []}
-    return told | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+    message = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": []}
+    return message | {"stop_reason": None, "stop_sequence": None, "usage": usage}
 
 
 def _stop(choice: Choice) -> dict[str, Any]:

@@ -162,8 +162,8 @@ def _identified(scope: Scope, identify: Identify) -> str:
 
 async def _unrouted(request: Request, error: Any) -> Response:
     texts = {404: "there is no such path", 405: f"this path does not support {request.method}"}
-    told = ApiError(texts.get(error.status_code, str(error.detail)), status=error.status_code)
-    response = error_response(told, shape_of(request.url.path))
+    refusal = ApiError(texts.get(error.status_code, str(error.detail)), status=error.status_code)
+    response = error_response(refusal, shape_of(request.url.path))
     response.headers.update(error.headers or {})
     return response
 

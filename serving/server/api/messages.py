@@ -258,10 +258,10 @@ def _tool(value: Any, at: str) -> tuple[dict[str, Any], str | None]:
         raise ApiError(f"{at} is of the type {tool.type!r:.40}; tools are functions", param=at)
     if not _NAME.fullmatch(tool.function.name):
         raise ApiError(f"{at} has the name {tool.function.name!r:.80}; names have 1 to 64 letters", param=at)
-    told = {"description": tool.function.description or "", "parameters": tool.function.parameters or {}}
-    if not told["parameters"]:
-        told["parameters"] = {"type": "object", "properties": {}}
-    plain = {"type": "function", "function": {"name": tool.function.name, **told}}
+    more = {"description": tool.function.description or "", "parameters": tool.function.parameters or {}}
+    if not more["parameters"]:
+        more["parameters"] = {"type": "object", "properties": {}}
+    plain = {"type": "function", "function": {"name": tool.function.name, **more}}
     return plain, tool.function.name if tool.function.strict else None
 
 
@@ -393,21 +393,21 @@ def _item(value: Any, at: str) -> dict[str, Any]:
             f"{at}.status is in_progress, completed or incomplete, got {item.status!r:.40}",
             param=f"{at}.status",
         )
-    told = {"id": new_id(prefix), "type": kind, "status": "completed"}
+    plain = {"id": new_id(prefix), "type": kind, "status": "completed"}
     match item:
         case CallItem():
             arguments_of(item.arguments, f"{at}.arguments")
-            return told | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            return plain | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
         case OutputItem():
             output = item.output if isinstance(item.output, str) else _parts(item.output, f"{at}.output")
-            return told | {"call_id": item.call_id, "output": output}
+            return plain | {"call_id": item.call_id, "output": output}
     text, user = item.content, item.role == "user"
     content = _parts(
         [{"type": "text", "text": text}] if isinstance(text, str) else text, f"{at}.content", images=user
     )
     if item.role == "assistant":
         content = [output_text(part["text"]) for part in content]
-    return told | {"role": item.role, "content": content}
+    return plain | {"role": item.role, "content": content}
 
 
 def output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
@@ -416,7 +416,7 @@ def output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[str, Any]]:
-    told = []
+    found = []
     for index, part in enumerate(parts):
         if images and isinstance(part, Mapping) and part.get("type") == "input_image":
             if part.get("file_id") is not None:
@@ -424,10 +424,10 @@ def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[
                     f"{at}[{index}] names a file, and the service stores none; send its bytes", param=at
                 )
             image_of(part.get("image_url"), f"{at}[{index}]")
-            told.append({"type": "input_image", "image_url": part["image_url"], "detail": "auto"})
+            found.append({"type": "input_image", "image_url": part["image_url"], "detail": "auto"})
         else:
-            told.append({"type": "input_text", "text": text_of([part], at, _TEXTS, first=index)})
-    return told
+            found.append({"type": "input_text", "text": text_of([part], at, _TEXTS, first=index)})
+    return found
 
 
 def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:

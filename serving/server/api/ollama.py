@@ -135,9 +135,9 @@ async def tags(state: ApiState, request: ApiRequest) -> Response:
 async def show(state: ApiState, request: ApiRequest) -> Response:
     """Facts of a model."""
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
-    told = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
+    info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
     return json_response(
-        {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": told,
+        {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": info,
          "capabilities": ["completion", *(["tools"] * ("tools" in facts.chat_template)),
                           *(["vision"] * facts.images)]}
     )  # fmt: skip
@@ -197,16 +197,16 @@ def _line(data: Any) -> bytes:
 
 
 def _part(model: str, text: str, calls: Sequence[Any], is_chat: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {"model": model, "created_at": _time(None), "done": False}
+    part: dict[str, Any] = {"model": model, "created_at": _time(None), "done": False}
     if not is_chat:
-        return told | {"response": text}
+        return part | {"response": text}
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
             for call in calls
         ]
-    return told | {"message": message}
+    return part | {"message": message}
 
 
 def _end(choice: Choice) -> dict[str, Any]:

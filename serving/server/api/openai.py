@@ -95,17 +95,17 @@ def chat_logprobs(tokens: Sequence[LoggedToken]) -> list[dict[str, Any]]:
 def completion_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
     """`logprobs` of a completion's choice. The sampled token is always included; a token with the text of a
     likelier one is named by its id, because texts are the keys."""
-    told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in tokens:
         top: dict[str, float] = {}
         for token, data, value in _top(each, always=True):
             name = _name(data)
             top[f"token_id:{token}" if name in top else name] = _finite(value)
-        told["tokens"].append(_name(each.data))
-        told["token_logprobs"].append(_finite(each.token.logprob))
-        told["top_logprobs"].append(top)
-        told["text_offset"].append(each.offset)
-    return told
+        logprobs["tokens"].append(_name(each.data))
+        logprobs["token_logprobs"].append(_finite(each.token.logprob))
+        logprobs["top_logprobs"].append(top)
+        logprobs["text_offset"].append(each.offset)
+    return logprobs
 
 
 def _top(each: LoggedToken, *, always: bool) -> list[tuple[int, bytes, float]]:
@@ -235,13 +235,13 @@ async def chat(state: ApiState, request: ApiRequest) -> Response:
             "refusal": None,
         }
         logprobs = await LoggedText(state).take(choice, whole=True)
-        told = {
+        entry = {
             "index": choice.index,
             "message": message | ({"tool_calls": tool_calls} if tool_calls else {}),
             "logprobs": _chat_logprobs(logprobs) if body.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
-        choices.append(told)
+        choices.append(entry)
     return _whole(answer, {**base, "object": "chat.completion"}, choices)
 
 
@@ -273,9 +273,9 @@ _Deltas = Callable[[Choice], AsyncGenerator[dict[str, Any], None]]
 async def _streamed(answer: Answer, base: dict[str, Any], deltas: _Deltas, *, with_usage: bool) -> Streamed:
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
-            async for told in deltas(choice):
-                ended = {"jaxllm": choice.facts()} if told["finish_reason"] else {}
-                yield event_frame({**base, "choices": [{"index": choice.index, **told}], **ended})
+            async for entry in deltas(choice):
+                ended = {"jaxllm": choice.facts()} if entry["finish_reason"] else {}
+                yield event_frame({**base, "choices": [{"index": choice.index, **entry}], **ended})
         if with_usage:
             yield event_frame({**base, "choices": [], "usage": _usage(answer), "jaxllm": answer.facts()})
 
@@ -287,21 +287,21 @@ def _chat_deltas(logged: Sequence[LoggedText | None]) -> _Deltas:
     called = collections.Counter[int]()
 
     async def deltas(choice: Choice) -> AsyncGenerator[dict[str, Any], None]:
-        index, told = choice.index, dict[str, Any]()
+        index, delta = choice.index, dict[str, Any]()
         if index not in begun:
             begun.add(index)
-            told |= {"role": "assistant", "content": ""}
+            delta |= {"role": "assistant", "content": ""}
         if choice.new_text:
-            told["content"] = choice.new_text
+            delta["content"] = choice.new_text
         if choice.new_calls:
             numbered = enumerate(choice.new_calls, called[index])
-            told["tool_calls"] = [{"index": number, **_called(call)} for number, call in numbered]
+            delta["tool_calls"] = [{"index": number, **_called(call)} for number, call in numbered]
             called[index] += len(choice.new_calls)
         log = logged[index]
         tokens = () if log is None else await log.take(choice)
-        if told or tokens:
+        if delta or tokens:
             logprobs = _chat_logprobs(tokens) if tokens else None
-            yield {"delta": told, "logprobs": logprobs, "finish_reason": None}
+            yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if choice.ended is not None:
             yield {"delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
 
@@ -383,21 +383,21 @@ async def completions(state: ApiState, request: ApiRequest) -> Response:
     }
     logged = [LoggedText(state) for _ in calls]
 
-    async def told(choice: Choice, text: str, *, whole: bool) -> dict[str, Any]:
+    async def entry(choice: Choice, text: str, *, whole: bool) -> dict[str, Any]:
         tokens = None if body.logprobs is None else await logged[choice.index].take(choice, whole=whole)
         logprobs = completion_logprobs(tokens) if tokens or (whole and tokens is not None) else None
         reason = choice.finish_reason if choice.ended else None
         return {"text": text, "logprobs": logprobs, "finish_reason": reason}
 
     async def deltas(choice: Choice) -> AsyncGenerator[dict[str, Any], None]:
-        part = await told(choice, choice.new_text, whole=False)
+        part = await entry(choice, choice.new_text, whole=False)
         if any(part.values()):
             yield part
 
     if body.stream:
         return await _streamed(answer, base, deltas, with_usage=with_usage)
     choices = [
-        {"index": each.index, **await told(each, each.text, whole=True)} for each in await answer.whole()
+        {"index": each.index, **await entry(each, each.text, whole=True)} for each in await answer.whole()
     ]
     return _whole(answer, base, choices)
 

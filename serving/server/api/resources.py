@@ -76,16 +76,16 @@ async def props(state: ApiState, request: ApiRequest) -> Response:
 
 async def health(state: ApiState, request: ApiRequest) -> Response:
     """Liveness: 200 while the engine is alive; with the kind of device profile in use."""
-    told = state.backend.health()
-    alive = bool(told.get("alive"))
-    profile = {"profile": told["profile"]} if "profile" in told else {}
+    found = state.backend.health()
+    alive = bool(found.get("alive"))
+    profile = {"profile": found["profile"]} if "profile" in found else {}
     return json_response({"status": "ok" if alive else "stuck", **profile}, 200 if alive else 503)
 
 
 async def ready(state: ApiState, request: ApiRequest) -> Response:
     """Readiness: 200 while calls are accepted and answered."""
-    told = await state.backend.readiness()
-    is_ready = bool(told.get("ready"))
+    found = await state.backend.readiness()
+    is_ready = bool(found.get("ready"))
     return json_response({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 
@@ -154,7 +154,7 @@ async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody
 
 
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
-    told = {
+    own = {
         "window_tokens": facts.window_tokens,
         "vocab_size": facts.vocab_size,
         "levels": facts.levels,
@@ -167,7 +167,7 @@ def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
         "object": "model",
         "created": int(facts.opened_s),
         "owned_by": "jaxllm",
-        "jaxllm": told,
+        "jaxllm": own,
     }
 
 
@@ -298,8 +298,8 @@ async def generate_in_context(state: ApiState, request: ApiRequest) -> Response:
 
 
 def _context_json(facts: ContextFacts) -> dict[str, Any]:
-    told = dataclasses.asdict(facts)
-    return {"id": told.pop("name"), "object": "context", "created": int(told.pop("created_s")), **told}
+    fields = dataclasses.asdict(facts)
+    return {"id": fields.pop("name"), "object": "context", "created": int(fields.pop("created_s")), **fields}
 
 
 class BindBody(msgspec.Struct, kw_only=True):

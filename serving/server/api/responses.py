@@ -160,11 +160,11 @@ def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | N
     return use, use.grammar or grammar
 
 
-def told_back(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The request's settings in a response object; `sampling`: see `sampling_of`."""
     form = body.text.format or TextFormat()
     schema = {name: getattr(form, name) for name in ("name", "schema", "strict", "description")}
-    told = {
+    settings = {
         "model": model,
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
@@ -184,7 +184,7 @@ def told_back(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> di
         "truncation": "disabled",
         "user": body.user,
     }
-    return told | ({} if body.service_tier is None else {"service_tier": body.service_tier})
+    return settings | ({} if body.service_tier is None else {"service_tier": body.service_tier})
 
 
 def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
@@ -197,7 +197,7 @@ def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
 
 
 # Type and fields of an event; the sender numbers it.
-Told = tuple[str, dict[str, Any]]
+Fields = tuple[str, dict[str, Any]]
 
 
 class Output:
@@ -213,7 +213,7 @@ class Output:
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
-    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
+    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Fields]:
         """Adds text and its tokens' log-probabilities."""
         if not self._message_id:
             yield from self._open()
@@ -221,7 +221,7 @@ class Output:
         self._logprobs += logprobs
         yield self._part("output_text.delta", delta=text, logprobs=logprobs)
 
-    def call(self, call: ToolCall) -> Iterator[Told]:
+    def call(self, call: ToolCall) -> Iterator[Fields]:
         """Adds a call of a function, which ends a message before it."""
         yield from self.close("completed")
         item = {"id": new_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
@@ -231,13 +231,13 @@ class Output:
         yield "function_call_arguments.done", at | {"arguments": call.arguments}
         yield from self._whole(item | {"status": "completed", "arguments": call.arguments})
 
-    def end(self, status: str) -> Iterator[Told]:
+    def end(self, status: str) -> Iterator[Fields]:
         """Ends the last item; an answer without any is an empty message."""
         if not self.items and not self._message_id:
             yield from self._open()
         yield from self.close(status)
 
-    def close(self, status: str) -> Iterator[Told]:
+    def close(self, status: str) -> Iterator[Fields]:
         """Ends the current message, if there is one."""
         if not self._message_id:
             return
@@ -249,7 +249,7 @@ class Output:
         self._message_id, self._texts, self._logprobs = "", [], []
         yield from self._whole(item)
 
-    def _open(self) -> Iterator[Told]:
+    def _open(self) -> Iterator[Fields]:
         self._message_id = new_id("msg_")
         yield self._item("added", self._message("in_progress"))
         yield self._part("content_part.added", part=output_text(""))
@@ -259,14 +259,14 @@ class Output:
             "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [],
         }  # fmt: skip
 
-    def _part(self, kind: str, **fields: Any) -> Told:
+    def _part(self, kind: str, **fields: Any) -> Fields:
         at = {"item_id": self._message_id, "output_index": len(self.items), "content_index": 0}
         return kind, at | fields
 
-    def _item(self, kind: str, item: dict[str, Any]) -> Told:
+    def _item(self, kind: str, item: dict[str, Any]) -> Fields:
         return f"output_item.{kind}", {"output_index": len(self.items), "item": item}
 
-    def _whole(self, item: dict[str, Any]) -> Iterator[Told]:
+    def _whole(self, item: dict[str, Any]) -> Iterator[Fields]:
         yield self._item("done", item)
         self.items.append(item)
 
@@ -384,22 +384,22 @@ class _Written:
 
     def failed(self, error: ApiError) -> bytes:
         """The events of an error."""
-        told = openai_body(error)["error"]
-        event = self.event("error", message=told["message"], code=told["code"], param=told["param"])
+        body = openai_body(error)["error"]
+        event = self.event("error", message=body["message"], code=body["code"], param=body["param"])
         # The only code of OpenAI's that fits every failure.
-        failed = {"error": {"code": "server_error", "message": told["message"]}}
+        failed = {"error": {"code": "server_error", "message": body["message"]}}
         return event + self.event("response.failed", response=self.response("failed") | failed)
 
-    async def take(self, choice: Choice) -> list[Told]:
-        told: list[Told] = []
+    async def take(self, choice: Choice) -> list[Fields]:
+        events: list[Fields] = []
         logprobs = chat_logprobs(await self.logged.take(choice)) if self.body.with_logprobs else []
         if choice.new_text or logprobs:
-            told += self.output.text(choice.new_text, logprobs)
+            events += self.output.text(choice.new_text, logprobs)
         for call in choice.new_calls:
-            told += self.output.call(call)
+            events += self.output.call(call)
         if choice.ended is not None:
-            told += self.output.end(_status(choice.finish_reason))
-        return told
+            events += self.output.end(_status(choice.finish_reason))
+        return events
 
     async def ended(self) -> dict[str, Any]:
         """The complete response, stored if requested."""
@@ -442,7 +442,7 @@ class _Written:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **told_back(self.body, self.model, self.sampling),
+            **settings_of(self.body, self.model, self.sampling),
             "conversation": {"id": context} if context else None,
             "output": list(self.output.items),
             "usage": usage if choice.ended else None,

@@ -76,17 +76,17 @@ class Choice:
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object: plan and cost."""
         start, end = self.started, self.ended
-        told: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if start is not None:
-            told |= {name: getattr(start, name) for name in _STARTED}
-            told |= {name: getattr(start, name) for name in ("adapter", "shared") if getattr(start, name)}
-            told |= {"moved": list(start.moved)} if start.moved else {}
+            facts |= {name: getattr(start, name) for name in _STARTED}
+            facts |= {name: getattr(start, name) for name in ("adapter", "shared") if getattr(start, name)}
+            facts |= {"moved": list(start.moved)} if start.moved else {}
             if start.objective is not None:
-                told |= {"slo": written(start.objective), "slo_from": "app" if start.bound else "call"}
+                facts |= {"slo": written(start.objective), "slo_from": "app" if start.bound else "call"}
         if end is not None:
-            told |= {name: getattr(end, name) for name in _ENDED}
-            told |= {"context": end.context, "context_tokens": end.context_tokens} if end.context else {}
-        return told
+            facts |= {name: getattr(end, name) for name in _ENDED}
+            facts |= {"context": end.context, "context_tokens": end.context_tokens} if end.context else {}
+        return facts
 
 
 _STARTED = ("source", "level", "prompt_tokens", "kept_tokens", "reused_tokens", "queued_ms")
@@ -209,8 +209,8 @@ class Answer:
 
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object of the request: the first answer's, and all of them if there are several."""
-        told = [choice.facts() for choice in self.choices]
-        return told[0] | ({"choices": told} if len(told) > 1 else {})
+        facts = [choice.facts() for choice in self.choices]
+        return facts[0] | ({"choices": facts} if len(facts) > 1 else {})
 
 
 async def _merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:
