@@ -33,7 +33,7 @@ from jaxllm.serving.server.job import Job, require_free
 from jaxllm.serving.server.limits import Admission, AppLimits, Bindings, Limiter, Limits
 from jaxllm.serving.server.logs import current_request
 from jaxllm.serving.server.metrics import Metrics
-from jaxllm.serving.server.prompts import content_tokens, images_of, rendered, whole_prompt_ids
+from jaxllm.serving.server.prompts import content_tokens, encoded_prompt, images_of, rendered
 from jaxllm.text.token_bytes import TokenBytes
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -162,7 +162,7 @@ class Backend:
         tokenizer = _tokenizer(executor)
         if call.context:
             return call, content_tokens(tokenizer, call.prompt)
-        prompt = whole_prompt_ids(tokenizer, call.prompt, call.config.task)
+        prompt = tuple(encoded_prompt(tokenizer, call.prompt, call.config.task)[0].ids.tolist())
         # Ids without rows would lose the prompt embeddings of images.
         return (call if images_of(call.prompt) else dataclasses.replace(call, prompt=prompt)), len(prompt)
 
@@ -189,7 +189,7 @@ class Backend:
             return await self._encode(
                 lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
             )
-        return await self._encode(lambda: whole_prompt_ids(tokenizer, prompt))
+        return await self._encode(lambda: encoded_prompt(tokenizer, prompt)[0].ids.tolist())
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""

@@ -30,7 +30,7 @@ from jaxllm.serving.server.canary import engine_failed, service_canary
 from jaxllm.serving.server.job import Dispatch, Job, begin, dispatch_of, load_of, require_free
 from jaxllm.serving.server.logs import named
 from jaxllm.serving.server.memory import ServiceMemory
-from jaxllm.serving.server.prompts import prompt_with_rows
+from jaxllm.serving.server.prompts import encoded_prompt
 from jaxllm.serving.server.scheduler import (
     Queue,
     SchedulerOptions,
@@ -133,7 +133,9 @@ class Executor:
         else:
             engine = self.service.engine
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-            prompt, rows = prompt_with_rows(tokenizer, call)
+            prompt, rows = encoded_prompt(
+                tokenizer, call.prompt, call.config.task, shorten=bool(call.shorten)
+            )
             engine.request(prompt.ids.tolist(), call.config, rows=rows).require_served_by(engine.runner)
             whole = whole_cost(self.service.profile, len(prompt.ids), call.config.max_tokens)
             job.encoded(prompt, whole, rows)
