@@ -236,7 +236,12 @@ def test_an_error_in_the_middle_ends_that_answer_alone(executor, dispatches, mon
 
 
 def test_what_cannot_be_answered_is_refused_at_once(executor):
-    wrongs = (call(""), call((99_999,)), call(context="c"))
+    said = Conversation(messages=({"role": "user", "content": PROMPT},))
+    tasks = [
+        dataclasses.replace(each, config=dataclasses.replace(each.config, task="summarize"))
+        for each in (call(said), call(said, shorten=True), call(shorten=True))
+    ]
+    wrongs = (call(""), call((99_999,)), call(context="c"), *tasks)
     for wrong, error in ((call("x" * 500), ContextOverflow), *((each, ConfigError) for each in wrongs)):
         with pytest.raises(error):
             together(executor, wrong)
