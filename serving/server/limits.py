@@ -86,10 +86,7 @@ class Limits:
         """The corresponding fields of `ContextOptions`: these apply to every app, so each is the loosest of
         all limits; an app's tighter ones are checked by `require_context` and `require_pin`."""
         everyone = [self.default, *self.apps.values()]
-        names = {
-            "contexts_per_app": "contexts",
-            "app_quota_bytes": "stored_bytes",
-        }
+        names = {"contexts_per_app": "contexts", "app_quota_bytes": "stored_bytes"}
         found = {name: [getattr(each, own) for each in everyone] for name, own in names.items()}
         return {name: 0 if 0 in values else max(values) for name, values in found.items()}
 

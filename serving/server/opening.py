@@ -390,10 +390,7 @@ def storage_figures(model: LoadedModel) -> dict[str, Any]:
     counts = streamed.counts
     experts = {"visits": counts.visits, "hits": counts.hits, "foreseen": counts.foreseen}
     experts |= {"hit_rate": counts.hits / counts.visits} if counts.visits else {}
-    return {
-        "experts": experts,
-        "read_bytes": {"experts": counts.read_bytes},
-    }
+    return {"experts": experts, "read_bytes": {"experts": counts.read_bytes}}
 
 
 def weight_figures(model: LoadedModel) -> int:

@@ -53,6 +53,9 @@ async def models(state: ApiState, request: ApiRequest) -> Response:
     return json_response({"object": "list", "data": [_model(facts, name) for name in names]})
 
 
+_LIMITS = ("answers_per_request", "embeddings_per_request", "stored_responses", "stored_response_bytes")
+
+
 async def props(state: ApiState, request: ApiRequest) -> Response:
     """The model's facts and the front's limits."""
     facts, options = state.backend.facts(), state.options
@@ -61,13 +64,7 @@ async def props(state: ApiState, request: ApiRequest) -> Response:
             **_model(facts, facts.name)["jaxllm"],
             "model": facts.name,
             "chat_template": facts.chat_template or None,
-            "limits": {
-                "body_bytes": state.body_bytes(),
-                "answers_per_request": options.answers_per_request,
-                "embeddings_per_request": options.embeddings_per_request,
-                "stored_responses": options.stored_responses,
-                "stored_response_bytes": options.stored_response_bytes,
-            },
+            "limits": {"body_bytes": state.body_bytes()} | {name: getattr(options, name) for name in _LIMITS},
             "defaults": {"max_tokens": options.max_tokens, **sampling_of(state, SamplingFields())},
             "model_sampling": dict(facts.sampling),
         }
@@ -154,14 +151,8 @@ async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody
 
 
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
-    own = {
-        "window_tokens": facts.window_tokens,
-        "vocab_size": facts.vocab_size,
-        "levels": facts.levels,
-        "has_chat_template": facts.has_chat_template,
-        "adapters": facts.adapters,
-        "images": facts.images,
-    }
+    names = ("window_tokens", "vocab_size", "levels", "has_chat_template", "adapters", "images")
+    own = {name: getattr(facts, name) for name in names}
     return {
         "id": name,
         "object": "model",

@@ -1,6 +1,7 @@
 """Serves OpenAI's /v1/responses: bodies, routes, and events of streamed answers."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -160,21 +161,22 @@ def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | N
     return use, use.grammar or grammar
 
 
+# Settings that a response object has as they were sent.
+_SETTINGS = (
+    "instructions", "previous_response_id", "store", "max_output_tokens", "prompt_cache_key",
+    "safety_identifier", "user",
+)  # fmt: skip
+
+
 def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The request's settings in a response object; `sampling`: see `sampling_of`."""
     form = body.text.format or TextFormat()
     schema = {name: getattr(form, name) for name in ("name", "schema", "strict", "description")}
-    settings = {
+    settings = {name: getattr(body, name) for name in _SETTINGS} | {
         "model": model,
-        "instructions": body.instructions,
-        "previous_response_id": body.previous_response_id,
-        "store": body.store,
         "background": False,
-        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "prompt_cache_key": body.prompt_cache_key,
-        "safety_identifier": body.safety_identifier,
         "temperature": sampling["temperature"],
         "text": {"format": {"type": form.type} | (schema if form.type == "json_schema" else {})},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
@@ -182,7 +184,6 @@ def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> 
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.get("top_p", 1.0),
         "truncation": "disabled",
-        "user": body.user,
     }
     return settings | ({} if body.service_tier is None else {"service_tier": body.service_tier})
 
@@ -295,8 +296,9 @@ async def create(state: ApiState, request: ApiRequest) -> Response:
     written = _Written(state, call, answer, body, items, body.model or facts.name)
     if body.stream:
         return await answer.streamed(written.frames, written.failed)
-    async for choice in answer.news():
-        await written.take(choice)
+    async with contextlib.aclosing(answer.news()) as news:
+        async for choice in news:
+            await written.take(choice)
     return json_response(await written.ended())
 
 
