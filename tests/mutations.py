@@ -123,7 +123,7 @@ MUTATIONS = (
     ),
     _mutation(
         "limits: a bucket of tokens overflows", "serving/server/limits.py",
-        "tokens=min(float(per_minute), usage.tokens + gained)", "tokens=usage.tokens + gained",
+        "min(float(per_minute), self.tokens + gained) if per_minute", "self.tokens + gained if per_minute",
         "tests/serving/server/test_limits.py",
     ),
     _mutation(

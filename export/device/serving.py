@@ -16,7 +16,7 @@ from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import longest_cache_bytes, needed_bytes, weights_bytes
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.programs.model import ProgramModel
-from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import AdapterFacts, AdapterGone
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
@@ -31,7 +31,7 @@ _RUNNING = 4
 
 
 class ProgramAdapters:
-    """Adapters that were exported with a model (see `jaxllm.serving.server.calls.ServedAdapters`)."""
+    """Adapters that were exported with a model (see `jaxllm.serving.server.adapters.Adapters`)."""
 
     def __init__(self, model: ProgramModel) -> None:
         self._adapters, inputs = model.executor.adapters, model.executor.manifest.adapters
@@ -39,16 +39,16 @@ class ProgramAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """See `ServedAdapters`."""
+        """See `Adapters`."""
         return self._adapters.names
 
     @property
     def size_bytes(self) -> int:
-        """See `ServedAdapters`."""
+        """See `Adapters`."""
         return self._bytes * len(self.names)
 
     def facts(self) -> list[AdapterFacts]:
-        """See `ServedAdapters`."""
+        """See `Adapters`."""
         digest, opened_s = self._adapters.digest, self._opened_s
         return [
             AdapterFacts(name=name, digest=digest(name), size_bytes=self._bytes, loaded_s=opened_s)
@@ -56,7 +56,7 @@ class ProgramAdapters:
         ]
 
     def require(self, name: str) -> None:
-        """See `ServedAdapters`."""
+        """See `Adapters`."""
         try:
             self._adapters.require(name)
         except ConfigError as error:
@@ -78,7 +78,7 @@ class ProgramAdapters:
         raise ConfigError(f"the adapter {name!r:.80} was exported with the programs, and stays")
 
     def use(self, name: str) -> None:
-        """See `ServedAdapters`."""
+        """See `Adapters`."""
         self.require(name)
         self._adapters.use(name)
 
@@ -127,7 +127,7 @@ class OpenedPrograms:
     model_sampling: bool = True
     queued: int = SchedulerOptions.queued
 
-    def start(self, backend: EngineBackend) -> None:
+    def start(self, backend: Backend) -> None:
         """See `Opened`."""
         service, engine = self.service, self.service.engine
         adapters, contexts = ProgramAdapters(engine.model), None
@@ -145,7 +145,7 @@ class OpenedPrograms:
             memory=memory,
             contexts=contexts,
             adapters=adapters,
-            on_dispatch=backend.metrics.dispatched,
+            on_dispatch=backend.metrics.report,
         )
         executor.start()
         backend.opened(executor, model_sampling=self.model_sampling)

@@ -95,12 +95,6 @@ class AdapterOptions:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Named:
-    facts: AdapterFacts
-    loaded: "LoadedAdapter"
-
-
 class Adapters:
     """The adapters of one service. Methods are for the engine's thread unless noted."""
 
@@ -113,7 +107,7 @@ class Adapters:
         """
         self._model, self.options = model, options or AdapterOptions()
         # Replaced, never mutated: other threads read it.
-        self._named: Mapping[str, _Named] = {}
+        self._named: Mapping[str, tuple[AdapterFacts, LoadedAdapter]] = {}
         self._used = ""
         for name, folder in self.options.given.items():
             self.add(name, self._read(folder))
@@ -127,7 +121,7 @@ class Adapters:
 
     def facts(self) -> list[AdapterFacts]:
         """Facts of all loaded adapters."""
-        return [each.facts for each in self._named.values()]
+        return [facts for facts, _ in self._named.values()]
 
     @property
     def size_bytes(self) -> int:
@@ -154,15 +148,19 @@ class Adapters:
         """
         require_adapter_name(name)
         if name in self._named:
-            raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or take another name")
+            raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or choose another name")
         if len(self._named) >= self.options.most:
             raise BudgetExceeded(
-                f"{len(self._named)} adapters are loaded, which is the most; delete one first, or raise "
+                f"{len(self._named)} adapters are loaded, the maximum; delete one first, or raise "
                 "adapter_count"
             )
 
     def read(self, name: str, folder: str) -> "LoadedAdapter":
-        """See `ServedAdapters`."""
+        """Reads an adapter from the folder of adapters, for `add`. Answers continue meanwhile.
+
+        Raises:
+          ConfigError, CheckpointError, AdapterBusy, BudgetExceeded: see `Backend.load_adapter`.
+        """
         self.require_addable(name)
         return self._read(self.options.path(folder))
 
@@ -198,7 +196,7 @@ class Adapters:
                 f"the context {context} was made with an adapter that is not loaded ({digest}); load it "
                 "again, or name another one in the call, which then computes the context's tokens again"
             )
-        if asked and self._named[asked].loaded.digest != digest:
+        if asked and self._named[asked][0].digest != digest:
             own = f"the adapter {name!r}" if name else "no adapter"
             raise ConfigError(
                 f"the context {context} was made with {own}, and its cache is of no use to {asked!r:.80}; "
@@ -217,7 +215,7 @@ class Adapters:
         if name == self._used:
             return
         self.require(name)
-        self._model.use_adapter(self._named[name].loaded if name else None)
+        self._model.use_adapter(self._named[name][1] if name else None)
         self._used = name
 
     def add(self, name: str, loaded: "LoadedAdapter") -> AdapterFacts:
@@ -231,21 +229,28 @@ class Adapters:
         size, limit = self.size_bytes + loaded.size_bytes, self.options.limit_bytes
         if size > limit:
             raise BudgetExceeded(
-                f"the adapters would take {size:,} bytes of at most {limit:,}; delete one first, or raise "
+                f"the adapters would need {size:,} bytes of at most {limit:,}; delete one first, or raise "
                 "adapter_memory"
             )
         facts = AdapterFacts(
             name=name, digest=loaded.digest, size_bytes=loaded.size_bytes, loaded_s=time.time()
         )
-        self._named = {**self._named, name: _Named(facts, loaded)}
+        self._named = {**self._named, name: (facts, loaded)}
         return facts
 
     def unload(self, name: str) -> Collection[tuple[int, int]]:
-        """See `ServedAdapters`."""
+        """Unloads an adapter that no call uses.
+
+        Returns:
+          The versions of weights with it, whose caches are stale.
+
+        Raises:
+          AdapterGone: no adapter has this name.
+        """
         self.require(name)
         if self._used == name:
             self.use("")
-        loaded = self._named[name].loaded
+        _, loaded = self._named[name]
         self._named = {other: kept for other, kept in self._named.items() if other != name}
         return loaded.versions
 
@@ -253,7 +258,7 @@ class Adapters:
         """The name of the adapter with a digest; empty for none, None if it is not loaded."""
         if not digest:
             return ""
-        return next((name for name, each in self._named.items() if each.facts.digest == digest), None)
+        return next((name for name, (facts, _) in self._named.items() if facts.digest == digest), None)
 
 
 def require_adapter_name(name: object) -> str:

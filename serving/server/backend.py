@@ -1,5 +1,5 @@
-"""Gives the front the functions of any kind of engine (see `jaxllm.serving.server.calls.Backend`) without
-blocking its loop; enforces apps' limits, and counts each call from submission to end."""
+"""Gives the front the functions of any kind of engine without blocking its loop; enforces apps' limits, and
+counts each call from submission to end."""
 
 import asyncio
 import contextlib
@@ -25,28 +25,30 @@ from jaxllm.serving.server.calls import (
     Ended,
     Event,
     ModelFacts,
-    Piece,
     Refused,
     Started,
 )
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import Job, require_free
-from jaxllm.serving.server.limits import Admission, AppLimits, Limiter, Limits
-from jaxllm.serving.server.logs import CallRecord, current_request
+from jaxllm.serving.server.limits import Admission, AppLimits, Bindings, Limiter, Limits
+from jaxllm.serving.server.logs import current_request
 from jaxllm.serving.server.metrics import Metrics
-from jaxllm.serving.server.objectives import Bindings
-from jaxllm.serving.server.prompts import content_tokens, images_of, rendered, whole_prompt_ids
+from jaxllm.serving.server.prompts import content_tokens, encoded_prompt, images_of, rendered
 from jaxllm.text.token_bytes import TokenBytes
+from jaxllm.text.tokenizer import Tokenizer
 
 # Maximum time of a dispatch before the engine counts as stuck.
 _STUCK_S = 120.0
 # Timeout of the engine's answer to a readiness request.
 _CANARY_S = 10.0
+# Maximum number of tokens whose bytes are cached.
+_MOST_KNOWN = 1 << 18
 Result = TypeVar("Result")
 
 
-class EngineBackend:
-    """A backend on an executor; it refuses calls before `opened`.
+class Backend:
+    """The engine's side of the service; it refuses calls before `opened`. All methods are called in the event
+    loop, and none blocks it.
 
     Attributes:
       executor: runs the calls; None while the model is loading.
@@ -61,6 +63,7 @@ class EngineBackend:
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
         self._token_bytes: TokenBytes | None = None
+        self._known_bytes: dict[tuple[int, bool], bytes] = {}
         self._why = "loading"
         self._profile: Callable[[], Mapping[str, Any]] | None = None
         self._storage: Callable[[], Mapping[str, Any]] = dict
@@ -83,7 +86,7 @@ class EngineBackend:
           executor: a started executor.
           name: model name in calls; empty for the model's own.
           profile: returns facts of the device profile used by plans, for `health`; None for none.
-          storage: returns counts of reads from storage (see `Backend.snapshot`).
+          storage: returns counts of reads from storage (see `snapshot`).
           model_sampling: whether calls without sampling options default to the model's recommended sampling.
         """
         self._profile, self._storage = profile, storage
@@ -98,7 +101,7 @@ class EngineBackend:
             opened_s=time.time(),
             chat_template=engine.tokenizer.chat_template,
             sampling=engine.tokenizer.files.sampling if model_sampling else {},
-            images=_reads_images(engine),
+            images=_supports_images(engine) and engine.model.images is not None,
         )
         self._token_bytes = TokenBytes(engine.tokenizer)
         self.executor, self._why = executor, ""
@@ -108,19 +111,23 @@ class EngineBackend:
         self._why = "draining"
 
     def facts(self) -> ModelFacts:
-        """See `Backend`."""
-        adapters = self._ready().adapters.names
+        """Facts of the model; raises Refused while it is loading."""
+        adapters = self.require_executor().adapters.names
         assert self._facts is not None
         return dataclasses.replace(self._facts, adapters=adapters)
 
     def submit(self, call: Call) -> Job:
-        """See `Backend`; encodes the prompt within the window.
+        """Accepts a call, and encodes its prompt within the window. Errors of a context turn, such as an
+        instruction after the first turn, are raised by the job's events.
 
         Raises:
-          Refused: also if a limit of the app is reached.
+          Refused: the service is loading or draining, its queue is full, or a limit of the app is reached.
+          ConfigError, ContextOverflow: the call cannot be answered under any load.
+          ContextGone: the app has no context of this name.
+          ContextBusy: the context answers another call.
         """
         try:
-            executor, call = self._ready(), self.bindings.applied(call)
+            executor, call = self.require_executor(), self.bindings.applied(call)
             call, prompt_tokens = self._counted(executor, call)
             admission = self.limiter.admit(
                 call.app,
@@ -134,13 +141,12 @@ class EngineBackend:
                 admission.ended(tokens=0, now_s=time.monotonic())
                 raise
         except Refused as error:
-            self.metrics.refused(call.app, error.reason)
+            self.metrics.count("calls_refused", call.app, error.reason)
             raise
-        self.metrics.accepted(call.app)
-        record, request = CallRecord(), current_request()
-        if request is not None:
-            request.calls.append(record)
-        job.on_event = functools.partial(self._account, call.app, admission, record)
+        self.metrics.count("calls_accepted", call.app)
+        if (request := current_request()) is not None:
+            request.calls.append(job)
+        job.on_event = functools.partial(self._account, job, admission)
         return job
 
     def limits_of(self, app: str) -> AppLimits:
@@ -153,72 +159,73 @@ class EngineBackend:
         messages, since the context's tokens were counted when they came."""
         if not self.limits_of(call.app).tokens_per_minute:
             return call, 0
-        engine = executor.service.engine
-        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        tokenizer = _tokenizer(executor)
         if call.context:
             return call, content_tokens(tokenizer, call.prompt)
-        prompt = whole_prompt_ids(tokenizer, call.prompt, call.config.task)
+        prompt = tuple(encoded_prompt(tokenizer, call.prompt, call.config.task)[0].ids.tolist())
         # Ids without rows would lose the prompt embeddings of images.
         return (call if images_of(call.prompt) else dataclasses.replace(call, prompt=prompt)), len(prompt)
 
-    def _account(
-        self, app: str, admission: Admission, record: CallRecord, event: Event | JaxllmError | None
-    ) -> None:
+    def _account(self, job: Job, admission: Admission, event: Event | JaxllmError | None) -> None:
         """Counts an event of a call when its reader gets it (see `Job.on_event`)."""
-        match event:
-            case Started():
-                record.started = event
-                admission.started()
-                self.metrics.started(app, event)
-                return
-            case Piece():
-                record.tokens += len(event.tokens)
-                return
-            case Ended():
-                record.ended, record.tokens, record.outcome = event, event.tokens, "ended"
-                self.metrics.ended(app, event)
-            case None:
-                self.metrics.cancelled(app)
-            case _:
-                record.outcome = type(event).__name__
-                self.metrics.failed(app, record.outcome)
-        start = record.started
-        prompt = 0 if start is None else start.prompt_tokens - start.context_tokens
-        admission.ended(tokens=prompt + record.tokens, now_s=time.monotonic())
+        app = job.app
+        if isinstance(event, Started | Ended):
+            self.metrics.report(event, app)
+        elif event is None:
+            self.metrics.count("calls_cancelled", app)
+        elif isinstance(event, JaxllmError):
+            self.metrics.count("calls_failed", app, job.outcome)
+        if isinstance(event, Started):
+            admission.started()
+        elif event is None or isinstance(event, Ended | JaxllmError):
+            start = job.started
+            prompt = 0 if start is None else start.prompt_tokens - start.context_tokens
+            admission.ended(tokens=prompt + job.read_tokens, now_s=time.monotonic())
 
     async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
-        """See `Backend`."""
-        engine = self._ready().service.engine
-        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+        """The token ids of a prompt."""
+        tokenizer = _tokenizer(self.require_executor())
         if isinstance(prompt, str):
-            return await self._work(
+            return await self._encode(
                 lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
             )
-        return await self._work(lambda: whole_prompt_ids(tokenizer, prompt))
+        return await self._encode(lambda: encoded_prompt(tokenizer, prompt)[0].ids.tolist())
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """See `Backend`."""
-        tokenizer = self._ready().service.engine.tokenizer
-        return await self._work(lambda: tokenizer.decode(ids))
+        """The text of token ids."""
+        tokenizer = self.require_executor().service.engine.tokenizer
+        return await self._encode(lambda: tokenizer.decode(ids))
 
     async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> Sequence[bytes]:
-        """See `Backend`."""
-        self._ready()
-        found = self._token_bytes
+        """The bytes of each token's text (see `jaxllm.text.token_bytes.TokenBytes`)."""
+        self.require_executor()
+        if len(self._known_bytes) > _MOST_KNOWN:
+            # Not cleared: others may be waiting for a part of it.
+            self._known_bytes = {}
+        known, found = self._known_bytes, self._token_bytes
         assert found is not None
-        return await self._work(lambda: found.of(ids, begins=begins))
+        if missing := [token for token in dict.fromkeys(ids) if (token, begins) not in known]:
+            data = await self._encode(lambda: found.of(missing, begins=begins))
+            known |= {(token, begins): each for token, each in zip(missing, data, strict=True)}
+        return [known[token, begins] for token in ids]
 
     async def render(self, prompt: Conversation) -> str:
-        """See `Backend`."""
-        engine = self._ready().service.engine
-        tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-        return await self._work(lambda: rendered(tokenizer, prompt))
+        """The text of a conversation by the chat template."""
+        tokenizer = _tokenizer(self.require_executor())
+        return await self._encode(lambda: rendered(tokenizer, prompt))
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
-        """See `Backend`; one chunk at a time, so that answers continue."""
-        executor, found = self._ready(), []
+        """The mean of the last layer's hidden states over each prompt's tokens, normalized; one chunk at a
+        time, so that answers continue."""
+        executor, found = self.require_executor(), []
+        engine = executor.service.engine
+        if not _is_live(engine):
+            raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
+        # Imported here: exported programs run without JAX.
+        from jaxllm.serving.runners.scorer import Scorer
+
         for prompt in prompts:
-            embedding = scorer_of(executor.service.engine).embedding(prompt)
+            embedding = Scorer(engine.runner).embedding(prompt)
             while await asyncio.wrap_future(executor.work(app, embedding.step)):
                 pass
             assert embedding.vector is not None
@@ -226,11 +233,15 @@ class EngineBackend:
         return found
 
     async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
-        """See `Backend`."""
-        executor, loop = self._ready(), asyncio.get_running_loop()
+        """Decodes and encodes images for a conversation, one tile at a time between dispatches.
+
+        Raises:
+          ConfigError: the model has no image encoder, or an image cannot be read.
+          ContextOverflow: the images do not fit the window.
+        """
+        executor, loop = self.require_executor(), asyncio.get_running_loop()
         engine = executor.service.engine
-        served = getattr(engine.options, "prompt_rows", False)
-        encoder = require_encoder(engine.model.images, engine.name, served=served)
+        encoder = require_encoder(engine.model.images, engine.name, served=_supports_images(engine))
         window = engine.options.context_tokens
         images = await loop.run_in_executor(self._images, lambda: encoder.cut_all(files, window))
         found = []
@@ -243,24 +254,36 @@ class EngineBackend:
         return tuple(found)
 
     def adapters(self) -> Sequence[AdapterFacts]:
-        """See `Backend`."""
-        return self._ready().adapters.facts()
+        """The adapters that calls may name."""
+        return self.require_executor().adapters.facts()
 
     async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
-        """See `Backend`."""
-        executor = self._ready()
-        loaded = await self._work(lambda: executor.adapters.read(name, folder))
+        """Loads an adapter from the folder of adapters, for an operator.
+
+        Raises:
+          ConfigError, CheckpointError: the folder cannot be read, is elsewhere or does not fit the model; or
+            loading is not allowed.
+          AdapterBusy: the name is in use.
+          BudgetExceeded: there are too many adapters, or there is no memory.
+        """
+        executor = self.require_executor()
+        loaded = await self._encode(lambda: executor.adapters.read(name, folder))
 
         def add() -> AdapterFacts:
-            if executor.memory.short:
+            if executor.memory.short_bytes:
                 raise BudgetExceeded("the service has no memory for an adapter; give it more (--memory)")
             return executor.adapters.add(name, loaded)
 
         return await asyncio.wrap_future(executor.work(app, add))
 
     async def unload_adapter(self, app: str, name: str) -> None:
-        """See `Backend`; also drops caches of ended answers that were computed with it."""
-        executor = self._ready()
+        """Unloads an adapter, for an operator; also drops caches of ended answers that were computed with it.
+
+        Raises:
+          AdapterGone: no adapter has this name.
+          AdapterBusy: calls use it.
+        """
+        executor = self.require_executor()
 
         def unload() -> None:
             executor.adapters.require(name)
@@ -271,54 +294,56 @@ class EngineBackend:
 
         await asyncio.wrap_future(executor.work(app, unload))
 
-    def binding(self, app: str) -> tuple[Binding | None, bool]:
-        """See `Backend`."""
-        return self.bindings.of(app), self.bindings.is_own(app)
-
     async def bind(self, app: str, binding: Binding) -> Sequence[int]:
-        """See `Backend`."""
-        executor, asked = self._ready(), binding.objective
+        """Binds an app to an objective.
+
+        Returns:
+          The profiled prompt lengths at which no choice meets it on this device.
+
+        Raises:
+          ConfigError: it limits energy, and the device's profile has none.
+          BudgetExceeded: too many apps are bound.
+        """
+        executor, asked = self.require_executor(), binding.objective
         missed = await asyncio.wrap_future(executor.work(app, lambda: executor.service.unmet(asked)))
         self.bindings.bind(app, binding)
         return missed.get(asked, ())
 
-    def unbind(self, app: str) -> None:
-        """See `Backend`."""
-        self.bindings.unbind(app)
+    async def contexts(self, app: str, what: Callable[[Any], Result]) -> Result:
+        """Runs a function of the contexts (`jaxllm.serving.server.context_turns.ContextTurns`) in the
+        engine's thread and returns its result.
 
-    async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
-    ) -> ContextFacts:
-        """See `Backend`."""
-        return await self._of_contexts(
-            app, lambda each: each.create(app, level=level, pinned=pinned, adapter=adapter)
-        )
+        Raises:
+          ConfigError: the service has no contexts.
+        """
+        executor = self.require_executor()
+        contexts = executor.require_contexts()
+        return await asyncio.wrap_future(executor.work(app, lambda: what(contexts)))
 
-    async def contexts(self, app: str) -> Sequence[ContextFacts]:
-        """See `Backend`."""
-        if self._ready().contexts is None:
+    async def list_contexts(self, app: str) -> Sequence[ContextFacts]:
+        """All contexts of an app; none if the service has no contexts."""
+        if self.require_executor().contexts is None:
             return ()
-        return await self._of_contexts(app, lambda each: each.listed(app))
-
-    async def context(self, app: str, name: str) -> ContextFacts:
-        """See `Backend`."""
-        return await self._of_contexts(app, lambda each: each.found(app, name))
-
-    async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        """See `Backend`."""
-        return await self._of_contexts(app, lambda each: each.pin(app, name, pinned))
+        return await self.contexts(app, lambda each: each.listed(app))
 
     async def delete_context(self, app: str, name: str) -> None:
-        """See `Backend`."""
+        """Deletes a context.
+
+        Raises:
+          ContextGone: the app has no context of this name.
+          ContextBusy: it is answering.
+        """
 
         def delete(contexts: Any) -> None:
-            require_free(self._ready().jobs(), app, name)
+            require_free(self.require_executor().jobs(), app, name)
             contexts.delete(app, name)
 
-        await self._of_contexts(app, delete)
+        await self.contexts(app, delete)
 
     def health(self) -> Mapping[str, Any]:
-        """See `Backend`."""
+        """`ready` (warm, not draining, engine not failing), `alive` (recent heartbeat of the engine), and
+        `why` not; for an open model also `profile` (see `ProfileRefinement.facts` in
+        `jaxllm.serving.server.opening`)."""
         executor = self.executor
         if executor is None:
             return {"ready": False, "alive": True, "why": self._why}
@@ -329,7 +354,7 @@ class EngineBackend:
         return {"ready": not why, "alive": alive, "why": why, **profile}
 
     async def readiness(self) -> Mapping[str, Any]:
-        """See `Backend`."""
+        """`health`, after a test answer of one token if the engine has answered nothing for a while."""
         executor = self.executor
         if executor is not None and executor.canary.stale:
             # A busy engine is ready; a failing one is reported by `health`.
@@ -339,25 +364,34 @@ class EngineBackend:
         return self.health()
 
     def snapshot(self) -> Mapping[str, Any]:
-        """See `Backend`."""
+        """Current values for metrics, as plain data. Each part may be missing:
+
+        queue: `waiting` calls, their `limit`, and the age `oldest_ms`.
+        running: number of answers by app and level.
+        memory: `process_bytes`, `limit_bytes` (0 for none), `pressure` (share of time in which tasks of the
+          machine waited for memory), and `holdings` by kind, each with `size_bytes` and optionally
+          `limit_bytes` and `least_bytes`.
+        contexts: by app, `contexts`, `pinned`, `stored_bytes`, and resident `chunks` by bits.
+        adapters: bytes by name.
+        experts: `visits`, `hits`, `foreseen` (predicted) since the start, and the `hit_rate`.
+        read_bytes: bytes read from storage since the start, by kind.
+        grammars: counts since the start, by outcome.
+        """
         executor = self.executor
         if executor is None:
             return {}
-        queue, contexts = executor.queue(), executor.contexts
+        queue, contexts, adapters = executor.queue(), executor.contexts, executor.adapters
         waits = [queue.now_ms - each.since_ms for each in queue.waiting]
-        running = Counter(executor.running())
+        queued = {"waiting": len(waits), "limit": executor.options.queued}
+        running: dict[str, Counter[int]] = {}
+        for app, level in executor.running():
+            running.setdefault(app, Counter())[level] += 1
         return {
             **self._storage(),
-            "queue": {
-                "waiting": len(waits),
-                "limit": executor.options.queued,
-                "oldest_ms": max(waits, default=0.0),
-            },
-            "running": [
-                {"app": app, "level": level, "count": count} for (app, level), count in running.items()
-            ],
-            "memory": executor.memory.figures(executor.cache_bytes, executor.adapters.size_bytes),
-            "adapters": {each.name: each.size_bytes for each in executor.adapters.facts()},
+            "queue": {**queued, "oldest_ms": max(waits, default=0.0)},
+            "running": running,
+            "memory": executor.memory.figures(executor.cache_bytes, adapters.size_bytes),
+            "adapters": {each.name: each.size_bytes for each in adapters.facts()},
             "grammars": executor.service.engine.grammars.counts,
             **({} if contexts is None else {"contexts": contexts.figures()}),
         }
@@ -367,36 +401,28 @@ class EngineBackend:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.shutdown(wait=False, cancel_futures=True)
 
-    def _ready(self) -> Executor:
+    def require_executor(self) -> Executor:
+        """The executor; raises Refused while the model is loading."""
         if self.executor is None:
             raise Refused(
                 "the model is loading; try again in some seconds", reason="loading", retry_after_s=2
             )
         return self.executor
 
-    async def _of_contexts(self, app: str, what: Callable[[Any], Result]) -> Result:
-        """Runs a function of the contexts in the engine's thread and returns its result."""
-        executor = self._ready()
-        contexts = executor.require_contexts()
-        return await asyncio.wrap_future(executor.work(app, lambda: what(contexts)))
-
-    async def _work(self, work: Any) -> Any:
+    async def _encode(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _reads_images(engine: Engine[Any]) -> bool:
-    return getattr(engine.options, "prompt_rows", False) and engine.model.images is not None
+def _tokenizer(executor: Executor) -> Tokenizer:
+    """The tokenizer, for texts within the window."""
+    engine = executor.service.engine
+    return engine.tokenizer.limited(engine.options.context_tokens)
 
 
-def scorer_of(engine: Engine[Any]) -> Any:
-    """Embeds texts with the model of an engine.
+def _is_live(engine: Engine[Any]) -> bool:
+    """Whether an engine runs JAX rather than exported programs."""
+    return hasattr(engine.options, "prompt_rows")
 
-    Raises:
-      ConfigError: the engine runs exported programs, or its weights are streamed.
-    """
-    if not isinstance(getattr(engine.options, "prompt_rows", None), bool):
-        raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
-    # Imported here: exported programs run without JAX.
-    from jaxllm.serving.runners.scorer import Scorer
 
-    return Scorer(engine.runner)
+def _supports_images(engine: Engine[Any]) -> bool:
+    return getattr(engine.options, "prompt_rows", False)

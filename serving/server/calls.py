@@ -1,21 +1,18 @@
-"""Defines what crosses between the front (HTTP, sockets) and the engine thread: calls, events, facts, and the
-backend that answers calls with events.
+"""Defines what crosses between the front (HTTP, sockets) and the engine's thread: calls, events and facts.
 
-The front knows wire formats, apps and connections, and never touches JAX; the backend knows the engine, and
-no wire format. All values here are frozen, and arrays in them (prompt embeddings of images) are never
-changed, so that threads may share them.
+The front knows wire formats, apps and connections, and never touches JAX; the engine's side
+(`jaxllm.serving.server.backend`) knows no wire format. All values here are frozen, and arrays in them (prompt
+embeddings of images) are never changed, so that threads may share them.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.serving.elastic.objectives import Binding, Objective
+from jaxllm.serving.elastic.objectives import Objective
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.grammar import Grammar as Grammar
-from jaxllm.serving.guided.grammar import GrammarKind as GrammarKind
-from jaxllm.serving.guided.logprobs import TokenLogprob as TokenLogprob
+from jaxllm.serving.guided.logprobs import TokenLogprob
 from jaxllm.serving.images.encoded import EncodedImage
 
 
@@ -143,7 +140,7 @@ class Call:
       app: the app, as identified by the connection or the key, never by the body.
       request_id: unique id, for logs and cancelling.
       prompt: a conversation, a text to continue, or token ids.
-      config: length, stops and sampling.
+      config: length, stops, sampling, grammar and log-probabilities.
       objective: objective of the answer's time; None for the app's.
       strict: whether to reject the call if no choice meets the objective; None for the app's setting.
       shorten: whether the plan may drop words of a text, or of a conversation's last message; None for the
@@ -156,9 +153,6 @@ class Call:
       prefix_key: preference among the app's caches with equally long common prefixes: that of a call with
         the same key.
       adapter: name of a low-rank adapter; empty for none, or for the context's.
-      grammar: grammar that the text must match; None for any text.
-      top_logprobs: number of most likely tokens to return log-probabilities of, at each token; 0 for the
-        sampled token only, None for none.
     """
 
     app: str
@@ -174,8 +168,6 @@ class Call:
     context_tokens: int | None = None
     prefix_key: str = ""
     adapter: str = ""
-    grammar: Grammar | None = None
-    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not self.app:
@@ -266,243 +258,3 @@ class Ended:
 
 
 Event = Started | Piece | Ended
-
-
-class ServedAdapters(Protocol):
-    """The low-rank adapters of a service. `use` is for the engine's thread, other methods for any thread."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all loaded adapters."""
-        ...
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of their factors in bytes."""
-        ...
-
-    def facts(self) -> list[AdapterFacts]:
-        """Facts of all loaded adapters."""
-        ...
-
-    def require(self, name: str) -> None:
-        """Checks that an adapter is loaded; "" means none.
-
-        Raises:
-          AdapterGone: no adapter has this name.
-        """
-        ...
-
-    def read(self, name: str, folder: str) -> Any:
-        """Reads an adapter from the folder of adapters, for `add`. Answers continue meanwhile.
-
-        Raises:
-          ConfigError, CheckpointError, AdapterBusy, BudgetExceeded: see `Backend.load_adapter`.
-        """
-        ...
-
-    def add(self, name: str, loaded: Any) -> AdapterFacts:
-        """Makes a read adapter available to calls; in the engine's thread."""
-        ...
-
-    def unload(self, name: str) -> Collection[tuple[int, int]]:
-        """Unloads an adapter that no call uses; in the engine's thread.
-
-        Returns:
-          The versions of weights with it, whose caches are stale.
-
-        Raises:
-          AdapterGone: no adapter has this name.
-          ConfigError: it cannot be unloaded.
-        """
-        ...
-
-    def use(self, name: str) -> None:
-        """Applies an adapter to the model at negligible cost; "" for none.
-
-        Raises:
-          AdapterGone: it is no longer loaded.
-        """
-        ...
-
-
-class Ticket(Protocol):
-    """A call that the backend has accepted."""
-
-    @property
-    def call(self) -> Call: ...  # noqa: D102
-
-    def events(self) -> AsyncIterator[Event]:
-        """Yields `Started`, `Piece`s and `Ended`, or raises the JaxllmError that ended the answer. For one
-        reader in the event loop. A slow reader delays only its own answer."""
-        ...
-
-    def cancel(self) -> None:
-        """Ends the answer between two dispatches; its context keeps complete tokens. Later events are
-        dropped. Does nothing after the end."""
-        ...
-
-
-class Backend(Protocol):
-    """The engine's side of the service. All methods are called in the event loop, and none blocks it."""
-
-    def facts(self) -> ModelFacts:
-        """Facts of the model.
-
-        Raises:
-          Refused: the model is loading.
-        """
-        ...
-
-    def submit(self, call: Call) -> Ticket:
-        """Accepts a call. Errors of a context turn, such as an instruction after the first turn, are raised
-        by the ticket's events.
-
-        Raises:
-          Refused: the service is loading or draining, or its queue or the app's share of it is full.
-          ConfigError, ContextOverflow: the call cannot be answered under any load.
-          ContextGone: the app has no context of this name.
-          ContextBusy: the context answers another call.
-        """
-        ...
-
-    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
-        """The token ids of a prompt."""
-        ...
-
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        ...
-
-    async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> Sequence[bytes]:
-        """The bytes of each token's text (see `jaxllm.text.token_bytes.TokenBytes`)."""
-        ...
-
-    async def render(self, prompt: Conversation) -> str:
-        """The text of a conversation by the chat template."""
-        ...
-
-    async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
-        """The mean of the last layer's hidden states over each prompt's tokens, normalized."""
-        ...
-
-    async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
-        """Decodes and encodes images for a conversation, one tile at a time between dispatches.
-
-        Raises:
-          ConfigError: the model has no image encoder, or an image cannot be read.
-          ContextOverflow: the images do not fit the window.
-        """
-        ...
-
-    def adapters(self) -> Sequence[AdapterFacts]:
-        """The adapters that calls may name."""
-        ...
-
-    async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
-        """Loads an adapter from the folder of adapters, for an operator.
-
-        Raises:
-          ConfigError, CheckpointError: the folder cannot be read, is elsewhere or does not fit the model; or
-            loading is not allowed.
-          AdapterBusy: the name is in use.
-          BudgetExceeded: there are too many adapters, or there is no memory.
-        """
-        ...
-
-    async def unload_adapter(self, app: str, name: str) -> None:
-        """Unloads an adapter, for an operator.
-
-        Raises:
-          AdapterGone: no adapter has this name.
-          AdapterBusy: calls use it.
-        """
-        ...
-
-    def binding(self, app: str) -> tuple[Binding | None, bool]:
-        """The objective that an app is bound to, None for none, and whether the app itself set it."""
-        ...
-
-    async def bind(self, app: str, binding: Binding) -> Sequence[int]:
-        """Binds an app to an objective.
-
-        Returns:
-          The profiled prompt lengths at which no choice meets it on this device.
-
-        Raises:
-          ConfigError: it limits energy, and the device's profile has none.
-          BudgetExceeded: too many apps are bound.
-        """
-        ...
-
-    def unbind(self, app: str) -> None:
-        """Removes the objective that an app has set for itself."""
-        ...
-
-    async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
-    ) -> ContextFacts:
-        """Creates a context of an app.
-
-        Raises:
-          ConfigError: the service has no contexts, or the level is not served.
-          AdapterGone: no adapter has this name.
-          BudgetExceeded: the app has reached its number of contexts.
-        """
-        ...
-
-    async def contexts(self, app: str) -> Sequence[ContextFacts]:
-        """All contexts of an app."""
-        ...
-
-    async def context(self, app: str, name: str) -> ContextFacts:
-        """A context of an app.
-
-        Raises:
-          ConfigError: the service has no contexts.
-          ContextGone: the app has no context of this name.
-          CheckpointError: it cannot be read; `Unreadable` if that may be temporary.
-        """
-        ...
-
-    async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        """Pins a context, or unpins it.
-
-        Raises:
-          ContextGone: the app has no context of this name.
-        """
-        ...
-
-    async def delete_context(self, app: str, name: str) -> None:
-        """Deletes a context.
-
-        Raises:
-          ContextGone: the app has no context of this name.
-          ContextBusy: it is answering.
-        """
-        ...
-
-    async def readiness(self) -> Mapping[str, Any]:
-        """`health`, after a test answer of one token if the engine has answered nothing for a while."""
-        ...
-
-    def health(self) -> Mapping[str, Any]:
-        """`ready` (warm, not draining, engine not failing), `alive` (recent heartbeat of the engine), and
-        `why` not; for an open model also `profile` (see `jaxllm.serving.server.idle_work.ProfileFacts`)."""
-        ...
-
-    def snapshot(self) -> Mapping[str, Any]:
-        """Current values for metrics, as plain data. Each part may be missing:
-
-        queue: `waiting` calls, their `limit`, and the age `oldest_ms`.
-        running: `count` of answers by `app` and `level`.
-        memory: `process_bytes`, `limit_bytes` (0 for none), `pressure` (share of time in which tasks of the
-          machine waited for memory), and `holdings` by kind, each with `size_bytes` and optionally
-          `limit_bytes` and `least_bytes`.
-        contexts: by app, `contexts`, `pinned`, `stored_bytes`, and resident `chunks` by bits.
-        adapters: bytes by name.
-        experts: `visits`, `hits`, `foreseen` (predicted) since the start.
-        read_bytes: bytes read from storage since the start, by kind.
-        grammars: counts since the start, by outcome.
-        """
-        ...

@@ -8,12 +8,12 @@ that fails every call is stopped. A readiness request runs the check if nothing 
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxllm.errors import BundleError, JaxllmError, NotFinite, one_line
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.server.calls import Refused, ServedAdapters
+from jaxllm.serving.server.calls import Refused
 
 Found = TypeVar("Found")
 # An id that every model has: a text may have characters without ids.
@@ -37,27 +37,15 @@ class Canary:
     Args:
       answer: lets the engine answer one token; raises its error.
       clock: returns seconds.
+
+    Attributes:
+      suspected: whether an error may have been the engine's, with no successful answer since.
     """
 
     def __init__(self, answer: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._answer, self._clock = answer, clock
-        self._suspected, self._failures = False, 0
+        self.suspected, self._failures = False, 0
         self._answered_s, self._next_s = clock(), clock()
-
-    @classmethod
-    def of(cls, service: PlannedService, adapters: ServedAdapters) -> "Canary":
-        """The canary of a service; it answers without adapters."""
-
-        def answer() -> None:
-            adapters.use("")
-            service.engine.generate(_PROMPT, GenerationConfig(max_tokens=1))
-
-        return cls(answer)
-
-    @property
-    def suspected(self) -> bool:
-        """Whether an error may have been the engine's, with no successful answer since. From any thread."""
-        return self._suspected
 
     @property
     def stale(self) -> bool:
@@ -71,7 +59,7 @@ class Canary:
     def failed(self, error: Exception) -> None:
         """Records an error of a call. From any thread."""
         if not isinstance(error, JaxllmError) or isinstance(error, BundleError | NotFinite):
-            self._suspected = True
+            self.suspected = True
 
     def watched(self, what: Callable[[], Found]) -> Found:
         """Calls a function and records its errors. From any thread."""
@@ -96,14 +84,14 @@ class Canary:
         Raises:
           EngineFailed: the last allowed test failed.
         """
-        if self._suspected and self._clock() >= self._next_s:
+        if self.suspected and self._clock() >= self._next_s:
             self._try()
 
     def _try(self) -> None:
         try:
             self._answer()
         except Exception as error:
-            self._suspected, self._failures = True, self._failures + 1
+            self.suspected, self._failures = True, self._failures + 1
             self._next_s = self._clock() + _PAUSE_S
             reason = one_line(error)
             times = f"{self._failures} of {_MOST_FAILURES} times"
@@ -111,8 +99,18 @@ class Canary:
             if self._failures >= _MOST_FAILURES:
                 raise EngineFailed(f"the engine cannot answer any more: {reason}") from error
         else:
-            self._suspected, self._failures = False, 0
+            self.suspected, self._failures = False, 0
             self.answered()
+
+
+def service_canary(service: PlannedService, adapters: Any) -> Canary:
+    """The canary of a service; it answers without adapters."""
+
+    def answer() -> None:
+        adapters.use("")
+        service.engine.generate(_PROMPT, GenerationConfig(max_tokens=1))
+
+    return Canary(answer)
 
 
 def engine_failed() -> Refused:

@@ -53,29 +53,13 @@ class TurnContexts(Protocol):
 
     def delete(self, name: str) -> None: ...  # noqa: D102
 
-    def ready(self, name: str) -> None:
-        """Raises the error of storing the context's last answer, if there was one."""
-        ...
+    def ready(self, name: str) -> None: ...  # noqa: D102
 
-    def rows_before(self, record: Record, tokens: int) -> PromptRows | None:
-        """The prompt embeddings among a context's first tokens."""
-        ...
+    def rows_before(self, record: Record, tokens: int) -> PromptRows | None: ...  # noqa: D102
 
-    def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
-        """Bytes in memory of the chunks of a context, or of one of `tokens` tokens."""
-        ...
-
-
-class TurnCall(Protocol):
-    """Lifecycle of an answer in a context: restores the context before it and stores it afterwards.
-
-    Attributes:
-      record: the context of the answer.
-      restoration: its restoration, with attributes `moved` and `shared`.
-    """
-
-    record: Record
-    restoration: Any
+    def chunk_bytes(  # noqa: D102
+        self, record: Record, tokens: int | None = None, level: int | None = None
+    ) -> int: ...
 
 
 class ContextTurns:
@@ -165,7 +149,8 @@ class ContextTurns:
         contexts, engine = self._contexts, self._contexts.engine
         if isinstance(call.objective, EnergyBudget):
             raise ConfigError(
-                "no budget of energy is planned in a context, whose chunks took some before; ask for a time"
+                "energy budgets are not supported in contexts, whose chunks have used energy before; set a "
+                "time limit"
             )
         record, adapter = self._own(call.app, call.context, call.adapter)
         limits = self.limits_of(call.app)
@@ -275,7 +260,13 @@ class ContextTurns:
     def create(
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
     ) -> ContextFacts:
-        """See `Backend.create_context`."""
+        """Creates a context of an app.
+
+        Raises:
+          ConfigError: the level is not served.
+          AdapterGone: no adapter has this name.
+          BudgetExceeded: the app has reached its number of contexts.
+        """
         limits, there = self.limits_of(app), self.listed(app)
         require_context(limits, there)
         if pinned:
@@ -290,11 +281,16 @@ class ContextTurns:
         return [self._facts(each) for each in self._contexts.store.records(app)]
 
     def found(self, app: str, name: str) -> ContextFacts:
-        """See `Backend.context`."""
+        """A context of an app.
+
+        Raises:
+          ContextGone: the app has no context of this name.
+          CheckpointError: it cannot be read; `Unreadable` if that may be temporary.
+        """
         return self._facts(self._stored(app, name))
 
     def pin(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        """See `Backend.pin_context`."""
+        """Pins a context, or unpins it; raises ContextGone, or BudgetExceeded if the app has too many."""
         self._own(app, name)
         if pinned:
             require_pin(self.limits_of(app), self.listed(app), name)
@@ -304,7 +300,7 @@ class ContextTurns:
         return self._facts(record)
 
     def delete(self, app: str, name: str) -> None:
-        """See `Backend.delete_context`; the context must not be answering."""
+        """Deletes a context, which must not be answering; raises ContextGone."""
         # Via the store: the manager refuses contexts of other models.
         self._stored(app, name)
         try:

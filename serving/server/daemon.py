@@ -19,48 +19,40 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 import uvloop
 
 from jaxllm.errors import JaxllmError, one_line
 from jaxllm.serving.host.open_files import raise_open_files
-from jaxllm.serving.server.backend import EngineBackend
-from jaxllm.serving.server.guard import Guard
-from jaxllm.serving.server.identity import Identity, IdentityOptions, KeyFile, default_keys_file
-from jaxllm.serving.server.logs import AccessLogged, flush_logs, stop_logs, write_logs
+from jaxllm.serving.server.backend import Backend
+from jaxllm.serving.server.identity import Identity, KeyFile, default_keys_file
+from jaxllm.serving.server.limits import Bindings
+from jaxllm.serving.server.logs import flush_logs, stop_logs, write_logs
 from jaxllm.serving.server.metrics import PAGES, metric_routes
-from jaxllm.serving.server.objectives import Bindings
-from jaxllm.serving.server.peer import protocol
 from jaxllm.serving.server.service_options import ServerOptions, read_options
-from jaxllm.serving.server.sockets import bound, described
+from jaxllm.serving.server.sockets import bound, described, protocol
 
 _log = logging.getLogger(__name__)
 
 
 class Opened(Protocol):
-    """An open model, live or of exported programs."""
+    """An open model, live or of exported programs. `start` starts the engine's thread and opens the backend
+    on it, `resize_contexts` sets the memory limit of contexts' chunks in that thread, and `close` closes
+    contexts and engine, and raises the error of an answer that could not be stored.
 
-    def start(self, backend: EngineBackend) -> None:
-        """Starts the engine's thread and opens the backend on it."""
-        ...
+    Attributes:
+      service: plans and answers, in `contexts`, None for none.
+    """
 
-    def resize_contexts(self, budget_bytes: int) -> None:
-        """Sets the memory limit of contexts' chunks; in the engine's thread.
+    service: Any
 
-        Raises:
-          ConfigError, BudgetExceeded: the service has no contexts, or running and pinned ones need more.
-        """
-        ...
+    def start(self, backend: Backend) -> None: ...  # noqa: D102
 
-    def close(self) -> None:
-        """Closes the contexts and the engine.
+    def resize_contexts(self, budget_bytes: int) -> None: ...  # noqa: D102
 
-        Raises:
-          JaxllmError: an answer could not be stored; everything is closed nevertheless.
-        """
-        ...
+    def close(self) -> None: ...  # noqa: D102
 
 
 _US_PER_S = 1e6
@@ -117,8 +109,9 @@ def run(options: ServerOptions, opener: Callable[[], Opened], *, config: Path | 
     options.context_options()
     raise_open_files()
     notifier = Notifier(os.environ)
-    identity = Identity(IdentityOptions(remote=options.remote), KeyFile(options.keys or default_keys_file()))
-    with bound(options, identity) as sockets, _logs(options):
+    identity = Identity(KeyFile(options.keys or default_keys_file()), remote=options.remote)
+    places = options.address, options.socket, options.socket_mode
+    with bound(*places, identity.require_address) as sockets, _logs(options):
         daemon = Daemon(options, opener, identity, notifier, config=config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(daemon.serve(sockets))
@@ -132,7 +125,6 @@ class Daemon:
 
     Attributes:
       backend: backend of the front.
-      loading: whether a thread is opening the model.
     """
 
     def __init__(
@@ -144,8 +136,8 @@ class Daemon:
         *,
         config: Path | None = None,
     ) -> None:
-        self.backend = EngineBackend(options.limits, Bindings(options.objectives))
-        self.loading = False
+        self.backend = Backend(options.limits, Bindings(options.objectives))
+        self._opening: concurrent.futures.Future[Opened] | None = None
         self._options, self._notifier, self._config = options, notifier, config
         self._identity, self._opener, self._opened = identity, opener, None
         self._stop = asyncio.Event()
@@ -168,7 +160,7 @@ class Daemon:
         stopping = asyncio.create_task(self._stop.wait())
         for each in sockets:
             _log.info("listening on %s", described(each))
-        opening = self._open(loop)
+        opening = self._open()
         opened = None
         try:
             ending = {stopping, serving, watching}
@@ -187,6 +179,7 @@ class Daemon:
             watching.cancel()
             stopping.cancel()
             self.backend.close()
+            self._front.responses.close()
             if opened is not None:
                 try:
                     await asyncio.to_thread(opened.close)
@@ -197,21 +190,21 @@ class Daemon:
             raise self._failure
 
     def _server_config(self) -> uvicorn.Config:
-        routes = metric_routes(self.backend.metrics, operates=self._identity.operates)
         # Imported here only: the front knows nothing of the daemon.
         from jaxllm.serving.server.api.app import make_app
 
+        guard = self._options.guard()
         app = make_app(
             self.backend,
             identify=self._identity.identify,
             operates=self._identity.operates,
-            extra_routes=routes,
+            # A browser loads the page of metrics before it can send a key.
+            guard=dataclasses.replace(guard, open_paths=guard.open_paths | PAGES),
+            extra_routes=metric_routes(self.backend.metrics, operates=self._identity.operates),
         )
-        guard = self._options.guard()
-        # A browser loads the page of metrics before it can send a key.
-        guard = dataclasses.replace(guard, open_paths=guard.open_paths | PAGES)
+        self._front = app.state.api
         return uvicorn.Config(
-            AccessLogged(Guard(app, self._identity, guard)),  # pyright: ignore[reportArgumentType]
+            app,
             http=protocol(self._options.peers()),
             ws="none",
             lifespan="off",
@@ -223,32 +216,28 @@ class Daemon:
             timeout_graceful_shutdown=_FLUSH_S,
         )
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> "asyncio.Future[Opened]":
+    def _open(self) -> "asyncio.Future[Opened]":
         """Opens the model in a daemon thread."""
-        opening: asyncio.Future[Opened] = loop.create_future()
-
-        def settle(opened: Opened | None, error: BaseException | None) -> None:
-            self.loading = False
-            if error is not None:
-                opening.set_exception(error)
-            elif opened is not None:
-                opening.set_result(opened)
+        opening = self._opening = concurrent.futures.Future[Opened]()
 
         def work() -> None:
-            opened, error = None, None
             try:
-                opened = self._opener()
-            except BaseException as caught:
-                error = caught
-            with contextlib.suppress(RuntimeError):
-                # The loop may be closed.
-                loop.call_soon_threadsafe(settle, opened, error)
+                opening.set_result(self._opener())
+            except BaseException as error:
+                opening.set_exception(error)
 
-        self.loading = True
         threading.Thread(target=work, name="loading", daemon=True).start()
-        return opening
+        return asyncio.wrap_future(opening)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a thread is opening the model."""
+        return self._opening is not None and not self._opening.done()
 
     def _begin(self, opened: Opened) -> None:
+        if (contexts := opened.service.contexts) is not None:
+            # Responses outlive the service where contexts do.
+            self._front.store_responses(contexts.store.root, contexts.store.vault)
         opened.start(self.backend)
         self._opened = opened
         name = self.backend.facts().name

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import wait
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.models.features import room_refusal
@@ -24,13 +24,13 @@ from jaxllm.serving.elastic.objectives import whole_cost
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.run import Run
-from jaxllm.serving.engine.step import fail, step
-from jaxllm.serving.server.calls import Call, Refused, ServedAdapters
-from jaxllm.serving.server.canary import Canary, engine_failed
+from jaxllm.serving.engine.step import decode_together, fail, step
+from jaxllm.serving.server.calls import Call, Refused
+from jaxllm.serving.server.canary import engine_failed, service_canary
 from jaxllm.serving.server.job import Dispatch, Job, begin, dispatch_of, load_of, require_free
 from jaxllm.serving.server.logs import named
 from jaxllm.serving.server.memory import ServiceMemory
-from jaxllm.serving.server.prompts import guided, prompt_with_rows
+from jaxllm.serving.server.prompts import encoded_prompt
 from jaxllm.serving.server.scheduler import (
     Queue,
     SchedulerOptions,
@@ -54,22 +54,6 @@ _PERIOD_S = 0.02
 _MASK_S = 0.005
 
 
-class IdleWork(Protocol):
-    """Work for the engine's thread while it has no calls."""
-
-    def step(self) -> bool:
-        """Does one piece of work, at most about as long as a dispatch; raises nothing.
-
-        Returns:
-          Whether it did something: if not, the thread may sleep for a while.
-        """
-        ...
-
-    def interrupt(self) -> None:
-        """Called when a call arrives; unfinished work may be dropped and repeated."""
-        ...
-
-
 class Executor:
     """Answers calls in its own thread, from `start` to `stop`.
 
@@ -79,7 +63,7 @@ class Executor:
       memory: the service's memory.
       sessions: caches of ended answers, for prompts with the same prefix.
       contexts: contexts of apps (see `jaxllm.serving.server.context_turns.ContextTurns`); None for none.
-      adapters: adapters that calls may name.
+      adapters: adapters that calls may name (see `jaxllm.serving.server.adapters.Adapters`).
       canary: tests whether the engine answers.
     """
 
@@ -89,11 +73,20 @@ class Executor:
         options: SchedulerOptions,
         *,
         memory: ServiceMemory,
-        adapters: ServedAdapters,
+        adapters: Any,
         contexts: Any = None,
         on_dispatch: Callable[[Dispatch], None] = lambda dispatch: None,
-        idle_work: Sequence[IdleWork] = (),
+        idle_work: Any = None,
     ) -> None:
+        """Makes an executor that has not started.
+
+        Args:
+          service, memory, contexts, adapters: see the class.
+          options: limits of the queue.
+          on_dispatch: called in the thread after each successful dispatch.
+          idle_work: work for the thread while it has no calls (see
+            `jaxllm.serving.server.opening.ProfileRefinement`); None for none.
+        """
         self.service, self.options, self.contexts = service, options, contexts
         self.memory, self.sessions, self.adapters = memory, memory.sessions, adapters
         self._on_dispatch, self._idle_work = on_dispatch, idle_work
@@ -108,7 +101,7 @@ class Executor:
         self._jobs: dict[int, Job] = {}
         self._engine_ms: dict[str, float] = {}
         self.beat_s = time.monotonic()
-        self.canary = Canary.of(service, adapters)
+        self.canary = service_canary(service, adapters)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -122,11 +115,8 @@ class Executor:
 
     def submit(self, call: Call, loop: asyncio.AbstractEventLoop) -> Job:
         """Accepts a call; its prompt is encoded in the caller's thread, within the window. A turn in a
-        context is encoded in the engine's thread, which owns the contexts; its errors end the answer.
-
-        Args:
-          call: the call to answer.
-          loop: event loop in which its events are read.
+        context is encoded in the engine's thread, which owns the contexts; its errors end the answer. Its
+        events are read in `loop`.
 
         Raises:
           Refused: the service is stopping, or the queue is full.
@@ -136,7 +126,6 @@ class Executor:
           AdapterGone: no adapter has this name.
         """
         self.adapters.require(call.adapter)
-        call = guided(call)
         self._require_room(call.app)
         job = Job(next(self._numbers), call, loop, self.options, self._notify)
         if call.context:
@@ -144,7 +133,9 @@ class Executor:
         else:
             engine = self.service.engine
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-            prompt, rows = prompt_with_rows(tokenizer, call)
+            prompt, rows = encoded_prompt(
+                tokenizer, call.prompt, call.config.task, shorten=bool(call.shorten)
+            )
             engine.request(prompt.ids.tolist(), call.config, rows=rows).require_served_by(engine.runner)
             whole = whole_cost(self.service.profile, len(prompt.ids), call.config.max_tokens)
             job.encoded(prompt, whole, rows)
@@ -158,14 +149,8 @@ class Executor:
         return job
 
     def work(self, app: str, what: Callable[[], Result]) -> "Future[Result]":
-        """Runs a function in the engine's thread, between two dispatches, on the model without adapters.
-
-        Args:
-          app: app to count the time for.
-          what: function, called once unless the future is cancelled before.
-
-        Returns:
-          The future of its result or error.
+        """Runs a function of an app in the engine's thread, between two dispatches, on the model without
+        adapters, unless its future is cancelled before; the future has its result or error.
 
         Raises:
           Refused: the service is stopping, or too many functions of the app wait.
@@ -213,10 +198,10 @@ class Executor:
         """The current calls."""
         return self._queue([*list(self._jobs.values()), *list(self._inbox)])
 
-    def _queue(self, jobs: Iterable[Job]) -> Queue:
+    def _queue(self, jobs: Sequence[Job]) -> Queue:
         return Queue(
             now_ms=1000 * time.perf_counter(),
-            work=[job.work(_batchable) for job in jobs],
+            work=jobs,
             engine_ms=dict(self._engine_ms),
             context_bytes=0 if self.contexts is None else self.contexts.room_bytes,
         )
@@ -283,8 +268,8 @@ class Executor:
         if idle:
             self._idle()
             return True
-        for work in self._idle_work:
-            work.interrupt()
+        if self._idle_work is not None:
+            self._idle_work.interrupt()
         for job in list(self._jobs.values()):
             if late or job.cancelled:
                 self._close(job, late=late)
@@ -300,7 +285,7 @@ class Executor:
 
     def _idle(self) -> None:
         """Does a step of idle work, or waits for calls if there is none."""
-        if not any(work.step() for work in self._idle_work):
+        if self._idle_work is None or not self._idle_work.step():
             with self._wake:
                 if not self._inbox and not self._waiting and self._refusing is None:
                     self._wake.wait(_IDLE_S)
@@ -329,9 +314,11 @@ class Executor:
             job.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
 
     def _dispatch(self) -> None:
-        queue = self._queue(self._jobs.values())
+        for job in self._jobs.values():
+            job.refresh()
+        queue = self._queue(list(self._jobs.values()))
         # Under memory pressure only running calls continue.
-        short = self.memory.short and bool(queue.running)
+        short = self.memory.short_bytes > 0 and bool(queue.running)
         action = next_action(dataclasses.replace(queue, work=queue.running) if short else queue, self.options)
         if action.kind == "idle":
             _wait_for_masks(self._jobs.values())
@@ -350,9 +337,6 @@ class Executor:
                 for run in runs:
                     # In a batch a token takes longer than the profile says.
                     run.taken_whole = False
-                # Already imported: a runner with batches is a live one.
-                from jaxllm.serving.engine.step import decode_together
-
                 decode_together(runs)
             else:
                 for run in runs:
@@ -428,10 +412,7 @@ class EngineWork:
         return len(self._waiting)
 
     def add(self, app: str, function: Callable[[], Result]) -> "Future[Result]":
-        """Adds a function of an app, called once unless the future is cancelled before.
-
-        Returns:
-          The function's result or error.
+        """Adds a function of an app, called once unless the future of its result is cancelled before.
 
         Raises:
           Refused: too many functions of the app wait.
@@ -479,11 +460,7 @@ def compile_grammars(
 ) -> list[tuple[Job, JaxllmError]]:
     """Starts to compile grammars of waiting calls: at most one per app and priority is being compiled, or is
     compiled and waits with its process for its call. So no app's grammars delay another's or fill memory.
-
-    Args:
-      engine: engine whose compiler is used.
-      jobs: all calls that have not ended.
-      notify: called in any thread after a grammar was compiled.
+    `notify` is called in any thread after a grammar was compiled.
 
     Returns:
       The calls with invalid grammars, and their errors.
@@ -509,13 +486,3 @@ def _wait_for_masks(jobs: Iterable[Job]) -> None:
     matchers = [job.run.decoding.matcher for job in jobs if job.run is not None]
     channels = [matcher.channel for matcher in matchers if matcher is not None]
     wait([channel for channel in channels if channel is not None], _MASK_S)
-
-
-def _batchable(run: Run) -> bool:
-    """Whether the next step of a run can be batched."""
-    if run.runner.batch is None:
-        return False
-    # Already imported: a runner with batches is a live one.
-    from jaxllm.serving.engine.step import batchable
-
-    return batchable(run)

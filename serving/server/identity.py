@@ -1,6 +1,6 @@
 """Identifies the app that calls: by the process behind a Unix socket, or by an API key over HTTP.
 
-    identity = Identity(IdentityOptions(), KeyFile(default_keys_file()))
+    identity = Identity(KeyFile(default_keys_file()))
     app = identity.identify(scope)      # raises Unauthorized
 
 Over a Unix socket the kernel identifies the process, and keys are neither needed nor checked: ordinary
@@ -30,7 +30,8 @@ import platformdirs
 
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.files.atomic import atomic_file
-from jaxllm.serving.server.peer import is_loopback, peer_of, require_app
+from jaxllm.options import check_options
+from jaxllm.serving.server.sockets import is_loopback, peer_of, require_app
 
 _VERSION = 1
 _PREFIX = "jaxllm-"
@@ -54,7 +55,7 @@ class StoredKey:
       sha256: hex digest of the key.
       created_s: creation time in seconds since 1970.
       operator: whether it may read metrics and the dashboard's events of all apps, and change adapters,
-        which all apps share.
+        which all apps share. Older files have no operators.
     """
 
     id: str
@@ -62,6 +63,12 @@ class StoredKey:
     sha256: str
     created_s: int
     operator: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        require_app(self.app)
+        if not _ID.fullmatch(self.id) or not _DIGEST.fullmatch(self.sha256):
+            raise ConfigError("a key has a malformed id or digest")
 
 
 def default_keys_file() -> Path:
@@ -145,8 +152,13 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
     try:
         if len(text) > _MOST_BYTES:
             raise ValueError("it is too large")
-        return _checked(json.loads(text))
-    except (ValueError, RecursionError) as error:
+        facts = json.loads(text)
+        if not isinstance(facts, dict) or facts.keys() != {"version", "keys"} or facts["version"] != _VERSION:
+            raise ValueError(f"it must be an object with version {_VERSION} and keys")
+        if not isinstance(facts["keys"], list) or len(facts["keys"]) > _MOST_KEYS:
+            raise ValueError("its keys are no list, or too many")
+        return tuple(StoredKey(**each) for each in facts["keys"])
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not a file of API keys ({error!s:.120}); restore it, or remove it and make new keys"
         ) from error
@@ -232,33 +244,9 @@ def _write(path: Path, keys: Sequence[StoredKey]) -> None:
         file.write(json.dumps(facts, indent=1).encode() + b"\n")
 
 
-def _checked(facts: Any) -> tuple[StoredKey, ...]:
-    if not isinstance(facts, dict) or facts.keys() != {"version", "keys"} or facts["version"] != _VERSION:
-        raise ValueError(f"it must be an object with version {_VERSION} and keys")
-    if not isinstance(facts["keys"], list) or len(facts["keys"]) > _MOST_KEYS:
-        raise ValueError("its keys are no list, or too many")
-    names = {field.name for field in dataclasses.fields(StoredKey)}
-    for each in facts["keys"]:
-        # Older files have no operators.
-        if not isinstance(each, dict) or each.keys() | {"operator"} != names:
-            raise ValueError("a key has other fields")
-        if type(each.get("operator", False)) is not bool:
-            raise ValueError("a key has a malformed operator")
-        require_app(each["app"])
-        if not _matches(_ID, each["id"]) or not _matches(_DIGEST, each["sha256"]):
-            raise ValueError("a key has a malformed id or digest")
-        if type(each["created_s"]) is not int:
-            raise ValueError("a key has a malformed time")
-    return tuple(StoredKey(**each) for each in facts["keys"])
-
-
-def _matches(pattern: re.Pattern[str], value: object) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
-
-
 def _require_private(facts: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(facts.st_mode):
-        raise ConfigError(f"{path} is not a regular file; API keys are kept in one")
+        raise ConfigError(f"{path} is not a regular file, which a file of API keys must be")
     if facts.st_uid not in (os.geteuid(), 0) or facts.st_mode & 0o077:
         raise ConfigError(
             f"{path} can be read or written by others (mode {stat.S_IMODE(facts.st_mode):03o}), or is not "
@@ -293,32 +281,19 @@ class Unauthorized(JaxllmError):
         self.code = code
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IdentityOptions:
-    """Options of identity.
-
-    Attributes:
-      local_app: the app of callers on the loopback as long as there is no key file.
-      remote: whether to serve other machines. Requires keys.
-    """
-
-    local_app: str = "local"
-    remote: bool = False
-
-    def __post_init__(self) -> None:
-        require_app(self.local_app)
-
-
 class Identity:
     """Identifies the app of a request. For the event loop's thread.
 
     Attributes:
-      options: see `IdentityOptions`.
       keys: keys of apps; None to never use keys.
+      remote: whether to serve other machines. Requires keys.
+      local_app: the app of callers on the loopback as long as there is no key file.
     """
 
-    def __init__(self, options: IdentityOptions | None = None, keys: KeyFile | None = None) -> None:
-        self.options, self.keys = options or IdentityOptions(), keys
+    def __init__(
+        self, keys: KeyFile | None = None, *, remote: bool = False, local_app: str = "local"
+    ) -> None:
+        self.keys, self.remote, self.local_app = keys, remote, require_app(local_app)
 
     def require_address(self, host: str) -> None:
         """Checks an address that the service is about to listen on.
@@ -328,7 +303,7 @@ class Identity:
         """
         if is_loopback(host):
             return
-        if not self.options.remote:
+        if not self.remote:
             raise ConfigError(
                 f"{host!r:.80} is not a loopback address, so other machines could reach the service; use "
                 "127.0.0.1, or set remote = true in the file of options (--config)"
@@ -379,7 +354,7 @@ class Identity:
             needed = self.keys is not None and self.keys.needed()
             if not needed:
                 if peer is not None and peer.is_loopback:
-                    return self.options.local_app, True
+                    return self.local_app, True
                 raise Unauthorized(
                     "other machines may not call this service without an API key, and it has none",
                     code="unknown_peer",

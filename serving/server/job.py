@@ -1,7 +1,7 @@
 """Holds one accepted call from its submission to its end: its prompt, run, deadlines and events.
 
 The engine's thread adds events without waiting: for a slow reader they accumulate, at most one per piece of
-the answer. The reader in the event loop is the call's `Ticket` (see `jaxllm.serving.server.calls`).
+the answer.
 """
 
 import asyncio
@@ -23,10 +23,11 @@ from jaxllm.serving.elastic.objectives import Cost
 from jaxllm.serving.elastic.planned_service import PlannedCall, PlannedService
 from jaxllm.serving.elastic.planner import IDLE, Load, Plan
 from jaxllm.serving.engine.run import DispatchKind, Lifecycle, Run
+from jaxllm.serving.engine.step import batchable
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.guided.compiler import PreparedGrammar
 from jaxllm.serving.server.calls import Call, ContextBusy, Ended, Event, Piece, Refused, Started
-from jaxllm.serving.server.prefix_sessions import PrefixSessions
+from jaxllm.serving.server.memory import PrefixSessions
 from jaxllm.serving.server.prompts import time_limits
 from jaxllm.serving.server.scheduler import Queue, SchedulerOptions, Work, expected_load
 from jaxllm.text.droppable import PromptTokens
@@ -87,19 +88,22 @@ class Dispatch:
     mode: str = ""
 
 
-class Job:
-    """An accepted call that has not ended (see `jaxllm.serving.server.calls.Ticket`).
+class Job(Work):
+    """An accepted call from its submission to its end; `Work` is what the scheduler sees of it.
 
     Attributes:
-      id: id, unique in the executor.
       call: the app's call.
       arrived_s: arrival time, by `time.perf_counter`.
       cancelled: whether the reader left; the engine's thread looks between two dispatches.
       on_event: called in the event loop with each event, with the error that ended the answer, or with None
         if the reader leaves before the end.
+      started, ended: events that the reader has read; None until then.
+      read_tokens: number of the answer's tokens that the reader has read.
+      outcome: "ended", "cancelled", or the name of the class of the error that ended it.
       marked: the prompt with the words that a plan may drop; empty in a context until its turn is encoded.
       prompt: the prompt's token ids.
       rows: prompt embeddings in place of some of them; None for none, and in a context.
+      whole: expected cost of the whole model's answer on an idle device.
       run: None until it begins.
       plan: plan of a call with an objective, once it begins.
       turn: turn of a call in a context, once it is encoded.
@@ -118,26 +122,34 @@ class Job:
         options: SchedulerOptions,
         on_cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        self.id, self.call, self._loop, self._options = number, call, loop, options
-        self.arrived_s, self.cancelled = time.perf_counter(), False
-        self.on_event: Callable[[Event | JaxllmError | None], None] | None = None
+        self.arrived_s = self._began_s = self._first_s = self._last_s = time.perf_counter()
+        arrived_ms = 1000 * self.arrived_s
+        super().__init__(
+            id=number, app=call.app, priority=call.priority, since_ms=arrived_ms, due_ms=arrived_ms,
+            adapter=call.adapter,
+        )  # fmt: skip
+        self.call, self.cancelled, self._loop, self._options = call, False, loop, options
+        self.on_event: Callable[[Event | JaxllmError | None], None] = lambda event: None
         self._on_cancel, self._put_last, self._read_last = on_cancel, False, False
         self._events: collections.deque[Event | JaxllmError] = collections.deque()
         self._has_events = asyncio.Event()
+        self.started: Started | None = None
+        self.ended: Ended | None = None
+        self.read_tokens, self.outcome = 0, "cancelled"
         self.run: Run | None = None
         self.plan: Plan | None = None
         self.turn: ContextTurn | None = None
         self.context_call: Any = None
         self.prepared: PreparedGrammar | None = None
-        self.adapter, self.may_continue = call.adapter, call.context_tokens is None
-        self._began_s = self._first_s = self._last_s = self.arrived_s
+        self.may_continue = call.context_tokens is None
         self._sent = self._capacity_tokens = self.cache_bytes = 0
         self.encoded(PromptTokens.of_ids(()), UNKNOWN)
 
     # -- the reader, in the event loop -------------------------------------------------------------
 
     def cancel(self) -> None:
-        """See `Ticket`."""
+        """Ends the answer between two dispatches; its context keeps complete tokens. Later events are
+        dropped. Does nothing after the end."""
         if not self._put_last and not self.cancelled:
             self.cancelled = True
             self._on_cancel()
@@ -145,7 +157,8 @@ class Job:
         self._has_events.set()
 
     async def events(self) -> AsyncIterator[Event]:
-        """See `Ticket`."""
+        """Yields `Started`, `Piece`s and `Ended`, or raises the JaxllmError that ended the answer. For one
+        reader. A slow reader delays only its own answer."""
         try:
             while not self.cancelled:
                 while self._events and not self.cancelled:
@@ -165,10 +178,19 @@ class Job:
             self.cancel()
 
     def _seen(self, event: Event | JaxllmError | None) -> None:
-        if not self._read_last:
-            self._read_last = event is None or isinstance(event, Ended | JaxllmError)
-            if self.on_event is not None:
-                self.on_event(event)
+        if self._read_last:
+            return
+        match event:
+            case Started():
+                self.started = event
+            case Piece():
+                self.read_tokens += len(event.tokens)
+            case Ended():
+                self.ended, self.read_tokens, self.outcome = event, event.tokens, "ended"
+            case JaxllmError():
+                self.outcome = type(event).__name__
+        self._read_last = event is None or isinstance(event, Ended | JaxllmError)
+        self.on_event(event)
 
     def put(self, event: Event | JaxllmError) -> None:
         """Adds an event, from the engine's thread; an `Ended` or an error is the last, and later ones are
@@ -192,49 +214,40 @@ class Job:
         """Whether it has ended, or will before its next step."""
         return self.cancelled or (self.run is not None and self.run.stage == "ended")
 
-    @property
-    def ready(self) -> bool:
-        """Whether its next dispatch need not wait for its grammar."""
-        if self.run is None:
-            return self.call.config.grammar is None or (self.prepared is not None and self.prepared.done())
-        return self.run.decoding.matcher is None or self.run.decoding.matcher.ready
-
     def continues(self, app: str, name: str) -> bool:
         """Whether it changes an app's context."""
         continues = self.may_continue if self.turn is None else not self.turn.forks
-        return (self.call.app, self.call.context) == (app, name) and continues
+        return (self.app, self.call.context) == (app, name) and continues
 
     @property
     def unsent_tokens(self) -> int:
         """Number of the answer's tokens that are in no event yet."""
         return 0 if self.run is None else len(self.run.tokens) - self._sent
 
-    def work(self, batchable: Callable[[Run], bool]) -> Work:
-        """The call as input of the scheduler."""
-        arrived, run, cost = 1000 * self.arrived_s, self.run, self._expected
-        stage = "start" if run is None else run.stage
-        prefill = cost.ttft_ms
-        if run is not None and run.stage == "prefill":
+    def refresh(self) -> None:
+        """Updates what the scheduler sees, in the engine's thread."""
+        run, cost = self.run, self._expected
+        self.since_ms, self.token_ms = 1000 * self._last_s, cost.tpot_ms
+        self.context_bytes = 0 if self.turn is None else self.turn.most_bytes
+        if run is None:
+            config = self.call.config
+            self.ready = config.grammar is None or (self.prepared is not None and self.prepared.done())
+            self.due_ms, self.left_ms = 1000 * self.arrived_s + self._ttft_ms, cost.ttft_ms
+            self.rest_ms = cost.ttft_ms + cost.tpot_ms * config.max_tokens
+            return
+        matcher = run.decoding.matcher
+        self.stage, self.batchable = run.stage, batchable(run)
+        self.ready = matcher is None or matcher.ready
+        decoded_ms = cost.tpot_ms * run.wanted_tokens
+        if run.stage in ("decode", "finish"):
+            self.due_ms = 1000 * self._first_s + len(run.tokens) * self.tpot_ms
+            self.left_ms, self.rest_ms = cost.tpot_ms, decoded_ms
+            return
+        self.due_ms, self.left_ms = 1000 * self.arrived_s + self._ttft_ms, cost.ttft_ms
+        if run.stage == "prefill":
             left = run.prompt_tokens - len(run.session.tokens)
-            prefill *= min(1.0, max(0.0, left / max(1, self._expected_tokens)))
-        decodes = stage in ("decode", "finish")
-        decoded = 0 if run is None else len(run.tokens)
-        return Work(
-            id=self.id,
-            app=self.call.app,
-            priority=self.call.priority,
-            since_ms=1000 * self._last_s,
-            due_ms=1000 * self._first_s + decoded * self._tpot_ms if decodes else arrived + self._ttft_ms,
-            left_ms=cost.tpot_ms if decodes else prefill,
-            rest_ms=(0.0 if decodes else prefill) + cost.tpot_ms * (self.call.config.max_tokens - decoded),
-            stage=stage,
-            context_bytes=0 if self.turn is None else self.turn.most_bytes,
-            token_ms=cost.tpot_ms,
-            tpot_ms=self._tpot_ms,
-            batchable=run is not None and batchable(run),
-            adapter=self.adapter,
-            ready=self.ready,
-        )
+            self.left_ms *= min(1.0, max(0.0, left / max(1, self._expected_tokens)))
+        self.rest_ms = self.left_ms + decoded_ms
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -257,13 +270,15 @@ class Job:
         if plan is not None:
             # Other calls no longer wait for the whole model.
             self._expected, self._expected_tokens = plan.expected, len(plan.kept) - plan.reused_tokens
+        self.refresh()
 
     def _expect(self, prompt: tuple[int, ...], whole: Cost) -> None:
-        priority = self.call.priority
-        self.prompt, self.whole, self.limits = prompt, whole, time_limits(self.call.objective, whole)
+        self.prompt, self.whole = prompt, whole
+        self._limits = time_limits(self.call.objective, whole)
         self._expected, self._expected_tokens = whole, len(prompt)
-        self._ttft_ms = min(self.limits.ttft_ms, self._options.ttft_ms(priority))
-        self._tpot_ms = min(self.limits.tpot_ms, self._options.tpot_ms(priority))
+        self._ttft_ms = min(self._limits[0], self._options.ttft_ms(self.priority))
+        self.tpot_ms = min(self._limits[1], self._options.tpot_ms(self.priority))
+        self.refresh()
 
     def send(self) -> bool:
         """Emits the events of the run's last step; returns whether the first token is among them."""
@@ -279,14 +294,11 @@ class Job:
                 self._first_s = now
                 self.put(self._started(run))
             new, self._sent = slice(self._sent, len(run.tokens)), len(run.tokens)
-            logprobs = run.logprobs
-            self.put(
-                Piece(
-                    run.new_text(), tuple(run.tokens[new]), None if logprobs is None else tuple(logprobs[new])
-                )
-            )
+            logprobs = None if run.logprobs is None else tuple(run.logprobs[new])
+            self.put(Piece(run.new_text(), tuple(run.tokens[new]), logprobs))
         if run.stage == "ended":
             self.put(run.closed_because or self._ended(run))
+        self.refresh()
         return first
 
     def _started(self, run: Run) -> Started:
@@ -307,10 +319,10 @@ class Job:
         )
 
     def _ended(self, run: Run) -> Ended:
-        count, limits = len(run.tokens), self.limits
+        count, (ttft_limit_ms, tpot_limit_ms) = len(run.tokens), self._limits
         ttft_ms = 1000 * (self._first_s - self.arrived_s)
         tpot_ms = 1000 * (self._last_s - self._first_s) / (count - 1) if count > 1 else 0.0
-        in_time = ttft_ms <= limits.ttft_ms and tpot_ms <= limits.tpot_ms
+        in_time = ttft_ms <= ttft_limit_ms and tpot_ms <= tpot_limit_ms
         return Ended(
             finish_reason=run.finish_reason or "length",
             stop_string=run.stop_string,
@@ -324,8 +336,8 @@ class Job:
             seed=run.seed,
             context="" if self.context_call is None else self.context_call.record.name,
             context_tokens=0 if self.context_call is None else len(run.sequence),
-            ttft_limit_ms=limits.ttft_ms if math.isfinite(limits.ttft_ms) else None,
-            tpot_limit_ms=limits.tpot_ms if math.isfinite(limits.tpot_ms) else None,
+            ttft_limit_ms=ttft_limit_ms if math.isfinite(ttft_limit_ms) else None,
+            tpot_limit_ms=tpot_limit_ms if math.isfinite(tpot_limit_ms) else None,
         )
 
 
@@ -418,7 +430,7 @@ def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int,
         # Raises the same error if the load is not the cause.
         plan(strict=True, load=IDLE)
         raise Refused(
-            f"other calls take the time that this one insists on ({missed}); try again later",
+            f"other calls use the time that this strict call requires ({missed}); try again later",
             reason="full",
             retry_after_s=max(1.0, load.waiting_ms / 1000),
         ) from missed

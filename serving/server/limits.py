@@ -1,8 +1,12 @@
-"""Limits each app's resources, so that no app exhausts the service for the others.
+"""Limits each app's resources, so that no app exhausts the service for the others, and stores the objectives
+that apps are bound to.
 
     admission = limiter.admit(app, prompt_tokens=300, max_tokens=256, now_s=now)   # or Refused
     admission.started()
     admission.ended(tokens=412, now_s=now)
+
+    bindings = Bindings({"mail": bound("<40,70>")})
+    call = bindings.applied(call)       with the app's objective, if the call has none
 
 Tokens are counted by a bucket that refills steadily: a call reserves its prompt and its longest answer, and
 returns the unused rest at its end. Nothing here reads a clock. Apps share no state: one app's calls never
@@ -11,14 +15,16 @@ change another's limits.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.options import check_options, option
-from jaxllm.serving.server.calls import ContextFacts, Refused
-from jaxllm.serving.server.peer import require_app
+from jaxllm.serving.elastic.objectives import Binding, EndToEnd, EnergyBudget, Latency, Objective
+from jaxllm.serving.server.calls import Call, ContextFacts, Refused
+from jaxllm.serving.server.sockets import require_app
 
 _MINUTE_S = 60.0
 # Retry delay of a call that waits for another to end, whose duration is unknown.
@@ -80,15 +86,12 @@ class Limits:
         """The corresponding fields of `ContextOptions`: these apply to every app, so each is the loosest of
         all limits; an app's tighter ones are checked by `require_context` and `require_pin`."""
         everyone = [self.default, *self.apps.values()]
-        names = {
-            "contexts_per_app": "contexts",
-            "app_quota_bytes": "stored_bytes",
-        }
+        names = {"contexts_per_app": "contexts", "app_quota_bytes": "stored_bytes"}
         found = {name: [getattr(each, own) for each in everyone] for name, own in names.items()}
         return {name: 0 if 0 in values else max(values) for name, values in found.items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass
 class Usage:
     """Resources in use by an app.
 
@@ -98,82 +101,16 @@ class Usage:
       at_s: time of `tokens`.
     """
 
-    queued: int = option(0, low=0)
+    queued: int = 0
     running: int = 0
     tokens: float = math.inf
     at_s: float = 0.0
 
-
-def refilled(usage: Usage, limits: AppLimits, now_s: float) -> Usage:
-    """An app's usage at a later time. A clock that goes back refills nothing."""
-    per_minute = limits.tokens_per_minute
-    if not per_minute:
-        return dataclasses.replace(usage, tokens=math.inf, at_s=now_s)
-    gained = per_minute / _MINUTE_S * max(0.0, now_s - usage.at_s)
-    return dataclasses.replace(usage, tokens=min(float(per_minute), usage.tokens + gained), at_s=now_s)
-
-
-def admitted(
-    usage: Usage, limits: AppLimits, *, prompt_tokens: int, max_tokens: int, now_s: float
-) -> tuple[Usage, int]:
-    """An app's usage with one more queued call, and the tokens that it reserves.
-
-    Raises:
-      Refused: the app has too many calls, or too few tokens left.
-    """
-    if limits.in_flight and usage.queued + usage.running >= limits.in_flight:
-        raise Refused(
-            f"the app has {usage.queued + usage.running} calls in flight of at most {limits.in_flight}; wait "
-            "for one to end",
-            reason="full",
-            retry_after_s=_RETRY_S,
-        )
-    if limits.queued and usage.queued >= limits.queued:
-        raise Refused(
-            f"the app has {usage.queued} calls queued of at most {limits.queued}; wait for one to start",
-            reason="full",
-            retry_after_s=_RETRY_S,
-        )
-    usage, per_minute = refilled(usage, limits, now_s), limits.tokens_per_minute
-    if per_minute and prompt_tokens > per_minute:
-        raise Refused(
-            f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute; shorten it",
-            reason="full",
-        )
-    # A full bucket suffices for any call: else a call with a long answer could never start.
-    reserved = min(prompt_tokens + max_tokens, per_minute) if per_minute else 0
-    if reserved > usage.tokens:
-        wait_s = (reserved - usage.tokens) * _MINUTE_S / per_minute
-        raise Refused(
-            f"the app may use {per_minute} tokens a minute, and this call needs up to {reserved}; try again "
-            f"in {math.ceil(wait_s)} s, or ask for fewer tokens",
-            reason="full",
-            retry_after_s=wait_s,
-        )
-    return dataclasses.replace(usage, queued=usage.queued + 1, tokens=usage.tokens - reserved), reserved
-
-
-def started(usage: Usage) -> Usage:
-    """An app's usage when a queued call has its first step."""
-    return dataclasses.replace(usage, queued=usage.queued - 1, running=usage.running + 1)
-
-
-def ended(usage: Usage, limits: AppLimits, *, ran: bool, reserved: int, tokens: int, now_s: float) -> Usage:
-    """An app's usage when a call has ended.
-
-    Args:
-      usage: usage before.
-      limits: limits of the app, which may have changed since the call was admitted.
-      ran: whether it had started.
-      reserved: number of reserved tokens.
-      tokens: number of used tokens, of prompt and answer.
-      now_s: current time.
-    """
-    usage = refilled(usage, limits, now_s)
-    per_minute = limits.tokens_per_minute
-    left = min(float(per_minute), usage.tokens + reserved - tokens) if per_minute else math.inf
-    queued, running = (usage.queued, usage.running - 1) if ran else (usage.queued - 1, usage.running)
-    return dataclasses.replace(usage, queued=queued, running=running, tokens=left)
+    def refill(self, per_minute: int, now_s: float) -> None:
+        """Adds the tokens of the time that has passed. A clock that goes back refills nothing."""
+        gained = per_minute / _MINUTE_S * max(0.0, now_s - self.at_s)
+        self.tokens = min(float(per_minute), self.tokens + gained) if per_minute else math.inf
+        self.at_s = now_s
 
 
 class Admission:
@@ -187,19 +124,23 @@ class Admission:
         """Called at the call's first step. Does nothing if it has started or ended before."""
         if self._stage == "queued":
             self._stage = "running"
-            self._limiter._change(self._app, started(self._limiter.usage(self._app)))
+            usage = self._limiter.usage(self._app)
+            usage.queued, usage.running = usage.queued - 1, usage.running + 1
 
     def ended(self, *, tokens: int, now_s: float) -> None:
         """Called at the call's end with the number of used tokens. Idempotent."""
         if self._stage == "ended":
             return
-        ran, self._stage = self._stage == "running", "ended"
-        limiter, app = self._limiter, self._app
-        usage = ended(
-            limiter.usage(app), limiter.limits.of(app),
-            ran=ran, reserved=self._reserved, tokens=tokens, now_s=now_s,
-        )  # fmt: skip
-        limiter._change(app, usage)
+        usage, per_minute = self._limiter.usage(self._app), self._limiter.per_minute(self._app)
+        if self._stage == "running":
+            usage.running -= 1
+        else:
+            usage.queued -= 1
+        self._stage = "ended"
+        # The limits may have changed since the call was admitted.
+        usage.refill(per_minute, now_s)
+        if per_minute:
+            usage.tokens = min(float(per_minute), usage.tokens + self._reserved - tokens)
 
 
 class Limiter:
@@ -215,42 +156,65 @@ class Limiter:
 
     def usage(self, app: str) -> Usage:
         """An app's usage, its tokens as of its last call."""
-        return self._usage.get(app, Usage())
+        return self._usage.setdefault(app, Usage())
+
+    def per_minute(self, app: str) -> int:
+        """An app's limit of tokens; 0 for none."""
+        return self.limits.of(app).tokens_per_minute
 
     def snapshot(self) -> dict[str, Usage]:
         """The usage of all apps."""
         return dict(self._usage)
 
     def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> Admission:
-        """Admits a call.
-
-        Args:
-          app: app of the call.
-          prompt_tokens: number of prompt tokens.
-          max_tokens: maximum number of tokens of its answer.
-          now_s: current time of a monotonic clock, the same for all methods.
+        """Admits a call of an app at a time of a monotonic clock, the same for all methods.
 
         Raises:
-          Refused: a limit of the app is reached.
+          Refused: the app has too many calls, or too few tokens left.
         """
-        usage, reserved = admitted(
-            self.usage(app), self.limits.of(app),
-            prompt_tokens=prompt_tokens, max_tokens=max_tokens, now_s=now_s,
-        )  # fmt: skip
         self._forget_idle(now_s)
-        self._usage[app] = usage
+        usage, limits = self.usage(app), self.limits.of(app)
+        if limits.in_flight and usage.queued + usage.running >= limits.in_flight:
+            raise _full(
+                f"the app has {usage.queued + usage.running} calls in flight of at most {limits.in_flight}; "
+                "wait for one to end"
+            )
+        if limits.queued and usage.queued >= limits.queued:
+            raise _full(
+                f"the app has {usage.queued} calls queued of at most {limits.queued}; wait for one to start"
+            )
+        per_minute = limits.tokens_per_minute
+        usage.refill(per_minute, now_s)
+        if per_minute and prompt_tokens > per_minute:
+            raise _full(
+                f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute; shorten "
+                "it",
+                None,
+            )
+        # A full bucket suffices for any call: else a call with a long answer could never start.
+        reserved = min(prompt_tokens + max_tokens, per_minute) if per_minute else 0
+        if reserved > usage.tokens:
+            wait_s = (reserved - usage.tokens) * _MINUTE_S / per_minute
+            raise _full(
+                f"the app may use {per_minute} tokens a minute, and this call needs up to {reserved}; try "
+                f"again in {math.ceil(wait_s)} s, or ask for fewer tokens",
+                wait_s,
+            )
+        usage.queued += 1
+        usage.tokens -= reserved
         return Admission(self, app, reserved)
-
-    def _change(self, app: str, usage: Usage) -> None:
-        self._usage[app] = usage
 
     def _forget_idle(self, now_s: float) -> None:
         if len(self._usage) < _MOST_IDLE:
             return
         for app, usage in list(self._usage.items()):
-            full = refilled(usage, self.limits.of(app), now_s).tokens >= self.limits.of(app).tokens_per_minute
-            if full and not usage.queued and not usage.running:
+            usage.refill(per_minute := self.per_minute(app), now_s)
+            if usage.tokens >= per_minute and not usage.queued and not usage.running:
                 del self._usage[app]
+
+
+def _full(message: str, retry_after_s: float | None = _RETRY_S) -> Refused:
+    return Refused(message, reason="full", retry_after_s=retry_after_s)
 
 
 def require_context(limits: AppLimits, there: Sequence[ContextFacts]) -> None:
@@ -303,3 +267,105 @@ def limits_of(facts: Mapping[str, Any], default: AppLimits | None = None) -> App
     if unknown := set(facts) - set(names):
         raise ConfigError(f"there is no limit {min(unknown)!r:.80}; limits are {', '.join(names)}")
     return dataclasses.replace(default or AppLimits(), **facts)
+
+
+# Apps are known by keys and users of the machine: usually there are fewer.
+_MOST_BOUND = 4096
+_KINDS: dict[frozenset[str], Callable[..., Objective]] = {
+    frozenset({"ttft_ms", "tpot_ms"}): Latency,
+    frozenset({"total_ms"}): EndToEnd,
+    frozenset({"joules"}): EnergyBudget,
+}
+
+
+def objective_from(value: Any) -> Objective:
+    """Parses an objective: `"<TTFT,TPOT>"` in percent, or an object of milliseconds or joules.
+
+    Raises:
+      ConfigError: it is malformed or out of range.
+    """
+    if isinstance(value, str):
+        return Slo.parse(value)
+    kind = _KINDS.get(frozenset(value)) if isinstance(value, Mapping) else None
+    if kind is None:
+        raise ConfigError(
+            'slo is "<TTFT,TPOT>" in percent, {"ttft_ms": .., "tpot_ms": ..}, {"total_ms": ..} or '
+            f'{{"joules": ..}}, got {value!r:.80}'
+        )
+    try:
+        return kind(**value)
+    except OverflowError:
+        raise ConfigError("a number of slo is too large") from None
+
+
+def written(objective: Objective) -> str | dict[str, float]:
+    """The format that `objective_from` parses."""
+    return str(objective) if isinstance(objective, Slo) else dataclasses.asdict(objective)
+
+
+def bound(value: Any) -> Binding:
+    """Parses an app's objective in options: like `objective_from`, or an object with `slo` or its numbers,
+    and optionally `strict` and `shorten`.
+
+    Raises:
+      ConfigError: it is malformed.
+    """
+    choices = {"strict": False, "shorten": False}
+    if isinstance(value, Mapping):
+        value = dict(value)
+        for name in choices:
+            choices[name] = value.pop(name, False)
+            if not isinstance(choices[name], bool):
+                raise ConfigError(f"{name} must be true or false, got {choices[name]!r:.80}")
+        value = value["slo"] if value.keys() == {"slo"} else value
+    return Binding(objective_from(value), **choices)
+
+
+class Bindings:
+    """The objectives of apps' calls without their own. For the event loop's thread.
+
+    Attributes:
+      given: app -> binding from the options; may be replaced at any time.
+    """
+
+    def __init__(self, given: Mapping[str, Binding] | None = None) -> None:
+        self.given: Mapping[str, Binding] = dict(given or {})
+        self._own: dict[str, Binding] = {}
+
+    def of(self, app: str) -> Binding | None:
+        """An app's binding: set by itself, else by the options; None for none."""
+        return self._own.get(app, self.given.get(app))
+
+    def is_own(self, app: str) -> bool:
+        """Whether the app has bound itself."""
+        return app in self._own
+
+    def bind(self, app: str, binding: Binding) -> None:
+        """Binds an app, until it unbinds itself or the service ends.
+
+        Raises:
+          BudgetExceeded: too many apps are bound.
+        """
+        if app not in self._own and len(self._own) >= _MOST_BOUND:
+            raise BudgetExceeded(
+                f"{_MOST_BOUND} apps are bound to objectives, the maximum; unbind one, or name the "
+                "objective in each call"
+            )
+        self._own[app] = binding
+
+    def unbind(self, app: str) -> None:
+        """Removes the app's own binding; the one of the options applies again."""
+        self._own.pop(app, None)
+
+    def applied(self, call: Call) -> Call:
+        """A call with its app's objective, `strict` and `shorten` as defaults. Energy budgets do not apply to
+        turns in contexts, which cannot be planned for energy."""
+        own = self.of(call.app)
+        if own is None or (call.context and isinstance(own.objective, EnergyBudget)):
+            return call
+        strict = own.strict if call.strict is None else call.strict
+        shorten = own.shorten if call.shorten is None else call.shorten
+        call = dataclasses.replace(call, strict=strict, shorten=shorten)
+        if call.objective is not None:
+            return call
+        return dataclasses.replace(call, objective=own.objective, bound=True)

@@ -10,7 +10,6 @@ of the log.
 
 import contextlib
 import contextvars
-import dataclasses
 import datetime
 import json
 import logging
@@ -21,10 +20,16 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from jaxllm.serving.server.calls import Call, Ended, Started
+from starlette.requests import ClientDisconnect
+
+from jaxllm.serving.server.api.errors import api_error, error_response, shape_of
+from jaxllm.serving.server.calls import Call
 from jaxllm.serving.server.identity import identified_app
+
+if TYPE_CHECKING:
+    from jaxllm.serving.server.job import Job
 
 _LOGGERS = ("jaxllm", "serving", "uvicorn", "py.warnings")
 # Attributes of every record; others were passed as `extra`.
@@ -35,33 +40,17 @@ _MOST_WAITING_BYTES = 4 << 20
 _FLUSH_S, _RETRY_S = 2.0, 0.05
 
 
-@dataclasses.dataclass
-class CallRecord:
-    """The progress of a request's call.
-
-    Attributes:
-      started, ended: events; None until then.
-      tokens: number of the answer's tokens so far.
-      outcome: "ended", "cancelled", or the name of the class of the error that ended it.
-    """
-
-    started: Started | None = None
-    ended: Ended | None = None
-    tokens: int = 0
-    outcome: str = "cancelled"
-
-
 class Served:
     """A request that is being served, for its logs. For one event loop.
 
     Attributes:
       request_id: id of the request.
-      calls: its calls, in the order of acceptance.
+      calls: its accepted calls, in order.
     """
 
     def __init__(self, request_id: str, scope: Mapping[str, Any]) -> None:
         self.request_id, self._scope = request_id, scope
-        self.calls: list[CallRecord] = []
+        self.calls: list[Job] = []
 
     @property
     def app(self) -> str:
@@ -272,11 +261,13 @@ def request_id_of(scope: Mapping[str, Any]) -> str:
     return asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Access:
-    """A request from its first to its last byte.
+def access_record(
+    served: Served, *, method: str, path: str, status: int, total_ms: float, error: str = ""
+) -> dict[str, Any]:
+    """The fields of a request's record: the plan and times of its first call, the tokens of all; fields that
+    do not apply are left out. Without text of prompts and answers, keys and queries.
 
-    Attributes:
+    Args:
       served: the caller and its calls.
       method: HTTP method.
       path: path without a query, with parameter names in place of values.
@@ -284,85 +275,48 @@ class Access:
       total_ms: time until the last byte.
       error: class name of an unhandled error; empty for none.
     """
-
-    served: Served
-    method: str
-    path: str
-    status: int
-    total_ms: float
-    error: str = ""
-
-    @property
-    def outcome(self) -> str:
-        """ "ended", "cancelled", "refused", "failed", or the name of the class of the error that ended a
-        call."""
-        outcomes = [each.outcome for each in self.served.calls]
-        errors = [self.error, *(each for each in outcomes if each not in ("ended", "cancelled"))]
-        if any(errors):
-            return next(filter(None, errors))
-        if self.status >= _FAILED and self.status not in _REFUSALS:
-            return "failed"
-        if self.status >= _REFUSED and self.status != _LEFT:
-            # Other calls of the request may have been accepted before.
-            return "refused"
-        return "cancelled" if self.status in (0, _LEFT) or "cancelled" in outcomes else "ended"
-
-
-class AccessLog:
-    """Writes records to the logger `jaxllm.access`, at level "info", or "debug" for probes. Without text of
-    prompts and answers, keys and queries."""
-
-    def __init__(self) -> None:
-        self._log = logging.getLogger(ACCESS)
-
-    def write(self, access: Access) -> None:
-        """Writes a record. Plan and times are those of the request's first call, tokens of all; fields that
-        do not apply are left out."""
-        served = access.served
-        fields: dict[str, Any] = {
-            "request_id": served.request_id,
-            "app": served.app,
-            "method": access.method,
-            "path": access.path,
-            "status": access.status,
-            "outcome": access.outcome,
-            "total_ms": round(access.total_ms, 1),
-        }
-        if served.calls:
-            fields |= _of_calls(served)
-        # Probes repeat every few seconds.
-        self._log.log(logging.DEBUG if access.path in _PROBES else logging.INFO, "request", extra=fields)
-
-
-def _of_calls(served: Served) -> dict[str, Any]:
-    fields: dict[str, Any] = {"tokens": sum(each.tokens for each in served.calls)}
-    if len(served.calls) > 1:
-        fields["calls"] = len(served.calls)
-    first = served.calls[0]
-    if (started := first.started) is not None:
-        fields |= {
-            "level_percent": started.level,
-            "plan": started.source,
-            "prompt_tokens": started.prompt_tokens,
-            "kept_tokens": started.kept_tokens,
-            "reused_tokens": started.reused_tokens,
-            "queued_ms": round(started.queued_ms, 1),
-        }
-    if (ended := first.ended) is not None:
-        fields |= {
-            "finish_reason": ended.finish_reason,
-            "ttft_ms": round(ended.ttft_ms, 1),
-            "tpot_ms": round(ended.tpot_ms, 2),
-            "met": ended.met,
-        }
+    calls, outcomes = served.calls, [each.outcome for each in served.calls]
+    errors = [error, *(each for each in outcomes if each not in ("ended", "cancelled"))]
+    if any(errors):
+        outcome = next(filter(None, errors))
+    elif status >= _FAILED and status not in _REFUSALS:
+        outcome = "failed"
+    elif status >= _REFUSED and status != _LEFT:
+        # Other calls of the request may have been accepted before.
+        outcome = "refused"
+    else:
+        outcome = "cancelled" if status in (0, _LEFT) or "cancelled" in outcomes else "ended"
+    fields: dict[str, Any] = {
+        "request_id": served.request_id,
+        "app": served.app,
+        "method": method,
+        "path": path,
+        "status": status,
+        "outcome": outcome,
+        "total_ms": round(total_ms, 1),
+    }
+    if not calls:
+        return fields
+    fields["tokens"] = sum(each.read_tokens for each in calls)
+    if len(calls) > 1:
+        fields["calls"] = len(calls)
+    if (started := calls[0].started) is not None:
+        fields |= {"level_percent": started.level, "plan": started.source}
+        fields |= {name: getattr(started, name) for name in ("prompt_tokens", "kept_tokens", "reused_tokens")}
+        fields["queued_ms"] = round(started.queued_ms, 1)
+    if (ended := calls[0].ended) is not None:
+        fields |= {"finish_reason": ended.finish_reason, "ttft_ms": round(ended.ttft_ms, 1)}
+        fields |= {"tpot_ms": round(ended.tpot_ms, 2), "met": ended.met}
     return fields
 
 
 class AccessLogged:
-    """ASGI middleware that assigns request ids and writes access records."""
+    """ASGI middleware that assigns each request an id, the client's or a new one, returns it in a header,
+    answers unhandled errors, and writes a record of each request to the logger `jaxllm.access`: at level
+    "info", or "debug" for probes, which repeat every few seconds."""
 
-    def __init__(self, app: _App, log: AccessLog | None = None) -> None:
-        self._app, self._log = app, log or AccessLog()
+    def __init__(self, app: _App) -> None:
+        self._app, self._log = app, logging.getLogger(ACCESS)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
         """See ASGI."""
@@ -384,16 +338,20 @@ class AccessLogged:
         with request(served):
             try:
                 await self._app(scope, receive, sending)
+            except ClientDisconnect:
+                pass
             except Exception as raised:
-                error = type(raised).__name__
-                raise
+                if status:
+                    error = type(raised).__name__
+                    raise
+                await error_response(api_error(raised), shape_of(scope["path"]))(scope, receive, sending)
             finally:
-                self._log.write(
-                    Access(
-                        served=served, method=scope["method"], path=_route(scope), status=status,
-                        total_ms=1000 * (time.perf_counter() - began), error=error,
-                    )
-                )  # fmt: skip
+                path, total_ms = _route(scope), 1000 * (time.perf_counter() - began)
+                fields = access_record(
+                    served, method=scope["method"], path=path, status=status, total_ms=total_ms, error=error
+                )
+                level = logging.DEBUG if path in _PROBES else logging.INFO
+                self._log.log(level, "request", extra=fields)
 
 
 def _route(scope: Mapping[str, Any]) -> str:

@@ -1,12 +1,12 @@
 """Counts and times calls in a Prometheus registry; serves `/metrics` and a dashboard page that reads it.
 
-The backend and the HTTP layer report by the methods of `Metrics`, from any thread; gauges are read from the
-backend's figures on each scrape. Names of apps become labels, so their number is bounded. The page contains
+Each metric is declared once: its labels, and what changes it. Gauges are read from the backend's
+current values on each scrape. Names of apps become labels, so their number is bounded. The page contains
 no data, so anyone may load it; metrics name all apps and their times, and are for operators.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,90 @@ class Names:
             return name if name in self._known else OTHER
 
 
+def _once(event: object) -> float:
+    del event
+    return 1
+
+
+def _per_token_s(field: str) -> Callable[[Ended], float | None]:
+    """The time per token after the first, of answers that have one."""
+    return lambda end: getattr(end, field) / _MS_PER_S if end.tokens > 1 else None
+
+
+# Name, help, and labels of each metric; type of the events that change it, or None if it is counted by name;
+# what an event adds: the value of a field, in seconds for times, or of a function, None for nothing; and
+# the bounds of a histogram. Labels other than the app are fields of the event, as `label=field` if their
+# names differ.
+METRICS: tuple[tuple[str, str, str, type | None, Any, Sequence[float]], ...] = (
+    ("calls_accepted", "Calls that were accepted.", "app", None, None, ()),
+    ("calls_refused", "Calls that were refused, by reason.", "app reason", None, None, ()),
+    ("calls_failed", "Calls that ended with an error, by kind.", "app kind", None, None, ()),
+    ("calls_cancelled", "Calls whose client left.", "app", None, None, ()),
+    ("calls_ended", "Answers that ended, by reason.", "app finish_reason", Ended, _once, ()),
+    (
+        "objectives", "Answers with an objective, by whether it was met.", "app met", Ended,
+        lambda end: None if end.met is None else 1, (),
+    ),
+    ("plans", "Plans by level (percent) and source.", "level source", Started, _once, ()),
+    ("prompt_tokens", "Tokens of prompts.", "app", Started, "prompt_tokens", ()),
+    ("kept_tokens", "Tokens of prompts that plans kept.", "app", Started, "kept_tokens", ()),
+    ("reused_tokens", "Tokens of prompts that a cache had.", "app", Started, "reused_tokens", ()),
+    ("answer_tokens", "Tokens of answers that ended.", "app", Ended, "tokens", ()),
+    (
+        "drafted_tokens", "Tokens of answers that were drafted.", "app", Ended,
+        lambda end: max(0.0, round(end.tokens * end.drafted)), (),
+    ),
+    ("dispatched_tokens", "Tokens that dispatches gave, by kind.", "kind", Dispatch, "tokens", ()),
+    ("ttft_seconds", "Time to the first token, waiting included.", "app", Ended, "ttft_ms", _TTFT_S),
+    (
+        "tpot_seconds", "Time per further token, waiting included.", "app", Ended, _per_token_s("tpot_ms"),
+        _TPOT_S,
+    ),
+    ("engine_ttft_seconds", "TTFT without waiting.", "app", Ended, "engine_ttft_ms", _TTFT_S),
+    ("engine_tpot_seconds", "TPOT without waiting.", "app", Ended, _per_token_s("engine_tpot_ms"), _TPOT_S),
+    ("queue_wait_seconds", "From the call to its first step.", "app", Started, "queued_ms", _TTFT_S),
+    ("batch_rows", "Answers in a dispatch, by its kind.", "kind", Dispatch, "rows", _ROWS),
+    ("dispatch_seconds", "Time of a dispatch, by its kind.", "kind", Dispatch, "took_ms", _DISPATCH_S),
+    (
+        "prefill_chunks", "Chunks of prompts that were fed, by length and arithmetic.",
+        "tokens=chunk_tokens mode", Dispatch, lambda dispatch: 1 if dispatch.chunk_tokens else None, (),
+    ),
+)  # fmt: skip
+# Name, help and labels of each gauge of current values, and its place in `Backend.snapshot`, `*` for each
+# name.
+GAUGES = (
+    ("queue_calls", "Calls that wait.", "", "queue.waiting"),
+    ("queue_limit_calls", "Most calls that may wait.", "", "queue.limit"),
+    ("queue_oldest_seconds", "For which the oldest call has waited.", "", "queue.oldest_ms"),
+    ("running_calls", "Answers that run.", "app level", "running.*.*"),
+    ("contexts", "Contexts of an app.", "app", "contexts.*.contexts"),
+    ("context_stored_bytes", "Bytes of an app's contexts on storage.", "app", "contexts.*.stored_bytes"),
+    ("context_chunks", "Resident chunks of an app's contexts by width.", "app bits", "contexts.*.chunks.*"),
+    ("memory_bytes", "Resident memory of the process.", "", "memory.process_bytes"),
+    ("memory_limit_bytes", "Budget of the process; 0 for none.", "", "memory.limit_bytes"),
+    ("memory_pressure", "Share of time that tasks wait for memory.", "", "memory.pressure"),
+    ("holding_size_bytes", "Memory by what takes it.", "holding", "memory.holdings.*.size_bytes"),
+    (
+        "holding_limit_bytes",
+        "Most memory that each may take now.",
+        "holding",
+        "memory.holdings.*.limit_bytes",
+    ),
+    ("adapter_bytes", "Memory of each adapter that is loaded.", "adapter", "adapters.*"),
+    ("expert_hit_rate", "Share of visits that hit, since the start.", "", "experts.hit_rate"),
+)  # fmt: skip
+# The same for counts since the start.
+COUNTS = (
+    ("expert_visits", "Experts that layers asked for.", "", "experts.visits"),
+    ("expert_hits", "Visits of resident experts.", "", "experts.hits"),
+    ("expert_foreseen", "Hits of experts that were prefetched.", "", "experts.foreseen"),
+    ("read_bytes", "From storage, by what was read.", "what", "read_bytes.*"),
+    ("grammars", "Compiled, refused, or ended at the bounds of their processes.", "outcome", "grammars.*"),
+)
+
+
 class Metrics:
-    """Metrics of one service. Thread-safe.
+    """The metrics of one service. Thread-safe.
 
     Args:
       snapshot: `Backend.snapshot`, for gauges.
@@ -67,88 +149,46 @@ class Metrics:
     def __init__(self, snapshot: Snapshot, *, most_apps: int = MOST_APPS) -> None:
         self._names, self._kinds = Names(most_apps), Names(_MOST_KINDS)
         self._registry = own = CollectorRegistry(auto_describe=False)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"jaxllm_{name}", text, labels, registry=own)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], label: str) -> Histogram:
-            return Histogram(f"jaxllm_{name}", text, (label,), registry=own, buckets=buckets)
-
-        self._accepted = counter("calls_accepted", "Calls that were accepted.", "app")
-        self._refused = counter("calls_refused", "Calls that were refused, by reason.", "app", "reason")
-        self._failed = counter("calls_failed", "Calls that ended with an error, by kind.", "app", "kind")
-        self._cancelled = counter("calls_cancelled", "Calls whose client left.", "app")
-        self._ended = counter("calls_ended", "Answers that ended, by reason.", "app", "finish_reason")
-        self._met = counter("objectives", "Answers with an objective, by whether it was met.", "app", "met")
-        self._plans = counter("plans", "Plans by level (percent) and source.", "level", "source")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.", "app")
-        self._kept = counter("kept_tokens", "Tokens of prompts that plans kept.", "app")
-        self._reused = counter("reused_tokens", "Tokens of prompts that a cache had.", "app")
-        self._answer = counter("answer_tokens", "Tokens of answers that ended.", "app")
-        self._drafted = counter("drafted_tokens", "Tokens of answers that were drafted.", "app")
-        self._decoded = counter("dispatched_tokens", "Tokens that dispatches gave, by kind.", "kind")
-        self._ttft = histogram("ttft_seconds", "Time to the first token, waiting included.", _TTFT_S, "app")
-        self._tpot = histogram("tpot_seconds", "Time per further token, waiting included.", _TPOT_S, "app")
-        self._own_ttft = histogram("engine_ttft_seconds", "TTFT without waiting.", _TTFT_S, "app")
-        self._own_tpot = histogram("engine_tpot_seconds", "TPOT without waiting.", _TPOT_S, "app")
-        self._wait = histogram("queue_wait_seconds", "From the call to its first step.", _TTFT_S, "app")
-        self._rows = histogram("batch_rows", "Answers in a dispatch, by its kind.", _ROWS, "kind")
-        self._busy = histogram("dispatch_seconds", "Time of a dispatch, by its kind.", _DISPATCH_S, "kind")
-        self._chunks = counter(
-            "prefill_chunks", "Chunks of prompts that were fed, by length and arithmetic.", "tokens", "mode"
-        )
+        self._metrics: dict[str, Counter | Histogram] = {}
+        for name, text, labels, _, _, buckets in METRICS:
+            names = [each.partition("=")[0] for each in labels.split()]
+            full = f"jaxllm_{name}"
+            self._metrics[name] = (
+                Histogram(full, text, names, registry=own, buckets=buckets)
+                if buckets
+                else Counter(full, text, names, registry=own)
+            )
         own.register(_Gauges(snapshot, self._names))
 
-    def accepted(self, app: str) -> None:
-        """A call was accepted."""
-        self._accepted.labels(self._names(app)).inc()
+    def count(self, name: str, app: str, kind: str = "") -> None:
+        """Counts what became of a call of an app, with a reason or kind for the metrics that have one."""
+        self._add(name, [self._names(app), *([self._kinds(kind)] if kind else ())], 1)
 
-    def refused(self, app: str, reason: str) -> None:
-        """A call was refused; `reason` as in `Refused`, or "rate", "key" and the like."""
-        app = self._names(app)
-        self._refused.labels(app, self._kinds(reason)).inc()
+    def report(self, event: Started | Ended | Dispatch, app: str = "") -> None:
+        """Adds an event of a call of an app, or a dispatch: in the engine's thread, so it must be fast."""
+        for name, _, labels, kind, value, _ in METRICS:
+            if kind is type(event):
+                if isinstance(value, str):
+                    value = getattr(event, value) / (_MS_PER_S if value.endswith("_ms") else 1)
+                else:
+                    value = value(event)
+                if value is not None:
+                    self._add(name, [self._label(each, event, app) for each in labels.split()], value)
 
-    def started(self, app: str, started: Started) -> None:
-        """The first token of a call is about to be sent."""
-        app = self._names(app)
-        self._plans.labels(str(started.level), self._kinds(started.source)).inc()
-        self._prompt.labels(app).inc(started.prompt_tokens)
-        self._kept.labels(app).inc(started.kept_tokens)
-        self._reused.labels(app).inc(started.reused_tokens)
-        self._wait.labels(app).observe(started.queued_ms / _MS_PER_S)
+    def _label(self, label: str, event: Any, app: str) -> str:
+        if label == "app":
+            return self._names(app)
+        value = getattr(event, label.rpartition("=")[2])
+        if label == "source":
+            return self._kinds(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
 
-    def ended(self, app: str, ended: Ended) -> None:
-        """An answer of an app has ended."""
-        app = self._names(app)
-        self._ended.labels(app, ended.finish_reason).inc()
-        self._answer.labels(app).inc(ended.tokens)
-        self._drafted.labels(app).inc(max(0.0, round(ended.tokens * ended.drafted)))
-        self._ttft.labels(app).observe(ended.ttft_ms / _MS_PER_S)
-        self._own_ttft.labels(app).observe(ended.engine_ttft_ms / _MS_PER_S)
-        if ended.tokens > 1:
-            self._tpot.labels(app).observe(ended.tpot_ms / _MS_PER_S)
-            self._own_tpot.labels(app).observe(ended.engine_tpot_ms / _MS_PER_S)
-        if ended.met is not None:
-            self._met.labels(app, "true" if ended.met else "false").inc()
-
-    def failed(self, app: str, kind: str) -> None:
-        """An accepted call ended with an error; `kind` is the error's class name."""
-        app = self._names(app)
-        self._failed.labels(app, self._kinds(kind)).inc()
-
-    def cancelled(self, app: str) -> None:
-        """A call was cancelled before its answer ended."""
-        app = self._names(app)
-        self._cancelled.labels(app).inc()
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        """A dispatch has ended; called in the engine's thread, so it must be fast."""
-        kind = dispatch.kind
-        self._rows.labels(kind).observe(dispatch.rows)
-        self._busy.labels(kind).observe(dispatch.took_ms / _MS_PER_S)
-        self._decoded.labels(kind).inc(dispatch.tokens)
-        if dispatch.chunk_tokens:
-            self._chunks.labels(str(dispatch.chunk_tokens), dispatch.mode).inc()
+    def _add(self, name: str, labels: Sequence[str], value: float) -> None:
+        metric = self._metrics[name].labels(*labels)
+        if isinstance(metric, Histogram):
+            metric.observe(value)
+        else:
+            metric.inc(value)
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format; its type is `CONTENT_TYPE`."""
@@ -156,106 +196,38 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """Reads gauges from a backend's figures. Missing parts have no gauge."""
+    """Reads current values from a backend; missing ones have no sample."""
 
     def __init__(self, snapshot: Snapshot, names: Names) -> None:
         self._snapshot, self._names = snapshot, names
 
     def collect(self) -> Iterator[Metric]:
         figures = self._snapshot()
-        yield from self._load(figures)
-        yield from self._contexts(figures.get("contexts", {}))
-        memory = figures.get("memory", {})
-        yield _gauge("memory_bytes", "Resident memory of the process.", memory.get("process_bytes"))
-        yield _gauge("memory_limit_bytes", "Budget of the process; 0 for none.", memory.get("limit_bytes"))
-        yield _gauge("memory_pressure", "Share of time that tasks wait for memory.", memory.get("pressure"))
-        for field, text in (
-            ("size_bytes", "Memory by what takes it."),
-            ("limit_bytes", "Most memory that each may take now."),
-        ):
-            family = GaugeMetricFamily(f"jaxllm_holding_{field}", text, labels=["holding"])
-            for name, holding in memory.get("holdings", {}).items():
-                if field in holding:
-                    family.add_metric([name], holding[field])
-            yield family
-        adapters = GaugeMetricFamily(
-            "jaxllm_adapter_bytes", "Memory of each adapter that is loaded.", labels=["adapter"]
-        )
-        for name, size in figures.get("adapters", {}).items():
-            adapters.add_metric([name], size)
-        yield adapters
-        experts = figures.get("experts", {})
-        for name, text in (
-            ("visits", "Experts that layers asked for."),
-            ("hits", "Visits of resident experts."),
-            ("foreseen", "Hits of experts that were prefetched."),
-        ):
-            yield _counter(f"expert_{name}", text, experts.get(name))
-        share = experts["hits"] / experts["visits"] if experts.get("visits") else None
-        yield _gauge("expert_hit_rate", "Share of visits that hit, since the start.", share)
-        read = CounterMetricFamily("jaxllm_read_bytes", "From storage, by what was read.", labels=["what"])
-        for name, value in figures.get("read_bytes", {}).items():
-            read.add_metric([name], value)
-        yield read
-        grammars = CounterMetricFamily(
-            "jaxllm_grammars",
-            "Compiled, refused, or ended at the bounds of their processes.",
-            labels=["outcome"],
-        )
-        for outcome, count in figures.get("grammars", {}).items():
-            grammars.add_metric([outcome], count)
-        yield grammars
-
-    def _load(self, figures: Mapping[str, Any]) -> Iterator[Metric]:
-        queue = figures.get("queue", {})
-        yield _gauge("queue_calls", "Calls that wait.", queue.get("waiting"))
-        yield _gauge("queue_limit_calls", "Most calls that may wait.", queue.get("limit"))
-        oldest = queue.get("oldest_ms")
-        age_s = None if oldest is None else oldest / _MS_PER_S
-        yield _gauge("queue_oldest_seconds", "For which the oldest call has waited.", age_s)
-        running = GaugeMetricFamily("jaxllm_running_calls", "Answers that run.", labels=["app", "level"])
-        counts: dict[tuple[str, str], int] = {}
-        for each in figures.get("running", ()):
-            key = self._names(each["app"]), str(each["level"])
-            counts[key] = counts.get(key, 0) + each["count"]
-        for key, count in counts.items():
-            running.add_metric(key, count)
-        yield running
-
-    def _contexts(self, apps: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-        sums: dict[str, dict[tuple[str, ...], int]] = {"contexts": {}, "stored_bytes": {}, "chunks": {}}
-        for name, own in apps.items():
-            app = self._names(name)
-            for field in ("contexts", "stored_bytes"):
-                sums[field][app,] = sums[field].get((app,), 0) + own.get(field, 0)
-            for width, count in own.get("chunks", {}).items():
-                sums["chunks"][app, width] = sums["chunks"].get((app, width), 0) + count
-        for field, text in (
-            ("contexts", "Contexts of an app."),
-            ("stored_bytes", "Bytes of an app's contexts on storage."),
-            ("chunks", "Resident chunks of an app's contexts by width."),
-        ):
-            labels = ["app", "bits"] if field == "chunks" else ["app"]
-            name = field if field == "contexts" else f"context_{field}"
-            family = GaugeMetricFamily(f"jaxllm_{name}", text, labels=labels)
-            for key, value in sums[field].items():
-                family.add_metric(key, value)
-            yield family
+        for kind, declared in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTS)):
+            for name, text, labels, place in declared:
+                family = kind(f"jaxllm_{name}", text, labels=labels.split())
+                sums: dict[tuple[str, ...], float] = {}
+                for key, value in _found(figures, place.split(".")):
+                    key = (self._names(key[0]), *key[1:]) if labels.startswith("app") else key
+                    sums[key] = sums.get(key, 0) + value / (_MS_PER_S if place.endswith("_ms") else 1)
+                for key, value in sums.items():
+                    family.add_metric(key, value)
+                yield family
 
 
-def _gauge(name: str, text: str, value: float | None) -> Metric:
-    """A gauge without labels; without a value if that is None."""
-    family = GaugeMetricFamily(f"jaxllm_{name}", text, labels=[])
-    if value is not None:
-        family.add_metric([], value)
-    return family
-
-
-def _counter(name: str, text: str, value: float | None) -> Metric:
-    family = CounterMetricFamily(f"jaxllm_{name}", text, labels=[])
-    if value is not None:
-        family.add_metric([], value)
-    return family
+def _found(value: Any, place: Sequence[str]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The values at a place, with the names that stand for its `*`."""
+    if not place:
+        yield (), value
+        return
+    name, rest = place[0], place[1:]
+    if name != "*":
+        if name in value:
+            yield from _found(value[name], rest)
+        return
+    for key, inner in value.items():
+        for more, found in _found(inner, rest):
+            yield (str(key), *more), found
 
 
 _FOLDER = Path(__file__).parent / "dashboard"

@@ -1,13 +1,17 @@
-"""Opens the model of a service and warms it up: nothing compiles afterwards."""
+"""Opens the model of a service and warms it up: nothing compiles afterwards. Measures its full profile while
+it is idle, and describes its memory that can be resized."""
 
 import contextlib
 import dataclasses
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 from jaxllm.bundle.images import has_image_encoder
 from jaxllm.config import WHOLE
@@ -15,30 +19,39 @@ from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
 from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_shapes
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.contexts.answer import ContextCall
+from jaxllm.serving.contexts.chunk_io import chunk_io_of
 from jaxllm.serving.contexts.context import fork
+from jaxllm.serving.contexts.growth import most_bytes
 from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.elastic.engine_profile import profile_path
 from jaxllm.serving.elastic.known_profile import known_profile
-from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.profile import DeviceProfile, save_profile
+from jaxllm.serving.elastic.profiling import Measurement
 from jaxllm.serving.elastic.safety_margin import SafetyMargin
 from jaxllm.serving.engine.run import Run
+from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.ground.bundles import levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.process_memory import resident_bytes
+from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.adapters import AdapterOptions, Adapters
-from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
-from jaxllm.serving.server.holdings import engine_bytes, service_memory, storage_figures
-from jaxllm.serving.server.idle_work import ProfileRefinement
 from jaxllm.serving.server.job import ContextTurn
 from jaxllm.serving.server.limits import AppLimits, require_context
+from jaxllm.serving.server.memory import Holding, MemoryOptions, ServiceMemory
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
+from jaxllm.serving.speculation.drafter import DrafterMemory
 from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.streamed import StreamedWeights
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +70,7 @@ class OpenedService:
     adapters: Adapters
     options: ServerOptions
 
-    def start(self, backend: EngineBackend) -> None:
+    def start(self, backend: Backend) -> None:
         """See `Opened`."""
         service, options = self.service, self.options
         rows = options.batch_rows
@@ -81,8 +94,8 @@ class OpenedService:
             memory=memory,
             contexts=contexts,
             adapters=self.adapters,
-            on_dispatch=backend.metrics.dispatched,
-            idle_work=[refinement],
+            on_dispatch=backend.metrics.report,
+            idle_work=refinement,
         )
         executor.start()
         backend.opened(
@@ -167,20 +180,20 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     Raises:
       JaxllmError: the model or an adapter cannot be opened.
     """
-    contexts, stages = options.context_options(), _Stages()
+    contexts, stages = options.context_options(), _logged_stages()
     model = options.model or None
     adapters = engine_shape(options.adapter_options(), model, options.levels)
     memory = engine_bytes(options.memory)
     if memory and adapters.given_bytes >= memory:
         raise BudgetExceeded(
-            f"a memory budget of {options.memory:,} bytes leaves no room for a model beside its adapters; "
+            f"a memory budget of {options.memory:,} bytes leaves no room for a model after its adapters; "
             "give more"
         )
     image_bytes = _image_bytes(model) if options.images else 0
     if memory and adapters.given_bytes + image_bytes >= memory:
         raise BudgetExceeded(
-            f"a memory budget of {options.memory:,} bytes leaves no room for a model beside its encoder of "
-            "images; give more, or serve without images (images = false)"
+            f"a memory budget of {options.memory:,} bytes leaves no room for a model after its image "
+            "encoder; raise --memory, or serve without images (images = false)"
         )
     asked = EngineOptions(
         context_tokens=options.context_tokens,
@@ -213,7 +226,7 @@ def _image_bytes(model: str | None) -> int:
         return 0 if encoder is None else encoder.size_bytes
 
 
-def _prepare(engine: Engine[LoadedModel], stages: "_Stages", *, forks: bool) -> None:
+def _prepare(engine: Engine[LoadedModel], stages: Progress, *, forks: bool) -> None:
     """Prepares what only some requests need: embeddings, copies of caches, images."""
     buckets: list[Bucket] = []
     with contextlib.suppress(ConfigError):
@@ -226,16 +239,17 @@ def _prepare(engine: Engine[LoadedModel], stages: "_Stages", *, forks: bool) -> 
         encoder.prepare()
 
 
-class _Stages:
+def _logged_stages() -> Progress:
     """Logs the stages of opening a model."""
+    seen = ""
 
-    def __init__(self) -> None:
-        self._stage = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stage = stage
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal seen
+        if stage != seen:
+            seen = stage
             _log.info("opening the model: %s", stage)
+
+    return progress
 
 
 # Rank of adapters loaded at runtime, if the options name none.
@@ -283,3 +297,222 @@ def engine_shape(
     size = 4 * sum(map(math.prod, factors))
     served = {*(levels or levels_of(model)), WHOLE}
     return EngineShape(rank, targets, size * len(served) * len(found))
+
+
+# Calls often come in bursts: measure only after this time without calls.
+_QUIET_S = 2.0
+
+
+class ProfileRefinement:
+    """Measures the full profile of a service that has a coarse one, while the service is idle; does nothing
+    if the profile is full. In the engine's thread, except `facts`.
+
+    A first start should not wait for the minutes that a full profile requires. One dispatch is measured at a
+    time, so that a call waits for one dispatch at most. A run that a call has interrupted is repeated,
+    because the device was not idle. The full profile is used for plans at once, and stored for later starts.
+
+    Args:
+      service: service that plans with the profile.
+      use: receives the finished profile.
+      quiet_s: time without calls before it measures.
+      clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        service: LLMService,
+        use: Callable[[DeviceProfile], None],
+        *,
+        quiet_s: float = _QUIET_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._service, self._use, self._clock, self._quiet_s = service, use, clock, quiet_s
+        coarse = service.profile.coarse
+        self._measurement = Measurement([service.engine]) if coarse else None
+        self._from_s = clock() + quiet_s
+        if self._measurement is not None:
+            _log.info(
+                "plans are made by a coarse profile of this device; the whole one is measured while there is "
+                "nothing to answer, in %d runs",
+                self._measurement.total,
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """The profile in use: its `kind`, "whole", or "coarse" until it is refined, and the progress of
+        measuring the full one, `runs_done` of `runs`, 0 if there is none. From any thread."""
+        if (measurement := self._measurement) is None:
+            return {"kind": "coarse" if self._service.profile.coarse else "whole", "runs_done": 0, "runs": 0}
+        return {"kind": "coarse", "runs_done": measurement.done, "runs": measurement.total}
+
+    def step(self) -> bool:
+        """Measures at most about as long as a dispatch takes; raises nothing.
+
+        Returns:
+          Whether it did something: if not, the thread may sleep for a while.
+        """
+        measurement = self._measurement
+        if measurement is None or self._clock() < self._from_s:
+            return False
+        try:
+            if measurement.step():
+                return True
+            (profile,) = measurement.profiles()
+            self._use(profile)
+            engine = self._service.engine
+            save_profile(profile, profile_path(engine.model.bundle, engine.options))
+            _log.info("plans are made by the whole profile of this device from here on")
+        except JaxllmError as error:
+            # Answers continue with the coarse profile.
+            _log.error("the device's profile is not refined any further: %s", error)
+        except Exception:
+            _log.exception("the device's profile is not refined any further")
+        self._measurement = None
+        return True
+
+    def interrupt(self) -> None:
+        """Called when a call arrives: drops an unfinished run."""
+        if self._measurement is not None:
+            self._measurement.interrupt()
+            self._from_s = self._clock() + self._quiet_s
+
+
+_Lock = contextlib.AbstractContextManager[Any]
+
+
+def storage_figures(model: LoadedModel) -> dict[str, Any]:
+    """Counts of visited experts, and of bytes read from storage, since the start; empty for resident
+    weights."""
+    streamed = model.streamed
+    if streamed is None:
+        return {}
+    if not isinstance(streamed, ExpertWeights):
+        return {"read_bytes": {"weights": streamed.counts.read_bytes}}
+    counts = streamed.counts
+    experts = {"visits": counts.visits, "hits": counts.hits, "foreseen": counts.foreseen}
+    experts |= {"hit_rate": counts.hits / counts.visits} if counts.visits else {}
+    return {"experts": experts, "read_bytes": {"experts": counts.read_bytes}}
+
+
+def weight_figures(model: LoadedModel) -> int:
+    """Size of weights that always stay in memory."""
+    streamed = model.streamed
+    return model.bundle.weight_bytes if streamed is None else streamed.staying_bytes
+
+
+def engine_bytes(limit_bytes: int) -> int:
+    """The part of the process's budget that is left for a model to be opened: 0 for no limit.
+
+    Raises:
+      BudgetExceeded: nothing is left.
+      ConfigError: the system does not report the process's memory.
+    """
+    if not limit_bytes:
+        return 0
+    # Initialize the backend first: it needs memory for any model.
+    jax.default_backend()
+    taken = resident_bytes()
+    if taken >= limit_bytes:
+        raise BudgetExceeded(
+            f"a memory budget of {limit_bytes:,} bytes is too small: the process uses {taken:,} before a "
+            "model is opened; give more"
+        )
+    return limit_bytes - taken
+
+
+def service_memory(
+    service: LLMService,
+    options: MemoryOptions | None = None,
+    *,
+    app_bytes: Callable[[str], int] = lambda app: 0,
+    **measures: Any,
+) -> ServiceMemory:
+    """The memory of an open service (see `ServiceMemory`, also for `measures`)."""
+    engine = service.engine
+    memory = ServiceMemory(
+        options,
+        holdings=_holdings(service),
+        weights_bytes=lambda: weight_figures(engine.model),
+        app_bytes=app_bytes,
+        **measures,
+    )
+    if memory.sessions.limit_bytes:
+        # Services opened by `open_service` have them already.
+        engine.runner.fill(
+            [bucket for level in engine.levels for bucket in engine.runner_at(level).fork_buckets()]
+        )
+    return memory
+
+
+def _holdings(service: LLMService) -> list[Holding]:
+    """Reclaimable memory of a service besides its prefixes."""
+    engine, found = service.engine, list[Holding]()
+    if (contexts := service.contexts) is not None:
+        count = engine.options.context_tokens // engine.options.kv_chunk_tokens
+        forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
+        longest = max(most_bytes(each, contexts.options, count) for each in forms)
+        found.append(of_contexts(contexts.memory, longest, lambda: contexts.options.budget_bytes))
+    if (speculation := engine.speculation) is not None and (memory := speculation.drafter.memory) is not None:
+        found.append(of_drafts(speculation.draft, memory, engine.runner.lock))
+    streamed = engine.model.streamed
+    if streamed is not None:
+        if isinstance(streamed, ExpertWeights):
+            found.append(of_experts(streamed))
+        elif streamed.resizable:
+            found.append(of_layers(streamed, engine.runner.lock))
+    return found
+
+
+def of_contexts(memory: ChunkMemory, floor_bytes: int, most: Callable[[], int]) -> Holding:
+    """Chunks of contexts in memory.
+
+    Args:
+      memory: store of the chunks.
+      floor_bytes: bytes to leave free besides running and pinned contexts, within the whole budget, for a
+        call to begin or grow: at least the size of the longest one.
+      most: returns the last requested budget; more is useless.
+    """
+
+    def least() -> int:
+        kept = memory.kept_bytes
+        return max(kept, min(kept + floor_bytes, most()))
+
+    return Holding(
+        "contexts", lambda: memory.resident_bytes, memory.resize, most=most, least=least,
+        limit=lambda: memory.budget_bytes,
+    )  # fmt: skip
+
+
+def of_drafts(draft: Callable[[bool], None], memory: DrafterMemory, lock: _Lock) -> Holding:
+    """A drafter with its caches, which drafts only while all of its memory is granted.
+
+    Args:
+      draft: begins or stops drafting.
+      memory: memory of the drafter.
+      lock: lock of the model.
+    """
+
+    def resize(limit_bytes: int) -> None:
+        with lock:
+            draft(limit_bytes >= memory.most_bytes)
+
+    return Holding("drafts", lambda: memory.size_bytes, resize, most=memory.most_bytes)
+
+
+def of_layers(weights: StreamedWeights, lock: _Lock) -> Holding:
+    """Resident layers of a streamed model; others are read in each pass. Whole layers fit a limit."""
+
+    def resize(limit_bytes: int) -> None:
+        with lock:
+            weights.resize(limit_bytes)
+
+    return Holding("layers", lambda: weights.resident_bytes, resize, most=weights.plan.resident_bytes)
+
+
+def of_experts(weights: ExpertWeights) -> Holding:
+    """Resident experts, including those that are being read: at least what one layer requires, and at most
+    all of them or their share of the engine's budget."""
+    cache = weights.cache
+    return Holding(
+        "experts", lambda: cache.taken_bytes, cache.resize, most=weights.budget_bytes,
+        least=weights.store.least_bytes(), limit=lambda: cache.budget_bytes,
+    )  # fmt: skip

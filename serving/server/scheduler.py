@@ -69,9 +69,9 @@ class SchedulerOptions:
         return self.foreground_tpot_ms if priority == "foreground" else self.background_tpot_ms
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Work:
-    """A waiting or running call.
+    """A waiting or running call, as the scheduler sees it; the caller keeps it up to date.
 
     Attributes:
       id: id, unique in the queue.
@@ -95,11 +95,11 @@ class Work:
     priority: Priority = "foreground"
     since_ms: float
     due_ms: float
-    left_ms: float = option(0.0, above=0, below=math.inf)
-    rest_ms: float = option(0.0, above=0, below=math.inf)
+    left_ms: float = 0.0
+    rest_ms: float = 0.0
     stage: str = "start"
     context_bytes: int = 0
-    token_ms: float = option(0.0, above=0, below=math.inf)
+    token_ms: float = 0.0
     tpot_ms: float = math.inf
     batchable: bool = False
     adapter: str = ""
@@ -228,9 +228,9 @@ def queue_refusal(waiting: int, of_app: int, options: SchedulerOptions) -> str |
     """Why no further call of an app may wait, given the numbers of waiting calls in total and of the app;
     None if one may."""
     if waiting >= options.queued:
-        return f"{waiting} calls wait already, which is the most"
+        return f"{waiting} calls wait already, the maximum"
     if of_app >= options.app_queued:
-        return f"{of_app} calls of this app wait already, which is the most for one app"
+        return f"{of_app} calls of this app wait already, the maximum for one app"
     return None
 
 

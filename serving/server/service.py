@@ -120,13 +120,8 @@ class LLMService(PlannedService):
         profile: DeviceProfile,
         contexts: ContextOptions | None = None,
     ) -> "LLMService":
-        """Makes a service of a warm engine, ready for its first call.
-
-        Args:
-          engine: engine with all planned levels; opened with a codec if there are contexts.
-          planner: planner with the profile.
-          profile: profile of this device.
-          contexts: options of contexts that outlive calls; None for no contexts.
+        """Makes a service, ready for its first call, of a warm engine with all planned levels, opened with a
+        codec if there are contexts.
 
         Raises:
           JaxllmError: the contexts cannot be opened.
@@ -145,11 +140,7 @@ class LLMService(PlannedService):
         return service
 
     def use_profile(self, profile: DeviceProfile) -> None:
-        """Replaces the profile of this device, and resets the learned margin. Requires that no answer runs.
-
-        Args:
-          profile: profile of the engine's levels.
-        """
+        """Replaces the profile of this device, and resets the learned margin; no answer may be running."""
         self.profile = profile
         self.planner.use(profile)
         choose_prefill(self.engine, profile)
@@ -202,9 +193,6 @@ class LLMService(PlannedService):
 
     def resize(self, budget_bytes: int) -> None:
         """Sets the memory limit of contexts' chunks at runtime; evicts chunks beyond it.
-
-        Args:
-          budget_bytes: see `ContextOptions`.
 
         Raises:
           ConfigError: the service has no contexts, or the limit is not a positive integer.

@@ -22,12 +22,10 @@ from jaxllm.options import check_options, option
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.server.adapters import ADAPTER_BYTES, ADAPTERS, AdapterOptions
-from jaxllm.serving.server.guard import LOOPBACK_HOSTS, GuardOptions
-from jaxllm.serving.server.limits import Limits, limits_of
+from jaxllm.serving.server.limits import Limits, bound, limits_of
 from jaxllm.serving.server.memory import PREFIX_BYTES, MemoryOptions
-from jaxllm.serving.server.objectives import bound
-from jaxllm.serving.server.peer import PeerOptions, require_app
 from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.sockets import LOOPBACK_HOSTS, GuardOptions, PeerOptions, require_app
 
 DEFAULT_HTTP = "127.0.0.1:8080"
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -172,9 +172,9 @@ async def _read(executor, app, grammar, tokens) -> None:
 async def _pieces(executor, app, grammar, tokens):
     """The times of an answer's pieces."""
     config = GenerationConfig(
-        max_tokens=tokens, ignore_eos=grammar is None, sampling=Sampling(temperature=1.0)
+        max_tokens=tokens, ignore_eos=grammar is None, sampling=Sampling(temperature=1.0), grammar=grammar
     )
-    call = Call(app=app, request_id="1", prompt="Once upon a time", config=config, grammar=grammar)
+    call = Call(app=app, request_id="1", prompt="Once upon a time", config=config)
     ticket = executor.submit(call, asyncio.get_running_loop())
     try:
         async for event in ticket.events():

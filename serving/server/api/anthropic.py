@@ -1,24 +1,23 @@
 """Answers Anthropic's /v1/messages as a thin layer over the same calls."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.errors import ApiError, anthropic_body, api_error
+from jaxllm.serving.server.api.errors import ApiError, anthropic_body
 from jaxllm.serving.server.api.messages import ToolUse, messages_of, text_of, tools_of
-from jaxllm.serving.server.api.params import SamplingFields, call_of, calls_of, config_of
+from jaxllm.serving.server.api.params import SamplingFields, calls_of, config_of
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
     Neutral,
-    Streamed,
     event_frame,
     json_response,
     new_id,
 )
-from jaxllm.serving.server.api.streaming import Answer, Choice, Delta, first_delta
+from jaxllm.serving.server.api.streaming import Answer, Choice
 from jaxllm.serving.server.api.tools import ToolCall
 from jaxllm.serving.server.calls import Conversation
 
@@ -49,7 +48,6 @@ class MessagesBody(CountBody, kw_only=True):
 
 
 NEUTRAL: Neutral = {"thinking": ({"type": "disabled"},), "container": (), "mcp_servers": ([],)}
-_TIERS = {None: None, "auto": None, "standard_only": None}
 
 
 async def create(state: ApiState, request: ApiRequest) -> Response:
@@ -57,16 +55,18 @@ async def create(state: ApiState, request: ApiRequest) -> Response:
     body = state.body(request, MessagesBody, NEUTRAL)
     facts, adapter = state.model(body.model)
     conversation, use = await _conversation(state, request, body)
-    config = config_of(state, body, max_tokens=body.max_tokens, stop=body.stop_sequences)
-    tier = _TIERS.get(body.service_tier, body.service_tier)
-    call = call_of(state, request, body, config, adapter=adapter, tier=tier, grammar=use.grammar)
-    answer = Answer.open(state.backend, calls_of(state, request, call, (conversation,)), use.scanner)
+    if body.service_tier in ("auto", "standard_only"):
+        body.service_tier = None
+    config = config_of(state, body, max_tokens=body.max_tokens, stop=body.stop_sequences, grammar=use.grammar)
+    answer = Answer(
+        state, calls_of(state, request, body, (conversation,), config, adapter=adapter), use.scanner
+    )
     model = body.model or facts.name
     if body.stream:
-        frames = _frames(await first_delta(answer), answer.choices[0], model)
-        return Streamed(frames, answer.close, "text/event-stream", state.options.write_s)
-    await answer.whole()
-    choice = answer.choices[0]
+        return await answer.streamed(
+            lambda news: _frames(news, model), lambda error: event_frame(anthropic_body(error), "error")
+        )
+    (choice,) = await answer.whole()
     content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
     content += [
         _tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in choice.tool_calls
@@ -145,8 +145,8 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
             raise ApiError(f"{at}.content[{place}] is no block", param=at)
     if not texts and not calls:
         return results
-    told: dict[str, Any] = {"role": role, "content": texts}
-    return [*results, told | ({"tool_calls": calls} if calls else {})]
+    message: dict[str, Any] = {"role": role, "content": texts}
+    return [*results, message | ({"tool_calls": calls} if calls else {})]
 
 
 def _image(source: Any, at: str) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def _message(model: str, choice: Choice) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "output_tokens": 0,
     }
-    told = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": []}
-    return told | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+    message = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": []}
+    return message | {"stop_reason": None, "stop_sequence": None, "usage": usage}
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
@@ -185,42 +185,33 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name}
 
 
-async def _frames(
-    deltas: AsyncGenerator[Delta, None], choice: Choice, model: str
-) -> AsyncGenerator[bytes, None]:
+async def _frames(news: AsyncIterator[Choice], model: str) -> AsyncGenerator[bytes, None]:
     def event(kind: str, **fields: Any) -> bytes:
         return event_frame({"type": kind, **fields}, kind)
 
-    block, is_text, begun = -1, False, False
-    try:
-        async for delta in deltas:
-            if not begun:
-                begun = True
-                yield event("message_start", message=_message(model, choice))
-            if delta.text:
-                if not is_text:
-                    block, is_text = block + 1, True
-                    yield event(
-                        "content_block_start", index=block, content_block={"type": "text", "text": ""}
-                    )
-                yield event(
-                    "content_block_delta", index=block, delta={"type": "text_delta", "text": delta.text}
-                )
-            for call in delta.tool_calls:
-                if is_text:
-                    yield event("content_block_stop", index=block)
-                block, is_text = block + 1, False
-                yield event("content_block_start", index=block, content_block=_tool_use(call) | {"input": {}})
-                part = {"type": "input_json_delta", "partial_json": call.arguments}
-                yield event("content_block_delta", index=block, delta=part)
+    block, is_text, choice = -1, False, None
+    async for each in news:
+        if choice is None:
+            choice = each
+            yield event("message_start", message=_message(model, choice))
+        if choice.new_text:
+            if not is_text:
+                block, is_text = block + 1, True
+                yield event("content_block_start", index=block, content_block={"type": "text", "text": ""})
+            delta = {"type": "text_delta", "text": choice.new_text}
+            yield event("content_block_delta", index=block, delta=delta)
+        for call in choice.new_calls:
+            if is_text:
                 yield event("content_block_stop", index=block)
-        if is_text:
+            block, is_text = block + 1, False
+            yield event("content_block_start", index=block, content_block=_tool_use(call) | {"input": {}})
+            part = {"type": "input_json_delta", "partial_json": call.arguments}
+            yield event("content_block_delta", index=block, delta=part)
             yield event("content_block_stop", index=block)
-        assert choice.ended is not None
-        usage = {"output_tokens": choice.ended.tokens}
-        yield event("message_delta", delta=_stop(choice), usage=usage, jaxllm=choice.facts())
-        yield event("message_stop")
-    except Exception as error:  # The status is sent already, so an event must report it.
-        yield event_frame(anthropic_body(api_error(error)), "error")
-    finally:
-        await deltas.aclose()
+    if is_text:
+        yield event("content_block_stop", index=block)
+    assert choice is not None
+    assert choice.ended is not None
+    usage = {"output_tokens": choice.ended.tokens}
+    yield event("message_delta", delta=_stop(choice), usage=usage, jaxllm=choice.facts())
+    yield event("message_stop")

@@ -1,6 +1,13 @@
-"""Makes the ASGI app of the HTTP front: routes, request ids, and errors in each format."""
+"""Makes the ASGI app of the HTTP front: routes, guard, access log, and errors in each format.
 
-from collections.abc import Awaitable, Callable, Sequence
+The guard keeps out web pages and unknown callers: a browser on this machine can reach a loopback port from
+any page. `Host` reveals a page whose name resolves to this machine (DNS rebinding), `Origin` a page of
+another site. Neither can reach a Unix socket.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,20 +29,28 @@ from jaxllm.serving.server.api.requests import (
     read_raw,
     while_connected,
 )
-from jaxllm.serving.server.calls import Backend
-from jaxllm.serving.server.logs import request_id_of
+from jaxllm.serving.server.backend import Backend
+from jaxllm.serving.server.identity import Unauthorized
+from jaxllm.serving.server.logs import AccessLogged
+from jaxllm.serving.server.sockets import HOST, GuardOptions, peer_of
 
-Handler = Callable[[ApiState, ApiRequest], Awaitable[Response]]
+Handler = Callable[[ApiState, ApiRequest], Coroutine[Any, Any, Response]]
 Identify = Callable[[Scope], str]
 Operates = Callable[[Scope], bool]
 
 _LEFT = 499
-# Path -> handlers by method. Health and readiness need no identification.
-_OPEN: tuple[tuple[str, str, Handler], ...] = (
+_METHODS = b"GET, POST, DELETE, OPTIONS"
+_HEADERS = b"authorization, content-type, x-api-key, x-request-id, x-slo"
+_EXPOSED = b"retry-after, x-request-id"
+_PREFLIGHT_S = b"600"
+# Maximum bytes that are read of a refused request's body, and time for them.
+_MOST_DROPPED_BYTES = 8 << 20
+_DROP_S = 10.0
+# These paths need no identification.
+_OPEN = ("/health", "/ready")
+_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/health", resources.health),
     ("GET", "/ready", resources.ready),
-)
-_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", openai.chat),
     ("POST", "/v1/completions", openai.completions),
     ("POST", "/v1/responses", responses.create),
@@ -78,6 +93,7 @@ def make_app(
     identify: Identify,
     operates: Operates = lambda scope: False,
     options: ApiOptions | None = None,
+    guard: GuardOptions | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """Makes the ASGI app.
@@ -88,64 +104,27 @@ def make_app(
         attribute `code`, if any, is sent.
       operates: whether an identified connection may change what all apps share.
       options: limits and defaults.
+      guard: options of the guard; None for no guard.
       extra_routes: additional routes, with precedence.
     """
-    options = options or ApiOptions()
-    state = ApiState(backend, options)
-    routes = [Route(path, _open(state, handler), methods=[method]) for method, path, handler in _OPEN]
+    state = ApiState(backend, options or ApiOptions())
     by_path: dict[str, dict[str, Handler]] = {}
     for method, path, handler in _ROUTES:
         by_path.setdefault(path, {})[method] = handler
+    routes = []
     for path, handlers in by_path.items():
-        routes.append(Route(path, _endpoint(state, handlers, identify, operates), methods=[*handlers]))
-    return Starlette(
+        who = (lambda scope: "", lambda scope: False) if path in _OPEN else (identify, operates)
+        routes.append(Route(path, _endpoint(state, handlers, *who), methods=[*handlers]))
+    middleware = [Middleware(AccessLogged)]  # pyright: ignore[reportArgumentType]: of other types of scopes
+    if guard is not None:
+        middleware.append(Middleware(Guard, identify, guard))  # pyright: ignore[reportArgumentType]
+    app = Starlette(
         routes=[*extra_routes, *routes],
-        middleware=[Middleware(RequestIds)],
-        exception_handlers={HTTPException: _unrouted, Exception: _failed},
+        middleware=middleware,
+        exception_handlers={HTTPException: _unrouted},
     )
-
-
-class RequestIds:
-    """Assigns every request an id, the client's or a new one, and returns it in a header; answers unhandled
-    errors."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state = scope.setdefault("state", {})
-        # The access log may have assigned the id, and sends it back.
-        named, begun = "request_id" in state, False
-        request_id = state["request_id"] if named else request_id_of(scope)
-        state["request_id"] = request_id
-
-        async def sending(message: Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = True
-                if not named:
-                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, sending)
-        except ClientDisconnect:
-            pass
-        except Exception as error:
-            if begun:
-                raise
-            await error_response(api_error(error), shape_of(scope["path"]))(scope, receive, sending)
-
-
-def _open(state: ApiState, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return await handler(state, ApiRequest(app="", request_id=request.state.request_id))
-
-    return endpoint
+    app.state.api = state
+    return app
 
 
 def _endpoint(
@@ -165,17 +144,13 @@ def _endpoint(
                 operator=operates(request.scope),
             )
             handler = handlers["GET" if request.method == "HEAD" else request.method]
-            return await while_connected(request, _run(handler, state, visit))
+            return await while_connected(request, handler(state, visit))
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=_LEFT)
         except Exception as error:
             return error_response(api_error(error), shape_of(request.url.path))
 
     return endpoint
-
-
-async def _run(handler: Handler, state: ApiState, visit: ApiRequest) -> Response:
-    return await handler(state, visit)
 
 
 def _identified(scope: Scope, identify: Identify) -> str:
@@ -186,12 +161,120 @@ def _identified(scope: Scope, identify: Identify) -> str:
 
 
 async def _unrouted(request: Request, error: Any) -> Response:
-    texts = {404: "there is no such path", 405: f"this path does not take {request.method}"}
-    told = ApiError(texts.get(error.status_code, str(error.detail)), status=error.status_code)
-    response = error_response(told, shape_of(request.url.path))
+    texts = {404: "there is no such path", 405: f"this path does not support {request.method}"}
+    refusal = ApiError(texts.get(error.status_code, str(error.detail)), status=error.status_code)
+    response = error_response(refusal, shape_of(request.url.path))
     response.headers.update(error.headers or {})
     return response
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error), shape_of(request.url.path))
+class Guard:
+    """ASGI middleware that admits authorized callers and refuses others with the reason."""
+
+    def __init__(self, app: ASGIApp, identify: Identify, options: GuardOptions | None = None) -> None:
+        """Guards an app; `identify` returns the app of a request's scope, or raises Unauthorized."""
+        self._app, self._identify, self._options = app, identify, options or GuardOptions()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                await self._app(scope, receive, send)
+            return
+        origin, problem = self._checked(scope)
+        if problem is not None:
+            await _refuse(scope, receive, send, 403, problem, code="forbidden")
+            return
+        if origin:
+            send = _with_cors(send, origin)
+            if scope["method"] == "OPTIONS" and _header(scope, b"access-control-request-method"):
+                # Browsers send preflights without a key.
+                await _preflight(scope, send)
+                return
+        if scope["path"] not in self._options.open_paths:
+            try:
+                self._identify(scope)
+            except Unauthorized as error:
+                await _refuse(scope, receive, send, 401, str(error), code=error.code)
+                return
+        await self._app(scope, receive, send)
+
+    def _checked(self, scope: Scope) -> tuple[str, str | None]:
+        """The origin of an allowed page of another site, or empty; and the reason of a refusal."""
+        peer = peer_of(scope)
+        over_socket = peer is not None and peer.credentials is not None
+        hosts = _header(scope, b"host")
+        found = HOST.fullmatch(hosts[0].lower()) if len(hosts) == 1 else None
+        if not over_socket and (found is None or found["name"] not in self._options.hosts):
+            return "", "the Host header does not name this service; allow the name in the service's options"
+        origins = _header(scope, b"origin")
+        if not origins:
+            return "", None
+        origin = origins[0].lower()
+        if len(origins) == 1 and origin in self._options.origins:
+            return origin, None
+        # Our own pages; there are none if the host was not checked.
+        if len(origins) == 1 and not over_socket and origin == f"{scope.get('scheme')}://{hosts[0].lower()}":
+            return "", None
+        return "", "pages of this Origin may not call; allow it in the service's options"
+
+
+async def _refuse(
+    scope: Scope, receive: Receive, send: Send, status: int, message: str, *, code: str
+) -> None:
+    """Answers in the path's own format."""
+    await _drop_body(scope, receive)
+    response = error_response(ApiError(message, status=status, code=code), shape_of(scope["path"]))
+    # The rest of the request's body must not be parsed as the next request.
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
+
+
+async def _drop_body(scope: Scope, receive: Receive) -> None:
+    """Reads and discards a request's body, within limits: with unread bytes the system resets the connection
+    on close, and a client that still sends sees no answer."""
+    if any(each.lower() == "100-continue" for each in _header(scope, b"expect")):
+        # Such a client sends nothing until told to.
+        return
+    left = _MOST_DROPPED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DROP_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
+async def _preflight(scope: Scope, send: Send) -> None:
+    headers = [
+        (b"access-control-allow-methods", _METHODS),
+        (b"access-control-allow-headers", _HEADERS),
+        (b"access-control-max-age", _PREFLIGHT_S),
+    ]
+    if _header(scope, b"access-control-request-private-network"):
+        headers.append((b"access-control-allow-private-network", b"true"))
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    """Wraps `send` so that a page of an origin may read the answer."""
+    added = [
+        (b"access-control-allow-origin", origin.encode()),
+        (b"access-control-expose-headers", _EXPOSED),
+        (b"vary", b"Origin"),
+    ]
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *added]
+        await send(message)
+
+    return sending
+
+
+def _header(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1").strip() for key, value in scope["headers"] if key == name]

@@ -108,14 +108,16 @@ def api_error(error: BaseException) -> ApiError:
         if isinstance(error, kind):
             return ApiError(text, status=status, code=code)
     # Their own texts name files, which must not reach clients.
-    for kind, status, code, told in (
+    for kind, status, code, public in (
         (BundleError, 503, "model_failed", _MODEL_FAILED),
         (Unreadable, 503, "storage_failed", _UNREADABLE),
         (CheckpointError, 500, "storage_failed", _STORAGE_FAILED),
     ):
         if isinstance(error, kind):
             _log.error("a request failed with %s: %s", code, error)
-            return ApiError(told, status=status, code=code, retry_after_s=_RETRY_S if status == 503 else None)
+            return ApiError(
+                public, status=status, code=code, retry_after_s=_RETRY_S if status == 503 else None
+            )
     _log.error("a request failed", exc_info=error)
     return ApiError("the service failed at this request; its log says why", status=500)
 
@@ -126,8 +128,8 @@ Shape = Callable[[ApiError], dict[str, Any]]
 def openai_body(error: ApiError) -> dict[str, Any]:
     """An error in OpenAI's format."""
     kind, code, _ = _KINDS.get(error.status, _KINDS[400])
-    told = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code or code}
-    return {"error": told}
+    fields = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code or code}
+    return {"error": fields}
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:

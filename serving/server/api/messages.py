@@ -1,4 +1,4 @@
-"""Parses OpenAI's messages and tools into a conversation; never fetches URLs."""
+"""Parses OpenAI's messages, tools and items of responses into a conversation; never fetches URLs."""
 
 import dataclasses
 import re
@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.images.files import image_bytes
 from jaxllm.serving.images.messages import image_part
 from jaxllm.serving.server.api.errors import ApiError
-from jaxllm.serving.server.api.requests import convert
+from jaxllm.serving.server.api.requests import convert, new_id
 from jaxllm.serving.server.api.tools import ToolScanner, family_of, forced, optional
-from jaxllm.serving.server.calls import Grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
@@ -101,7 +101,7 @@ def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[st
 def require_some(values: Sequence[Any], param: str) -> None:
     """Raises ApiError if there are no messages or too many."""
     if not 1 <= len(values) <= MAX_MESSAGES:
-        raise ApiError(f"{param} has {len(values)} messages; 1 to {MAX_MESSAGES} are taken", param=param)
+        raise ApiError(f"{param} has {len(values)} messages; 1 to {MAX_MESSAGES} are allowed", param=param)
 
 
 def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, chat_template: str) -> ToolUse:
@@ -112,11 +112,11 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
       ApiError: a tool is malformed, or the choice is none of them.
     """
     if choice is not None and choice != "none" and not values:
-        raise ApiError("tool_choice needs tools", param="tool_choice")
+        raise ApiError("tool_choice requires tools", param="tool_choice")
     if not values:
         return ToolUse()
     if len(values) > _MAX_TOOLS:
-        raise ApiError(f"at most {_MAX_TOOLS} tools are taken, got {len(values)}", param="tools")
+        raise ApiError(f"tools must have at most {_MAX_TOOLS} entries, got {len(values)}", param="tools")
     given = [_tool(value, f"tools[{index}]") for index, value in enumerate(values)]
     tools, strict = [tool for tool, _ in given], [name for _, name in given if name is not None]
     names = [tool["function"]["name"] for tool in tools]
@@ -191,7 +191,7 @@ def content_of(
     if isinstance(content, str | None) or not any(each.get("type") == "image_url" for each in content):
         return text_of(content, at)
     if not images:
-        raise ApiError(f"{at} has an image; images stand in a user's message", param=at)
+        raise ApiError(f"{at} has an image; images are allowed in users' messages only", param=at)
     parts = []
     for index, part in enumerate(content):
         if part.get("type") == "image_url":
@@ -258,10 +258,10 @@ def _tool(value: Any, at: str) -> tuple[dict[str, Any], str | None]:
         raise ApiError(f"{at} is of the type {tool.type!r:.40}; tools are functions", param=at)
     if not _NAME.fullmatch(tool.function.name):
         raise ApiError(f"{at} has the name {tool.function.name!r:.80}; names have 1 to 64 letters", param=at)
-    told = {"description": tool.function.description or "", "parameters": tool.function.parameters or {}}
-    if not told["parameters"]:
-        told["parameters"] = {"type": "object", "properties": {}}
-    plain = {"type": "function", "function": {"name": tool.function.name, **told}}
+    more = {"description": tool.function.description or "", "parameters": tool.function.parameters or {}}
+    if not more["parameters"]:
+        more["parameters"] = {"type": "object", "properties": {}}
+    plain = {"type": "function", "function": {"name": tool.function.name, **more}}
     return plain, tool.function.name if tool.function.strict else None
 
 
@@ -271,3 +271,167 @@ def _named(choice: Any) -> str | None:
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
+
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = ("input_text", "output_text", "text")
+_STATUSES = (None, "in_progress", "completed", "incomplete")
+
+
+class MessageItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message; `id`, `status` and `phase` come back with a response's own items, and have no effect."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+    type: str = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call of a function."""
+
+    type: str
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class OutputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function's result."""
+
+    type: str
+    call_id: str
+    output: str | list[dict[str, Any]]
+    id: str | None = None
+    status: str | None = None
+
+
+def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """A request's input as items with ids.
+
+    Raises:
+      ApiError: there are no items or too many, or one is malformed, of an unsupported type, or has a part
+        that is neither a text nor an image.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    require_some(value, "input")
+    return [_item(each, f"input[{index}]") for index, each in enumerate(value)]
+
+
+def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") -> tuple[dict[str, Any], ...]:
+    """Converts items to messages: `instructions` first; the assistant's text and calls share a message.
+
+    Args:
+      items: items from `items_of`, oldest first.
+      instructions: system message; empty for none.
+
+    Raises:
+      ApiError: there are too many messages.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        if item["type"] == "message":
+            texts = [_for_chat(part) for part in item["content"]]
+            if item["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
+                messages[-1]["content"] += texts
+            else:
+                messages.append({"role": item["role"], "content": texts})
+        elif item["type"] == "function_call_output":
+            output = item["output"]
+            text = output if isinstance(output, str) else "".join(part["text"] for part in output)
+            messages.append({"role": "tool", "content": text, "tool_call_id": item["call_id"]})
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": []})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+    return messages_of(messages, "input")
+
+
+def require_calls(items: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ApiError if an output belongs to no earlier call."""
+    called: set[str] = set()
+    for item in items:
+        if item["type"] == "function_call":
+            called.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+            raise ApiError(
+                f"no function_call before has the call_id {item['call_id']!r:.80} of a function_call_output",
+                param="input",
+            )
+
+
+_ITEMS: dict[str, tuple[type[MessageItem | CallItem | OutputItem], str]] = {
+    "message": (MessageItem, "msg_"),
+    "function_call": (CallItem, "fc_"),
+    "function_call_output": (OutputItem, "fco_"),
+}
+
+
+def _item(value: Any, at: str) -> dict[str, Any]:
+    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise ApiError(
+            f"{at} is of the type {kind!r:.40}; items are messages, function_calls and function_call_outputs",
+            code="unsupported_content",
+            param=f"{at}.type",
+        )
+    form, prefix = _ITEMS[kind]
+    item = convert(value, form, at)
+    if isinstance(item, MessageItem) and item.role not in _ROLES:
+        raise ApiError(f"{at}.role is one of {', '.join(_ROLES)}, got {item.role!r:.40}", param=f"{at}.role")
+    if item.status not in _STATUSES:
+        raise ApiError(
+            f"{at}.status is in_progress, completed or incomplete, got {item.status!r:.40}",
+            param=f"{at}.status",
+        )
+    plain = {"id": new_id(prefix), "type": kind, "status": "completed"}
+    match item:
+        case CallItem():
+            arguments_of(item.arguments, f"{at}.arguments")
+            return plain | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        case OutputItem():
+            output = item.output if isinstance(item.output, str) else _parts(item.output, f"{at}.output")
+            return plain | {"call_id": item.call_id, "output": output}
+    text, user = item.content, item.role == "user"
+    content = _parts(
+        [{"type": "text", "text": text}] if isinstance(text, str) else text, f"{at}.content", images=user
+    )
+    if item.role == "assistant":
+        content = [output_text(part["text"]) for part in content]
+    return plain | {"role": item.role, "content": content}
+
+
+def output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    """A text part of the model's message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[str, Any]]:
+    found = []
+    for index, part in enumerate(parts):
+        if images and isinstance(part, Mapping) and part.get("type") == "input_image":
+            if part.get("file_id") is not None:
+                raise ApiError(
+                    f"{at}[{index}] names a file, and the service stores none; send its bytes", param=at
+                )
+            image_of(part.get("image_url"), f"{at}[{index}]")
+            found.append({"type": "input_image", "image_url": part["image_url"], "detail": "auto"})
+        else:
+            found.append({"type": "input_text", "text": text_of([part], at, _TEXTS, first=index)})
+    return found
+
+
+def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of an item in the chat format."""
+    if part["type"] == "input_image":
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    return {"type": "text", "text": part["text"]}

@@ -1,19 +1,19 @@
 """Answers Ollama's /api/chat and /api/generate as a thin layer over the same calls."""
 
 import datetime
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.errors import ApiError, api_error, ollama_body
+from jaxllm.serving.guided.grammar import Grammar
+from jaxllm.serving.server.api.errors import ApiError, ollama_body
 from jaxllm.serving.server.api.messages import ToolUse, messages_of, tools_of
 from jaxllm.serving.server.api.params import (
     Extensions,
     Prompt,
     SamplingFields,
-    call_of,
     calls_of,
     config_of,
     format_grammar,
@@ -22,13 +22,10 @@ from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
     Neutral,
-    Streamed,
     convert,
     json_response,
-    line_frame,
 )
-from jaxllm.serving.server.api.streaming import Answer, Choice, Delta, first_delta
-from jaxllm.serving.server.calls import Grammar
+from jaxllm.serving.server.api.streaming import Answer, Choice
 from jaxllm.version import __version__
 
 # Ollama's default.
@@ -108,7 +105,9 @@ async def generate(state: ApiState, request: ApiRequest) -> Response:
     if body.raw or not facts.has_chat_template:
         for name in ("system", "images"):
             if getattr(body, name):
-                raise ApiError(f"{name} needs a chat template, which a raw prompt goes without", param=name)
+                raise ApiError(
+                    f"{name} requires a chat template, which a raw prompt does not use", param=name
+                )
         return await _answer(state, request, body, body.prompt, ToolUse())
     turns = [("system", body.system), ("user", body.prompt)]
     messages = [{"role": role, "content": text} for role, text in turns if text is not None]
@@ -136,9 +135,9 @@ async def tags(state: ApiState, request: ApiRequest) -> Response:
 async def show(state: ApiState, request: ApiRequest) -> Response:
     """Facts of a model."""
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
-    told = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
+    info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
     return json_response(
-        {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": told,
+        {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": info,
          "capabilities": ["completion", *(["tools"] * ("tools" in facts.chat_template)),
                           *(["vision"] * facts.images)]}
     )  # fmt: skip
@@ -158,53 +157,56 @@ async def _answer(
         raise ApiError(
             f"options.num_ctx is at most the window of {facts.window_tokens}", param="options.num_ctx"
         )
-    sampling = SamplingFields(
+    fields = SamplingFields(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p,
         seed=options.seed, repetition_penalty=options.repeat_penalty,
         presence_penalty=options.presence_penalty, frequency_penalty=options.frequency_penalty,
+        **{name: getattr(body, name) for name in Extensions.__struct_fields__},
     )  # fmt: skip
-    length = facts.window_tokens if options.num_predict == -1 else options.num_predict
     grammar = _grammar(body.format)
     if grammar and use.tools:
-        raise ApiError("tools cannot stand beside a format", param="tools")
-    config = config_of(state, sampling, max_tokens=length, stop=options.stop, temperature=_TEMPERATURE)
-    call = call_of(state, request, body, config, adapter=adapter, grammar=grammar)
-    answer = Answer.open(state.backend, calls_of(state, request, call, (prompt,)), use.scanner)
+        raise ApiError("tools cannot be combined with a format", param="tools")
+    config = config_of(
+        state,
+        fields,
+        max_tokens=facts.window_tokens if options.num_predict == -1 else options.num_predict,
+        stop=options.stop,
+        temperature=_TEMPERATURE,
+        grammar=grammar,
+    )
+    answer = Answer(state, calls_of(state, request, fields, (prompt,), config, adapter=adapter), use.scanner)
     is_chat = isinstance(body, ChatBody)
+
+    async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
+        async for choice in news:
+            if choice.new_text or choice.new_calls:
+                yield _line(_part(body.model, choice.new_text, choice.new_calls, is_chat))
+            if choice.ended is not None:
+                yield _line(_part(body.model, "", (), is_chat) | _end(choice))
+
     if body.stream:
-        frames = _frames(await first_delta(answer), answer, body.model, is_chat)
-        return Streamed(frames, answer.close, "application/x-ndjson", state.options.write_s)
-    await answer.whole()
-    choice = answer.choices[0]
-    part = _part(body.model, choice.text, choice.tool_calls, is_chat)
-    return json_response(part | _end(choice))
+        return await answer.streamed(
+            frames, lambda error: _line(ollama_body(error)), media_type="application/x-ndjson"
+        )
+    (choice,) = await answer.whole()
+    return json_response(_part(body.model, choice.text, choice.tool_calls, is_chat) | _end(choice))
 
 
-async def _frames(
-    deltas: AsyncGenerator[Delta, None], answer: Answer, model: str, is_chat: bool
-) -> AsyncGenerator[bytes, None]:
-    try:
-        async for delta in deltas:
-            if delta.text or delta.tool_calls:
-                yield line_frame(_part(model, delta.text, delta.tool_calls, is_chat))
-        yield line_frame(_part(model, "", (), is_chat) | _end(answer.choices[0]))
-    except Exception as error:  # The status is sent already, so a line must report it.
-        yield line_frame(ollama_body(api_error(error)))
-    finally:
-        await deltas.aclose()
+def _line(data: Any) -> bytes:
+    return msgspec.json.encode(data) + b"\n"
 
 
 def _part(model: str, text: str, calls: Sequence[Any], is_chat: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {"model": model, "created_at": _time(None), "done": False}
+    part: dict[str, Any] = {"model": model, "created_at": _time(None), "done": False}
     if not is_chat:
-        return told | {"response": text}
+        return part | {"response": text}
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
             for call in calls
         ]
-    return told | {"message": message}
+    return part | {"message": message}
 
 
 def _end(choice: Choice) -> dict[str, Any]:

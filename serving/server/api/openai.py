@@ -4,18 +4,18 @@ import codecs
 import collections
 import dataclasses
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.errors import ApiError, api_error, openai_body
+from jaxllm.serving.guided.logprobs import MAX_TOP_LOGPROBS, TokenLogprob
+from jaxllm.serving.server.api.errors import ApiError, openai_body
 from jaxllm.serving.server.api.messages import messages_of, tools_of
 from jaxllm.serving.server.api.params import (
     Prompt,
     SamplingFields,
     StreamOptions,
-    call_of,
     calls_of,
     config_of,
     format_grammar,
@@ -31,9 +31,8 @@ from jaxllm.serving.server.api.requests import (
     new_id,
     now_s,
 )
-from jaxllm.serving.server.api.streaming import Answer, Choice, Delta, first_delta
+from jaxllm.serving.server.api.streaming import Answer, Choice
 from jaxllm.serving.server.api.tools import ToolCall
-from jaxllm.serving.server.calls import TokenLogprob
 
 # JSON has no infinity; OpenAI's value for impossible tokens.
 _LEAST = -9999.0
@@ -61,24 +60,24 @@ class LoggedText:
     tokens from a stop string on are not part of the text."""
 
     def __init__(self, state: ApiState) -> None:
-        self._state = state
+        self._backend = state.backend
         self._waiting: collections.deque[LoggedToken] = collections.deque()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begins, self._characters = True, 0
 
-    async def take(self, news: Delta | Choice) -> list[LoggedToken]:
-        """Adds new events of an answer, or all of it, and returns the tokens whose text is shown now."""
-        for each in news.logprobs or ():
+    async def take(self, choice: Choice, *, whole: bool = False) -> list[LoggedToken]:
+        """Adds the news of an answer, or all of it, and returns the tokens whose text is shown now."""
+        for each in choice.logprobs if whole else choice.new_logprobs:
             ids = [each.token, *(token for token, _ in each.top)]
-            data, *top = await self._state.token_bytes(ids, begins=self._begins)
+            data, *top = await self._backend.token_bytes(ids, begins=self._begins)
             self._begins = False
             self._waiting.append(LoggedToken(token=each, data=data, top=top, offset=self._characters))
             self._characters += len(self._decoder.decode(data))
-        ended, stopped = news.ended is not None, news.ended is not None and news.ended.stop_string is not None
-        shown = []
-        while self._waiting and (self._waiting[0].offset < news.characters or (ended and not stopped)):
+        end, shown = choice.ended, []
+        all_shown = end is not None and end.stop_string is None
+        while self._waiting and (all_shown or self._waiting[0].offset < choice.characters):
             shown.append(self._waiting.popleft())
-        if ended:
+        if end is not None:
             self._waiting.clear()
         return shown
 
@@ -96,17 +95,17 @@ def chat_logprobs(tokens: Sequence[LoggedToken]) -> list[dict[str, Any]]:
 def completion_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
     """`logprobs` of a completion's choice. The sampled token is always included; a token with the text of a
     likelier one is named by its id, because texts are the keys."""
-    told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in tokens:
         top: dict[str, float] = {}
         for token, data, value in _top(each, always=True):
             name = _name(data)
             top[f"token_id:{token}" if name in top else name] = _finite(value)
-        told["tokens"].append(_name(each.data))
-        told["token_logprobs"].append(_finite(each.token.logprob))
-        told["top_logprobs"].append(top)
-        told["text_offset"].append(each.offset)
-    return told
+        logprobs["tokens"].append(_name(each.data))
+        logprobs["token_logprobs"].append(_finite(each.token.logprob))
+        logprobs["top_logprobs"].append(top)
+        logprobs["text_offset"].append(each.offset)
+    return logprobs
 
 
 def _top(each: LoggedToken, *, always: bool) -> list[tuple[int, bytes, float]]:
@@ -134,7 +133,22 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else _LEAST
 
 
-MAX_TOP_LOGPROBS = 20
+def requested_logprobs(top: int | None, requested: bool, needed: str) -> int | None:
+    """The number of most likely tokens to return log-probabilities of; None for none.
+
+    Args:
+      top: value of `top_logprobs`.
+      requested: whether log-probabilities are requested.
+      needed: how they are requested, for the error.
+
+    Raises:
+      ApiError: it is out of range, or none are requested.
+    """
+    if top and not requested:
+        raise ApiError(f"top_logprobs requires {needed}", param="top_logprobs")
+    if not 0 <= (top or 0) <= MAX_TOP_LOGPROBS:
+        raise ApiError(f"top_logprobs is 0 to {MAX_TOP_LOGPROBS}, got {top}", param="top_logprobs")
+    return (top or 0) if requested else None
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -181,18 +195,12 @@ async def chat(state: ApiState, request: ApiRequest) -> Response:
     facts, adapter = state.model(body.model)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
-        raise ApiError(
-            f"top_logprobs is 0 to {MAX_TOP_LOGPROBS}, got {body.top_logprobs}", param="top_logprobs"
-        )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options needs stream to be true", param="stream_options")
+    top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
+    with_usage = _with_usage(body)
     use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.chat_template)
     grammar = _response_grammar(body.response_format)
     if use.tools and (grammar or body.grammar):
-        raise ApiError("tools cannot stand beside a response format or grammar", param="tools")
+        raise ApiError("tools cannot be combined with a response format or grammar", param="tools")
     messages = messages_of(body.messages)
     prompt = await state.conversation(request.app, messages, use.tools, continue_final=_continues(body))
     config = config_of(
@@ -201,23 +209,50 @@ async def chat(state: ApiState, request: ApiRequest) -> Response:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=body.stop,
         logit_bias=body.logit_bias,
+        grammar=use.grammar or grammar,
+        top_logprobs=top_logprobs,
     )
-    grammar = use.grammar or grammar
-    call = call_of(state, request, body, config, adapter=adapter, tier=body.service_tier, grammar=grammar)
-    if body.logprobs:
-        call = dataclasses.replace(call, top_logprobs=body.top_logprobs or 0)
-    answer = Answer.open(state.backend, calls_of(state, request, call, (prompt,), body.n), use.scanner)
-    written = _Chat(state, answer, body, body.model or facts.name)
-    if not body.stream:
-        await answer.whole()
-        return json_response(await written.whole())
-    return Streamed(
-        written.frames(await first_delta(answer)), answer.close, "text/event-stream", state.options.write_s
-    )
+    calls = calls_of(state, request, body, (prompt,), config, adapter=adapter, n=body.n)
+    answer = Answer(state, calls, use.scanner)
+    base: dict[str, Any] = {
+        "id": new_id("chatcmpl-"),
+        "created": now_s(),
+        "model": body.model or facts.name,
+        "system_fingerprint": None,
+    }
+    if body.service_tier is not None:
+        base["service_tier"] = body.service_tier
+    if body.stream:
+        base |= {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
+        logged = [LoggedText(state) if body.logprobs else None for _ in calls]
+        return await _streamed(answer, base, _chat_deltas(logged), with_usage=with_usage)
+    choices = []
+    for choice in await answer.whole():
+        tool_calls = [_called(call) for call in choice.tool_calls]
+        message = {
+            "role": "assistant",
+            "content": choice.text or (None if tool_calls else ""),
+            "refusal": None,
+        }
+        logprobs = await LoggedText(state).take(choice, whole=True)
+        entry = {
+            "index": choice.index,
+            "message": message | ({"tool_calls": tool_calls} if tool_calls else {}),
+            "logprobs": _chat_logprobs(logprobs) if body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        choices.append(entry)
+    return _whole(answer, {**base, "object": "chat.completion"}, choices)
 
 
-def usage_of(answer: Answer) -> dict[str, Any]:
-    """OpenAI's `usage`."""
+def _with_usage(body: "ChatBody | CompletionBody") -> bool:
+    """Whether a stream ends with the usage of the whole request."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("stream_options requires stream to be true", param="stream_options")
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
     prompt, cached, completion = answer.usage()
     return {
         "prompt_tokens": prompt,
@@ -227,88 +262,58 @@ def usage_of(answer: Answer) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass
-class _Chat:
-    state: ApiState
-    answer: Answer
-    body: ChatBody
-    model: str
+def _whole(answer: Answer, base: dict[str, Any], choices: list[dict[str, Any]]) -> Response:
+    return json_response({**base, "choices": choices, "usage": _usage(answer), "jaxllm": answer.facts()})
 
-    def __post_init__(self) -> None:
-        self.base = {
-            "id": new_id("chatcmpl-"),
-            "created": now_s(),
-            "model": self.model,
-            "system_fingerprint": None,
-        }
-        if self.body.service_tier is not None:
-            self.base["service_tier"] = self.body.service_tier
 
-    async def whole(self) -> dict[str, Any]:
-        choices = []
-        for index, choice in enumerate(self.answer.choices):
-            calls = [_called(call) for call in choice.tool_calls]
-            message: dict[str, Any] = {
-                "role": "assistant",
-                "content": choice.text or (None if calls else ""),
-                "refusal": None,
-            }
-            if calls:
-                message["tool_calls"] = calls
-            logprobs = _logprobs(await LoggedText(self.state).take(choice)) if self.body.logprobs else None
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": logprobs,
-                    "finish_reason": choice.finish_reason,
-                }
-            )
-        usage, facts = usage_of(self.answer), self.answer.facts()
-        return {**self.base, "object": "chat.completion", "choices": choices, "usage": usage, "jaxllm": facts}
+# Makes the choices of the chunks that report an answer's news, without their indices.
+_Deltas = Callable[[Choice], AsyncGenerator[dict[str, Any], None]]
 
-    async def frames(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        base = {**self.base, "object": "chat.completion.chunk"}
-        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+
+async def _streamed(answer: Answer, base: dict[str, Any], deltas: _Deltas, *, with_usage: bool) -> Streamed:
+    async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
+        async for choice in news:
+            async for entry in deltas(choice):
+                ended = {"jaxllm": choice.facts()} if entry["finish_reason"] else {}
+                yield event_frame({**base, "choices": [{"index": choice.index, **entry}], **ended})
         if with_usage:
-            base["usage"] = None
-        begun: set[int] = set()
-        called: dict[int, int] = {}
-        logged = [LoggedText(self.state) for _ in self.answer.choices]
-        try:
-            async for delta in deltas:
-                told: dict[str, Any] = {}
-                if delta.index not in begun:
-                    begun.add(delta.index)
-                    told |= {"role": "assistant", "content": ""}
-                if delta.text:
-                    told["content"] = delta.text
-                if delta.tool_calls:
-                    first = called.get(delta.index, 0)
-                    called[delta.index] = first + len(delta.tool_calls)
-                    told["tool_calls"] = [
-                        {"index": first + place, **_called(call)}
-                        for place, call in enumerate(delta.tool_calls)
-                    ]
-                tokens = await logged[delta.index].take(delta) if self.body.logprobs else ()
-                if told or tokens:
-                    choice = {"index": delta.index, "delta": told, "logprobs": None, "finish_reason": None}
-                    if tokens:
-                        choice["logprobs"] = _logprobs(tokens)
-                    yield event_frame({**base, "choices": [choice]})
-                if delta.ended is not None:
-                    reason = self.answer.choices[delta.index].finish_reason
-                    choice = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}
-                    facts = self.answer.choices[delta.index].facts()
-                    yield event_frame({**base, "choices": [choice], "jaxllm": facts})
-            if with_usage:
-                facts = self.answer.facts()
-                yield event_frame({**base, "choices": [], "usage": usage_of(self.answer), "jaxllm": facts})
-        except Exception as error:  # The status is sent already, so an event must report it.
-            yield event_frame(openai_body(api_error(error)))
-        finally:
-            await deltas.aclose()
-        yield DONE
+            yield event_frame({**base, "choices": [], "usage": _usage(answer), "jaxllm": answer.facts()})
+
+    return await answer.streamed(frames, lambda error: event_frame(openai_body(error)), end=DONE)
+
+
+def _chat_deltas(logged: Sequence[LoggedText | None]) -> _Deltas:
+    begun: set[int] = set()
+    called = collections.Counter[int]()
+
+    async def deltas(choice: Choice) -> AsyncGenerator[dict[str, Any], None]:
+        index, delta = choice.index, dict[str, Any]()
+        if index not in begun:
+            begun.add(index)
+            delta |= {"role": "assistant", "content": ""}
+        if choice.new_text:
+            delta["content"] = choice.new_text
+        if choice.new_calls:
+            numbered = enumerate(choice.new_calls, called[index])
+            delta["tool_calls"] = [{"index": number, **_called(call)} for number, call in numbered]
+            called[index] += len(choice.new_calls)
+        log = logged[index]
+        tokens = () if log is None else await log.take(choice)
+        if delta or tokens:
+            logprobs = _chat_logprobs(tokens) if tokens else None
+            yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if choice.ended is not None:
+            yield {"delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+
+    return deltas
+
+
+def _chat_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
+    return {"content": chat_logprobs(tokens), "refusal": None}
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _continues(body: ChatBody) -> bool | None:
@@ -325,14 +330,6 @@ def _continues(body: ChatBody) -> bool | None:
     return continues
 
 
-def _logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
-    return {"content": chat_logprobs(tokens), "refusal": None}
-
-
-def _called(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
 def _response_grammar(value: dict[str, Any] | None) -> Any:
     if value is None:
         return None
@@ -342,9 +339,8 @@ def _response_grammar(value: dict[str, Any] | None) -> Any:
     return format_grammar(value.get("type"), wrapped.get("schema"), "response_format", strict=strict)
 
 
-# OpenAI's defaults.
-DEFAULT_MAX_TOKENS = 16
-MAX_LOGPROBS = 20
+# OpenAI's default.
+_MAX_TOKENS = 16
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -366,45 +362,44 @@ async def completions(state: ApiState, request: ApiRequest) -> Response:
     """Continues texts, as a whole or as server-sent events."""
     body = state.body(request, CompletionBody, _COMPLETION_NEUTRAL)
     facts, adapter = state.model(body.model)
-    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
-        raise ApiError(f"logprobs is 0 to {MAX_LOGPROBS}, got {body.logprobs}", param="logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options needs stream to be true", param="stream_options")
-    prompts = prompts_of(body.prompt, "prompt")
+    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
+        raise ApiError(f"logprobs is 0 to {MAX_TOP_LOGPROBS}, got {body.logprobs}", param="logprobs")
+    with_usage, prompts = _with_usage(body), prompts_of(body.prompt, "prompt")
     config = config_of(
         state,
         body,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         stop=body.stop,
         logit_bias=body.logit_bias,
+        top_logprobs=body.logprobs,
     )
-    call = call_of(state, request, body, config, adapter=adapter, tier=body.service_tier)
-    call = dataclasses.replace(call, top_logprobs=body.logprobs)
-    calls = calls_of(state, request, call, prompts, body.n)
-    answer = Answer.open(state.backend, calls, None, prompts=len(prompts))
+    calls = calls_of(state, request, body, prompts, config, adapter=adapter, n=body.n)
+    answer = Answer(state, calls, prompts=len(prompts))
     base = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
         "created": now_s(),
         "model": body.model or facts.name,
     }
+    logged = [LoggedText(state) for _ in calls]
+
+    async def entry(choice: Choice, text: str, *, whole: bool) -> dict[str, Any]:
+        tokens = None if body.logprobs is None else await logged[choice.index].take(choice, whole=whole)
+        logprobs = completion_logprobs(tokens) if tokens or (whole and tokens is not None) else None
+        reason = choice.finish_reason if choice.ended else None
+        return {"text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    async def deltas(choice: Choice) -> AsyncGenerator[dict[str, Any], None]:
+        part = await entry(choice, choice.new_text, whole=False)
+        if any(part.values()):
+            yield part
+
     if body.stream:
-        frames = _frames(state, answer, await first_delta(answer), base, body)
-        return Streamed(frames, answer.close, "text/event-stream", state.options.write_s)
-    await answer.whole()
-    choices = []
-    for index, choice in enumerate(answer.choices):
-        logprobs = None
-        if body.logprobs is not None:
-            logprobs = completion_logprobs(await LoggedText(state).take(choice))
-        told = {
-            "index": index,
-            "text": choice.text,
-            "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
-        }
-        choices.append(told)
-    return json_response({**base, "choices": choices, "usage": usage_of(answer), "jaxllm": answer.facts()})
+        return await _streamed(answer, base, deltas, with_usage=with_usage)
+    choices = [
+        {"index": each.index, **await entry(each, each.text, whole=True)} for each in await answer.whole()
+    ]
+    return _whole(answer, base, choices)
 
 
 def prompts_of(value: str | list[Any], param: str) -> tuple[Prompt, ...]:
@@ -426,32 +421,3 @@ def prompts_of(value: str | list[Any], param: str) -> tuple[Prompt, ...]:
 
 def _ids(values: list[Any]) -> bool:
     return all(type(each) is int and 0 <= each < 1 << 31 for each in values)
-
-
-async def _frames(
-    state: ApiState,
-    answer: Answer,
-    deltas: AsyncGenerator[Delta, None],
-    base: dict[str, Any],
-    body: CompletionBody,
-) -> AsyncGenerator[bytes, None]:
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    logged = [LoggedText(state) for _ in answer.choices]
-    try:
-        async for delta in deltas:
-            tokens = () if body.logprobs is None else await logged[delta.index].take(delta)
-            if not (delta.text or tokens or delta.ended):
-                continue
-            choice: dict[str, Any] = {"index": delta.index, "text": delta.text, "logprobs": None}
-            if tokens:
-                choice["logprobs"] = completion_logprobs(tokens)
-            choice["finish_reason"] = answer.choices[delta.index].finish_reason if delta.ended else None
-            facts = {"jaxllm": answer.choices[delta.index].facts()} if delta.ended else {}
-            yield event_frame({**base, "choices": [choice], **facts})
-        if with_usage:
-            yield event_frame({**base, "choices": [], "usage": usage_of(answer), "jaxllm": answer.facts()})
-    except Exception as error:  # The status is sent already, so an event must report it.
-        yield event_frame(openai_body(api_error(error)))
-    finally:
-        await deltas.aclose()
-    yield DONE

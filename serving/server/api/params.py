@@ -14,11 +14,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.elastic.objectives import Objective
 from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.guided.narrowing import narrowed
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState
-from jaxllm.serving.server.calls import Call, Conversation, Grammar
-from jaxllm.serving.server.objectives import objective_from
+from jaxllm.serving.server.calls import Call, Conversation
+from jaxllm.serving.server.limits import objective_from
 
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
 _MAX_PREFIX_KEY = 256
@@ -73,59 +74,32 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("include_obfuscation is not supported")
 
 
-def call_of(
+def calls_of(
     state: ApiState,
     request: ApiRequest,
-    body: Extensions,
+    body: SamplingFields,
+    prompts: Sequence[Prompt],
     config: GenerationConfig,
     *,
     adapter: str,
-    tier: str | None = None,
-    grammar: Grammar | None = None,
-) -> Call:
-    """The call of a request, without its prompt; `grammar` is that of a response format or of tools.
+    n: int = 1,
+) -> list[Call]:
+    """A request's calls, `n` consecutive ones for each prompt. An answer's seed is the config's plus its
+    index among the n. `adapter` is the one that the field `model` names, empty for none.
 
     Raises:
-      ApiError, ConfigError: a field is out of range.
+      ApiError: a field is out of range, there are too many calls or none, or a field is incompatible with the
+        prompts.
     """
-    if tier not in (None, "auto", "default", "flex", "priority"):
+    if body.service_tier not in (None, "auto", "default", "flex", "priority"):
         raise ApiError(
-            f"service_tier is auto, default, flex or priority, got {tier!r:.80}", param="service_tier"
+            f"service_tier is auto, default, flex or priority, got {body.service_tier!r:.80}",
+            param="service_tier",
         )
     if body.adapter and adapter and body.adapter != adapter:
         raise ApiError(f"model names the adapter {adapter!r}, adapter {body.adapter!r:.80}", param="adapter")
-    if body.grammar and grammar:
-        raise ApiError(
-            "grammar cannot stand beside a response format or a forced call of a tool", param="grammar"
-        )
     if len(body.prompt_cache_key or "") > _MAX_PREFIX_KEY:
         raise ApiError(f"prompt_cache_key has at most {_MAX_PREFIX_KEY} characters", param="prompt_cache_key")
-    objective, strict = objective_of(body.slo, body.strict, request.slo)
-    return Call(
-        app=request.app,
-        request_id=request.call_id(),
-        prompt="",
-        config=dataclasses.replace(config, task=body.task or ""),
-        objective=objective,
-        strict=strict,
-        shorten=body.shorten,
-        priority="background" if tier == "flex" else "foreground",
-        context=context_of(body.conversation),
-        prefix_key=body.prompt_cache_key or "",
-        adapter=state.adapter(state.backend.facts(), body.adapter or adapter),
-        grammar=grammar or grammar_of(body.grammar),
-    )
-
-
-def calls_of(
-    state: ApiState, request: ApiRequest, call: Call, prompts: Sequence[Prompt], n: int = 1
-) -> list[Call]:
-    """A request's calls, `n` consecutive ones for each prompt. An answer's seed is the config's plus its
-    index among the n.
-
-    Raises:
-      ApiError: there are too many or none, or a field is incompatible with the prompts.
-    """
     if n < 1:
         raise ApiError(f"n must be at least 1, got {n}", param="n")
     number, limit = len(prompts) * n, state.options.answers_per_request
@@ -133,19 +107,32 @@ def calls_of(
         raise ApiError(
             f"a request may ask for 1 to {limit} answers, as prompts times n; this one asks for {number}"
         )
-    if call.context and number > 1:
-        raise ApiError("a context takes one answer at a time; leave n at 1", param="conversation")
-    if call.context or any(isinstance(prompt, tuple) for prompt in prompts):
-        if call.shorten:
+    objective, strict = objective_of(body.slo, body.strict, request.slo)
+    context = context_of(body.conversation)
+    if context and number > 1:
+        raise ApiError("a context gives one answer at a time; n must be 1", param="conversation")
+    if context or any(isinstance(prompt, tuple) for prompt in prompts):
+        if body.shorten:
             raise ApiError(
                 "shorten is for texts and conversations: of token ids and in a context no words are dropped",
                 param="shorten",
             )
-        if call.config.task:
+        if config.task:
             raise ApiError("task is for texts and messages outside of contexts", param="task")
+    adapter = state.adapter(state.backend.facts(), body.adapter or adapter)
     return [
-        dataclasses.replace(
-            call, request_id=request.call_id(), prompt=prompt, config=_seeded(call.config, place)
+        Call(
+            app=request.app,
+            request_id=request.call_id(),
+            prompt=prompt,
+            config=_seeded(config, place),
+            objective=objective,
+            strict=strict,
+            shorten=body.shorten,
+            priority="background" if body.service_tier == "flex" else "foreground",
+            context=context,
+            prefix_key=body.prompt_cache_key or "",
+            adapter=adapter,
         )
         for prompt in prompts
         for place in range(n)
@@ -160,30 +147,43 @@ def config_of(
     stop: str | Sequence[str] | None = None,
     logit_bias: Mapping[str, float] | None = None,
     temperature: float | None = None,
+    grammar: Grammar | None = None,
+    top_logprobs: int | None = None,
 ) -> GenerationConfig:
-    """Length, stops and sampling of a request; `temperature`: see `sampling_of`.
+    """Length, stops, sampling and grammar of a request's answers.
+
+    Args:
+      state: state of the handlers.
+      body: fields of the request.
+      max_tokens: maximum number of tokens; None for the front's.
+      stop: strings that end an answer.
+      logit_bias: biases by token id.
+      temperature: see `sampling_of`.
+      grammar: grammar of a response format or of tools.
+      top_logprobs: see `GenerationConfig`.
 
     Raises:
-      ConfigError: a value is out of range.
+      ApiError, ConfigError: a value is out of range, or there are two grammars.
     """
-    sampling = sampling_of(state, body, temperature)
+    if body.grammar and grammar:
+        raise ApiError(
+            "grammar cannot be combined with a response format or a forced tool call", param="grammar"
+        )
     wanted = state.options.max_tokens if max_tokens is None else max_tokens
     return GenerationConfig(
         # No answer is longer than the window: this only bounds the value.
         max_tokens=min(wanted, state.backend.facts().window_tokens),
         stop=stops_of(stop),
-        sampling=Sampling(logit_bias=_biases(logit_bias or {}), **sampling),
+        sampling=Sampling(logit_bias=_biases(logit_bias or {}), **sampling_of(state, body, temperature)),
+        task=body.task or "",
+        grammar=grammar or grammar_of(body.grammar),
+        top_logprobs=top_logprobs,
     )
 
 
 def sampling_of(state: ApiState, body: SamplingFields, temperature: float | None = None) -> dict[str, Any]:
-    """Sampling options by name: the request's, else those recommended by the model's authors.
-
-    Args:
-      state: state with the model's facts.
-      body: body of the request.
-      temperature: default if neither gives one; None for the front's.
-    """
+    """Sampling options by name: the request's, else those recommended by the model's authors; `temperature`
+    is the default if neither gives one, None for the front's."""
     asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     default = state.options.temperature if temperature is None else temperature
     return {"temperature": default, **state.backend.facts().sampling, **asked}
@@ -194,7 +194,8 @@ def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > _MAX_STOPS or not all(0 < len(each) <= _MAX_STOP_CHARACTERS for each in stops):
         raise ApiError(
-            f"stop takes at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters", param="stop"
+            f"stop must have at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters",
+            param="stop",
         )
     return stops
 
@@ -266,7 +267,7 @@ def _seeded(config: GenerationConfig, place: int) -> GenerationConfig:
 def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for token in biases:
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ApiError(f"logit_bias takes token ids as names, got {token!r:.40}", param="logit_bias")
+            raise ApiError(f"logit_bias must have token ids as keys, got {token!r:.40}", param="logit_bias")
     if any(math.isnan(value) for value in biases.values()):
-        raise ApiError("logit_bias takes numbers", param="logit_bias")
+        raise ApiError("logit_bias must have numbers as values", param="logit_bias")
     return tuple((int(token), float(value)) for token, value in biases.items())

@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,108 +22,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.options import check_options, option
+from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.images.files import IMAGES
 from jaxllm.serving.images.messages import taken_apart
 from jaxllm.serving.server.api.errors import ApiError
-from jaxllm.serving.server.calls import Backend, Conversation, ModelFacts, Refused
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredResponse:
-    """A finished response.
-
-    Attributes:
-      id: its id.
-      response: the response object, in JSON.
-      items: the conversation before it, as a list of items in JSON.
-      context: name of the context with the conversation; empty if there are only the items.
-      context_tokens: number of the context's tokens after the response.
-    """
-
-    id: str
-    response: bytes
-    items: bytes
-    context: str = ""
-    context_tokens: int = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that count against the app's limit."""
-        return len(self.response) + len(self.items)
-
-    def said(self) -> list[dict[str, Any]]:
-        """The items before it and its own, which the next response continues."""
-        return [*msgspec.json.decode(self.items), *map(_plain, msgspec.json.decode(self.response)["output"])]
-
-
-class ResponseStore:
-    """The responses of all apps; for one thread.
-
-    Every response has its whole conversation, so that dropping or deleting one never affects another.
-
-    Attributes:
-      most: maximum number of responses of an app.
-      most_bytes: size limit of all responses of an app.
-    """
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self.most, self.most_bytes = most, most_bytes
-        self._apps: dict[str, dict[str, StoredResponse]] = {}
-        self._sizes: dict[str, int] = {}
-
-    def keep(self, app: str, stored: StoredResponse) -> bool:
-        """Stores a response of an app, evicting the app's oldest ones if necessary.
-
-        Returns:
-          False if it is too large for the limit; then nothing has changed.
-        """
-        if stored.size_bytes > self.most_bytes:
-            return False
-        kept = self._apps.setdefault(app, {})
-        kept[stored.id] = stored
-        self._sizes[app] = self._sizes.get(app, 0) + stored.size_bytes
-        while len(kept) > self.most or self._sizes[app] > self.most_bytes:
-            self._drop(app, next(iter(kept)))
-        return True
-
-    def get(self, app: str, name: str, *, param: str = "") -> StoredResponse:
-        """A response of an app.
-
-        Args:
-          app: app of the request.
-          name: the response's id.
-          param: the request's field with the id.
-
-        Raises:
-          ApiError: the app has no response with this id, even if another app has.
-        """
-        stored = self._apps.get(app, {}).get(name)
-        if stored is None:
-            raise ApiError(
-                f"there is no response {name!r:.80}: it was not stored, was deleted, or dropped for newer "
-                "ones, or the service was restarted",
-                status=404,
-                code="previous_response_not_found" if param else "response_not_found",
-                param=param,
-            )
-        return stored
-
-    def delete(self, app: str, name: str) -> None:
-        """Deletes a response of an app; raises ApiError if there is none."""
-        self.get(app, name)
-        self._drop(app, name)
-
-    def _drop(self, app: str, name: str) -> None:
-        self._sizes[app] -= self._apps[app].pop(name).size_bytes
-        if not self._apps[app]:
-            del self._apps[app], self._sizes[app]
-
-
-def _plain(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of an output without log-probabilities, which no later response needs."""
-    if item["type"] != "message":
-        return item
-    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+from jaxllm.serving.server.api.stored_responses import ResponseStore
+from jaxllm.serving.server.backend import Backend
+from jaxllm.serving.server.calls import Conversation, ModelFacts, Refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,38 +94,6 @@ async def read_raw(request: Request, options: ApiOptions, most: int = 0) -> byte
     return bytes(raw)
 
 
-def read_body(raw: bytes, kind: type[Body], options: ApiOptions, neutral: Neutral | None = None) -> Body:
-    """Parses a body as a struct.
-
-    Args:
-      raw: JSON.
-      kind: the struct, with the supported fields.
-      options: limits.
-      neutral: known but unsupported fields.
-
-    Raises:
-      ApiError: the body is not JSON, or a field is unknown, unsupported or of a wrong type.
-    """
-    values = _object(raw, options)
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    taken = {}
-    for name, value in values.items():
-        if value is None:
-            continue
-        if name in known:
-            taken[name] = value
-        elif neutral is None or name not in neutral:
-            message = f"the field {name!r:.80} is not known; the guide lists the fields that are"
-            raise ApiError(message, code="unknown_field", param=name[:80])
-        elif not any(value == each and type(value) is type(each) for each in neutral[name]):
-            raise ApiError(
-                f"the field {name!r} is not supported{_allowed(neutral[name])}; leave it out",
-                code="unsupported_field",
-                param=name,
-            )
-    return convert(taken, kind)
-
-
 def convert(value: Any, kind: type[Body], at: str = "") -> Body:
     """Converts plain JSON values to a struct; `at` is the path of the values in the body.
 
@@ -276,9 +150,6 @@ def _allowed(values: tuple[Any, ...]) -> str:
     return f" but for {' or '.join(texts)}" if texts else ""
 
 
-_MOST_TEXTS = 1 << 18
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiRequest:
     """An identified request with its complete body.
@@ -317,12 +188,39 @@ class ApiState:
 
     def __init__(self, backend: Backend, options: ApiOptions) -> None:
         self.backend, self.options = backend, options
-        self.responses = ResponseStore(options.stored_responses, options.stored_response_bytes)
-        self._bytes: dict[tuple[int, bool], bytes] = {}
+        self.store_responses()
+
+    def store_responses(self, folder: Path | None = None, vault: Vault | None = None) -> None:
+        """Stores responses in a folder of contexts with its keys, or in memory (see `ResponseStore`)."""
+        options = self.options
+        self.responses = ResponseStore(
+            options.stored_responses, options.stored_response_bytes, folder=folder, vault=vault
+        )
 
     def body(self, visit: ApiRequest, kind: type[Body], neutral: Neutral | None = None) -> Body:
-        """Parses the body of a request; raises ApiError."""
-        return read_body(visit.raw, kind, self.options, neutral)
+        """Parses the body of a request as a struct with the supported fields; `neutral` are known but
+        unsupported ones.
+
+        Raises:
+          ApiError: the body is not JSON, or a field is unknown, unsupported or of a wrong type.
+        """
+        known = {field.encode_name for field in msgspec.structs.fields(kind)}
+        taken = {}
+        for name, value in _object(visit.raw, self.options).items():
+            if value is None:
+                continue
+            if name in known:
+                taken[name] = value
+            elif neutral is None or name not in neutral:
+                message = f"the field {name!r:.80} is not known; the guide lists the fields that are"
+                raise ApiError(message, code="unknown_field", param=name[:80])
+            elif not any(value == each and type(value) is type(each) for each in neutral[name]):
+                raise ApiError(
+                    f"the field {name!r} is not supported{_allowed(neutral[name])}; leave it out",
+                    code="unsupported_field",
+                    param=name,
+                )
+        return convert(taken, kind)
 
     async def conversation(
         self,
@@ -341,7 +239,7 @@ class ApiState:
         plain, files = taken_apart(messages)
         if len(files) > IMAGES:
             raise ApiError(
-                f"the messages have {len(files)} images; at most {IMAGES} are taken, send fewer",
+                f"the messages have {len(files)} images; at most {IMAGES} are allowed, send fewer",
                 param="messages",
             )
         images = await self.backend.encode_images(app, files) if files else ()
@@ -391,16 +289,6 @@ class ApiState:
             )
         return name
 
-    async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> list[bytes]:
-        """The bytes of each token's text (see `Backend.token_bytes`)."""
-        if len(self._bytes) > _MOST_TEXTS:
-            self._bytes.clear()
-        missing = [token for token in dict.fromkeys(ids) if (token, begins) not in self._bytes]
-        if missing:
-            found = await self.backend.token_bytes(missing, begins=begins)
-            self._bytes |= {(token, begins): each for token, each in zip(missing, found, strict=True)}
-        return [self._bytes[token, begins] for token in ids]
-
 
 def new_id(prefix: str) -> str:
     """A new id for an object of an answer."""
@@ -424,11 +312,6 @@ def event_frame(data: Any, event: str = "") -> bytes:
     """A server-sent event."""
     named = f"event: {event}\n".encode() if event else b""
     return named + b"data: " + msgspec.json.encode(data) + b"\n\n"
-
-
-def line_frame(data: Any) -> bytes:
-    """A line of newline-delimited JSON."""
-    return msgspec.json.encode(data) + b"\n"
 
 
 def json_response(data: Any, status: int = 200) -> Response:

@@ -16,7 +16,7 @@ from jaxllm.serving.server.api.openai import chat, completions, prompts_of
 from jaxllm.serving.server.api.params import SamplingFields, objective_of, sampling_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
 from jaxllm.serving.server.calls import AdapterFacts, ContextFacts, Conversation, ModelFacts
-from jaxllm.serving.server.objectives import written
+from jaxllm.serving.server.limits import written
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -53,6 +53,9 @@ async def models(state: ApiState, request: ApiRequest) -> Response:
     return json_response({"object": "list", "data": [_model(facts, name) for name in names]})
 
 
+_LIMITS = ("answers_per_request", "embeddings_per_request", "stored_responses", "stored_response_bytes")
+
+
 async def props(state: ApiState, request: ApiRequest) -> Response:
     """The model's facts and the front's limits."""
     facts, options = state.backend.facts(), state.options
@@ -61,13 +64,7 @@ async def props(state: ApiState, request: ApiRequest) -> Response:
             **_model(facts, facts.name)["jaxllm"],
             "model": facts.name,
             "chat_template": facts.chat_template or None,
-            "limits": {
-                "body_bytes": state.body_bytes(),
-                "answers_per_request": options.answers_per_request,
-                "embeddings_per_request": options.embeddings_per_request,
-                "stored_responses": options.stored_responses,
-                "stored_response_bytes": options.stored_response_bytes,
-            },
+            "limits": {"body_bytes": state.body_bytes()} | {name: getattr(options, name) for name in _LIMITS},
             "defaults": {"max_tokens": options.max_tokens, **sampling_of(state, SamplingFields())},
             "model_sampling": dict(facts.sampling),
         }
@@ -76,16 +73,16 @@ async def props(state: ApiState, request: ApiRequest) -> Response:
 
 async def health(state: ApiState, request: ApiRequest) -> Response:
     """Liveness: 200 while the engine is alive; with the kind of device profile in use."""
-    told = state.backend.health()
-    alive = bool(told.get("alive"))
-    profile = {"profile": told["profile"]} if "profile" in told else {}
+    found = state.backend.health()
+    alive = bool(found.get("alive"))
+    profile = {"profile": found["profile"]} if "profile" in found else {}
     return json_response({"status": "ok" if alive else "stuck", **profile}, 200 if alive else 503)
 
 
 async def ready(state: ApiState, request: ApiRequest) -> Response:
     """Readiness: 200 while calls are accepted and answered."""
-    told = await state.backend.readiness()
-    is_ready = bool(told.get("ready"))
+    found = await state.backend.readiness()
+    is_ready = bool(found.get("ready"))
     return json_response({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 
@@ -128,7 +125,7 @@ async def embeddings(state: ApiState, request: ApiRequest) -> Response:
         raise ApiError("encoding_format is float or base64", param="encoding_format")
     inputs, most = prompts_of(body.input, "input"), state.options.embeddings_per_request
     if len(inputs) > most:
-        raise ApiError(f"at most {most} inputs are taken, got {len(inputs)}", param="input")
+        raise ApiError(f"input must have at most {most} entries, got {len(inputs)}", param="input")
     ids = []
     for each in inputs:
         ids.append([*(each if isinstance(each, tuple) else await state.backend.tokenize(each))])
@@ -154,20 +151,14 @@ async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody
 
 
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
-    told = {
-        "window_tokens": facts.window_tokens,
-        "vocab_size": facts.vocab_size,
-        "levels": facts.levels,
-        "has_chat_template": facts.has_chat_template,
-        "adapters": facts.adapters,
-        "images": facts.images,
-    }
+    names = ("window_tokens", "vocab_size", "levels", "has_chat_template", "adapters", "images")
+    own = {name: getattr(facts, name) for name in names}
     return {
         "id": name,
         "object": "model",
         "created": int(facts.opened_s),
         "owned_by": "jaxllm",
-        "jaxllm": told,
+        "jaxllm": own,
     }
 
 
@@ -251,33 +242,31 @@ async def create_context(state: ApiState, request: ApiRequest) -> Response:
     """Creates a context (newLLMCtx)."""
     body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), CreateBody)
     adapter = state.adapter(state.backend.facts(), body.adapter or "")
-    facts = await state.backend.create_context(
-        request.app, level=body.level, pinned=body.pinned, adapter=adapter
+    app, level, pinned = request.app, body.level, body.pinned
+    facts = await state.backend.contexts(
+        app, lambda each: each.create(app, level=level, pinned=pinned, adapter=adapter)
     )
     return json_response(_context_json(facts), 201)
 
 
 async def list_contexts(state: ApiState, request: ApiRequest) -> Response:
     """Lists all contexts of the app."""
-    return json_response(
-        {
-            "object": "list",
-            "data": [_context_json(each) for each in await state.backend.contexts(request.app)],
-        }
-    )
+    found = await state.backend.list_contexts(request.app)
+    return json_response({"object": "list", "data": [_context_json(each) for each in found]})
 
 
 async def get_context(state: ApiState, request: ApiRequest) -> Response:
     """One context."""
-    return json_response(_context_json(await state.backend.context(request.app, request.path["name"])))
+    app, name = request.app, request.path["name"]
+    return json_response(_context_json(await state.backend.contexts(app, lambda each: each.found(app, name))))
 
 
 async def pin_context(state: ApiState, request: ApiRequest) -> Response:
     """Pins a context, or unpins it."""
     body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), PinBody)
-    return json_response(
-        _context_json(await state.backend.pin_context(request.app, request.path["name"], body.pinned))
-    )
+    app, name = request.app, request.path["name"]
+    facts = await state.backend.contexts(app, lambda each: each.pin(app, name, body.pinned))
+    return json_response(_context_json(facts))
 
 
 async def delete_context(state: ApiState, request: ApiRequest) -> Response:
@@ -300,8 +289,8 @@ async def generate_in_context(state: ApiState, request: ApiRequest) -> Response:
 
 
 def _context_json(facts: ContextFacts) -> dict[str, Any]:
-    told = dataclasses.asdict(facts)
-    return {"id": told.pop("name"), "object": "context", "created": int(told.pop("created_s")), **told}
+    fields = dataclasses.asdict(facts)
+    return {"id": fields.pop("name"), "object": "context", "created": int(fields.pop("created_s")), **fields}
 
 
 class BindBody(msgspec.Struct, kw_only=True):
@@ -329,12 +318,12 @@ async def bind_objective(state: ApiState, request: ApiRequest) -> Response:
 
 async def unbind_objective(state: ApiState, request: ApiRequest) -> Response:
     """Removes the app's own binding."""
-    state.backend.unbind(request.app)
+    state.backend.bindings.unbind(request.app)
     return json_response(_objective_json(state, request.app))
 
 
 def _objective_json(state: ApiState, app: str) -> dict[str, Any]:
-    binding, own = state.backend.binding(app)
+    binding, own = state.backend.bindings.of(app), state.backend.bindings.is_own(app)
     return {
         "object": "objective",
         "slo": None if binding is None else written(binding.objective),

@@ -1,19 +1,30 @@
 """Serves OpenAI's /v1/responses: bodies, routes, and events of streamed answers."""
 
+import asyncio
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.errors import ApiError, api_error, openai_body
-from jaxllm.serving.server.api.messages import ToolUse, tools_of
-from jaxllm.serving.server.api.openai import MAX_TOP_LOGPROBS, LoggedText, chat_logprobs
+from jaxllm.errors import JaxllmError
+from jaxllm.serving.guided.grammar import Grammar
+from jaxllm.serving.server.api.errors import ApiError, openai_body
+from jaxllm.serving.server.api.messages import (
+    ToolUse,
+    conversation_of,
+    items_of,
+    output_text,
+    require_calls,
+    tools_of,
+)
+from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.params import (
     SamplingFields,
-    call_of,
     calls_of,
     config_of,
     context_of,
@@ -24,19 +35,18 @@ from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
     Neutral,
-    StoredResponse,
-    Streamed,
     convert,
     event_frame,
     json_response,
     new_id,
     now_s,
 )
-from jaxllm.serving.server.api.response_items import conversation_of, items_of, output_text, require_calls
-from jaxllm.serving.server.api.streaming import Answer, Delta, first_delta
+from jaxllm.serving.server.api.stored_responses import StoredResponse
+from jaxllm.serving.server.api.streaming import Answer, Choice
 from jaxllm.serving.server.api.tools import ToolCall
-from jaxllm.serving.server.calls import Call, Grammar
+from jaxllm.serving.server.calls import Call
 
+_log = logging.getLogger(__name__)
 LOGPROBS = "message.output_text.logprobs"
 _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
@@ -123,17 +133,11 @@ def check(body: ResponseBody) -> None:
         )
     if body.text.verbosity not in (None, "medium"):
         raise ApiError(
-            f"text.verbosity is medium alone, got {body.text.verbosity!r:.40}", param="text.verbosity"
+            f"text.verbosity must be medium, got {body.text.verbosity!r:.40}", param="text.verbosity"
         )
     for each in body.include or ():
         if each != LOGPROBS:
-            raise ApiError(f"include takes {LOGPROBS} alone, got {each!r:.80}", param="include")
-    if body.top_logprobs and not body.with_logprobs:
-        raise ApiError(f"top_logprobs needs include to have {LOGPROBS}", param="top_logprobs")
-    if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
-        raise ApiError(
-            f"top_logprobs is 0 to {MAX_TOP_LOGPROBS}, got {body.top_logprobs}", param="top_logprobs"
-        )
+            raise ApiError(f"include supports {LOGPROBS} only, got {each!r:.80}", param="include")
 
 
 def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | None]:
@@ -150,33 +154,29 @@ def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | N
         raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
     grammar = format_grammar(form.type, form.schema, "text.format", strict=form.strict is True)
     if use.tools and (grammar or body.grammar):
-        raise ApiError("tools cannot stand beside a text format or grammar", param="tools")
+        raise ApiError("tools cannot be combined with a text format or grammar", param="tools")
     if use.tools and body.with_logprobs:
         # Tokens of calls are not part of the text, and cannot be told apart.
-        raise ApiError(f"tools cannot stand beside {LOGPROBS}", param="include")
+        raise ApiError(f"tools cannot be combined with {LOGPROBS}", param="include")
     return use, use.grammar or grammar
 
 
-def told_back(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
+# Settings that a response object has as they were sent.
+_SETTINGS = (
+    "instructions", "previous_response_id", "store", "max_output_tokens", "prompt_cache_key",
+    "safety_identifier", "user",
+)  # fmt: skip
+
+
+def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The request's settings in a response object; `sampling`: see `sampling_of`."""
     form = body.text.format or TextFormat()
-    schema = {
-        "name": form.name,
-        "schema": form.schema,
-        "strict": form.strict,
-        "description": form.description,
-    }
-    told = {
+    schema = {name: getattr(form, name) for name in ("name", "schema", "strict", "description")}
+    settings = {name: getattr(body, name) for name in _SETTINGS} | {
         "model": model,
-        "instructions": body.instructions,
-        "previous_response_id": body.previous_response_id,
-        "store": body.store,
         "background": False,
-        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "prompt_cache_key": body.prompt_cache_key,
-        "safety_identifier": body.safety_identifier,
         "temperature": sampling["temperature"],
         "text": {"format": {"type": form.type} | (schema if form.type == "json_schema" else {})},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
@@ -184,9 +184,8 @@ def told_back(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> di
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.get("top_p", 1.0),
         "truncation": "disabled",
-        "user": body.user,
     }
-    return told | ({} if body.service_tier is None else {"service_tier": body.service_tier})
+    return settings | ({} if body.service_tier is None else {"service_tier": body.service_tier})
 
 
 def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
@@ -194,18 +193,12 @@ def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else "function"
     if kind != "function":
         raise ApiError(f"{at} is of the type {kind!r:.40}; tools are functions", param=f"{at}.type")
-    tool = convert(value, FunctionTool, at)
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
+    function = msgspec.structs.asdict(convert(value, FunctionTool, at))
+    return {"type": function.pop("type"), "function": function}
 
 
 # Type and fields of an event; the sender numbers it.
-Told = tuple[str, dict[str, Any]]
+Fields = tuple[str, dict[str, Any]]
 
 
 class Output:
@@ -221,7 +214,7 @@ class Output:
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
-    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
+    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Fields]:
         """Adds text and its tokens' log-probabilities."""
         if not self._message_id:
             yield from self._open()
@@ -229,7 +222,7 @@ class Output:
         self._logprobs += logprobs
         yield self._part("output_text.delta", delta=text, logprobs=logprobs)
 
-    def call(self, call: ToolCall) -> Iterator[Told]:
+    def call(self, call: ToolCall) -> Iterator[Fields]:
         """Adds a call of a function, which ends a message before it."""
         yield from self.close("completed")
         item = {"id": new_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
@@ -239,13 +232,13 @@ class Output:
         yield "function_call_arguments.done", at | {"arguments": call.arguments}
         yield from self._whole(item | {"status": "completed", "arguments": call.arguments})
 
-    def end(self, status: str) -> Iterator[Told]:
+    def end(self, status: str) -> Iterator[Fields]:
         """Ends the last item; an answer without any is an empty message."""
         if not self.items and not self._message_id:
             yield from self._open()
         yield from self.close(status)
 
-    def close(self, status: str) -> Iterator[Told]:
+    def close(self, status: str) -> Iterator[Fields]:
         """Ends the current message, if there is one."""
         if not self._message_id:
             return
@@ -257,7 +250,7 @@ class Output:
         self._message_id, self._texts, self._logprobs = "", [], []
         yield from self._whole(item)
 
-    def _open(self) -> Iterator[Told]:
+    def _open(self) -> Iterator[Fields]:
         self._message_id = new_id("msg_")
         yield self._item("added", self._message("in_progress"))
         yield self._part("content_part.added", part=output_text(""))
@@ -267,14 +260,14 @@ class Output:
             "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [],
         }  # fmt: skip
 
-    def _part(self, kind: str, **fields: Any) -> Told:
+    def _part(self, kind: str, **fields: Any) -> Fields:
         at = {"item_id": self._message_id, "output_index": len(self.items), "content_index": 0}
         return kind, at | fields
 
-    def _item(self, kind: str, item: dict[str, Any]) -> Told:
+    def _item(self, kind: str, item: dict[str, Any]) -> Fields:
         return f"output_item.{kind}", {"output_index": len(self.items), "item": item}
 
-    def _whole(self, item: dict[str, Any]) -> Iterator[Told]:
+    def _whole(self, item: dict[str, Any]) -> Iterator[Fields]:
         yield self._item("done", item)
         self.items.append(item)
 
@@ -288,49 +281,50 @@ async def create(state: ApiState, request: ApiRequest) -> Response:
     facts, adapter = state.model(body.model)
     check(body)
     use, grammar = use_of(body, facts.chat_template)
-    history = await _history(state, request, body)
-    prompt = await state.conversation(request.app, history.messages, use.tools)
-    config = config_of(state, body, max_tokens=body.max_output_tokens)
-    call = call_of(state, request, body, config, adapter=adapter, tier=body.service_tier, grammar=grammar)
-    (call,) = calls_of(state, request, call, (prompt,))
-    call = dataclasses.replace(
-        call,
-        context=history.context,
-        context_tokens=history.context_tokens,
-        top_logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
+    items, messages, context, context_tokens = await _history(state, request, body)
+    prompt = await state.conversation(request.app, messages, use.tools)
+    config = config_of(
+        state,
+        body,
+        max_tokens=body.max_output_tokens,
+        grammar=grammar,
+        top_logprobs=requested_logprobs(body.top_logprobs, body.with_logprobs, f"include to have {LOGPROBS}"),
     )
-    answer = Answer.open(state.backend, [call], use.scanner)
-    written = _Written(state, call, answer, body, history.items, body.model or facts.name)
+    (call,) = calls_of(state, request, body, (prompt,), config, adapter=adapter)
+    call = dataclasses.replace(call, context=context, context_tokens=context_tokens)
+    answer = Answer(state, [call], use.scanner)
+    written = _Written(state, call, answer, body, items, body.model or facts.name)
     if body.stream:
-        frames = written.frames(await first_delta(answer))
-        return Streamed(frames, answer.close, "text/event-stream", state.options.write_s)
-    return json_response(await written.whole())
+        return await answer.streamed(written.frames, written.failed)
+    async with contextlib.aclosing(answer.news()) as news:
+        async for choice in news:
+            await written.take(choice)
+    return json_response(await written.ended())
 
 
 async def get(state: ApiState, request: ApiRequest) -> Response:
     """Returns a stored response."""
     _query(request, {"stream": ("false",), **_INCLUDE})
-    return Response(
-        state.responses.get(request.app, request.path["name"]).response, media_type="application/json"
-    )
+    stored = await _stored(state, request)
+    return Response(bytes(stored.response), media_type="application/json")
 
 
 async def delete(state: ApiState, request: ApiRequest) -> Response:
     """Deletes a stored response."""
-    state.responses.delete(request.app, request.path["name"])
+    await asyncio.to_thread(state.responses.delete, request.app, request.path["name"])
     return json_response({"id": request.path["name"], "object": "response", "deleted": True})
 
 
 async def cancel(state: ApiState, request: ApiRequest) -> Response:
     """Refuses: no response runs in the background."""
-    state.responses.get(request.app, request.path["name"])
+    await _stored(state, request)
     raise ApiError("only responses made in the background can be cancelled; close the connection instead")
 
 
 async def input_items(state: ApiState, request: ApiRequest) -> Response:
     """The conversation before a response, in pages, newest first by default."""
     query = _query(request, {"limit": None, "order": ("asc", "desc"), "after": None, **_INCLUDE})
-    stored = state.responses.get(request.app, request.path["name"])
+    stored = await _stored(state, request)
     limit = query.get("limit", str(_LISTED))
     if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
         raise ApiError(f"limit is 1 to {_MAX_LISTED}, got {limit!r:.40}", param="limit")
@@ -355,6 +349,10 @@ async def input_items(state: ApiState, request: ApiRequest) -> Response:
     )
 
 
+async def _stored(state: ApiState, request: ApiRequest) -> StoredResponse:
+    return await asyncio.to_thread(state.responses.get, request.app, request.path["name"])
+
+
 @dataclasses.dataclass
 class _Written:
     """A response while it is generated, as a whole or as events, and then stored."""
@@ -371,65 +369,64 @@ class _Written:
         self.id, self.created_s = new_id("resp_"), now_s()
         self.sampling, self.logged = sampling_of(self.state, self.body), LoggedText(self.state)
 
-    async def whole(self) -> dict[str, Any]:
-        async for delta in self.answer.deltas():
-            await self.take(delta)
-        return self.ended()
+        self._numbers = itertools.count()
 
-    async def frames(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        numbers = itertools.count()
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """A numbered event."""
+        return event_frame({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
-        def event(kind: str, **fields: Any) -> bytes:
-            return event_frame({"type": kind, "sequence_number": next(numbers), **fields}, kind)
+    async def frames(self, news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self.event(kind, response=self.response("in_progress"))
+        async for choice in news:
+            for kind, fields in await self.take(choice):
+                yield self.event(f"response.{kind}", **fields)
+        response = await self.ended()
+        yield self.event(f"response.{response['status']}", response=response)
 
-        try:
-            for kind in ("response.created", "response.in_progress"):
-                yield event(kind, response=self.response("in_progress"))
-            async for delta in deltas:
-                for kind, fields in await self.take(delta):
-                    yield event(f"response.{kind}", **fields)
-            response = self.ended()
-            yield event(f"response.{response['status']}", response=response)
-        except Exception as error:  # The status is sent already, so events must report it.
-            told = openai_body(api_error(error))["error"]
-            yield event("error", message=told["message"], code=told["code"], param=told["param"])
-            # The only code of OpenAI's that fits every failure.
-            failed = {"error": {"code": "server_error", "message": told["message"]}}
-            yield event("response.failed", response=self.response("failed") | failed)
-        finally:
-            await deltas.aclose()
+    def failed(self, error: ApiError) -> bytes:
+        """The events of an error."""
+        body = openai_body(error)["error"]
+        event = self.event("error", message=body["message"], code=body["code"], param=body["param"])
+        # The only code of OpenAI's that fits every failure.
+        failed = {"error": {"code": "server_error", "message": body["message"]}}
+        return event + self.event("response.failed", response=self.response("failed") | failed)
 
-    async def take(self, delta: Delta) -> list[Told]:
-        told: list[Told] = []
-        logprobs = chat_logprobs(await self.logged.take(delta)) if self.body.with_logprobs else []
-        if delta.text or logprobs:
-            told += self.output.text(delta.text, logprobs)
-        for call in delta.tool_calls:
-            told += self.output.call(call)
-        if delta.ended is not None:
-            told += self.output.end(_status(self.answer.choices[0].finish_reason))
-        return told
+    async def take(self, choice: Choice) -> list[Fields]:
+        events: list[Fields] = []
+        logprobs = chat_logprobs(await self.logged.take(choice)) if self.body.with_logprobs else []
+        if choice.new_text or logprobs:
+            events += self.output.text(choice.new_text, logprobs)
+        for call in choice.new_calls:
+            events += self.output.call(call)
+        if choice.ended is not None:
+            events += self.output.end(_status(choice.finish_reason))
+        return events
 
-    def ended(self) -> dict[str, Any]:
+    async def ended(self) -> dict[str, Any]:
         """The complete response, stored if requested."""
-        choice = self.answer.choices[0]
+        (choice,) = self.answer.choices
         end = choice.ended
         assert end is not None
         response = self.response(_status(choice.finish_reason))
         if self.body.store:
             stored = StoredResponse(
                 id=self.id,
-                response=msgspec.json.encode(response),
-                items=msgspec.json.encode(self.items),
+                response=msgspec.Raw(msgspec.json.encode(response)),
+                items=msgspec.Raw(msgspec.json.encode(self.items)),
                 context=end.context,
                 context_tokens=end.context_tokens,
             )
-            response["store"] = self.state.responses.keep(self.call.app, stored)
+            try:
+                response["store"] = await asyncio.to_thread(self.state.responses.keep, self.call.app, stored)
+            except (JaxllmError, OSError) as error:
+                response["store"] = False
+                _log.error("a response could not be stored: %s", error)
         return response
 
     def response(self, status: str) -> dict[str, Any]:
         """The response object so far."""
-        choice = self.answer.choices[0]
+        (choice,) = self.answer.choices
         context = choice.ended.context if choice.ended else self.call.context
         prompt, cached, written = self.answer.usage()
         usage = {
@@ -447,7 +444,7 @@ class _Written:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **told_back(self.body, self.model, self.sampling),
+            **settings_of(self.body, self.model, self.sampling),
             "conversation": {"id": context} if context else None,
             "output": list(self.output.items),
             "usage": usage if choice.ended else None,
@@ -455,46 +452,32 @@ class _Written:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _History:
-    """The conversation that a response answers.
-
-    Attributes:
-      items: all known items, oldest first.
-      messages: messages of the call; with a context, those that it lacks.
-      context, context_tokens: see `Call`.
-    """
-
-    items: Sequence[dict[str, Any]]
-    messages: tuple[dict[str, Any], ...]
-    context: str = ""
-    context_tokens: int | None = None
-
-
-async def _history(state: ApiState, request: ApiRequest, body: ResponseBody) -> _History:
-    new, instructions = items_of(body.input), body.instructions or ""
+async def _history(
+    state: ApiState, request: ApiRequest, body: ResponseBody
+) -> tuple[Sequence[dict[str, Any]], tuple[dict[str, Any], ...], str, int | None]:
+    """The conversation that a response answers: all known items, oldest first; the messages of the call, with
+    a context those that it lacks; and the `context` and `context_tokens` of the call."""
+    new, instructions, app = items_of(body.input), body.instructions or "", request.app
     previous = None
-    if body.previous_response_id is not None:
-        previous = state.responses.get(request.app, body.previous_response_id, param="previous_response_id")
+    if (name := body.previous_response_id) is not None:
+        previous = await asyncio.to_thread(state.responses.get, app, name, param="previous_response_id")
     items = [*(previous.said() if previous else ()), *new]
     context = previous.context if previous else context_of(body.conversation)
     if not context:
         require_calls(items)
-        return _History(items=items, messages=conversation_of(items, instructions))
+        return items, conversation_of(items, instructions), "", None
     # The backend answers between two dispatches: ask only if necessary.
-    if instructions and (previous or (await state.backend.context(request.app, context)).tokens):
-        raise ApiError(
-            "the conversation has begun, and its first instructions stay; leave instructions out",
-            param="instructions",
-        )
-    return _History(
-        items=items,
-        messages=conversation_of(new, instructions),
-        context=context,
-        # If nothing came after the previous response, its context continues, else a fork: the engine decides,
-        # because others may continue it at the same time.
-        context_tokens=previous.context_tokens if previous else None,
-    )
+    if instructions:
+        found = None if previous else await state.backend.contexts(app, lambda each: each.found(app, context))
+        if found is None or found.tokens:
+            raise ApiError(
+                "the conversation has begun, and its first instructions stay; leave instructions out",
+                param="instructions",
+            )
+    # If nothing came after the previous response, its context continues, else a fork: the engine decides,
+    # because others may continue it at the same time.
+    tokens = previous.context_tokens if previous else None
+    return items, conversation_of(new, instructions), context, tokens
 
 
 def _status(finish_reason: str) -> str:

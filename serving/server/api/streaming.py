@@ -1,54 +1,44 @@
 """Runs the calls of a request and merges their answers, for all wire formats."""
 
 import asyncio
-import dataclasses
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
-from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.guided.logprobs import TokenLogprob
+from jaxllm.serving.server.api.errors import ApiError, api_error
+from jaxllm.serving.server.api.requests import ApiState, Streamed
 from jaxllm.serving.server.api.tools import ToolCall, ToolScanner
-from jaxllm.serving.server.calls import Backend, Call, Ended, Event, Piece, Started, Ticket, TokenLogprob
-from jaxllm.serving.server.objectives import written
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Delta:
-    """The news of one of a request's answers.
-
-    Attributes:
-      index: index of the answer.
-      text: new text, without tool calls.
-      tool_calls: tool calls that are complete now.
-      logprobs: log-probabilities of new tokens; None if not requested.
-      characters: number of characters of the answer so far, including tool calls.
-      ended: the answer's end, in its last delta.
-    """
-
-    index: int
-    text: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    characters: int = 0
-    ended: Ended | None = None
+from jaxllm.serving.server.calls import Call, Ended, Event, Piece, Started
+from jaxllm.serving.server.job import Job
+from jaxllm.serving.server.limits import written
 
 
 class Choice:
-    """One answer so far.
+    """One of a request's answers so far.
 
     Attributes:
+      index: its index.
+      job: the accepted call.
       started, ended: events; None until then.
       tool_calls: tool calls found so far.
       logprobs: log-probabilities of all tokens, if requested.
-      characters: see `Delta`.
+      characters: number of characters so far, including tool calls.
+      new_text, new_calls, new_logprobs: news of the last event: text without tool calls, tool calls that are
+        complete now, and log-probabilities of new tokens.
     """
 
-    def __init__(self, index: int, scanner: ToolScanner | None) -> None:
-        self._index, self._scanner, self._texts = index, scanner, []
+    def __init__(self, index: int, job: Job, scanner: ToolScanner | None) -> None:
+        self.index, self.job, self._scanner = index, job, scanner
+        self._texts: list[str] = []
         self._cut_call, self.characters = False, 0
         self.started: Started | None = None
         self.ended: Ended | None = None
         self.tool_calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprob] = []
+        self.new_text = ""
+        self.new_calls: Sequence[ToolCall] = ()
+        self.new_logprobs: Sequence[TokenLogprob] = ()
 
     @property
     def text(self) -> str:
@@ -63,81 +53,62 @@ class Choice:
         whole = self.ended.finish_reason == "stop" and not self._cut_call
         return "tool_calls" if self.tool_calls and whole else self.ended.finish_reason
 
-    def take(self, event: Event) -> Delta:
-        """Adds an event and returns the news."""
-        text, calls, logprobs, ended = "", (), None, None
-        if isinstance(event, Started):
-            self.started = event
-        elif isinstance(event, Piece):
-            text, calls, logprobs = event.text, (), event.logprobs
-            self.logprobs += logprobs or ()
-            self.characters += len(text)
-            if self._scanner is not None:
-                text, calls = self._scanner.feed(text)
-        else:
-            self.ended = ended = event
-            if self._scanner is not None:
-                cut = event.finish_reason == "length" or event.stop_string is not None
-                text, self._cut_call = self._scanner.finish(cut=cut)
-        self._texts.append(text)
-        self.tool_calls += calls
-        return Delta(
-            index=self._index,
-            text=text,
-            tool_calls=calls,
-            logprobs=logprobs,
-            characters=self.characters,
-            ended=ended,
-        )
+    def take(self, event: Event) -> None:
+        """Adds an event."""
+        self.new_text, self.new_calls, self.new_logprobs = "", (), ()
+        match event:
+            case Started():
+                self.started = event
+            case Piece():
+                self.new_text, self.new_logprobs = event.text, event.logprobs or ()
+                self.characters += len(event.text)
+                if self._scanner is not None:
+                    self.new_text, self.new_calls = self._scanner.feed(event.text)
+            case Ended():
+                self.ended = event
+                if self._scanner is not None:
+                    cut = event.finish_reason == "length" or event.stop_string is not None
+                    self.new_text, self._cut_call = self._scanner.finish(cut=cut)
+        self._texts.append(self.new_text)
+        self.tool_calls += self.new_calls
+        self.logprobs += self.new_logprobs
 
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object: plan and cost."""
         start, end = self.started, self.ended
-        told: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if start is not None:
-            told |= {
-                "source": start.source, "level": start.level, "prompt_tokens": start.prompt_tokens,
-                "kept_tokens": start.kept_tokens, "reused_tokens": start.reused_tokens,
-                "queued_ms": start.queued_ms,
-            }  # fmt: skip
-            told |= {"adapter": start.adapter} if start.adapter else {}
-            told |= {"moved": list(start.moved)} if start.moved else {}
-            told |= {"shared": start.shared} if start.shared else {}
+            facts |= {name: getattr(start, name) for name in _STARTED}
+            facts |= {name: getattr(start, name) for name in ("adapter", "shared") if getattr(start, name)}
+            facts |= {"moved": list(start.moved)} if start.moved else {}
             if start.objective is not None:
-                told |= {"slo": written(start.objective), "slo_from": "app" if start.bound else "call"}
+                facts |= {"slo": written(start.objective), "slo_from": "app" if start.bound else "call"}
         if end is not None:
-            told |= {
-                "ttft_ms": end.ttft_ms, "tpot_ms": end.tpot_ms, "engine_ttft_ms": end.engine_ttft_ms,
-                "engine_tpot_ms": end.engine_tpot_ms, "met": end.met, "drafted": end.drafted,
-                "seed": end.seed, "stop_string": end.stop_string,
-            }  # fmt: skip
-            if end.context:
-                told |= {"context": end.context, "context_tokens": end.context_tokens}
-        return told
+            facts |= {name: getattr(end, name) for name in _ENDED}
+            facts |= {"context": end.context, "context_tokens": end.context_tokens} if end.context else {}
+        return facts
+
+
+_STARTED = ("source", "level", "prompt_tokens", "kept_tokens", "reused_tokens", "queued_ms")
+_ENDED = (
+    "ttft_ms", "tpot_ms", "engine_ttft_ms", "engine_tpot_ms", "met", "drafted", "seed", "stop_string",
+)  # fmt: skip
 
 
 class Answer:
-    """The answers to a request's calls. Must be closed, or its `deltas` consumed.
+    """The answers to a request's calls, `choices`, one per call. Must be closed, or its `news` consumed."""
 
-    Attributes:
-      choices: one per call.
-    """
-
-    def __init__(self, tickets: Sequence[Ticket], choices: Sequence[Choice], prompts: int) -> None:
-        self._tickets, self._prompts, self.choices = tickets, prompts, choices
-
-    @classmethod
-    def open(
-        cls,
-        backend: Backend,
+    def __init__(
+        self,
+        state: ApiState,
         calls: Sequence[Call],
-        scanner: Callable[[], ToolScanner] | None,
+        scanner: Callable[[], ToolScanner] | None = None,
         prompts: int = 1,
-    ) -> "Answer":
+    ) -> None:
         """Submits all calls, or none.
 
         Args:
-          backend: backend of the answers.
+          state: state with the backend of the answers.
           calls: calls, several consecutive ones for each prompt.
           scanner: makes a scanner for tool calls; None without tools.
           prompts: number of different prompts.
@@ -145,39 +116,86 @@ class Answer:
         Raises:
           JaxllmError: the backend refuses a call.
         """
-        tickets: list[Ticket] = []
+        self._state, self._prompts = state, prompts
+        self.choices: list[Choice] = []
         try:
-            for call in calls:
-                tickets.append(backend.submit(call))  # noqa: PERF401 (those taken are cancelled)
+            for index, call in enumerate(calls):
+                self.choices.append(Choice(index, state.backend.submit(call), scanner and scanner()))
         except BaseException:
-            for ticket in tickets:
-                ticket.cancel()
+            self.close()
             raise
-        return cls(tickets, [Choice(i, scanner and scanner()) for i in range(len(calls))], prompts)
 
     def close(self) -> None:
         """Cancels the calls that have not ended."""
-        for ticket, choice in zip(self._tickets, self.choices, strict=True):
+        for choice in self.choices:
             if choice.ended is None:
-                ticket.cancel()
+                choice.job.cancel()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yields news in the order of arrival; closes the answer at the end."""
-        streams = [ticket.events() for ticket in self._tickets]
-        merged = _merged(streams)
+    async def news(self) -> AsyncGenerator[Choice, None]:
+        """Yields the choice of each event in the order of arrival; closes the answer at the end."""
+        merged = _merged([choice.job.events() for choice in self.choices])
         try:
             async for index, event in merged:
-                yield self.choices[index].take(event)
+                self.choices[index].take(event)
+                yield self.choices[index]
             if any(choice.ended is None or choice.started is None for choice in self.choices):
                 raise ApiError("the answer ended before it was whole", status=500)
         finally:
             self.close()
             await merged.aclose()
 
-    async def whole(self) -> None:
+    async def whole(self) -> list[Choice]:
         """Waits for the end of all answers."""
-        async for _ in self.deltas():
+        async for _ in self.news():
             pass
+        return self.choices
+
+    async def streamed(
+        self,
+        frames: Callable[[AsyncIterator[Choice]], AsyncGenerator[bytes, None]],
+        failed: Callable[[ApiError], bytes],
+        *,
+        end: bytes = b"",
+        media_type: str = "text/event-stream",
+    ) -> Streamed:
+        """The response in parts, of an answer that has begun, so that an earlier error can still choose the
+        status.
+
+        Args:
+          frames: makes the parts of the news.
+          failed: makes the part that reports an error, since the status has been sent by then.
+          end: the last part in any case.
+          media_type: media type of the response.
+
+        Raises:
+          JaxllmError: the error that ended the answer before it began.
+        """
+        news = self.news()
+        try:
+            first = await anext(news)
+        except BaseException:
+            await news.aclose()
+            raise
+
+        async def all_news() -> AsyncGenerator[Choice, None]:
+            yield first
+            async for choice in news:
+                yield choice
+
+        async def parts() -> AsyncGenerator[bytes, None]:
+            try:
+                async with contextlib.aclosing(frames(all_news())) as made:
+                    async for frame in made:
+                        yield frame
+            except Exception as error:
+                yield failed(api_error(error))
+            finally:
+                self.close()
+                await news.aclose()
+            if end:
+                yield end
+
+        return Streamed(parts(), self.close, media_type, self._state.options.write_s)
 
     def usage(self) -> tuple[int, int, int]:
         """Number of tokens of the prompts, cached tokens of these, and tokens of the answers."""
@@ -191,33 +209,8 @@ class Answer:
 
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object of the request: the first answer's, and all of them if there are several."""
-        told = [choice.facts() for choice in self.choices]
-        return told[0] | ({"choices": told} if len(told) > 1 else {})
-
-
-async def first_delta(answer: Answer) -> AsyncGenerator[Delta, None]:
-    """The deltas of an answer that has begun, so that an earlier error can still choose the status.
-
-    Raises:
-      JaxllmError: the error that ended the answer before it began.
-    """
-    deltas = answer.deltas()
-    try:
-        first = await anext(deltas)
-    except BaseException:
-        await deltas.aclose()
-        raise
-
-    async def all_of_them() -> AsyncGenerator[Delta, None]:
-        try:
-            yield first
-            async for delta in deltas:
-                yield delta
-        finally:
-            answer.close()
-            await deltas.aclose()
-
-    return all_of_them()
+        facts = [choice.facts() for choice in self.choices]
+        return facts[0] | ({"choices": facts} if len(facts) > 1 else {})
 
 
 async def _merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:

@@ -11,8 +11,8 @@ import string
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.guided.narrowing import narrowed, without_notes
-from jaxllm.serving.server.calls import Grammar
 
 # Mistral's templates require ids of this form.
 _LETTERS, _LENGTH = string.ascii_letters + string.digits, 9

@@ -14,14 +14,14 @@ from jaxllm.export.device.service import ProgramService
 from jaxllm.export.device.serving import OpenedPrograms
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.server.api.app import make_app
-from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import AdapterGone, Call, Ended, Piece, Refused, Started
 
 CONFIG = GenerationConfig(max_tokens=6, ignore_eos=True)
 
 
 def started(service, **options):
-    made = EngineBackend()
+    made = Backend()
     OpenedPrograms(service, queued=2, **options).start(made)
     return made
 
@@ -104,20 +104,20 @@ async def test_a_cancelled_call_ends_and_the_next_is_answered(backend):
 
 @in_loop
 async def test_turns_in_a_context(engine, backend):
-    made = await backend.create_context("app")
+    made = await backend.contexts("app", lambda each: each.create("app"))
     for prompt in ((1,) * 17, (4, 5)):
         last = (await events_of(backend.submit(call(prompt, context=made.name))))[-1]
         assert last.context == made.name
-    (listed,) = await backend.contexts("app")
+    (listed,) = await backend.list_contexts("app")
     assert listed.tokens == last.context_tokens == 17 + 6 + 2 + 6
     assert listed.stored_bytes > 0
-    assert (await backend.pin_context("app", made.name, True)).pinned
+    assert (await backend.contexts("app", lambda each: each.pin("app", made.name, True))).pinned
     with pytest.raises(ContextGone):
         await events_of(backend.submit(call(context=made.name, app="other")))
     with pytest.raises(ConfigError, match="not forked"):
         await events_of(backend.submit(call(context=made.name, context_tokens=3)))
     await backend.delete_context("app", made.name)
-    assert await backend.contexts("app") == []
+    assert await backend.list_contexts("app") == []
 
 
 @in_loop

@@ -23,7 +23,7 @@ SHARED = {
         "model", "runner", "executor", "adapters", "tiny_lm", "litert", "packed", "drafts",
     ),
     "jaxllm.export.device": ("context", "contexts", "host_sampling", "opening", "service", "serving"),
-    "jaxllm.serving.server": ("calls", "prompts", "daemon", "objectives", "identity", "guard", "api.app"),
+    "jaxllm.serving.server": ("calls", "prompts", "daemon", "limits", "identity", "api.app"),
     "jaxllm.text": ("tokenizer", "chat_template", "prompts"),
     "jaxllm": (
         "tasks.tiny_reader", "elastic.slo", "speculation.token_tree", "serving.ground.text_stream",

@@ -16,14 +16,13 @@ from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.server.adapters import AdapterOptions, Adapters
 from jaxllm.serving.server.api.app import make_app
-from jaxllm.serving.server.backend import EngineBackend
-from jaxllm.serving.server.guard import Guard
+from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.identity import Identity, KeyFile, add_key
 from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.opening import live_turns
-from jaxllm.serving.server.peer import PeerOptions, protocol
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.server.sockets import GuardOptions, PeerOptions, protocol
 from tests.serving.server.executors import make_executor
 from tests.serving.server.running import running
 from tests.tiny import END_ID, write_tiny_bundle
@@ -56,7 +55,7 @@ class ContextService:
 
     def __init__(self, service: LLMService, folder: Path, adapters: AdapterOptions | None = None) -> None:
         self.service, self._folder, self._adapters = service, folder, adapters
-        self.backend = EngineBackend(Limits())
+        self.backend = Backend(Limits())
         self.keys = {app: add_key(folder / "keys.json", app)[0] for app in ("mail", "spy")}
         self.keys["admin"] = add_key(folder / "keys.json", "admin", operator=True)[0]
         self.executor: Any = None
@@ -72,7 +71,7 @@ class ContextService:
         options = SchedulerOptions(batch_rows=max(self.service.engine.options.batch_rows, default=1))
         self.executor = make_executor(
             self.service, options, contexts=turns, adapters=adapters,
-            on_dispatch=self.backend.metrics.dispatched,
+            on_dispatch=self.backend.metrics.report,
         )  # fmt: skip
         self.executor.start()
         self.backend.opened(self.executor, "tiny")
@@ -105,9 +104,10 @@ class ContextService:
     def serving(self) -> Iterator["ContextService"]:
         """Serves until the end of the block."""
         identity = Identity(keys=KeyFile(self._folder / "keys.json"))
-        front = make_app(self.backend, identify=identity.identify, operates=identity.operates)
-        guarded: Any = Guard(front, identity)
-        with running(guarded, self._sockets, http=protocol(PeerOptions())):
+        front = make_app(
+            self.backend, identify=identity.identify, operates=identity.operates, guard=GuardOptions()
+        )
+        with running(front, self._sockets, http=protocol(PeerOptions())):
             try:
                 yield self
             finally:

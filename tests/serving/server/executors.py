@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.executor import Executor
-from jaxllm.serving.server.holdings import service_memory
+from jaxllm.serving.server.opening import service_memory
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 

@@ -12,11 +12,7 @@ ENDED = Ended(
 )  # fmt: skip
 FIGURES = {
     "queue": {"waiting": 2, "limit": 64, "oldest_ms": 84.0},
-    "running": [
-        {"app": "assistant", "level": 100, "count": 1},
-        {"app": "mail", "level": 70, "count": 2},
-        {"app": "keyboard", "level": 30, "count": 1},
-    ],
+    "running": {"assistant": {100: 1}, "mail": {70: 2}, "keyboard": {30: 1}},
     "memory": {
         "process_bytes": 1710 * MB, "limit_bytes": 2048 * MB, "pressure": 0.004, "holdings": {
             "weights": {"size_bytes": 912 * MB},
@@ -31,7 +27,7 @@ FIGURES = {
                  "chunks": {"raw": 0, "8": 60, "4": 122, "2": 301}},
     },
     "adapters": {"mail-tone": 6 * MB},
-    "experts": {"visits": 120_400, "hits": 109_322, "foreseen": 31_220},
+    "experts": {"visits": 120_400, "hits": 109_322, "foreseen": 31_220, "hit_rate": 109_322 / 120_400},
     "read_bytes": {"weights": 0, "experts": 5_400 * MB, "contexts": 310 * MB},
     "grammars": {"compiled": 5, "refused": 1, "ended": 2},
 }  # fmt: skip

@@ -9,7 +9,7 @@ from jaxllm import GenerationConfig
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.lora import LoraConfig
 from jaxllm.sampling import Sampling
-from jaxllm.serving.engine import step as batch
+from jaxllm.serving.server import executor as executors
 from jaxllm.serving.server.adapters import AdapterOptions, Adapters
 from jaxllm.serving.server.opening import engine_shape
 from tests.serving.server.context_service import WHOLE
@@ -85,13 +85,13 @@ def test_calls_name_adapters_and_get_their_answers(served, http):
 def test_rows_of_one_adapter_are_decoded_together_and_others_apart(served, http, monkeypatch, compiles):
     names = ("", "", "formal", "formal", "terse", "terse")
     wanted = {name: text(http, name, tokens=40) for name in set(names)}
-    seen, real = [], batch.decode_together
+    seen, real = [], executors.decode_together
 
     def counted(runs):
         seen.append((served.executor.adapters._used, len(runs)))
         return real(runs)
 
-    monkeypatch.setattr(batch, "decode_together", counted)
+    monkeypatch.setattr(executors, "decode_together", counted)
     with compiles() as count, slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda name: text(served.http("mail"), name, tokens=40), names))
         assert count() == 0
@@ -227,7 +227,7 @@ def test_options_say_what_the_engine_must_take(served, tmp_path):
 
     with pytest.raises(BudgetExceeded, match="of at most 1,000"):
         opened(given=given, limit_bytes=1000)
-    with pytest.raises(BudgetExceeded, match="which is the most"):
+    with pytest.raises(BudgetExceeded, match="the maximum"):
         opened(given={"terse": given["terse"]}, most=1).require_addable("formal")
     with pytest.raises(ConfigError, match="loads no adapters while it runs"):
         AdapterOptions().path("x")

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward
 from jaxllm.serving.server.api.app import make_app
-from jaxllm.serving.server.backend import EngineBackend
+from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import Conversation, Refused
 from tests.serving.server.executors import make_executor
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params
@@ -21,7 +21,7 @@ SAID = Conversation(messages=({"role": "user", "content": "hello"},))
 
 @pytest.fixture
 def backend(plain_service):
-    made, executor = EngineBackend(), make_executor(plain_service)
+    made, executor = Backend(), make_executor(plain_service)
     executor.start()
     made.opened(executor)
     yield made
@@ -30,7 +30,7 @@ def backend(plain_service):
 
 
 def test_it_refuses_while_the_model_is_loading():
-    backend = EngineBackend()
+    backend = Backend()
     assert not backend.health()["ready"]
     with pytest.raises(Refused) as caught:
         backend.facts()
@@ -59,7 +59,7 @@ def test_text_tokens_and_templates(backend):
         assert "<|user|>hello<|assistant|>" in text
         assert len(await backend.tokenize(SAID)) > 2
         with pytest.raises(ConfigError, match="no contexts"):
-            await backend.create_context("a")
+            await backend.contexts("a", lambda each: each.listed("a"))
 
     asyncio.run(run())
 

@@ -9,11 +9,11 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.guided.compiler import PreparedGrammar
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.guided.workers import Follower, GrammarLate
 from jaxllm.serving.server.api.errors import api_error
-from jaxllm.serving.server.calls import Ended, Grammar
+from jaxllm.serving.server.calls import Ended
 from jaxllm.serving.server.executor import compile_grammars
-from jaxllm.serving.server.prompts import guided
 from tests.serving.server.test_executor import call, dispatches, executor, read, service, written
 
 __all__ = ["dispatches", "executor", "service"]
@@ -41,7 +41,7 @@ def test_no_call_waits_while_the_grammar_of_another_is_compiled(executor, servic
             with pytest.raises(ConfigError, match="it is refused"):
                 await read(tickets[2])
         stops = slow.config.stop_ids(service.engine.tokenizer.eos_ids)
-        asked[0][1].set_result(compiler.prepare(slow.grammar, stops).result())
+        asked[0][1].set_result(compiler.prepare(slow.config.grammar, stops).result())
         return plain, *(await asyncio.gather(*map(read, tickets[:2])))
 
     plain, *guided = asyncio.run(run())
@@ -83,9 +83,7 @@ def test_one_grammar_of_an_app_waits_with_its_process_for_its_call_to_begin(serv
 
     def job(app, text, priority="foreground"):
         asks = call(grammar=Grammar(kind="regex", text=text), app=app)
-        return SimpleNamespace(
-            run=None, prepared=None, call=guided(dataclasses.replace(asks, priority=priority))
-        )
+        return SimpleNamespace(run=None, prepared=None, call=dataclasses.replace(asks, priority=priority))
 
     jobs = [job("one", "a"), job("one", "b"), job("one", "c", "background"), job("two", "bad")]
     monkeypatch.setattr(service.engine.grammars, "prepare", prepare)

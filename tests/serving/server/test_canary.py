@@ -15,8 +15,8 @@ from jaxllm import EngineOptions
 from jaxllm.errors import BundleError, CheckpointError, ConfigError, NotFinite
 from jaxllm.serving.server import canary as canaries
 from jaxllm.serving.server.api.app import make_app
-from jaxllm.serving.server.backend import EngineBackend
-from jaxllm.serving.server.canary import Canary, EngineFailed
+from jaxllm.serving.server.backend import Backend
+from jaxllm.serving.server.canary import Canary, EngineFailed, service_canary
 from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
@@ -66,7 +66,7 @@ def test_the_engine_answers_ids_not_a_text() -> None:
     asked: list[object] = []
     own = types.SimpleNamespace(generate=lambda prompt, config: asked.append((prompt, config.max_tokens)))
     service, adapters = types.SimpleNamespace(engine=own), types.SimpleNamespace(use=asked.append)
-    canary = Canary.of(service, adapters)  # pyright: ignore[reportArgumentType]
+    canary = service_canary(service, adapters)  # pyright: ignore[reportArgumentType]
     canary.failed(IndexError("of whatever"))
     canary.step()
     assert asked == ["", ((0,), 1)]
@@ -121,7 +121,7 @@ def test_a_model_file_that_is_touched_ends_the_service(
         context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
     )
     service = LLMService.open(path, options=options)
-    executor, backend = make_executor(service), EngineBackend(Limits())
+    executor, backend = make_executor(service), Backend(Limits())
     executor.start()
     backend.opened(executor, "tiny")
 
@@ -168,7 +168,7 @@ def test_nobody_has_to_call_to_find_a_touched_file(engine: Engine, monkeypatch: 
             found.set_exception(error)
         return found
 
-    backend = EngineBackend(Limits())
+    backend = Backend(Limits())
     backend.executor, backend._why = executor, ""  # pyright: ignore[reportAttributeAccessIssue]
     time.sleep(0.01)
     health = asyncio.run(backend.readiness())

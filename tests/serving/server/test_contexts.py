@@ -10,8 +10,8 @@ import pytest
 from jaxllm.client import Busy
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.sampling import Sampling
-from jaxllm.serving.engine import step as batch
 from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.server import executor as executors
 from jaxllm.serving.server.limits import AppLimits, Limits
 from tests.serving.server.context_service import WHOLE, WINDOW
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed, user
@@ -108,7 +108,7 @@ def test_a_context_has_its_level_until_an_objective_allows_more(served, http):
 
 
 def test_answers_in_contexts_are_decoded_together_with_others(served, http, monkeypatch):
-    together, real = [], batch.decode_together
+    together, real = [], executors.decode_together
 
     def counted(runs):
         together.append([run.request.prompt for run in runs])
@@ -118,7 +118,7 @@ def test_answers_in_contexts_are_decoded_together_with_others(served, http, monk
     alone = [said(http, names[0], FOX, 40).json()["choices"][0]["text"]]
     body = {"prompt": FOX, "max_tokens": 40, **WHOLE}
     alone.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
-    monkeypatch.setattr(batch, "decode_together", counted)
+    monkeypatch.setattr(executors, "decode_together", counted)
     with slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(3) as pool:
         asked = [
             *(pool.submit(said, http, name, FOX, 40) for name in names[1:]),

@@ -17,6 +17,7 @@ from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.client import Client
 from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.contexts.store import ContextStore
+from jaxllm.serving.server.api.stored_responses import RESPONSES
 from jaxllm.serving.server.identity import add_key
 from tests.models.test_lora import random_adapter
 from tests.serving.server.daemons import MAIN, Process
@@ -28,7 +29,6 @@ from tests.tiny import END_ID, TINY, write_tiny_bundle
 SLOWLY = (
     """
 import asyncio, os, time
-from jaxllm.serving.engine import step as batch
 from jaxllm.serving.server import daemon, executor
 watch = daemon.Daemon._watch
 async def watch_once_told(self):
@@ -41,7 +41,7 @@ def slow(dispatch):
         time.sleep(float(os.environ["DISPATCH_S"]))
         dispatch(*arguments)
     return slowly
-batch.decode_together, executor.step = slow(batch.decode_together), slow(executor.step)
+executor.decode_together, executor.step = slow(executor.decode_together), slow(executor.step)
 choose = executor.next_action
 def choose_or_die(*arguments):
     if os.path.exists(os.environ["DEATH"]):
@@ -303,6 +303,9 @@ def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_tol
     with Client(socket=service.path) as client:
         context = client.new_context()
         told = context.generate("my secret is swordfish", max_tokens=8).result().facts
+        response = client.http.post(
+            "/v1/responses", json={"input": "my secret", "max_output_tokens": 2}
+        ).json()
     (root / "second").mkdir()
     with Process(root / "second", "--model", root / "tiny.jaxllm", "--config", service.config) as second:
         assert second.ended() == 1
@@ -319,6 +322,7 @@ def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_tol
     with ContextStore(root / "contexts") as store:
         assert store.records() == []
         assert "is encrypted" in store.damage()[0].reason
+    assert b"my secret" not in (root / "contexts" / RESPONSES).read_bytes()
 
     config = f'{OPTIONS}attend_coded = true\ncontext_keys = "{root}/keys"\ncontext_budget = "1MB"\n'
     third = Service(
@@ -328,6 +332,7 @@ def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_tol
     with third:
         third.read_again(config.replace("1MB", "2MB"), "contexts may take 2,000,000 bytes")
         with Client(socket=third.path) as client:
+            assert client.http.get(f"/v1/responses/{response['id']}").json() == response
             (there,) = client.contexts()
             assert (there.name, there.facts["tokens"]) == (context.name, told["context_tokens"])
             assert there.generate("and?", max_tokens=4).result().facts["reused_tokens"] >= 16

@@ -16,8 +16,9 @@ from jaxllm.serving.elastic.planner import Load, Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.engine.step import step
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server import executor as executors
-from jaxllm.serving.server.calls import Call, Conversation, Ended, Grammar, Piece, Refused, Started
+from jaxllm.serving.server.calls import Call, Conversation, Ended, Piece, Refused, Started
 from jaxllm.serving.server.executor import EngineWork
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from tests.serving.server.executors import make_executor
@@ -45,8 +46,8 @@ def executor(service, dispatches):
     assert not made.alive
 
 
-def call(prompt=PROMPT, *, app="mail", tokens=12, **more):
-    config = GenerationConfig(max_tokens=tokens, ignore_eos=True)
+def call(prompt=PROMPT, *, app="mail", tokens=12, grammar=None, top_logprobs=None, **more):
+    config = GenerationConfig(max_tokens=tokens, ignore_eos=True, grammar=grammar, top_logprobs=top_logprobs)
     return Call(app=app, request_id="1", prompt=prompt, config=config, **more)
 
 
@@ -235,7 +236,12 @@ def test_an_error_in_the_middle_ends_that_answer_alone(executor, dispatches, mon
 
 
 def test_what_cannot_be_answered_is_refused_at_once(executor):
-    wrongs = (call(""), call((99_999,)), call(context="c"))
+    said = Conversation(messages=({"role": "user", "content": PROMPT},))
+    tasks = [
+        dataclasses.replace(each, config=dataclasses.replace(each.config, task="summarize"))
+        for each in (call(said), call(said, shorten=True), call(shorten=True))
+    ]
+    wrongs = (call(""), call((99_999,)), call(context="c"), *tasks)
     for wrong, error in ((call("x" * 500), ContextOverflow), *((each, ConfigError) for each in wrongs)):
         with pytest.raises(error):
             together(executor, wrong)

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.server.guard import Guard, GuardOptions
+from jaxllm.serving.server.api.app import Guard
 from jaxllm.serving.server.identity import Identity
-from jaxllm.serving.server.peer import EXTENSION, Credentials, Peer
+from jaxllm.serving.server.sockets import EXTENSION, Credentials, GuardOptions, Peer
 from tests.serving.server.context_service import ContextService
 
 LOOPBACK, SOCKET = Peer(address="127.0.0.1"), Peer(credentials=Credentials(1, 7, 7), app="uid-7")
@@ -51,7 +51,7 @@ def call(
         "type": "http", "method": method, "path": path, "scheme": "http", "headers": pairs,
         "extensions": {} if peer is None else {EXTENSION: peer},
     }  # fmt: skip
-    asyncio.run(Guard(app, Identity(), options)(scope, receive, send))
+    asyncio.run(Guard(app, Identity().identify, options)(scope, receive, send))
     start, body = sent
     found = {name.decode(): value.decode() for name, value in start["headers"]}
     return start["status"], found, json.loads(body["body"] or b"null"), seen
@@ -176,7 +176,7 @@ def test_web_sockets_are_closed() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(Guard(None, Identity())({"type": "websocket"}, None, send))  # pyright: ignore[reportArgumentType]
+    asyncio.run(Guard(None, Identity().identify)({"type": "websocket"}, None, send))  # pyright: ignore[reportArgumentType]
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
 

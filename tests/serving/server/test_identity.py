@@ -16,7 +16,6 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.serving.server.identity import (
     Identity,
-    IdentityOptions,
     KeyFile,
     Unauthorized,
     add_key,
@@ -24,7 +23,7 @@ from jaxllm.serving.server.identity import (
     read_keys,
     remove_keys,
 )
-from jaxllm.serving.server.peer import (
+from jaxllm.serving.server.sockets import (
     EXTENSION,
     Credentials,
     Peer,
@@ -117,7 +116,7 @@ def test_loopback() -> None:
 def test_without_keys_the_loopback_is_local(tmp_path: Path) -> None:
     identity = Identity(keys=KeyFile(tmp_path / "keys.json"))
     assert identity.identify(scope(LOOPBACK)) == "local"
-    assert Identity(IdentityOptions(local_app="me")).identify(scope(LOOPBACK)) == "me"
+    assert Identity(local_app="me").identify(scope(LOOPBACK)) == "me"
     for peer in (None, Peer(), Peer(address="10.0.0.1")):
         with pytest.raises(Unauthorized) as caught:
             identity.identify(scope(peer, (b"x-forwarded-for", b"127.0.0.1")))
@@ -158,21 +157,20 @@ def test_with_keys_a_key_is_needed(tmp_path: Path) -> None:
 
 def test_addresses_to_listen_on(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    remote = IdentityOptions(remote=True)
     Identity().require_address("127.0.0.1")
     with pytest.raises(ConfigError, match="not a loopback address"):
         Identity(keys=KeyFile(path)).require_address("0.0.0.0")
     for keys in (None, KeyFile(path)):
         with pytest.raises(ConfigError, match="jaxllm keys add"):
-            Identity(remote, keys).require_address("0.0.0.0")
+            Identity(keys, remote=True).require_address("0.0.0.0")
     add_key(path, "mail")
-    Identity(remote, KeyFile(path)).require_address("0.0.0.0")
+    Identity(KeyFile(path), remote=True).require_address("0.0.0.0")
 
 
 def test_an_app_is_found_once_for_a_request() -> None:
     asked, identity = scope(LOOPBACK), Identity()
     assert identity.identify(asked) == "local"
-    identity.options = IdentityOptions(local_app="other")
+    identity.local_app = "other"
     assert identity.identify(asked) == "local"
 
 
@@ -232,7 +230,7 @@ def test_operators(path: Path) -> None:
     assert [each.operator for each in read_keys(path)] == [False, False]
     facts["keys"][0]["operator"] = 1
     path.write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="malformed operator"):
+    with pytest.raises(ConfigError, match="not a file of API keys"):
         read_keys(path)
 
 

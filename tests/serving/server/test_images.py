@@ -111,7 +111,7 @@ def test_what_is_no_image_and_bounds(http, monkeypatch):
         (of({"type": "input_audio"}), "only texts and images"),
         (said("x", *[PHOTO] * 9), "has 9 images|have 9 images; at most 8"),
         (said("x", *[picture(SIZES[0], seed) for seed in range(8)], PHOTO), "at most 8"),
-        ({**said("x", PHOTO), "role": "system"}, "images stand in a user's message"),
+        ({**said("x", PHOTO), "role": "system"}, "images are allowed in users' messages"),
     ):
         response = chat(http, asked)
         message = response.json()["error"]["message"]

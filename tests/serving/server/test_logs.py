@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,11 +18,9 @@ from jaxllm import GenerationConfig
 from jaxllm.serving.server import logs
 from jaxllm.serving.server.calls import Call
 from jaxllm.serving.server.logs import (
-    Access,
-    AccessLog,
     AccessLogged,
-    CallRecord,
     Served,
+    access_record,
     current_request,
     request_id_of,
 )
@@ -69,20 +68,23 @@ def answering(status, **more):
     return app
 
 
-def test_a_record_and_one_of_several_calls_of_which_one_was_cut_short(records):
-    call = CallRecord(started=STARTED, ended=ENDED, tokens=21, outcome="ended")
-    AccessLog().write(
-        Access(served=served(call), method="POST", path="/v1/completions", status=200, total_ms=812.44)
-    )
-    assert fields(records()[0]) == {
+def job(outcome="cancelled", tokens=0, started=None, ended=None):
+    return SimpleNamespace(outcome=outcome, read_tokens=tokens, started=started, ended=ended)
+
+
+def record_of(*calls, path="/", status=200, total_ms=1.0):
+    return access_record(served(*calls), method="POST", path=path, status=status, total_ms=total_ms)
+
+
+def test_a_record_and_one_of_several_calls_of_which_one_was_cut_short():
+    whole = record_of(job("ended", 21, STARTED, ENDED), path="/v1/completions", total_ms=812.44)
+    assert whole == {
         "request_id": "r1", "app": "mail", "method": "POST", "path": "/v1/completions", "status": 200,
         "outcome": "ended", "total_ms": 812.4, "tokens": 21, "level_percent": 70, "plan": "proposed",
         "prompt_tokens": 120, "kept_tokens": 96, "reused_tokens": 64, "queued_ms": 12.0,
         "finish_reason": "stop", "ttft_ms": 200.0, "tpot_ms": 30.0, "met": True,
     }  # fmt: skip
-    calls = (CallRecord(started=STARTED, tokens=5), CallRecord(tokens=2, outcome="NotFinite"))
-    AccessLog().write(Access(served=served(*calls), method="POST", path="/", status=200, total_ms=1))
-    told = fields(records()[1])
+    told = record_of(job(tokens=5, started=STARTED), job("NotFinite", 2))
     assert (told["calls"], told["tokens"], told["outcome"]) == (2, 7, "NotFinite")
     assert "finish_reason" not in told
 
@@ -90,10 +92,7 @@ def test_a_record_and_one_of_several_calls_of_which_one_was_cut_short(records):
 def test_outcomes(records):
     for status, outcome in ((200, "cancelled"), (429, "refused"), (499, "cancelled")):
         # A call that was cancelled: by its client, or because another of the request was refused.
-        AccessLog().write(
-            Access(served=served(CallRecord()), method="POST", path="/", status=status, total_ms=1)
-        )
-        assert fields(records()[-1])["outcome"] == outcome
+        assert record_of(job(), status=status)["outcome"] == outcome
     ends = {200: "ended", 404: "refused", 503: "refused", 500: "failed", 499: "cancelled"}
     for status, outcome in ends.items():
         # A request without calls.
@@ -115,14 +114,22 @@ def test_probes_are_told_to_who_debugs_and_what_clients_choose_in_paths_to_nobod
     assert records()[-1].status == 503
 
 
-def test_an_error_that_nobody_answers_is_told_and_raised(records):
+def test_an_error_is_answered_and_raised_where_the_answer_has_begun(records):
+    begins = False
+
     async def failing(scope, receive, send):
         assert current_request().request_id == scope["state"]["request_id"]
+        if begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
         raise OSError("secret")
 
+    start, body = run(failing)
+    assert (start["status"], b"secret" in body["body"]) == (500, False)
+    assert (records()[-1].outcome, records()[-1].status) == ("failed", 500)
+    begins = True
     with pytest.raises(OSError, match="secret"):
         run(failing)
-    assert (records()[0].outcome, records()[0].status) == ("OSError", 0)
+    assert (records()[-1].outcome, records()[-1].status) == ("OSError", 200)
     assert current_request() is None
 
 

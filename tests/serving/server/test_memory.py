@@ -10,11 +10,11 @@ from jaxllm import Engine, EngineOptions
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.host.machine import memory_bytes
-from jaxllm.serving.server import holdings
 from jaxllm.serving.server import memory as memories
+from jaxllm.serving.server import opening
 from jaxllm.serving.server.calls import Ended
-from jaxllm.serving.server.holdings import engine_bytes, service_memory, storage_figures
-from jaxllm.serving.server.memory import Governor, MemoryOptions, ServiceMemory
+from jaxllm.serving.server.memory import MemoryOptions, ServiceMemory
+from jaxllm.serving.server.opening import engine_bytes, service_memory, storage_figures
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.weights.footprint import fixed_bytes
 from jaxllm.serving.weights.prefetch_plan import whole_budget
@@ -38,10 +38,9 @@ class World:
         prefixes = 0 if self.sessions is None else self.sessions.size_bytes
         return self.fixed + prefixes + (0 if self.layers is None else self.layers.resident_bytes)
 
-    def governed(self, holdings, options):
-        return Governor(
-            holdings, options, taken_bytes=self.taken, pressure=lambda: None, clock=lambda: self.now
-        )
+    @property
+    def measures(self):
+        return {"taken_bytes": self.taken, "pressure": lambda: None, "clock": lambda: self.now}
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def answered(executor, prompt):
 
 
 def test_prefixes_shrink_under_a_small_limit_and_grow_back(service, world):
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
     world.sessions = sessions = memory.sessions
     executor = make_executor(service, SchedulerOptions(), memory=memory)
     executor.start()
@@ -99,7 +98,7 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
     most = streamed.resident_bytes
     memory = service_memory(
         SimpleNamespace(engine=engine, contexts=None),  # pyright: ignore
-        MemoryOptions(limit_bytes=4 * most), governed=world.governed,
+        MemoryOptions(limit_bytes=4 * most), **world.measures,
     )  # fmt: skip
     assert set(memory.figures(0)["holdings"]) == {"weights", "kv", "prefixes", "layers"}
     world.layers, world.fixed = streamed, 0
@@ -128,7 +127,7 @@ def test_figures_with_and_without_a_limit(service, world):
     assert set(free["holdings"]) == {"weights", "kv", "prefixes", "contexts"}
     assert free["holdings"]["weights"]["size_bytes"] == service.engine.model.bundle.weight_bytes
     assert free["holdings"]["kv"] == {"size_bytes": 7}
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
     memory.step()
     figures = memory.figures(7)
     assert (figures["process_bytes"], figures["limit_bytes"]) == (LIMIT // 2, LIMIT)
@@ -140,7 +139,7 @@ def test_figures_with_and_without_a_limit(service, world):
 def test_the_memory_of_contexts_follows_what_is_asked_for(service, world):
     contexts = service.contexts
     asked = contexts.options.budget_bytes
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
     holding = next(each for each in memory._holdings if each.name == "contexts")
     assert holding.most_bytes == asked
     service.resize(asked // 2)
@@ -158,25 +157,20 @@ def test_the_memory_of_contexts_follows_what_is_asked_for(service, world):
 
 
 def test_pressure_is_followed_without_a_limit_where_the_system_tells(service, monkeypatch):
-    made = []
-
-    def governed(holdings, options):
-        made.append(options)
-        return Governor(holdings, options, pressure=lambda: 0.5, clock=lambda: 100.0)
-
+    measures = {"pressure": lambda: 0.5, "clock": lambda: 100.0}
     monkeypatch.setattr(memories, "memory_pressure", lambda: 0.0)
     options = MemoryOptions(follow_pressure=True)
-    memory = service_memory(service, options, governed=governed)
-    assert made[0].limit_bytes == memory_bytes()
+    memory = service_memory(service, options, **measures)
+    assert memory._options.limit_bytes == memory_bytes()
     holding = next(each for each in memory._holdings if each.name == "contexts")
     before = holding.limit_bytes
     memory.step()
     assert holding.limit_bytes < before
-    assert not memory.short
+    assert not memory.short_bytes
     service.resize(before)
     monkeypatch.setattr(memories, "memory_pressure", lambda: None)
     with pytest.raises(ConfigError, match="leave out follow_pressure"):
-        service_memory(service, options, governed=governed)
+        service_memory(service, options, **measures)
 
 
 def test_running_caches_are_counted(service):
@@ -193,7 +187,7 @@ def test_running_caches_are_counted(service):
 
 
 def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
-    monkeypatch.setattr(ServiceMemory, "short", True)
+    monkeypatch.setattr(ServiceMemory, "short_bytes", 1)
     executor = make_executor(service, SchedulerOptions())
 
     async def run():
@@ -212,7 +206,7 @@ def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
 
 
 def test_a_layer_that_cannot_be_read_again_ends_nothing(service, world, caplog):
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), governed=world.governed)
+    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
 
     def failing(limit_bytes):
         raise CheckpointError("the disk is gone")
@@ -224,7 +218,7 @@ def test_a_layer_that_cannot_be_read_again_ends_nothing(service, world, caplog):
 
 
 def test_the_engines_part_of_the_budget(monkeypatch):
-    monkeypatch.setattr(holdings, "resident_bytes", lambda: 300)
+    monkeypatch.setattr(opening, "resident_bytes", lambda: 300)
     assert engine_bytes(0) == 0
     assert engine_bytes(1000) == 700
     with pytest.raises(BudgetExceeded, match="300 before a model is opened"):

@@ -33,14 +33,14 @@ def values(metrics):
 def used(snapshot=dict):
     """Metrics of a service that one call has used, and others that did not end well."""
     metrics = Metrics(snapshot)
-    metrics.accepted("mail")
-    metrics.started("mail", STARTED)
-    metrics.dispatched(Dispatch(kind="decode", rows=3, took_ms=40.0, tokens=12))
-    metrics.dispatched(Dispatch(kind="prefill", rows=1, took_ms=9.0, chunk_tokens=64, mode="int8"))
-    metrics.ended("mail", ENDED)
-    metrics.refused("mail", "full")
-    metrics.failed("mail", "ContextGone")
-    metrics.cancelled("mail")
+    metrics.count("calls_accepted", "mail")
+    metrics.report(STARTED, "mail")
+    metrics.report(Dispatch(kind="decode", rows=3, took_ms=40.0, tokens=12))
+    metrics.report(Dispatch(kind="prefill", rows=1, took_ms=9.0, chunk_tokens=64, mode="int8"))
+    metrics.report(ENDED, "mail")
+    metrics.count("calls_refused", "mail", "full")
+    metrics.count("calls_failed", "mail", "ContextGone")
+    metrics.count("calls_cancelled", "mail")
     return metrics
 
 
@@ -73,7 +73,7 @@ def test_a_call_from_its_first_to_its_last_event():
 
 def test_answers_without_objective_and_of_one_token():
     metrics = Metrics(dict)
-    metrics.ended("mail", dataclasses.replace(ENDED, met=None, tokens=1))
+    metrics.report(dataclasses.replace(ENDED, met=None, tokens=1), "mail")
     names = {key[0] for key in values(metrics)}
     assert "jaxllm_ttft_seconds_count" in names
     assert not names & {"jaxllm_objectives_total", "jaxllm_tpot_seconds_count"}
@@ -97,18 +97,18 @@ def test_figures_become_gauges():
     assert got["jaxllm_read_bytes_total", ("what", "contexts")] == 310 << 20
     assert got["jaxllm_grammars_total", ("outcome", "ended")] == 2
     # What is missing is no error, nor is no visit.
-    none = values(Metrics(lambda: {"experts": {"visits": 0}}))
+    none = values(Metrics(lambda: {"experts": {"visits": 0, "hits": 0}}))
     assert "jaxllm_expert_hit_rate" not in {key[0] for key in none}
 
 
 def test_apps_beyond_the_limit_are_one_label():
     figures = {
-        "running": [{"app": f"app {at}", "level": 100, "count": 1} for at in range(5)],
+        "running": {f"app {at}": {100: 1} for at in range(5)},
         "contexts": {f"app {at}": {"contexts": 2, "chunks": {"8": 3}} for at in range(5)},
     }
     metrics = Metrics(lambda: figures, most_apps=2)
     for at in range(5):
-        metrics.accepted(f"app {at}")
+        metrics.count("calls_accepted", f"app {at}")
     got = values(metrics)
     assert got["jaxllm_calls_accepted_total", ("app", "app 1")] == 1
     assert got["jaxllm_calls_accepted_total", ("app", "other")] == 3
@@ -120,7 +120,7 @@ def test_apps_beyond_the_limit_are_one_label():
 def test_kinds_of_errors_are_bounded_and_names_are_escaped():
     metrics = Metrics(dict)
     for at in range(100):
-        metrics.failed('a"\n{}', f"Error{at}")
+        metrics.count("calls_failed", 'a"\n{}', f"Error{at}")
     assert len({key for key in values(metrics) if key[0] == "jaxllm_calls_failed_total"}) == 17
     with pytest.raises(ConfigError, match="at least one value"):
         Names(0)
@@ -129,7 +129,7 @@ def test_kinds_of_errors_are_bounded_and_names_are_escaped():
 def test_services_share_nothing_and_threads_may_count_at_once():
     metrics, other = Metrics(dict), Metrics(dict)
     threads = [
-        threading.Thread(target=lambda: [metrics.ended("mail", ENDED) for _ in range(500)]) for _ in range(4)
+        threading.Thread(target=lambda: [metrics.report(ENDED, "mail") for _ in range(500)]) for _ in range(4)
     ]
     for each in threads:
         each.start()
@@ -179,9 +179,9 @@ def test_operators_read_metrics_and_anyone_loads_the_page():
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_it_asks_for_a_key_and_shows_metrics_as_text(tmp_path):
     metrics, browser = Metrics(lambda: FIGURES), Browser(tmp_path)
-    metrics.accepted(HOSTILE)
-    metrics.started(HOSTILE, STARTED)
-    metrics.ended(HOSTILE, ENDED)
+    metrics.count("calls_accepted", HOSTILE)
+    metrics.report(STARTED, HOSTILE)
+    metrics.report(ENDED, HOSTILE)
     with serving(metrics) as address:
         browser.view(390, 844)
         browser.open(address)

@@ -6,9 +6,9 @@ from jaxllm.elastic.slo import Slo
 from jaxllm.errors import BudgetExceeded, ConfigError, ObjectiveMissed
 from jaxllm.serving.elastic.objectives import Binding, EndToEnd, EnergyBudget, Latency
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.server import objectives
+from jaxllm.serving.server import limits
 from jaxllm.serving.server.calls import Call
-from jaxllm.serving.server.objectives import Bindings, bound, objective_from, written
+from jaxllm.serving.server.limits import Bindings, bound, objective_from, written
 from tests.serving.server.context_service import WHOLE
 from tests.serving.server.talking import FOX, facts, made
 
@@ -60,7 +60,7 @@ def test_bound_apps_are_bounded_and_budgets_of_energy_are_not_for_contexts(monke
     bindings = Bindings({"mail": Binding(EnergyBudget(joules=2))})
     assert bindings.applied(call(context="a")) == call(context="a")
     assert bindings.applied(call()).objective == EnergyBudget(joules=2)
-    monkeypatch.setattr(objectives, "_MOST_BOUND", 1)
+    monkeypatch.setattr(limits, "_MOST_BOUND", 1)
     loose = Binding(EndToEnd(total_ms=1))
     for _ in range(2):
         bindings.bind("a", loose)

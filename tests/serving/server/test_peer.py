@@ -18,7 +18,7 @@ import httpx
 import pytest
 import uvicorn
 
-from jaxllm.serving.server.peer import EXTENSION, PeerOptions, protocol
+from jaxllm.serving.server.sockets import EXTENSION, PeerOptions, protocol
 from tests.serving.server.running import running
 
 OPTIONS = PeerOptions(apps={f"uid:{os.geteuid()}": "tests"}, head_timeout_s=0.4, body_timeout_s=0.4)

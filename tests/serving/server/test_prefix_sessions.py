@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm.serving.engine.request import Session
-from jaxllm.serving.server.prefix_sessions import PrefixSessions
+from jaxllm.serving.server.memory import PrefixSessions
 
 SIZE = 100
 SYSTEM = tuple(range(40))

@@ -12,8 +12,8 @@ from jaxllm.serving.elastic.engine_profile import profile_path
 from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import load_profile
 from jaxllm.serving.elastic.safety_margin import SafetyMargin
-from jaxllm.serving.server import idle_work
-from jaxllm.serving.server.idle_work import ProfileRefinement
+from jaxllm.serving.server import opening
+from jaxllm.serving.server.opening import ProfileRefinement
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from tests.serving.server.executors import make_executor
@@ -64,7 +64,7 @@ def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
     def full(profile, path):
         raise JaxllmError("the device is full")
 
-    monkeypatch.setattr(idle_work, "save_profile", full)
+    monkeypatch.setattr(opening, "save_profile", full)
     work = ProfileRefinement(service, service.use_profile, quiet_s=0)
     while work.step():
         pass
@@ -75,7 +75,7 @@ def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
 
 def test_calls_go_first_in_the_engines_thread(service):
     work = ProfileRefinement(service, service.use_profile, quiet_s=0)
-    executor = make_executor(service, SchedulerOptions(), idle_work=[work])
+    executor = make_executor(service, SchedulerOptions(), idle_work=work)
     executor.start()
     asked = call("hello the", tokens=6)
     alone = service.engine.stream("hello the", asked.config).result().tokens

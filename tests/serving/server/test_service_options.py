@@ -184,7 +184,8 @@ IDENTITY = Identity()
 
 
 def listen(**options):
-    return bound(ServerOptions(**options), IDENTITY)
+    made = ServerOptions(**options)
+    return bound(made.address, made.socket, made.socket_mode, IDENTITY.require_address)
 
 
 def test_a_port_and_a_path(tmp_path):

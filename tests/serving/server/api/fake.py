@@ -2,15 +2,16 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextGone
 from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.guided.logprobs import TokenLogprob
 from jaxllm.serving.server import calls
 from jaxllm.serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, Event, ModelFacts
-from jaxllm.serving.server.objectives import Bindings
+from jaxllm.serving.server.limits import Bindings
 
 
 class FakeTicket:
@@ -38,9 +39,9 @@ class FakeTicket:
         )
         for index, text in enumerate(backend.pieces):
             logprobs = None
-            if self._call.top_logprobs is not None:
-                top = tuple((65 + i, -1.0 - i) for i in range(self._call.top_logprobs))
-                logprobs = (calls.TokenLogprob(65, -0.5, top),)
+            if (count := self._call.config.top_logprobs) is not None:
+                top = tuple((65 + i, -1.0 - i) for i in range(count))
+                logprobs = (TokenLogprob(65, -0.5, top),)
             yield calls.Piece(text, (65,), logprobs)
             if backend.late_error is not None:
                 raise backend.late_error
@@ -54,7 +55,7 @@ class FakeTicket:
 
 
 class FakeBackend:
-    """See `jaxllm.serving.server.calls.Backend`."""
+    """See `jaxllm.serving.server.backend.Backend`."""
 
     def __init__(self, *pieces: str, template: str = "") -> None:
         self.pieces = pieces or ("Hel", "lo")
@@ -118,40 +119,37 @@ class FakeBackend:
         if self.named.pop(name, None) is None:
             raise calls.AdapterGone(f"no adapter {name!r}")
 
-    def binding(self, app: str) -> tuple[Binding | None, bool]:
-        return self.bindings.of(app), self.bindings.is_own(app)
-
     async def bind(self, app: str, binding: Binding) -> Sequence[int]:
         self.bindings.bind(app, binding)
         return (8,)
 
-    def unbind(self, app: str) -> None:
-        self.bindings.unbind(app)
+    async def contexts(self, app: str, what: Callable[[Any], Any]) -> Any:
+        return what(self)
 
-    async def create_context(
-        self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
-    ) -> ContextFacts:
+    async def list_contexts(self, app: str) -> Sequence[ContextFacts]:
+        return [facts for (owner, _), facts in self.kept.items() if owner == app]
+
+    async def delete_context(self, app: str, name: str) -> None:
+        self.found(app, name)
+        del self.kept[app, name]
+
+    # As of `ContextTurns`.
+
+    def create(self, app: str, *, level: int | None, pinned: bool, adapter: str) -> ContextFacts:
         name = f"c{len(self.kept)}"
         facts = ContextFacts(
             name=name, tokens=0, level=level or 100, pinned=pinned, stored_bytes=0, adapter=adapter
         )
         return self.kept.setdefault((app, name), facts)
 
-    async def contexts(self, app: str) -> Sequence[ContextFacts]:
-        return [facts for (owner, _), facts in self.kept.items() if owner == app]
-
-    async def context(self, app: str, name: str) -> ContextFacts:
+    def found(self, app: str, name: str) -> ContextFacts:
         if (app, name) not in self.kept:
             raise ContextGone("no such context")
         return self.kept[app, name]
 
-    async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
-        self.kept[app, name] = dataclasses.replace(await self.context(app, name), pinned=pinned)
+    def pin(self, app: str, name: str, pinned: bool) -> ContextFacts:
+        self.kept[app, name] = dataclasses.replace(self.found(app, name), pinned=pinned)
         return self.kept[app, name]
-
-    async def delete_context(self, app: str, name: str) -> None:
-        await self.context(app, name)
-        del self.kept[app, name]
 
     async def readiness(self) -> Mapping[str, Any]:
         return self.health()

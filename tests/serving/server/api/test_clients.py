@@ -147,7 +147,7 @@ def test_promises_about_calls_are_kept(served: Served) -> None:
     strict = {"type": "function", "function": {"name": "find", "parameters": schema, "strict": True}}
 
     def grammar() -> str:
-        found = served.backend.calls[-1].grammar
+        found = served.backend.calls[-1].config.grammar
         return "" if found is None else found.text
 
     with openai_client(served) as client:

@@ -164,4 +164,4 @@ def test_forced_calls_have_a_grammar(served: Served) -> None:
     served.backend = FakeBackend('{"name": "find", "arguments": {}}')
     answer = served.post("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}).json()
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    assert served.backend.calls[0].grammar.text.startswith("start: call")
+    assert served.backend.calls[0].config.grammar.text.startswith("start: call")

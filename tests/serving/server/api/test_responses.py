@@ -1,16 +1,23 @@
 """The package `openai` makes, streams, continues, tells and deletes responses; apps have their own alone."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pydantic
 import pytest
 
-from jaxllm.serving.server.api.requests import ResponseStore, StoredResponse
-from jaxllm.serving.server.api.response_items import conversation_of, items_of
+from jaxllm.errors import CheckpointError, Unreadable
+from jaxllm.serving.contexts.encryption import Vault
+from jaxllm.serving.contexts.layout import folder_name
+from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.messages import conversation_of, items_of
+from jaxllm.serving.server.api.stored_responses import RESPONSES, ResponseStore, StoredResponse
 from tests.serving.server.api.conftest import OPTIONS, Served
 from tests.serving.server.api.fake import FakeBackend
 
@@ -140,14 +147,14 @@ def test_forced_calls_and_formats_have_a_grammar(served: Served, client: Any) ->
     served.backend = FakeBackend('{"name": "Ada"', ', "age": 36}')
     made = client.responses.parse(model="tiny", input="Who?", text_format=Person)
     assert made.output_parsed == Person(name="Ada", age=36)
-    assert json.loads(served.backend.calls[0].grammar.text)["required"] == ["name", "age"]
+    assert json.loads(served.backend.calls[0].config.grammar.text)["required"] == ["name", "age"]
     with client.responses.stream(model="tiny", input="Who?", text_format=Person) as stream:
         assert stream.get_final_response().output_parsed == Person(name="Ada", age=36)
     served.backend = FakeBackend('{"name": "find", "arguments": {}}')
     chosen = {"type": "function", "name": "find"}
     made = client.responses.create(model="tiny", input="Who?", tools=[TOOL], tool_choice=chosen)
     assert made.output[0].type == "function_call"
-    assert served.backend.calls[0].grammar.text.startswith("start: call")
+    assert served.backend.calls[0].config.grammar.text.startswith("start: call")
 
 
 def test_a_response_continues_another(served: Served, client: Any) -> None:
@@ -275,26 +282,74 @@ def test_a_failure_in_mid_stream_is_told_and_not_stored(served: Served, client: 
         client.responses.create(model="tiny", input="Hi", stream=True)
 
 
-def test_the_store_drops_an_apps_oldest_and_no_others() -> None:
-    def stored(name: str, size: int = 1) -> StoredResponse:
-        return StoredResponse(id=name, response=b" " * size, items=b"")
+def stored(name: str, size: int = 2) -> StoredResponse:
+    return StoredResponse(id=name, response=msgspec.Raw(b"1" * (size - 1)), items=msgspec.Raw(b"0"))
 
+
+def test_the_store_drops_an_apps_oldest_and_no_others(tmp_path: Path) -> None:
     def has(app: str, names: str) -> list[bool]:
-        return [name in store._apps.get(app, {}) for name in names]
+        found = []
+        for name in names:
+            try:
+                store.get(app, name)
+            except ApiError:
+                found.append(False)
+            else:
+                found.append(True)
+        return found
 
-    store = ResponseStore(most=2, most_bytes=10)
-    assert store.keep("b", stored("0"))
-    for name in "123":
-        assert store.keep("a", stored(name))
-    assert has("a", "0123") == [False, False, True, True]
-    assert not store.keep("a", stored("4", 11))
-    assert store.keep("a", stored("5", 9))
-    assert has("a", "2345") == [False, True, False, True]
-    assert store.keep("a", stored("6", 10))
-    assert has("a", "356") == [False, False, True]
-    store.delete("a", "6")
-    assert has("b", "0") == [True]
-    assert "a" not in store._apps
+    for folder in (None, tmp_path):
+        store = ResponseStore(most=2, most_bytes=20, folder=folder)
+        assert store.keep("b", stored("0"))
+        for name in "123":
+            assert store.keep("a", stored(name))
+        assert has("a", "0123") == [False, False, True, True]
+        assert not store.keep("a", stored("4", 22))
+        assert store.keep("a", stored("5", 18))
+        assert has("a", "2345") == [False, True, False, True]
+        assert store.keep("a", stored("6", 20))
+        assert has("a", "356") == [False, False, True]
+        store.delete("a", "6")
+        assert (has("a", "6"), has("b", "0")) == ([False], [True])
+        store.close()
+
+
+def test_stored_responses_outlive_the_service_and_are_encrypted_as_contexts_are(tmp_path: Path) -> None:
+    made = StoredResponse(
+        id="r", response=msgspec.Raw(b'"a secret"'), items=msgspec.Raw(b"[]"), context="c", context_tokens=7
+    )
+    (tmp_path / "store").mkdir()
+
+    def opened(vault: Vault | None = None) -> ResponseStore:
+        return ResponseStore(9, 1 << 20, folder=tmp_path / "store", vault=vault)
+
+    def file() -> bytes:
+        return (tmp_path / "store" / RESPONSES).read_bytes()
+
+    with contextlib.closing(opened()) as store:
+        store.keep("mail", made)
+    with contextlib.closing(opened()) as store:
+        assert (store.get("mail", "r").context_tokens, bytes(store.get("mail", "r").response)) == (
+            7, b'"a secret"',
+        )  # fmt: skip
+    assert b"secret" in file()
+    # Keys encrypt what is there, too, and erasing an app's leaves nothing.
+    vault = Vault(tmp_path / "keys", tmp_path / "store")
+    with contextlib.closing(opened(vault)) as store:
+        store.keep("spy", dataclasses.replace(made, id="s"))
+        assert bytes(store.get("mail", "r").response) == b'"a secret"'
+    assert b"secret" not in file()
+    with contextlib.closing(opened()) as store, pytest.raises(Unreadable, match="encrypted"):
+        store.get("mail", "r")
+    vault.erase(folder_name("mail"))
+    with contextlib.closing(opened(vault)) as store:
+        assert bytes(store.get("spy", "s").response) == b'"a secret"'
+        with pytest.raises(ApiError, match="no response"):
+            store.get("mail", "r")
+        # A row of another response is refused, and so is a changed one.
+        store._run("UPDATE responses SET bytes = 1 WHERE id = 's'")
+        with pytest.raises(CheckpointError, match="damaged"):
+            store.get("spy", "s")
 
 
 def test_what_is_too_large_to_be_stored_says_so(served: Served) -> None:
