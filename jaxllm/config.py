@@ -1,8 +1,8 @@
 """The configuration of a decoder: frozen, hashable, validated at construction.
 
 `ModelConfig` has every fact that changes the mathematics of a decoder and nothing else; it is a static
-argument of every compiled step. It does not use any checkpoint's key names: each file in
-`jaxllm/models/architectures` translates one Hugging Face `model_type` into it.
+argument of every compiled step. It does not use any checkpoint's key names: the files in
+`jaxllm/models/architectures` translate those of Hugging Face into it.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """The shared decoder of all architectures: its forward pass with a cache, and over whole documents.
 
-Architectures differ only in `ModelConfig`; each file in `architectures/` translates a checkpoint format into
-it. Parameters are those of `parameters.py`.
+Architectures differ only in `ModelConfig`; the files in `architectures/` translate checkpoints into it.
+Parameters are those of `parameters.py`.
 """
 
 import dataclasses
