@@ -23,7 +23,8 @@ from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import TokenPositions
 from jaxllm.kv.states import LayerState, StateNodes, no_states
 from jaxllm.layer_configs import StateConfig
-from jaxllm.models.layer import LayerParams, fed_forward, live_rows
+from jaxllm.models.layer import fed_forward, live_rows
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.nn.layers import normalize
 from jaxllm.nn.linear import from_units, normed_to_units, to_units
 from jaxllm.nn.states import (

@@ -262,9 +262,11 @@ def feed_forward(
     rowwise: bool = False,
     steps: Steps | None = None,
     live: jax.Array | None = None,
+    drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; without a
-    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above)."""
+    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above). `drop`
+    changes the input of `down` in training."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _BlockOptions) -> jax.Array:
         step, hidden_step = options.steps or (None, None)
@@ -277,6 +279,7 @@ def feed_forward(
             outs = normed_to_units(x, norm, both, biases, step=step, **shared)
             hidden = by_sequence(lambda gate, up: gated(gate, up, weights.activation), *outs, apart=rowwise)
         hidden = only_of_rows(hidden, options.used, hidden.ndim - 1)
+        hidden = hidden if drop is None else drop(hidden)
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 
@@ -299,7 +302,7 @@ def feed_forward(
         return x + out if add_input and not fused else out
 
     options = _BlockOptions(used, steps, live)
-    if weights.biased or not _one_format(weights.weights):
+    if weights.biased or drop is not None or not _one_format(weights.weights):
         return apart(x, norm, weights, options)
     return natively(together, apart, x, norm, weights, options)
 

@@ -13,9 +13,8 @@ from jaxllm.kernels.native_call import PARAMETER, value
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.states import SourceKV
-from jaxllm.models.decoder import forward_layer, logits
-from jaxllm.models.layer import rotary_by_rope
-from jaxllm.models.layer_params import final_normed, with_room
+from jaxllm.models.decoder import final_normed, forward_layer, logits, position_bias
+from jaxllm.models.layer import rotary_by_rope, with_room
 from jaxllm.models.layer_stack import STACK, LayersAt, layer_of
 from jaxllm.models.parameters import Params
 
@@ -156,14 +155,11 @@ def one_layer(
     cfg: ModelConfig,
     layer: int,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
-    """`decoder.forward_layer` of the parameters of one layer (see `layer_of`)."""
+    """`decoder.forward_layer` of the parameters of one layer (see `layer_of`), and "relative_positions" if
+    the model has them."""
     check_layer("one_layer", x, at, past, cfg)
-    if cfg.encoder is not None:
-        from jaxllm.models import encoder_decoder
-
-        return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
-    weights = layer_of(params, layer)
-    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
+    weights, bias = layer_of(params, layer), position_bias(params, cfg)
+    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, bias=bias)
 
 
 def check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
@@ -227,20 +223,14 @@ def consecutive_layers(
     past.check(axes)
     layers: Any = params[STACK]
     assert isinstance(layers, LayersAt)
-    rotaries = {} if cfg.encoder is not None else rotary_by_rope(at.positions, cfg)
-    rotary = rotaries.get(cfg.layer_rope(layer))
+    rotary = rotary_by_rope(at.positions, cfg).get(cfg.layer_rope(layer))
+    how: Any = {"cfg": cfg, "layer": layer, "rotary": rotary, "bias": position_bias(params, cfg)}
 
     def run(number: jax.Array, carry: _Carry) -> _Carry:
         x, first, mass = carry
         own: Any = {**params, STACK: layers.at(number)}
-        how: Any = {"cfg": cfg, "layer": layer}
         here = _of_later_layer(first, number)
-        if cfg.encoder is None:
-            x, here, mass = forward_layer(layer_of(own, layer), x, at, here, mass, rotary=rotary, **how)
-        else:
-            from jaxllm.models import encoder_decoder
-
-            x, here, mass = encoder_decoder.forward_layer(own, x, at, here, mass, **how)
+        x, here, mass = forward_layer(layer_of(own, layer), x, at, here, mass, **how)
         return x, _of_layer_of(first, here), mass
 
     return jax.lax.fori_loop(0, count, run, (x, past, mass))

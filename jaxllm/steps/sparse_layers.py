@@ -14,10 +14,9 @@ from jaxllm.kernels.native_products import StoredExperts
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models import encoder_decoder
-from jaxllm.models.decoder import forward_to_experts
-from jaxllm.models.layer import LayerParams, chosen_experts, expert_biases
-from jaxllm.models.layer_params import with_room
-from jaxllm.models.layer_stack import layer_of
+from jaxllm.models.decoder import forward_to_experts, position_bias
+from jaxllm.models.layer import chosen_experts, expert_biases, with_room
+from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import FeedForward
 from jaxllm.steps.layers import check_layer, loaded_layer
@@ -92,15 +91,10 @@ def attend_layer(
     """
     cfg = of.cfg
     check_layer("attend_layer", x, at, past, cfg)
-    how = {"cfg": cfg, "layer": of.layer}
-    count = x.shape[1]
-    live = visiting = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    if cfg.encoder is None:
-        x, routing, past, mass = forward_to_experts(layer_of(params, of.layer), x, at, past, mass, **how)
-    else:
-        x, routing, visiting, past, mass = encoder_decoder.forward_to_experts(
-            params, x, at, past, mass, **how
-        )
+    weights, bias, count = layer_of(params, of.layer), position_bias(params, cfg), x.shape[1]
+    how = {"cfg": cfg, "layer": of.layer, "bias": bias}
+    x, routing, visiting, past, mass = forward_to_experts(weights, x, at, past, mass, **how)
+    live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
