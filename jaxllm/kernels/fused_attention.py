@@ -16,8 +16,6 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.native import CHOICE_VARIABLE, switched_off
 
-# Computes attention within packed documents for training, forward and backward, by native kernels.
-#
 # Documents are packed one after another into a sequence, and a token attends to its own document up to
 # itself. Each document is then a dense causal attention of its own: the work depends on the lengths of
 # documents, not of the packed sequence, and there is no mask. Tiles and the recomputed softmax of the

@@ -15,8 +15,6 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Loads the native CPU kernels (calls of them: `native_call.py` and the modules that import it).
-#
 # The library is built with the package if there is a C++ compiler (`native/`, `setup.py`); an instruction
 # set that does not compile is left out of it, and importing one that could not be built raises the reason. A
 # process has one library and one pool of threads; its choice of instruction set applies to all of its steps.

@@ -14,8 +14,6 @@ from jaxllm.config import ModelConfig
 from jaxllm.layer_configs import MixedLayers, StateConfig, layer_config, shares_kv
 from jaxllm.quant import Weight
 
-# The parameters of every decoder: their names, shapes and initial values.
-#
 # A flat dict with stable string keys:
 #
 #     embed.tokens [V, D]            embed.positions [P, D]

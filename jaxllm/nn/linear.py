@@ -69,8 +69,6 @@ def _summed(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) 
 _half_product.defvjp(_forward, _backward)
 
 
-# Matrix products of a model: every product goes through this module.
-#
 # Weights lead with their unit axes (`[*U, D]`: the rows of a kv group, of an MLP neuron, of a vocabulary
 # entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory:
 #

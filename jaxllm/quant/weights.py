@@ -12,8 +12,6 @@ import numpy as np
 from jaxllm.quant.blocks import BlockedArray
 from jaxllm.quant.formats import QArray
 
-# Types of weights besides plain arrays: quantized, adapted, and parts of other weights.
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

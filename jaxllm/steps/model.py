@@ -21,8 +21,6 @@ from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
 from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 
-# Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding.
-#
 # Pure functions of static shapes. Only `serving/buckets/` compiles them, with `cfg`, `block` and `dtype`
 # bound and the caches donated.
 
