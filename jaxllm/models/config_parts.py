@@ -153,7 +153,6 @@ def read_layer_types(
     """The type of each layer from `layer_types`, or `usual` without this key.
 
     Args:
-      reader: at the top level of the config.
       usual: the architecture's default, one entry per layer.
       allowed: names of the types.
       of: subject of the message, such as "jaxllm supports".
@@ -178,7 +177,6 @@ def read_windows(reader: ConfigReader, window: int | None, slides: Sequence[bool
     none.
 
     Args:
-      reader: at the top level of the config.
       window: window of sliding layers in tokens; None if the config switches it off.
       slides: the architecture's usual pattern, one entry per layer.
 
@@ -328,7 +326,6 @@ def read_rope(
     """The one rotary embedding of a model.
 
     Args:
-      reader: reader of the top level of the config.
       fields: the model's `head_dim` and `window_tokens`, the default of a scaling's original window.
       theta: default base.
       partial: default share of rotated head dimensions.

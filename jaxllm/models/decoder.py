@@ -89,12 +89,10 @@ def forward(
       params: see the module docstring; leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V). They follow the `cache.length` tokens in the cache.
       cache: past keys and values; None attends only within `tokens` (training).
-      cfg: config of the model.
       valid: int32 scalar, number of valid tokens of T; the rest is padding at the end, which is not written
         to the cache, and whose hidden states are undefined. None: all are valid.
       row: int32 scalar, index of the only token to return; None: all.
       inputs: embeddings in place of tokens', only with a cache; None: tokens only.
-      dtype: dtype of the activations.
 
     Returns:
       Hidden states after the final norm `[B, T, D]`, with `row` `[B, 1, D]`, and the cache with `length +
@@ -244,12 +242,10 @@ def forward_layer(
     to single ones if native kernels compute them.
 
     Args:
-      weights: the layer's parameters.
       x: `[B, T, D]`, the layer's input.
       at: positions of the tokens.
       past: keys and values of this layer.
       mass: see `KVCache`; None if attention mass is not counted.
-      cfg: config of the model.
       layer: index of the layer, or of an equal one.
       rotary: the layer's cos and sin of the positions, if known (see `rotary_by_rope`).
       bias: see `position_bias`.
@@ -338,8 +334,6 @@ def forward_documents(
       starts: `[B, T]` int32, per token the index in the sequence where its document begins. Tokens attend
         within their document, and positions count from its beginning. None: a sequence is one document.
       branches: see `jaxllm.nn.documents`; None: documents do not branch.
-      cfg: config of the model.
-      dtype: dtype of the activations.
       remat: residuals of each layer for the backward pass, which recomputes the rest: everything ("none"),
         the results of products with weights ("dots"), or only its input ("full").
       differentiable: whether gradients may be computed; False reads only the visited experts.

@@ -50,7 +50,6 @@ def encode(
       tokens: `[B, T]` int32, ids in [0, V).
       valid: int32 scalar, number of valid tokens of T; no token attends to the others.
       cfg: config of the encoder, `ModelConfig.encoder` of the model.
-      dtype: dtype of the activations.
       block_tokens: see `source_self_attention`.
 
     Returns:
@@ -100,7 +99,6 @@ def encoder_layer(
       x: `[B, T, D]`, its input.
       bias: see `begin_encoder`.
       valid, block_tokens: see `encode`.
-      cfg: config of the encoder.
       layer: index of the layer, or of an equal one.
     """
     attend = _attending(bias, valid, cfg, block_tokens)
@@ -139,11 +137,9 @@ def with_source(
     """The keys and values of a source in all layers of the decoder.
 
     Args:
-      params: parameters of the decoder.
       hidden: `[B, T, D]`, outputs of the encoder; T is at most the capacity of `source`.
       valid: int32 scalar, number of valid tokens of T.
       source: source whose rows are replaced.
-      cfg: config of the model.
     """
 
     def layer(source: Source, own: Params, like: int, number: jax.Array | int) -> Source:
@@ -186,11 +182,9 @@ def read_source(
     """An empty cache with a source: encodes the tokens, and projects the outputs.
 
     Args:
-      params: parameters of the decoder.
       encoder: parameters of the encoder (see `encoder_params`).
       tokens, valid, dtype: see `encode`.
       cache: cache with room for a source.
-      cfg: config of the model.
     """
     assert cfg.encoder is not None
     assert cache.source is not None

@@ -275,7 +275,6 @@ def by_address(
 
     Args:
       params: parameters of the model. Nothing is copied.
-      cfg: config of the model.
       beside: further arrays by name, per layer.
     """
     layers = layers_of(params, cfg)
@@ -385,7 +384,6 @@ def over_layers(
 
     Args:
       params: parameters of the model, with all its layers under `STACK`, or separate.
-      cfg: config of the model.
       body: function of (its result for the layer before, parameters for `layer_of`, a layer that equals
         this one, its number), where only the number may be unknown at trace time.
       carry: initial value for the first layer.

@@ -164,7 +164,6 @@ def summed_factors(
     """The factors of the sum of some adapters for one matrix, on the host, as inputs of native kernels.
 
     Args:
-      name: name of the parameter.
       shape: shape of the whole model's weight, `[*U, D]`.
       adapters: (adapter, scaling) pairs, of the whole model or of a sub-model.
       rank: r, at least the sum of the adapters' ranks.

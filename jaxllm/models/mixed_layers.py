@@ -61,7 +61,6 @@ class MixedLayer:
     """Facts of a layer, of which only the number may be unknown at trace time.
 
     Attributes:
-      cfg: config of the model.
       like: the layer, or an equal one.
       number: its number, for its inputs.
       valid: number of valid tokens, int32 scalar; None for all.

@@ -113,7 +113,6 @@ def run_scanned(
 
     Args:
       params: parameters of the model, its layers in stacks.
-      cfg: config of the model.
       run: function of (a layer's parameters by name, its input `[B, T, D]`, `like=`, an equal layer) that
         returns its output, and its routing or None.
       x: `[B, T, D]`, the first layer's input.

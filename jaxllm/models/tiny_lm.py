@@ -112,7 +112,6 @@ def tlm_from_encoder(encoder_params: Params, cfg: TlmConfig, key: jax.Array) -> 
 
     Args:
       encoder_params: those of `encoder_shapes(cfg.encoder)`; the heads' layers are copies.
-      cfg: the tiny LM.
       key: PRNG key of the heads' output matrices.
 
     Raises:
@@ -203,8 +202,6 @@ def score(
       params: see the module docstring; matrices may be quantized or adapted.
       tokens: `[B, T]` int32.
       mask: `[B, T]` bool, True = a real token.
-      cfg: the tiny LM.
-      dtype: dtype of the activations.
 
     Returns:
       `[B, T]` float32, the logit of keeping: the difference of the logits of the paper's two classes. Values

@@ -18,8 +18,8 @@ from jaxllm.nn.layers import Norm, activate, by_sequence, gated, normalize
 from jaxllm.quant import (
     Adapted,
     BlockedArray,
-    FirstUnits,
     OwnProduct,
+    Prefix,
     QArray,
     Weight,
     dequantize,
@@ -390,7 +390,7 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
     units, width = weight.shape[:-1], weight.shape[-1]
     if isinstance(weight, OwnProduct):
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
-    if isinstance(weight, FirstUnits):
+    if isinstance(weight, Prefix) and not weight.axis:
         # The weight stays whole and shared; activations of missing units are zero.
         missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
         return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step)

@@ -97,9 +97,7 @@ def decode_rows(
       caches: cache of each row, of batch 1 and any length; donated. Each has room for its row's limit.
       samplers: sampler of each row, of batch 1; donated.
       limits: limits of the rows, at most `block` tokens.
-      cfg: config of the model.
       block: maximum number of tokens per dispatch.
-      dtype: dtype of the activations.
 
     Returns:
       Tokens `[B, block]` int32 (-1 beyond a row's count), their counts `[B]` int32 (less than the limit if

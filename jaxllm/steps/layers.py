@@ -27,7 +27,6 @@ def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfi
       params: parameters of the final norm.
       x: `[1, T, D]`, the last layer's output.
       rows: `[n]` int32, indices among the T tokens.
-      cfg: config of the model.
     """
     axes = Axes("final_rows", D=cfg.hidden_size)
     axes.check(jnp.floating, "1 T D", x=x)
@@ -41,7 +40,6 @@ def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
     Args:
       head: the rows `[v, D]` of these tokens, named like the whole head, and their biases `[v]`, if any.
       hidden: `[n, D]`, see `final_rows`.
-      cfg: config of the model.
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
@@ -89,8 +87,6 @@ def restore_layer(
       at: positions of the T tokens.
       past: the layer's keys and values; donated.
       chunks: the stored ones.
-      cfg: the model.
-      layer: its index.
 
     Returns:
       The next layer's input, keys and values.
@@ -122,7 +118,6 @@ def prefill_restored(
       past: the layer's keys and values, possibly with some chunks in or before it; donated.
       mass: see `KVCache`; donated.
       chunks: stored chunks to load.
-      cfg: config of the model.
       layer: index of the layer.
 
     Returns:
@@ -140,7 +135,6 @@ def last_logits(params: Params, x: jax.Array, row: jax.Array, *, cfg: ModelConfi
       params: parameters of the final norm and the head.
       x: `[1, T, D]`, the last layer's output.
       row: `[1]` int32, the token's index among the T.
-      cfg: the model.
     """
     return logits(params, final_rows(params, x, row, cfg=cfg), cfg=cfg)
 
@@ -210,7 +204,6 @@ def consecutive_layers(
       past: keys and values of the first of them, in the stack of all; donated.
       mass: see `KVCache`; donated.
       count: int32 scalar, number of layers.
-      cfg: config of the model.
       layer: the first layer that equals them.
 
     Returns:

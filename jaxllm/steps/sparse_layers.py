@@ -55,8 +55,6 @@ class SparseLayer:
     """Static properties of a sparse layer.
 
     Attributes:
-      cfg: the model.
-      layer: its index.
       loss: see `tiles_and_weights`.
     """
 
@@ -162,7 +160,6 @@ def expert_tile(
       tokens: tokens before the experts.
       number: index of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
-      cfg: the model.
     """
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
@@ -197,7 +194,6 @@ def stored_tiles(
       actions: `[m]` int32, action for each tile (see `native_experts.stored_visits`).
       out: the outputs of all tiles so far; donated.
       begun: partial results of begun tiles; donated.
-      cfg: config of the model.
     """
     axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)

@@ -103,9 +103,6 @@ def target_hidden(
         units (see `jaxllm.training.elastic.levels`).
       batch: the pairs.
       cfg: config of the whole model.
-      dtype: dtype of the activations.
-      drop: dropout of the training.
-      remat: rematerialization of the layers in the backward pass.
 
     Returns:
       The parameters in the dtypes of the computation; hidden states `[B, T, D]` of the targets after the
@@ -149,13 +146,8 @@ def encode_rows(
     """Runs the encoder on a source in each row.
 
     Args:
-      params: parameters of the model.
       tokens: `[B, S]` int32.
       valid: `[B]` int32, number of each row's valid tokens, at least 1.
-      cfg: config of the model.
-      dtype: dtype of the activations.
-      drop: dropout of the training.
-      remat: rematerialization of the layers in the backward pass.
 
     Returns:
       Hidden states, undefined for padding; and the routing of each layer with experts.
@@ -213,13 +205,11 @@ def decode_next(
     """The decoder over one more token of each row.
 
     Args:
-      params: parameters of the model.
       tokens: `[B]` int32.
       position: int32 scalar, number of preceding tokens of each row.
       past: keys and values of each layer, with room for all tokens of an answer.
       sources: see `source_keys_values`.
       read_tokens: `[B]` int32, number of valid tokens of each source.
-      cfg: the model.
 
     Returns:
       Hidden states `[B, D]` after the final norm, and `past` with the new token.

@@ -163,7 +163,6 @@ def encoded_rows(
     Args:
       pairs: the texts.
       tokenizer: tokenizer of `pair_tokenizer`.
-      recipe: recipe of the run.
       rows_multiple: divisor of the number of rows of every batch.
     """
     prefixes = [source.prefix for source in recipe.sources]

@@ -69,7 +69,6 @@ def read_splits(
     Args:
       sources: sources of pairs only.
       data: folder of relative paths.
-      tokenizer: tokenizer of the model.
       settings: settings of the loop: a step has `batch` times `row_tokens` tokens on each side; longer
         texts are cut.
       held_out_share: share of the pairs that is not trained on.
