@@ -140,14 +140,14 @@ def forward_at(
         from jaxllm.models.mixed_layers import require_tokens_alone
 
         require_tokens_alone(cfg)
-    from jaxllm.models import mixed_layers
-
     valid, rowwise = at.valid if at.padded else None, at.tree is not None
     live = valid if tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
     rotaries, bias = rotary_by_rope(at.positions, cfg), position_bias(params, cfg)
     handed = None
     if cfg.mixed is not None:
+        from jaxllm.models import mixed_layers
+
         handed = mixed_layers.first_handed(params, tokens, x, cfg, live_rows(x, valid), rowwise)
 
     def layer(carry: Any, own: Params, like: int, number: jax.Array | int) -> Any:
@@ -162,6 +162,8 @@ def forward_at(
             how = {"cfg": cfg, "layer": like, "rotary": rotary, "bias": bias}
             x, past, mass = forward_layer(weights, x, at, past, cache.mass, **how)
         else:
+            from jaxllm.models import mixed_layers
+
             of = mixed_layers.MixedLayer(cfg, like, number, valid, rowwise)
             how = {"cfg": cfg, "layer": like, "at": at, "past": past, "mass": cache.mass, "rotary": rotary}
             attend = functools.partial(attend_cache, **how)
