@@ -7,7 +7,7 @@ Parameters are those of `parameters.py`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -381,10 +381,9 @@ def forward_documents_with_routing(
     return final_normed(params, x, cfg=cfg), jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
 
 
-class _DocumentLayer(Protocol):
-    """One layer over documents: from parameters and input `[B, T, D]` to output, and routing if sparse."""
-
-    def __call__(self, own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]: ...
+# One layer over documents: (its parameters, input `[B, T, D]`, like=an equal layer) -> output, and routing if
+# it is sparse.
+_DocumentLayer = Callable[..., tuple[jax.Array, Routing | None]]
 
 
 def _begin_documents(

@@ -10,6 +10,7 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import Tiles, no_visits, run_stored, run_tile, sum_visits, tiles_and_weights
+from jaxllm.experts.routing import Routing
 from jaxllm.kernels.native_products import StoredExperts
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
@@ -93,14 +94,21 @@ def attend_layer(
     how = {"cfg": cfg, "layer": of.layer, "bias": bias}
     x, routing, visiting, past, mass = forward_to_experts(weights, x, at, past, mass, **how)
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
     sums = jnp.sum(jnp.where(real, jnp.stack(following), 0.0), axis=1)
-    ahead = sums / jnp.sum(real, dtype=jnp.float32)
+    tokens, out = _at_experts(x, routing, visiting, of, sums / jnp.sum(real, dtype=jnp.float32))
+    return tokens, out, past, mass
+
+
+def _at_experts(
+    x: jax.Array, routing: Routing, visiting: jax.Array | None, of: SparseLayer, ahead: jax.Array
+) -> tuple[AtExperts, jax.Array]:
+    """The tokens before the experts, and a buffer for the outputs of all tiles."""
+    tiles, weights = tiles_and_weights(routing, of.cfg.experts, live=visiting, loss=of.loss)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
-    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
+    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
 
 
 def attend_encoder(
@@ -117,13 +125,9 @@ def attend_encoder(
     Returns:
       The tokens before the experts, and a buffer for the outputs of all tiles.
     """
-    cfg = of.cfg
-    how = {"cfg": cfg, "layer": of.layer}
+    how = {"cfg": of.cfg, "layer": of.layer}
     x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, bias, valid, **how)
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
-    zeros = jnp.zeros((ahead, cfg.experts), jnp.float32)
-    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=zeros)
-    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
+    return _at_experts(x, routing, visiting, of, jnp.zeros((ahead, of.cfg.experts), jnp.float32))
 
 
 def attend_restored(
