@@ -7,7 +7,7 @@ Parameters are those of `parameters.py`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,46 +43,21 @@ from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import by_sequence, constrained, normalize
 from jaxllm.nn.linear import embed, to_units
 
-
-@overload
-def forward(
-    params: Params,
-    tokens: jax.Array,
-    cache: None = None,
-    *,
-    cfg: ModelConfig,
-    valid: jax.Array | None = None,
-    row: jax.Array | None = None,
-    inputs: InputRows | None = None,
-    dtype: DTypeLike = ...,
-) -> tuple[jax.Array, None]: ...
-
-
-@overload
-def forward(
-    params: Params,
-    tokens: jax.Array,
-    cache: KVCache,
-    *,
-    cfg: ModelConfig,
-    valid: jax.Array | None = None,
-    row: jax.Array | None = None,
-    inputs: InputRows | None = None,
-    dtype: DTypeLike = ...,
-) -> tuple[jax.Array, KVCache]: ...
+# A cache, or none.
+Cache = TypeVar("Cache", KVCache, None)
 
 
 def forward(
     params: Params,
     tokens: jax.Array,
-    cache: KVCache | None = None,
+    cache: Cache = None,
     *,
     cfg: ModelConfig,
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
     inputs: InputRows | None = None,
     dtype: DTypeLike = jnp.float32,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Cache]:
     """Hidden states of new tokens, and the cache with their keys and values.
 
     Args:
