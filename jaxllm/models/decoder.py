@@ -77,7 +77,7 @@ def forward(
         if inputs is not None:
             raise ConfigError("rows in place of tokens need a cache; make one")
         hidden = forward_documents(params, tokens, cfg=cfg, dtype=dtype)
-        return hidden if row is None else jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1), None
+        return hidden if row is None else jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1), cache
     axes = Axes("forward", H=cfg.head_dim)
     axes.check(jnp.int32, "B T", tokens=tokens)
     axes.check(jnp.int32, "", valid=valid)
