@@ -163,7 +163,7 @@ def position_bias(params: Params, cfg: ModelConfig) -> jax.Array | None:
     """The decoder's `AttentionOptions.bias`; None without relative positions."""
     if not cfg.relative_buckets:
         return None
-    from jaxllm.models.encoder_decoder import bias_by_distance
+    from jaxllm.models.relative_positions import bias_by_distance
 
     return bias_by_distance(params, cfg)
 

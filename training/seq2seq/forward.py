@@ -19,10 +19,11 @@ from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.models.decoder import embed_tokens, final_normed
-from jaxllm.models.encoder_decoder import encoder_params, position_biases
+from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.models.layer import Attend, attended, chosen_experts, dense_block, expert_block, within_capacity
 from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.relative_positions import position_biases
 from jaxllm.models.scanned_layers import Remat, remembering
 from jaxllm.nn.layers import MASKED, Heads, attention
 from jaxllm.nn.linear import to_units
