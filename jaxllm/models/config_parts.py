@@ -38,7 +38,7 @@ _OFF_AT_ZERO = {
 }
 
 
-def keys(**table: tuple[Any, ...]) -> Part:
+def keys(**named: tuple[Any, ...]) -> Part:
     """Keys with the values of fields: `key=(default, *fields)`.
 
     The default is that of the Hugging Face class. A key has the type of its first field. `kv_heads` and
@@ -47,7 +47,7 @@ def keys(**table: tuple[Any, ...]) -> Part:
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
         found: Fields = {}
-        for key, (default, *names) in table.items():
+        for key, (default, *names) in named.items():
             found |= dict.fromkeys(names, _read_key(reader, key, default, names[0]))
         if "heads" in found:
             found["kv_heads"] = _else(found.get("kv_heads"), found["heads"])
@@ -56,7 +56,7 @@ def keys(**table: tuple[Any, ...]) -> Part:
         return found
 
     def write(cfg: ModelConfig) -> dict[str, Any]:
-        return {key: _written(cfg, names[0]) for key, (_, *names) in table.items()}
+        return {key: _written(cfg, names[0]) for key, (_, *names) in named.items()}
 
     return Part(read, write)
 

@@ -27,9 +27,9 @@ _KEYS: dict[str, tuple[Any, str]] = {
 def llama_keys(*, activation_key: str = "hidden_act", **defaults: Any) -> Part:
     """The keys of all architectures derived from Llama, without those of rotary embeddings; `defaults` are
     those of the Hugging Face class that differ from Llama's, by key."""
-    table = {key: (defaults.get(key, default), field) for key, (default, field) in _KEYS.items()}
-    table[activation_key] = table.pop("hidden_act")
-    return keys(**table)
+    known = {key: (defaults.get(key, default), field) for key, (default, field) in _KEYS.items()}
+    known[activation_key] = known.pop("hidden_act")
+    return keys(**known)
 
 
 ATTENTION_BIAS = keys(attention_bias=(False, "qkv_bias", "o_bias"))
