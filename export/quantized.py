@@ -22,7 +22,7 @@ from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Precision
 from jaxllm.export.steps.exported import with_adapters
 from jaxllm.export.subject import Subject
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
+from jaxllm.quant import OwnProduct, Prefix, QArray, Weight
 
 FAKE_QUANT = "quant.fake_quant"
 # Suffixes of the names of the embedding's int8 levels and their scales among the weights.
@@ -131,7 +131,7 @@ def annotated(
             marked[name] = OwnProduct(side, product)
             continue
         spec = specs[name]
-        base = weight.base if isinstance(weight, FirstUnits) else weight
+        base = weight.base if isinstance(weight, Prefix) else weight
         outputs = int(np.prod(spec.shape[:-1])) if spec.role != "from_units" else spec.shape[-1]
         product: Product = functools.partial(_product, channel_scales=each[:outputs])
         if name in static:
@@ -147,7 +147,7 @@ def annotated(
                 columns=spec.shape[-1],
             )
             own = OwnProduct(base, product, rows)
-        marked[name] = dataclasses.replace(weight, base=own) if isinstance(weight, FirstUnits) else own
+        marked[name] = dataclasses.replace(weight, base=own) if isinstance(weight, Prefix) else own
     return with_adapters(marked, cfg)
 
 

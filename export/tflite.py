@@ -41,7 +41,7 @@ from jaxllm.export.subject import Subject
 from jaxllm.export.tiny_lm import tiny_signatures, tiny_weights
 from jaxllm.models.features import require_room
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import FirstUnits, Weight
+from jaxllm.quant import Prefix, Weight
 from jaxllm.serving.host.progress import Progress
 
 FILE = "model.tflite"
@@ -213,7 +213,7 @@ def _params_of(*, scales: Mapping[str, np.ndarray], static: Mapping[str, StaticP
         whole: dict[str, Any] = dict(weights)
         for name, spec in param_specs(cfg).items():
             if spec.role == "from_units" and weights[name].shape != spec.shape:
-                whole[name] = FirstUnits(weights[name], spec.shape[0])
+                whole[name] = Prefix(weights[name], spec.shape[0])
         if not scales:
             return with_adapters(whole, cfg)
         return annotated(

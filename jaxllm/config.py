@@ -1,12 +1,12 @@
 """The configuration of a decoder: frozen, hashable, validated at construction.
 
 `ModelConfig` has every fact that changes the mathematics of a decoder and nothing else; it is a static
-argument of every compiled step. It does not use any checkpoint's key names: each file in
-`jaxllm/models/architectures` translates one Hugging Face `model_type` into it.
+argument of every compiled step. It does not use any checkpoint's key names: the files in
+`jaxllm/models/architectures` translate those of Hugging Face into it.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import (
@@ -17,11 +17,11 @@ from jaxllm.layer_configs import (
     layer_config,
     require,
     require_experts,
-    require_flags,
     require_int,
+    require_marks,
     require_mixed_layers,
-    require_numbers,
     require_state_layers,
+    require_types,
 )
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
@@ -155,28 +155,13 @@ class ModelConfig:
             self.heads % self.kv_heads == 0,
             f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
         )
+        names = get_args(Activation)
         require(
-            self.activation in ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"),
-            f"activation {self.activation!r} is not supported; use silu, gelu, gelu_tanh, relu or "
-            "clamped_swiglu",
+            self.activation in names,
+            f"activation {self.activation!r} is not supported; use {', '.join(names[:-1])} or {names[-1]}",
         )
         require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
-        require_numbers(
-            self,
-            "norm_eps",
-            "attention_scale",
-            "attention_softcap",
-            "logit_softcap",
-            "logit_scale",
-            "embed_scale",
-            "qkv_clip",
-        )
-        require_flags(
-            self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
-            "joint_qk_norm", "pre_norms", "post_norms", "parallel_blocks", "tied_head", "head_bias",
-            "normalize_expert_weights", "sinusoidal_positions", "embed_norm", "norm_after", "final_norm",
-            "expert_bias", "sink_logits", "attention_gate",
-        )  # fmt: skip
+        require_types(self)
         require(
             self.activation != "clamped_swiglu" or (self.expert_bias and all(self.sparse_layers)),
             "the activation clamped_swiglu is of experts with biases alone; set expert_bias in all layers",
@@ -205,16 +190,16 @@ class ModelConfig:
         if self.experts:
             require_experts(self)
         else:
-            none_of = {
-                "experts_per_token": 0,
-                "expert_ffn_size": 0,
-                "sparse_layers": (),
-                "shared_expert_size": 0,
-                "expert_bias": False,
-            }
-            for name, none in none_of.items():
+            names = (
+                "experts_per_token",
+                "expert_ffn_size",
+                "sparse_layers",
+                "shared_expert_size",
+                "expert_bias",
+            )
+            for name in names:
                 value = getattr(self, name)
-                require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
+                require(not value, f"{name} is {value!r} but the model has no experts; set experts")
             require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
         require_state_layers(self)
         require_mixed_layers(self)
@@ -256,11 +241,7 @@ class ModelConfig:
     def _check_blocks(self) -> None:
         require(self.logit_scale > 0, f"logit_scale must be positive, got {self.logit_scale}")
         if self.rope_layers:
-            flags = {type(each) for each in self.rope_layers} == {bool}
-            require(
-                len(self.rope_layers) == self.layers and flags,
-                f"rope_layers needs {self.layers} times true or false, one per layer, got {self.rope_layers}",
-            )
+            require_marks(self, "rope_layers")
             if all(self.rope_layers):
                 # Equal models have equal configs.
                 object.__setattr__(self, "rope_layers", ())
@@ -330,19 +311,15 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The config as a plain dict for `from_json`."""
-        data = {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            # Omitted by default, so that older versions can read bundles of other models.
-            if name not in _LATE_FIELDS or value
-        }
+        data = dataclasses.asdict(self)
         for rope in (data["rope"], data["local_rope"]):
             if rope is not None and not rope["rotated_dim"]:
                 del rope["rotated_dim"]
-        if self.encoder is not None:
-            return data
-        # Bundles of decoder-only models omit the fields of encoder-decoders.
-        return {name: value for name, value in data.items() if name not in _ENCODER_DECODER_DEFAULTS}
+        # Omitted by default, so that older versions can read bundles of other models.
+        omitted = {name for name in _LATE_FIELDS if not data[name]}
+        if self.encoder is None:
+            omitted |= _ENCODER_DECODER_DEFAULTS.keys()
+        return {name: value for name, value in data.items() if name not in omitted}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
@@ -367,13 +344,9 @@ class ModelConfig:
         try:
             if fields.get("encoder") is not None:
                 fields["encoder"] = cls._from_json(fields["encoder"])
-            for name in ("rope", "local_rope"):
+            for name, kind in _PARTS.items():
                 if fields.get(name) is not None:
-                    fields[name] = RopeConfig(**fields[name])
-            if fields.get("states") is not None:
-                fields["states"] = StateConfig(**fields["states"])
-            if fields.get("mixed") is not None:
-                fields["mixed"] = MixedLayers(**fields["mixed"])
+                    fields[name] = kind(**fields[name])
             for name in ("attention_windows", "rope_layers", "sparse_layers", "state_layers"):
                 if name in fields:
                     fields[name] = tuple(fields[name])
@@ -384,6 +357,7 @@ class ModelConfig:
             raise ConfigError(f"malformed model config: {error}") from error
 
 
+_PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "states": StateConfig, "mixed": MixedLayers}
 _LATE_FIELDS = ("states", "state_layers", "attention_gate", "mixed")
 # Fields of encoder-decoders, and their values in other models.
 _ENCODER_DECODER_DEFAULTS: dict[str, Any] = {

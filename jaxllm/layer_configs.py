@@ -53,23 +53,29 @@ def require_float(
         raise ConfigError(f"{name} must be a number{wanted}, got {value!r:.80}")
 
 
-def require_numbers(config: Any, *names: str) -> None:
-    """Checks that fields are finite numbers within float32's range, and converts integers to floats."""
-    for name in names:
-        value = getattr(config, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Not `math.isfinite`: it raises for integers that no float64 can represent. The comparison is false
-        # for NaN.
-        valid = number and abs(value) <= _LARGEST_FLOAT32
-        require(valid, f"{name} must be a finite number, got {value!r:.80}")
-        object.__setattr__(config, name, float(value))
+def require_types(config: Any) -> None:
+    """Checks that a config's bool fields are true or false, and its float fields finite numbers within
+    float32's range; converts integers to floats."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is bool:
+            require(isinstance(value, bool), f"{field.name} must be true or false, got {value!r:.80}")
+        if field.type is float:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            # Not `math.isfinite`: it raises for integers that no float64 can represent. The comparison is
+            # false for NaN.
+            valid = number and abs(value) <= _LARGEST_FLOAT32
+            require(valid, f"{field.name} must be a finite number, got {value!r:.80}")
+            object.__setattr__(config, field.name, float(value))
 
 
-def require_flags(config: Any, *names: str) -> None:
-    """Checks that fields are true or false."""
-    for name in names:
-        value = getattr(config, name)
-        require(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
+def require_marks(cfg: Any, name: str) -> None:
+    """Checks that a field is true or false for each layer."""
+    marks = getattr(cfg, name)
+    require(
+        len(marks) == cfg.layers and {type(each) for each in marks} == {bool},
+        f"{name} needs {cfg.layers} times true or false, one per layer, got {marks!r:.80}",
+    )
 
 
 def require_experts(cfg: Any) -> None:
@@ -90,10 +96,7 @@ def require_experts(cfg: Any) -> None:
     )
     if not cfg.sparse_layers:
         object.__setattr__(cfg, "sparse_layers", (True,) * cfg.layers)
-    require(
-        len(cfg.sparse_layers) == cfg.layers and {type(each) for each in cfg.sparse_layers} == {bool},
-        f"sparse_layers needs {cfg.layers} times true or false, one per layer, got {cfg.sparse_layers}",
-    )
+    require_marks(cfg, "sparse_layers")
     require(any(cfg.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")
 
 
@@ -134,10 +137,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         require_int("rope dim", self.dim, 2, MAX_DIMENSION)
         require(self.dim % 2 == 0, f"rope dim must be even, got {self.dim}")
-        require_numbers(
-            self, "theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-            "attention_factor", "query_growth",
-        )  # fmt: skip
+        require_types(self)
         self._check_factors()
         require(self.query_growth >= 0, f"query_growth must not be negative, got {self.query_growth}")
         require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
@@ -151,7 +151,6 @@ class RopeConfig:
         require(self.rotated_dim % 2 == 0, f"rotated_dim must be even, got {self.rotated_dim}")
         shortest = 1 if self.kind in ("llama3", "yarn") or self.query_growth else 0
         require_int("rope original window", self.original_window_tokens, shortest, MAX_DIMENSION)
-        require_flags(self, "truncate")
         if self.kind == "llama3":
             require(
                 self.high_freq_factor > self.low_freq_factor,
@@ -210,7 +209,7 @@ class MixedLayers:
         least = 1 if self.shared_kv_layers else 0
         require_int("shared_ffn_size", self.shared_ffn_size, least, MAX_DIMENSION * least)
         require_int("layer_input_size", self.layer_input_size, 0, MAX_DIMENSION)
-        require_flags(self, "keys_as_values")
+        require_types(self)
 
 
 def require_mixed_layers(cfg: Any) -> None:
@@ -311,9 +310,8 @@ class StateConfig:
     def __post_init__(self) -> None:
         require(self.kind in ("short_conv", "delta_rule"), f"there are no state layers {self.kind!r:.80}")
         require_int("taps", self.taps, 2, MAX_TAPS)
-        require_flags(self, "bias")
-        sizes = ("key_heads", "value_heads", "key_dim", "value_dim")
-        for name in sizes:
+        require_types(self)
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             low, high = (1, MAX_DIMENSION) if self.kind == "delta_rule" else (0, 0)
             require_int(f"{name} of state layers", getattr(self, name), low, high)
         if self.kind == "delta_rule":
@@ -351,10 +349,7 @@ def require_state_layers(cfg: Any) -> None:
         require(not marked, f"state_layers is {marked!r:.80} but states is not set; set both")
         return
     require(isinstance(states, StateConfig), f"states must be a config, got {states!r:.80}")
-    require(
-        len(marked) == cfg.layers and {type(each) for each in marked} == {bool},
-        f"state_layers needs {cfg.layers} times true or false, one per layer, got {marked!r:.80}",
-    )
+    require_marks(cfg, "state_layers")
     require(
         any(marked) and not all(marked),
         "a model with states has state layers and layers with attention; one kind is missing",

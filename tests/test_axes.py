@@ -27,8 +27,7 @@ from jaxllm.int8_prefill.subgraphs import (
 from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks, take_chunks
 from jaxllm.models import decoder
-from jaxllm.quant import contracted_rows, unpack_int4
-from jaxllm.quant.dequantize import unpack_int2
+from jaxllm.quant import contracted_rows, unpack
 from jaxllm.sampling import (
     Sampling,
     filtered,
@@ -217,11 +216,11 @@ STEPS_WITHOUT = {
     "decode takes blobs as [N, bytes] uint8 with bytes = 448, got [3, 447]": (
         lambda blobs: CODECS["kivi"].decode(blobs, CHUNK, 4), np.zeros((3, 447), np.uint8),
     ),
-    "unpack_int4 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 64]": (
-        lambda packed: unpack_int4(packed, 40, jnp.float32), BITS,
+    "unpack takes packed as [..., bytes] uint8 with bytes = 32, got [5, 64]": (
+        lambda packed: unpack(packed, 40, 4, jnp.float32), BITS,
     ),
-    "unpack_int2 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 32] int8": (
-        lambda packed: unpack_int2(packed, 40, jnp.float32), np.zeros((5, 32), np.int8),
+    "unpack takes packed as [..., bytes] uint8 with bytes = 32, got [5, 32] int8": (
+        lambda packed: unpack(packed, 40, 2, jnp.float32), np.zeros((5, 32), np.int8),
     ),
     "contracted_rows takes index as [N] int32": (
         functools.partial(contracted_rows, last=True), floats(5, 8), ints(2, 1),

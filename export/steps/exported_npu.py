@@ -21,11 +21,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.export.folder_format.arrays import KEYS, VALUES
 from jaxllm.export.steps.exported import Arrays, with_adapters
 from jaxllm.kv.cache import Past, TokenPositions, write_rows
-from jaxllm.models.decoder import embed_tokens, forward_layer, logits
+from jaxllm.models.decoder import embed_tokens, final_normed, forward_layer, logits
 from jaxllm.models.features import require_room
-from jaxllm.models.layer import CosSin, LayerParams, rotary_by_rope
+from jaxllm.models.layer import CosSin, rotary_by_rope
 from jaxllm.models.layer_stack import layer_of
-from jaxllm.nn.layers import normalize
 
 SLICE_KEYS, SLICE_VALUES = "kv_slice_k_{}", "kv_slice_v_{}"
 EMBEDDINGS, LOGITS = "embeddings", "logits"
@@ -127,7 +126,7 @@ def run_layers(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig, with_logits
         found[SLICE_KEYS.format(layer)] = past.keys[:, :, room:]
         found[SLICE_VALUES.format(layer)] = _turned(past.values[:, :, room:])
     if with_logits:
-        hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
+        hidden = final_normed(params, x, cfg=cfg)
         found[LOGITS] = logits(params, hidden, cfg=cfg)
     return found
 

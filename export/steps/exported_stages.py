@@ -21,8 +21,8 @@ from jaxllm.int8_prefill.shadow import OUT, PROJECT, WIDEN, matrices_of
 from jaxllm.int8_prefill.subgraphs import block_weights
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens
-from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
-from jaxllm.models.layer_stack import layer_of
+from jaxllm.models.layer import attend_cache, normed_heads
+from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, gated
 from jaxllm.nn.linear import add_normed, feed_forward, from_units, normed_to_units

@@ -12,7 +12,7 @@ from jaxllm.formats import WeightFormat
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.parameters import ParamSpec
 from jaxllm.models.translate import Tensor, heads_of, swap_pairs
-from jaxllm.quant.formats import QArray, pack_int4
+from jaxllm.quant.formats import QArray, pack
 
 if TYPE_CHECKING:
     # Importing it requires the safetensors package, which a GGUF file does not need.
@@ -59,7 +59,7 @@ class Levels:
 
     def packed(self, axis: int) -> QArray:
         """Our weight of these levels, contracted along `axis`."""
-        data = self.levels if self.bits == 8 else pack_int4(self.levels)
+        data = pack(self.levels, self.bits)
         return QArray(
             data=np.ascontiguousarray(data),  # pyright: ignore[reportArgumentType]: a host array
             scale=np.ascontiguousarray(self.scale),  # pyright: ignore[reportArgumentType]

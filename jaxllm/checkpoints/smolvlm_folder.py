@@ -11,10 +11,10 @@ from jaxllm.checkpoints.huggingface import CONFIG_FILE
 from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder, some
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
+from jaxllm.models.config_parts import read_activation
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.encoder.image_input import AROUND, IMAGE, MAX_SIDE, WHOLE_IMAGE, ImageInput
 from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_encoder_shapes
-from jaxllm.models.translate import read_activation
 from jaxllm.models.wrappers import read_text_config
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 

@@ -11,10 +11,9 @@ import numpy as np
 from jaxllm.config import WHOLE, LayerUnits, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import PARAMETER, counts_of
-from jaxllm.models.layer_stack import STACK, can_be_addressed
+from jaxllm.models.layer_stack import STACK, are_entries, can_be_addressed
 from jaxllm.models.lora import Adapter, summed_factors
 from jaxllm.models.parameters import ENCODER, Params, param_specs
-from jaxllm.models.stacked_layers import are_entries
 from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_units
 
 # Chooses the units of each level's sub-model (ELMS, section 3.2).

@@ -21,8 +21,9 @@ from jaxllm.int8_prefill.shadow import (
 )
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.models.decoder import embed_tokens, logits
-from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
+from jaxllm.models.decoder import embed_tokens, final_normed, logits
+from jaxllm.models.layer import attend_cache, normed_heads
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import add_normed, from_units, to_units
@@ -46,7 +47,7 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
     x = embed_tokens(params, tokens[None], at.positions, cfg=cfg)
     for layer in range(cfg.layers):
         x = layer_by_rule(params, x, at, rule, cfg=cfg, layer=layer)
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg))[0]
+    return final_normed(params, x, cfg=cfg)[0]
 
 
 def scores_by_rule(

@@ -15,7 +15,7 @@ from jaxllm.kernels import native_products
 from jaxllm.kernels.converted import natively
 from jaxllm.kernels.native_call import Adaptable, UsedUnits
 from jaxllm.kernels.native_products import TOP_LEVEL
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.nn import linear
 from jaxllm.nn.layers import Norm, activate, normalize

@@ -28,8 +28,8 @@ from jaxllm.int8_prefill.shadow import normed_to_units as normed_to_units_shadow
 from jaxllm.kernels.native_call import value
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.features import require_room
-from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
-from jaxllm.models.layer_stack import layer_of
+from jaxllm.models.layer import attend_cache, normed_heads
+from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units

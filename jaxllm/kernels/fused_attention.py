@@ -16,8 +16,6 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.native import CHOICE_VARIABLE, switched_off
 
-# Computes attention within packed documents for training, forward and backward, by native kernels.
-#
 # Documents are packed one after another into a sequence, and a token attends to its own document up to
 # itself. Each document is then a dense causal attention of its own: the work depends on the lengths of
 # documents, not of the packed sequence, and there is no mask. Tiles and the recomputed softmax of the
@@ -25,7 +23,7 @@ from jaxllm.kernels.native import CHOICE_VARIABLE, switched_off
 # than float32 and other processors use XLA (`layers.py`).
 
 
-# The same function of q, k, v and starts for processors without native kernels.
+# The same function of q, k, v and starts, for other platforms and shapes.
 Elsewhere = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 # Axes of a mesh that may divide the batch, and the kv heads.
 BATCH_AXES, HEAD_AXES = ("data", "fsdp"), ("tensor",)
@@ -134,8 +132,6 @@ def on_shards(compute: Callable[..., Any], args: tuple[jax.Array, ...], results:
 # computes no float32, and tokamax needs a newer Python than this package.
 
 
-# The same function of q, k, v and starts, for other platforms and shapes.
-FusedElsewhere = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 # Tokens of a sequence must be a multiple of it, for both kernels.
 _TOKENS = 128
 _TPU_BLOCKS = (512, 256, 128)
@@ -162,7 +158,7 @@ def fused_attention(
     scale: float,
     window: int,
     softcap: float,
-    elsewhere: FusedElsewhere,
+    elsewhere: Elsewhere,
 ) -> jax.Array:
     """Computes causal attention within documents, by the platform that the step is lowered for.
 
@@ -179,11 +175,11 @@ def fused_attention(
     Returns:
       `[B, T, K, G, H]` in q's dtype; differentiable in q, k and v.
     """
-    choices: dict[str, tuple[str, FusedElsewhere]] = {
+    choices: dict[str, tuple[str, Elsewhere]] = {
         "gpu": ("cuda", functools.partial(on_gpu, scale=scale)),
         "tpu": ("tpu", functools.partial(on_tpu, scale=scale, window=window, softcap=softcap)),
     }
-    kernels: dict[str, FusedElsewhere] = {}
+    kernels: dict[str, Elsewhere] = {}
     for platform, (name, kernel) in choices.items():
         if reason := why_none(platform, q, window=window, softcap=softcap):
             log_fallback(platform, reason)
@@ -192,7 +188,7 @@ def fused_attention(
     if not kernels:
         return elsewhere(q, k, v, starts)
 
-    def sharded(kernel: FusedElsewhere) -> FusedElsewhere:
+    def sharded(kernel: Elsewhere) -> Elsewhere:
         # XLA cannot partition a kernel: each device runs it on its part of batch and heads.
         return lambda *args: on_shards(lambda *own: (kernel(*own),), args, 1)[0]
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,6 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Loads the native CPU kernels (calls of them: `native_call.py` and the modules that import it).
-#
 # The library is built with the package if there is a C++ compiler (`native/`, `setup.py`); an instruction
 # set that does not compile is left out of it, and importing one that could not be built raises the reason. A
 # process has one library and one pool of threads; its choice of instruction set applies to all of its steps.
@@ -151,30 +149,6 @@ def read_all(data: np.ndarray) -> None:
     _library().read_all(data)
 
 
-def open_table(rows: Sequence[Sequence[np.ndarray | None]]) -> int:
-    """Opens a weight table (see `jaxllm.kernels.native`), and returns its handle."""
-    target("copy")
-    return _library().open_table(rows)
-
-
-def close_table(handle: int) -> None:
-    """Closes a weight table."""
-    _library().close_table(handle)
-
-
-def open_chunks(
-    form: tuple[Any, ...], heads: Sequence[int], bits: Sequence[int], chunks: Sequence[Sequence[np.ndarray]]
-) -> int:
-    """Opens a table of chunks (see `jaxllm.kernels.native`), and returns its handle."""
-    target("attention")
-    return _library().open_chunks(form, heads, bits, chunks)
-
-
-def close_chunks(handle: int) -> None:
-    """Closes a table of chunks."""
-    _library().close_chunks(handle)
-
-
 def target(name: str) -> str:
     """XLA's name of a kernel, after registering the kernels."""
     if not kernels().native:
@@ -242,13 +216,30 @@ _ALIGN_BYTES = 64
 Operand = jax.Array | TableArray
 
 
-class WeightTable:
-    """Open weight table. It references its arrays, and closes when the memory of `operand` is free.
+class _Table:
+    """An open table of the native library. It references its arrays, and closes when the memory of `operand`
+    is free.
 
     Attributes:
       operand: `[2]` uint32, the handle as an input of compiled steps, aligned so that a CPU device may use
         its memory: then the table is open until the last step with it has ended.
     """
+
+    def __init__(self, handle: int, close: Callable[[int], None]) -> None:
+        memory = np.zeros(2 * _ALIGN_BYTES, np.uint8)
+        start = -memory.ctypes.data % _ALIGN_BYTES
+        self.operand = memory[start : start + 8].view(np.uint32)
+        self.operand[:] = handle & 0xFFFFFFFF, handle >> 32
+        self._finalizer = weakref.finalize(memory, close, handle)
+
+    def close(self) -> None:
+        """Closes the table when no kernel reads it any more: later kernels fail, and the arrays are
+        released."""
+        self._finalizer()
+
+
+class WeightTable(_Table):
+    """Open weight table."""
 
     def __init__(self, rows: Sequence[Sequence[np.ndarray | jax.Array | None]]) -> None:
         """Opens a table.
@@ -262,17 +253,10 @@ class WeightTable:
           ValueError: an array has another form, or 4,096 tables are open.
           BufferError: an array is not contiguous.
         """
-        handle = open_table([[_buffer(each) for each in row] for row in rows])
-        memory = np.zeros(2 * _ALIGN_BYTES, np.uint8)
-        start = -memory.ctypes.data % _ALIGN_BYTES
-        self.operand = memory[start : start + 8].view(np.uint32)
-        self.operand[:] = handle & 0xFFFFFFFF, handle >> 32
-        self._finalizer = weakref.finalize(memory, close_table, handle)
-
-    def close(self) -> None:
-        """Closes the table when no kernel reads it any more: later kernels fail, and the arrays are
-        released."""
-        self._finalizer()
+        target("copy")
+        library = _library()
+        handle = library.open_table([[_buffer(each) for each in row] for row in rows])
+        super().__init__(handle, library.close_table)
 
 
 def _buffer(array: np.ndarray | jax.Array | None) -> np.ndarray | None:
@@ -292,11 +276,10 @@ def _buffer(array: np.ndarray | jax.Array | None) -> np.ndarray | None:
 NO_CHUNKS = np.zeros(2, np.uint32)
 
 
-class ChunkTable:
+class ChunkTable(_Table):
     """Open table of chunks.
 
     Attributes:
-      operand: `[2]` uint32, the handle as an input of compiled steps.
       chunks: number of its chunks.
     """
 
@@ -326,17 +309,8 @@ class ChunkTable:
         Raises:
           ValueError: the size of a blob is not that of its width, or too many tables are open.
         """
-        form = (tokens, width, half, keys_by_token, values_by_token, rotated)
+        target("attention")
+        library, form = _library(), (tokens, width, half, keys_by_token, values_by_token, rotated)
         bits, blobs = [each for each, _ in chunks], [each for _, each in chunks]
-        handle = open_chunks(form, heads, bits, blobs)
-        memory = np.zeros(2 * _ALIGN_BYTES, np.uint8)
-        start = -memory.ctypes.data % _ALIGN_BYTES
-        self.operand = memory[start : start + 8].view(np.uint32)
-        self.operand[:] = handle & 0xFFFFFFFF, handle >> 32
+        super().__init__(library.open_chunks(form, heads, bits, blobs), library.close_chunks)
         self.chunks = len(bits)
-        self._finalizer = weakref.finalize(self, close_chunks, handle)
-
-    def close(self) -> None:
-        """Closes the table when no kernel reads it any more: later kernels fail, and the blobs are
-        released."""
-        self._finalizer()

@@ -10,9 +10,6 @@ import numpy as np
 from jaxllm.kernels.native import target
 from jaxllm.kernels.native_call import UsedUnits, call, count_operand, counts_operand, optional
 
-# Calls of the native kernels for attention and for the caches that it reads, for compiled steps (see
-# `native`).
-
 
 class ChunksAt(NamedTuple):
     """Chunks of one layer, by address.

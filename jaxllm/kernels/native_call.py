@@ -30,7 +30,6 @@ def call(
     """Calls a kernel.
 
     Args:
-      name: name of the kernel.
       results: shapes and dtypes of its results.
       buffers: its first operands.
       operands: the others, each an array or an entry of a weight table; all entries are of one row.

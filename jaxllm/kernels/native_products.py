@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,24 @@ from jaxllm.kernels.native_call import (
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight
 from jaxllm.quant.nested import NESTED_GROUP
 
-# Calls of the native products, and of the beginning of a step, for compiled steps.
-#
 # Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
 # static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token with NaN or infinity
 # among its activations gives NaN; magnitudes under 1e-30 count as zero.
 
 
-def to_units(
+def to_units(x: jax.Array, weights: Sequence[Adaptable], **options: Any) -> list[jax.Array]:
+    """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format,
+    contracted along their last axis: `[M, prod(U)]` float32 each.
+
+    Args:
+      x, weights: see above.
+      options: `norm_scale` and `norm_eps` of the norm; `used`, `rowwise`, `step` and `live` of
+        `jaxllm.nn.linear`: outputs of unused units, and of rows after the first `live`, are undefined.
+    """
+    return _to_units(x, weights, **options)
+
+
+def _to_units(
     x: jax.Array,
     weights: Sequence[Adaptable],
     *,
@@ -48,32 +59,39 @@ def to_units(
     rowwise: bool = False,
     step: jax.Array | None = None,
     live: jax.Array | None = None,
+    shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
-    """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format,
-    contracted along their last axis: `[M, prod(U)]` float32 each. Outputs of unused units, and of rows after
-    the first `live` (int32 scalar), are undefined. For `rowwise` see `linear.py`."""
+    """`to_units`; with operands of a shadow also its channels, last."""
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
+    results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
     return list(
         call(
             "to_units",
-            [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs],
+            [*results, *_channels(shadow, 1)],
             (x, count_operand(live)),
             (
                 optional(norm_scale),
                 counts_operand(used),
                 steps_operand(step),
                 *(part for weight in weights for part in parts_of(weight)),
+                *shadow,
             ),
             **format_of(weights[0]),
             **units_of(used, weights[0]),
             eps=np.float32(norm_eps),
             widen=not rowwise,
-            shadowed=False,
+            shadowed=bool(shadow),
         )
     )
 
 
-def from_units(
+def from_units(h: jax.Array, weight: Adaptable, **options: Any) -> jax.Array:
+    """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]`, contracted over its used units, plus
+    `residual` `[M, D]` if given: `[M, D]` float32. For the other options see `to_units`."""
+    return _from_units(h, weight, **options)[0]
+
+
+def _from_units(
     h: jax.Array,
     weight: Adaptable,
     *,
@@ -82,14 +100,14 @@ def from_units(
     rowwise: bool = False,
     step: jax.Array | None = None,
     live: jax.Array | None = None,
-) -> jax.Array:
-    """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]`, contracted over its used units, plus
-    `residual` `[M, D]` if given: `[M, D]` float32. For `live` see `to_units`."""
+    shadow: Sequence[Operand] = (),
+) -> list[jax.Array]:
+    """`from_units`, and the channels of a shadow."""
     return call(
         "from_units",
-        jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32),
+        [jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32), *_channels(shadow, 1)],
         (h, count_operand(live), optional(residual)),
-        (*parts_of(weight), counts_operand(used), steps_operand(step)),
+        (*parts_of(weight), counts_operand(used), steps_operand(step), *shadow),
         **format_of(weight),
         **segments_of(used, weight),
         widen=not rowwise,
@@ -97,6 +115,15 @@ def from_units(
 
 
 def feed_forward(
+    x: jax.Array, gate: Adaptable | None, up: Adaptable, down: Adaptable, **options: Any
+) -> jax.Array:
+    """`down(activation(gate(x)) · up(x))` of `x` `[M, D]` float32 over the used units of weights `[F, D]` of
+    one format. x is RMS-normalized first if a norm is given, and added to the result if `residual`. `steps`
+    are those of x and of the input of `down`. For the other options see `to_units`."""
+    return _feed_forward(x, gate, up, down, **options)[0]
+
+
+def _feed_forward(
     x: jax.Array,
     gate: Adaptable | None,
     up: Adaptable,
@@ -110,13 +137,12 @@ def feed_forward(
     rowwise: bool = False,
     steps: tuple[jax.Array, jax.Array] | None = None,
     live: jax.Array | None = None,
-) -> jax.Array:
-    """`down(activation(gate(x)) · up(x))` of `x` `[M, D]` float32 over the used units of weights `[F, D]` of
-    one format. x is RMS-normalized first if a norm is given, and added to the result if `residual`. `steps`
-    are those of x and of the input of `down`. For `live` see `to_units`."""
+    shadow: Sequence[Operand] = (),
+) -> list[jax.Array]:
+    """`feed_forward`, and the channels of a shadow."""
     return call(
         "feed_forward",
-        jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        [jax.ShapeDtypeStruct(x.shape, jnp.float32), *_channels(shadow, 2)],
         (x, count_operand(live)),
         (
             optional(norm_scale),
@@ -125,6 +151,7 @@ def feed_forward(
             *(no_parts() if gate is None else parts_of(gate)),
             *parts_of(up),
             *parts_of(down),
+            *shadow,
         ),
         **format_of(up),
         **block_of(used, up, activation),
@@ -132,6 +159,11 @@ def feed_forward(
         eps=np.float32(norm_eps),
         widen=not rowwise,
     )
+
+
+def _channels(shadow: Sequence[Operand], count: int) -> list[jax.ShapeDtypeStruct]:
+    """The result with the numbers of channels with outliers, if there is a shadow."""
+    return [jax.ShapeDtypeStruct((count,), jnp.int32)] if shadow else []
 
 
 def add_normed(
@@ -350,58 +382,18 @@ def to_units_with_shadow(
     step: jax.Array,
     place: Operand,
     rows: Sequence[Operand],
-    *,
-    norm_scale: Operand | None = None,
-    norm_eps: float = 0.0,
-    used: UsedUnits | None = None,
-    live: jax.Array | None = None,
+    **options: Any,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """`native_products.to_units` with a step, and the number of channels with outliers, `[1]` int32; `rows`
-    per weight."""
-    outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
-    results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
-    *found, channels = call(
-        "to_units",
-        [*results, _channels(1)],
-        (x, count_operand(live)),
-        (
-            optional(norm_scale),
-            counts_operand(used),
-            steps_operand(step),
-            *(part for weight in weights for part in parts_of(weight)),
-            place,
-            *rows,
-        ),
-        **format_of(weights[0]),
-        **units_of(used, weights[0]),
-        eps=np.float32(norm_eps),
-        widen=True,
-        shadowed=True,
-    )
+    """`to_units` with a step, and the number of channels with outliers, `[1]` int32; `rows` per weight."""
+    *found, channels = _to_units(x, weights, step=step, shadow=(place, *rows), **options)
     return found, channels
 
 
 def from_units_with_shadow(
-    h: jax.Array,
-    weight: Adaptable,
-    step: jax.Array,
-    place: Operand,
-    rows: Operand,
-    *,
-    residual: jax.Array | None = None,
-    used: UsedUnits | None = None,
-    live: jax.Array | None = None,
+    h: jax.Array, weight: Adaptable, step: jax.Array, place: Operand, rows: Operand, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`native_products.from_units` with a step, and the number of inputs with outliers, `[1]` int32."""
-    out, channels = call(
-        "from_units",
-        [jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32), _channels(1)],
-        (h, count_operand(live), optional(residual)),
-        (*parts_of(weight), counts_operand(used), steps_operand(step), place, rows),
-        **format_of(weight),
-        **segments_of(used, weight),
-        widen=True,
-    )
+    """`from_units` with a step, and the number of inputs with outliers, `[1]` int32."""
+    out, channels = _from_units(h, weight, step=step, shadow=(place, rows), **options)
     return out, channels
 
 
@@ -413,45 +405,14 @@ def feed_forward_with_shadow(
     steps: tuple[jax.Array, jax.Array],
     places: tuple[Operand, Operand],
     rows: tuple[Sequence[Operand], Operand],
-    *,
-    activation: Activation,
-    norm_scale: Operand | None,
-    norm_eps: float,
-    residual: bool,
-    used: UsedUnits | None = None,
-    live: jax.Array | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `native_products.feed_forward` with steps, and the numbers of channels of x and of units
-    with outliers, `[2]` int32; places and rows are those of x's channels (for gate, if there is one, and
-    up) and of units (for down)."""
+    """`feed_forward` with steps, and the numbers of channels of x and of units with outliers, `[2]` int32;
+    places and rows are those of x's channels (for gate, if there is one, and up) and of units (for down)."""
     first = [*rows[0]] if gate is not None else [nothing(), *rows[0]]
-    out, channels = call(
-        "feed_forward",
-        [jax.ShapeDtypeStruct(x.shape, jnp.float32), _channels(2)],
-        (x, count_operand(live)),
-        (
-            optional(norm_scale),
-            counts_operand(used),
-            steps_operand(*steps),
-            *(no_parts() if gate is None else parts_of(gate)),
-            *parts_of(up),
-            *parts_of(down),
-            places[0],
-            *first,
-            places[1],
-            rows[1],
-        ),
-        **format_of(up),
-        **block_of(used, up, activation),
-        residual=residual,
-        eps=np.float32(norm_eps),
-        widen=True,
-    )
+    shadow = (places[0], *first, places[1], rows[1])
+    out, channels = _feed_forward(x, gate, up, down, steps=steps, shadow=shadow, **options)
     return out, channels
-
-
-def _channels(count: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((count,), jnp.int32)
 
 
 # Multiplies activations that are quantized with a static step, by XLA, without native kernels.

@@ -1,12 +1,13 @@
 """The shared decoder of all architectures: its forward pass with a cache, and over whole documents.
 
-Architectures differ only in `ModelConfig`; each file in `architectures/` translates a checkpoint format into
-it. Parameters are those of `parameters.py`.
+Architectures differ only in `ModelConfig`; the files in `architectures/` translate checkpoints into it.
+Parameters are those of `parameters.py`.
 """
 
 import dataclasses
 import functools
-from typing import Protocol, overload
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,76 +21,53 @@ from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.layer import (
+    Attend,
     CosSin,
     InputRows,
-    LayerParams,
     attend_cache,
     attend_documents,
+    attend_source,
     attended,
     chosen_experts,
+    fed_forward,
+    live_rows,
     query_growth,
     rotary_by_rope,
     run_layer,
+    visiting_tokens,
 )
-from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
+from jaxllm.models.layer_stack import STACK, LayerParams, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.scanned_layers import Remat, is_stacked, remembering, run_scanned
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import by_sequence, constrained, normalize
 from jaxllm.nn.linear import embed, to_units
 
-
-@overload
-def forward(
-    params: Params,
-    tokens: jax.Array,
-    cache: None = None,
-    *,
-    cfg: ModelConfig,
-    valid: jax.Array | None = None,
-    row: jax.Array | None = None,
-    inputs: InputRows | None = None,
-    dtype: DTypeLike = ...,
-) -> tuple[jax.Array, None]: ...
-
-
-@overload
-def forward(
-    params: Params,
-    tokens: jax.Array,
-    cache: KVCache,
-    *,
-    cfg: ModelConfig,
-    valid: jax.Array | None = None,
-    row: jax.Array | None = None,
-    inputs: InputRows | None = None,
-    dtype: DTypeLike = ...,
-) -> tuple[jax.Array, KVCache]: ...
+# A cache, or none.
+Cache = TypeVar("Cache", KVCache, None)
 
 
 def forward(
     params: Params,
     tokens: jax.Array,
-    cache: KVCache | None = None,
+    cache: Cache = None,
     *,
     cfg: ModelConfig,
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
     inputs: InputRows | None = None,
     dtype: DTypeLike = jnp.float32,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Cache]:
     """Hidden states of new tokens, and the cache with their keys and values.
 
     Args:
       params: see the module docstring; leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V). They follow the `cache.length` tokens in the cache.
       cache: past keys and values; None attends only within `tokens` (training).
-      cfg: config of the model.
       valid: int32 scalar, number of valid tokens of T; the rest is padding at the end, which is not written
         to the cache, and whose hidden states are undefined. None: all are valid.
       row: int32 scalar, index of the only token to return; None: all.
       inputs: embeddings in place of tokens', only with a cache; None: tokens only.
-      dtype: dtype of the activations.
 
     Returns:
       Hidden states after the final norm `[B, T, D]`, with `row` `[B, 1, D]`, and the cache with `length +
@@ -99,7 +77,7 @@ def forward(
         if inputs is not None:
             raise ConfigError("rows in place of tokens need a cache; make one")
         hidden = forward_documents(params, tokens, cfg=cfg, dtype=dtype)
-        return hidden if row is None else jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1), None
+        return hidden if row is None else jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1), cache
     axes = Axes("forward", H=cfg.head_dim)
     axes.check(jnp.int32, "B T", tokens=tokens)
     axes.check(jnp.int32, "", valid=valid)
@@ -137,37 +115,57 @@ def forward_at(
         from jaxllm.models.mixed_layers import require_tokens_alone
 
         require_tokens_alone(cfg)
-    if cfg.encoder is not None:
-        from jaxllm.models import encoder_decoder
-
-        return encoder_decoder.forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row)
-    live = at.valid if at.padded and tokens.shape[0] == 1 else None
+    valid, rowwise = at.valid if at.padded else None, at.tree is not None
+    live = valid if tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
-    rotaries = rotary_by_rope(at.positions, cfg)
+    rotaries, bias = rotary_by_rope(at.positions, cfg), position_bias(params, cfg)
+    handed = None
+    if cfg.mixed is not None:
+        from jaxllm.models import mixed_layers
 
-    def layer(
-        carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
-    ) -> tuple[jax.Array, KVCache]:
-        (x, cache), weights = carry, layer_of(own, like)
+        handed = mixed_layers.first_handed(params, tokens, x, cfg, live_rows(x, valid), rowwise)
+
+    def layer(carry: Any, own: Params, like: int, number: jax.Array | int) -> Any:
+        (x, cache, handed), weights = carry, layer_of(own, like)
         if cfg.is_state(like):
             from jaxllm.models.state_layer import cached_state_layer
 
             x, state = cached_state_layer(weights, x, at, cache.state(like, number, at), cfg=cfg, layer=like)
-            return x, cache.with_state(like, number, state)
-        past = cache.past(like, number)
-        rotary = rotaries.get(cfg.layer_rope(like))
-        x, past, mass = forward_layer(weights, x, at, past, cache.mass, cfg=cfg, layer=like, rotary=rotary)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
+            return x, cache.with_state(like, number, state), handed
+        past, rotary = cache.past(like, number), rotaries.get(cfg.layer_rope(like))
+        if handed is None:
+            how = {"cfg": cfg, "layer": like, "rotary": rotary, "bias": bias}
+            x, past, mass = forward_layer(weights, x, at, past, cache.mass, **how)
+        else:
+            from jaxllm.models import mixed_layers
 
-    if cfg.mixed is not None:
-        from jaxllm.models import mixed_layers
+            of = mixed_layers.MixedLayer(cfg, like, number, valid, rowwise)
+            how = {"cfg": cfg, "layer": like, "at": at, "past": past, "mass": cache.mass, "rotary": rotary}
+            attend = functools.partial(attend_cache, **how)
+            x, handed, (past, mass) = mixed_layers.run_layer(weights, x, handed, of, attend)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass), handed
 
-        x, cache = mixed_layers.over_cache(params, tokens, x, cache, at, cfg=cfg)
-    else:
-        x, cache = over_layers(params, cfg, layer, (x, cache))
+    x, cache, _ = over_layers(params, cfg, layer, (x, cache, handed))
+    return final_normed(params, x, cfg=cfg, row=row), cache
+
+
+def final_normed(
+    params: Params, x: jax.Array, *, cfg: ModelConfig, row: jax.Array | None = None, apart: bool = False
+) -> jax.Array:
+    """The outputs `[..., D]` of an encoder or a decoder from its last layer's: after the final norm, if there
+    is one; with `row` only those of one of the T tokens `[B, 1, D]`. For `apart` see `by_sequence`."""
     if row is not None:
         x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), cache
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg), apart=apart) if cfg.final_norm else x
+
+
+def position_bias(params: Params, cfg: ModelConfig) -> jax.Array | None:
+    """The decoder's `AttentionOptions.bias`; None without relative positions."""
+    if not cfg.relative_buckets:
+        return None
+    from jaxllm.models.relative_positions import bias_by_distance
+
+    return bias_by_distance(params, cfg)
 
 
 def embed_tokens(
@@ -182,10 +180,6 @@ def embed_tokens(
 ) -> jax.Array:
     """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`, and
     rows in place of some; for `live` see `linear.py`."""
-    if cfg.encoder is not None:
-        from jaxllm.models.encoder_decoder import embedded
-
-        return embedded(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
     x = embed(tokens, params["embed.tokens"], dtype, live)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)
@@ -193,7 +187,16 @@ def embed_tokens(
         x = inputs.over(x)
     if cfg.learned_positions:
         x = x + embed(positions, params["embed.positions"], dtype)
-    return x
+    if cfg.sinusoidal_positions:
+        x = x + _sinusoids(positions, cfg.hidden_size).astype(dtype)
+    return normalize(x, LayerParams(params, "").norm("embed.norm", cfg)) if cfg.embed_norm else x
+
+
+def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """`[T, D]` float32: sines in the first half of the dimensions, cosines in the other (Marian)."""
+    frequencies = 10000.0 ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 def forward_layer(
@@ -206,31 +209,32 @@ def forward_layer(
     cfg: ModelConfig,
     layer: int,
     rotary: CosSin | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """One layer of `forward`, over new tokens at any positions of a cache.
 
     The positions need not be consecutive. Keys and values of the new tokens are written first; then each
-    token attends to every position up to its own, all of which must be filled by then. Outputs of padding
-    are undefined. Nodes of a tree are batch-invariant: bitwise equal to single ones if native kernels
-    compute them.
+    token attends to every position up to its own, all of which must be filled by then, and to the source of
+    an encoder-decoder. Outputs of padding are undefined. Nodes of a tree are batch-invariant: bitwise equal
+    to single ones if native kernels compute them.
 
     Args:
-      weights: the layer's parameters.
       x: `[B, T, D]`, the layer's input.
       at: positions of the tokens.
       past: keys and values of this layer.
       mass: see `KVCache`; None if attention mass is not counted.
-      cfg: config of the model.
       layer: index of the layer, or of an equal one.
       rotary: the layer's cos and sin of the positions, if known (see `rotary_by_rope`).
+      bias: see `position_bias`.
 
     Returns:
       The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
     """
-    attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass, rotary=rotary)
+    how: dict[str, Any] = {"cfg": cfg, "layer": layer, "rotary": rotary, "bias": bias}
+    mixed, past, mass = _first_half(weights, x, at, past, mass, **how)
     valid = at.valid if at.padded else None
-    x, (past, mass), _ = run_layer(weights, x, cfg, layer, attend, valid=valid, rowwise=at.tree is not None)
-    return x, past, mass
+    out, _ = fed_forward(weights, mixed, x, cfg, layer, valid=valid, rowwise=at.tree is not None)
+    return out, past, mass
 
 
 def forward_to_experts(
@@ -242,16 +246,50 @@ def forward_to_experts(
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[jax.Array, Routing, Past, jax.Array | None]:
+    bias: jax.Array | None = None,
+) -> tuple[jax.Array, Routing, jax.Array | None, Past, jax.Array | None]:
     """`forward_layer` of a sparse layer up to its experts.
 
     Returns:
-      The input of the experts, the routing of the tokens, the updated keys and values, and the updated mass.
+      The input of the experts, the routing of the tokens, which of them visit their experts (see
+      `visiting_tokens`), the updated keys and values, and the updated mass.
     """
-    attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    x, past, mass = _first_half(weights, x, at, past, mass, cfg=cfg, layer=layer, rotary=None, bias=bias)
+    routing = chosen_experts(weights, x, cfg)
     valid = at.valid if at.padded else None
-    x, (past, mass) = attended(weights, x, cfg, layer, attend, at.tree is not None, valid)
-    return x, chosen_experts(weights, x, cfg), past, mass
+    return x, routing, visiting_tokens(routing, cfg, valid, rowwise=at.tree is not None), past, mass
+
+
+def _first_half(
+    weights: LayerParams,
+    x: jax.Array,
+    at: TokenPositions,
+    past: Past,
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    rotary: CosSin | None,
+    bias: jax.Array | None,
+) -> tuple[jax.Array, Past, jax.Array | None]:
+    """Attention to the cache, and to the source of an encoder-decoder."""
+    how: dict[str, Any] = {"valid": at.valid if at.padded else None, "rowwise": at.tree is not None}
+    cached = {
+        "cfg": cfg,
+        "layer": layer,
+        "at": at,
+        "past": past,
+        "mass": mass,
+        "rotary": rotary,
+        "bias": bias,
+    }
+    x, (past, mass) = attended(weights, x, cfg, functools.partial(attend_cache, **cached), **how)
+    if cfg.encoder is not None:
+        assert past.source is not None
+        attend = functools.partial(attend_source, cfg=cfg, at=at, source=past.source)
+        x, source = attended(weights, x, cfg, attend, name="cross", **how)
+        past = dataclasses.replace(past, source=source)
+    return x, past, mass
 
 
 def forward_documents(
@@ -273,8 +311,6 @@ def forward_documents(
       starts: `[B, T]` int32, per token the index in the sequence where its document begins. Tokens attend
         within their document, and positions count from its beginning. None: a sequence is one document.
       branches: see `jaxllm.nn.documents`; None: documents do not branch.
-      cfg: config of the model.
-      dtype: dtype of the activations.
       remat: residuals of each layer for the backward pass, which recomputes the rest: everything ("none"),
         the results of products with weights ("dots"), or only its input ("full").
       differentiable: whether gradients may be computed; False reads only the visited experts.
@@ -285,14 +321,12 @@ def forward_documents(
     inputs = tokens, starts, branches
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
     if cfg.mixed is not None:
-        from jaxllm.models import mixed_layers
-
-        x = mixed_layers.over_documents(params, tokens, x, starts, cfg=cfg)
+        x = _over_mixed_documents(params, tokens, x, starts, cfg)
     elif STACK in params and remat == "none":
         x = over_layers(params, cfg, lambda x, own, like, _: run(own, x, like=like)[0], x)
     else:
         x, _ = _layer_by_layer(params, x, run, cfg, remat)
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg))
+    return final_normed(params, x, cfg=cfg)
 
 
 def forward_documents_with_routing(
@@ -319,14 +353,12 @@ def forward_documents_with_routing(
     inputs = tokens, starts, None
     x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
     x, routings = _layer_by_layer(params, x, run, cfg, remat)
-    hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
-    return hidden, jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
+    return final_normed(params, x, cfg=cfg), jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
 
 
-class _DocumentLayer(Protocol):
-    """One layer over documents: from parameters and input `[B, T, D]` to output, and routing if sparse."""
-
-    def __call__(self, own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]: ...
+# One layer over documents: (its parameters, input `[B, T, D]`, like=an equal layer) -> output, and routing if
+# it is sparse.
+_DocumentLayer = Callable[..., tuple[jax.Array, Routing | None]]
 
 
 def _begin_documents(
@@ -348,8 +380,7 @@ def _begin_documents(
     if branches is not None:
         branches.check(axes)
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
-    positions = document_positions(starts, branches)
-    rotaries = rotary_by_rope(positions, cfg)
+    positions, attending = _attending_documents(starts, branches, cfg)
 
     def run(own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]:
         if cfg.is_state(like):
@@ -358,19 +389,55 @@ def _begin_documents(
             how = {"cfg": cfg, "layer": like, "differentiable": differentiable}
             x, routing = document_state_layer(layer_of(own, like), x, starts, **how)
             return constrained(x, "residual"), routing
-        attend = functools.partial(
+        weights, attend = layer_of(own, like), attending(like)
+        x, _, routing = run_layer(weights, x, cfg, like, attend, differentiable=differentiable)
+        return constrained(x, "residual"), routing
+
+    return constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual"), run
+
+
+def _attending_documents(
+    starts: jax.Array, branches: Branches | None, cfg: ModelConfig
+) -> tuple[jax.Array, Callable[[int], Attend[None]]]:
+    """Positions of the tokens of documents, and the attention of each layer."""
+    positions = document_positions(starts, branches)
+    rotaries = rotary_by_rope(positions, cfg)
+
+    def attending(like: int) -> Attend[None]:
+        rope = cfg.layer_rope(like)
+        return functools.partial(
             attend_documents,
             cfg=cfg,
-            rotary=rotaries.get(cfg.layer_rope(like)),
-            growth=query_growth(positions, cfg.layer_rope(like)),
+            rotary=rotaries.get(rope),
+            growth=query_growth(positions, rope),
             starts=starts,
             branches=branches,
             window=cfg.attention_windows[like],
         )
-        x, _, routing = run_layer(layer_of(own, like), x, cfg, like, attend, differentiable=differentiable)
-        return constrained(x, "residual"), routing
 
-    return constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual"), run
+    return positions, attending
+
+
+def _over_mixed_documents(
+    params: Params, tokens: jax.Array, x: jax.Array, starts: jax.Array | None, cfg: ModelConfig
+) -> jax.Array:
+    """All layers that differ in size over documents."""
+    if is_stacked(params):
+        raise ConfigError(
+            f"layers that share keys and values ({cfg.model_type}) are not trained in stacks; train on a CPU"
+        )
+    from jaxllm.models import mixed_layers
+
+    starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
+    _, attending = _attending_documents(starts, None, cfg)
+
+    def layer(carry: Any, own: Params, like: int, number: jax.Array | int) -> Any:
+        of = mixed_layers.MixedLayer(cfg, like, number)
+        x, handed = carry
+        return mixed_layers.run_layer(layer_of(own, like), x, handed, of, attending(like))[:2]
+
+    handed = mixed_layers.first_handed(params, tokens, x, cfg, None, rowwise=False)
+    return over_layers(params, cfg, layer, (x, handed))[0]
 
 
 def _layer_by_layer(

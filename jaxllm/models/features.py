@@ -28,39 +28,41 @@ _ENCODER_DECODER_REFUSALS: dict[Room, str] = {
     "integer prefill": "prefill in floats",
     "tasks": "judge its answers: jaxllm eval pairs (of T5, mT5 and Switch), or those of jaxllm generate",
 }
-# Why models with state layers do not support a feature, and the alternative.
-_STATE_REFUSALS: dict[Room, tuple[str, str]] = {
+_ALTERNATIVES: dict[Room, str] = {
     "streamed weights": (
-        "whose layers run together",
-        "give --memory that holds all weights, or narrower weights (jaxllm prepare --weights int4)",
+        "give --memory that holds all weights, or narrower weights (jaxllm prepare --weights int4)"
     ),
-    "levels": ("whose states have no units to leave out", "use the whole model"),
-    "integer prefill": ("whose states are computed in floats", "prefill in floats"),
-    "experts apart": ("whose layers run together", "prepare the model without --expert-bits"),
-    "drafter": ("whose states cannot go back over rejected tokens", "draft with another model, or ngram"),
-    "adapters": ("of which some layers have no attention to adapt", "merge the adapter into the folder"),
-    "tasks": (
-        "whose states follow one line of tokens",
-        "judge the model by a text (jaxllm eval perplexity)",
-    ),
-    "programs": ("whose caches hold states", "run the model by jaxllm itself"),
-    "tflite": ("whose caches hold states", "run the model by jaxllm itself"),
+    "levels": "use the whole model",
+    "integer prefill": "prefill in floats",
+    "experts apart": "prepare the model without --expert-bits",
+    "drafter": "draft with another model, or ngram",
+    "contexts": "send the conversation with each call",
+    "adapters": "merge the adapter into the folder",
+    "tasks": "judge the model by a text (jaxllm eval perplexity)",
+    "programs": "run the model by jaxllm itself",
+    "tflite": "run the model by jaxllm itself",
 }
-
-
-# Why models with mixed layers do not support a feature, and the alternative.
-_MIXED_REFUSALS: dict[Room, tuple[str, str]] = {
-    "streamed weights": ("which run together", _STATE_REFUSALS["streamed weights"][1]),
-    "levels": ("which have no units to leave out", "use the whole model"),
-    "integer prefill": ("which are computed in floats", "prefill in floats"),
-    "contexts": ("whose chunks have no one shape", "send the conversation with each call"),
-    "adapters": ("some of which have nothing to adapt", "merge the adapter into the folder"),
-    "tasks": (
-        "which read documents without branches",
-        "judge the model by a text (jaxllm eval perplexity)",
-    ),
-    "programs": ("whose caches have no one shape", "run the model by jaxllm itself"),
-    "tflite": ("whose caches have no one shape", "run the model by jaxllm itself"),
+# Why models with state layers, and with mixed layers, do not support a feature.
+_STATE_REFUSALS: dict[Room, str] = {
+    "streamed weights": "whose layers run together",
+    "levels": "whose states have no units to leave out",
+    "integer prefill": "whose states are computed in floats",
+    "experts apart": "whose layers run together",
+    "drafter": "whose states cannot go back over rejected tokens",
+    "adapters": "of which some layers have no attention to adapt",
+    "tasks": "whose states follow one line of tokens",
+    "programs": "whose caches hold states",
+    "tflite": "whose caches hold states",
+}
+_MIXED_REFUSALS: dict[Room, str] = {
+    "streamed weights": "which run together",
+    "levels": "which have no units to leave out",
+    "integer prefill": "which are computed in floats",
+    "contexts": "whose chunks have no one shape",
+    "adapters": "some of which have nothing to adapt",
+    "tasks": "which read documents without branches",
+    "programs": "whose caches have no one shape",
+    "tflite": "whose caches have no one shape",
 }
 
 
@@ -68,15 +70,13 @@ def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a feature does not support a model; None if it does."""
     if cfg.encoder is not None and room in _ENCODER_DECODER_REFUSALS:
         return decoder_alone_refusal(cfg, room, _ENCODER_DECODER_REFUSALS[room])
-    if cfg.states is not None and room in _STATE_REFUSALS:
-        why, instead = _STATE_REFUSALS[room]
-        return f"{room}: not for models with state layers, as {cfg.model_type} is, {why}; {instead}"
-    if cfg.mixed is not None and room in _MIXED_REFUSALS:
-        why, instead = _MIXED_REFUSALS[room]
-        return (
-            f"{room}: not for models with layers of two sizes that share keys and values, as "
-            f"{cfg.model_type} is, {why}; {instead}"
-        )
+    for applies, refusals, kind in (
+        (cfg.states is not None, _STATE_REFUSALS, "state layers"),
+        (cfg.mixed is not None, _MIXED_REFUSALS, "layers of two sizes that share keys and values"),
+    ):
+        if applies and room in refusals:
+            model = f"models with {kind}, as {cfg.model_type} is"
+            return f"{room}: not for {model}, {refusals[room]}; {_ALTERNATIVES[room]}"
     asks = {
         "levels": _levels,
         "integer prefill": _integer_prefill,

@@ -1,9 +1,8 @@
-"""Computes one decoder layer: attention over a cache or over whole documents, then feed-forward block or
-experts."""
+"""Computes one layer: attention to a cache, a source or documents, then feed-forward block or experts."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.kv.states import Source
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import (
     AttentionOptions,
@@ -24,17 +24,16 @@ from jaxllm.nn.layers import (
     normalize,
     rotary_cos_sin,
     rotate,
+    source_attention,
 )
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
-
-# Computes one decoder layer: attention over a cache or over whole documents, then feed-forward block or
-# experts.
-
 
 CosSin = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
 # (heads of new tokens, used heads) -> (attention outputs, the layer's state, such as the cache).
 Attend = Callable[[Heads, UsedUnits | None], tuple[jax.Array, Kept]]
+# Changes activations `[B, T, ...]` in training, such as by dropout.
+Drop = Callable[[jax.Array], jax.Array]
 
 
 def run_layer(
@@ -54,7 +53,7 @@ def run_layer(
     several sequences of one token each it is the number of valid sequences. For `rowwise` see `linear.py`.
     """
     before = x
-    x, kept = attended(weights, x, cfg, layer, attend, rowwise, valid)
+    x, kept = attended(weights, x, cfg, attend, valid=valid, rowwise=rowwise)
     how = {"valid": valid, "differentiable": differentiable, "rowwise": rowwise}
     mixed, routing = fed_forward(weights, x, before, cfg, layer, **how)
     return mixed, kept, routing
@@ -78,15 +77,15 @@ def fed_forward(
         # Sequences visit different experts, and which of them share a product must not show.
         mixed = by_sequence(lambda x: _experts(weights, x, cfg)[0], x, apart=True)
     elif cfg.is_sparse(layer):
-        real = None if valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < valid
-        mixed, routing = _experts(weights, x, cfg, live=real, differentiable=differentiable)
-    elif cfg.parallel_blocks:
-        mixed = x + dense_block(weights, before, cfg, rowwise, live)
+        routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
+        visiting = visiting_tokens(routing, cfg, valid, rowwise=rowwise)
+        mixed, _ = _experts(weights, x, cfg, routing, live=visiting, differentiable=differentiable)
     else:
-        mixed = dense_block(weights, x, cfg, rowwise, live)
+        mixed = dense_block(weights, before if cfg.parallel_blocks else x, cfg, rowwise, live)
+        mixed = x + mixed if cfg.parallel_blocks else mixed
     if cfg.post_norms:
         mixed = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), live, rowwise=rowwise)
-    return mixed, routing
+    return (normalize(mixed, weights.norm("ffn_norm", cfg)) if cfg.norm_after else mixed), routing
 
 
 def live_rows(x: jax.Array, valid: jax.Array | None) -> jax.Array | None:
@@ -99,41 +98,48 @@ def attended(
     weights: LayerParams,
     x: jax.Array,
     cfg: ModelConfig,
-    layer: int,
     attend: Attend[Kept],
-    rowwise: bool,
+    *,
+    name: str = "attn",
+    heads: Heads | None = None,
     valid: jax.Array | None = None,
+    rowwise: bool = False,
+    drop: Drop | None = None,
 ) -> tuple[jax.Array, Kept]:
-    """The first half of a layer: attention, and the state from `attend`."""
+    """The first half of a layer: attention, and the state from `attend`.
+
+    Args:
+      weights, x, cfg, attend, valid, rowwise: see `run_layer`.
+      name: "attn", or "cross" for attention to a source, for which only queries are new.
+      heads: inputs of attention; None for those of the layer's own products of x.
+      drop: changes the output before x is added.
+    """
     live, (groups, _) = live_rows(x, valid), weights.used
-    names = ("q", "k", "v", "gate") if cfg.attention_gate else ("q", "k", "v")
-    q, k, v, *gate = normed_to_units(
-        x,
-        weights.pre_norm("attn_norm", cfg),
-        [weights[f"attn.{name}"] for name in names],
-        [weights.vector(f"attn.{name}_bias") for name in names],
-        used=groups,
-        rowwise=rowwise,
-        live=live,
-    )
-    out, kept = attend(normed_heads(weights, q, k, v, cfg, apart=rowwise), groups)
+    shared: dict[str, Any] = {"used": groups, "rowwise": rowwise, "live": live}
+    gate: list[jax.Array] = []
+    if heads is None:
+        names = ["q"] if name == "cross" else ["q", "k", "v", *(["gate"] if cfg.attention_gate else [])]
+        matrices = [weights[f"{name}.{part}"] for part in names]
+        biases = [weights.vector(f"{name}.{part}_bias") for part in names]
+        q, *others = normed_to_units(x, weights.pre_norm(f"{name}_norm", cfg), matrices, biases, **shared)
+        if name == "cross":
+            heads = Heads(q.reshape(*q.shape[:3], cfg.group, cfg.head_dim), None, None)  # pyright: ignore
+        else:
+            k, v, *gate = others
+            heads = normed_heads(weights, q, k, v, cfg, apart=rowwise)
+    out, kept = attend(heads, groups)
     out = out.reshape(*out.shape[:3], -1)
     if gate:
         out = by_sequence(lambda out, gate: out * jax.nn.sigmoid(gate), out, *gate, apart=rowwise)
-    # The output product adds the residual, unless a norm comes between.
-    residual = None if cfg.post_norms else x
-    mixed = from_units(
-        out,
-        weights["attn.o"],
-        weights.vector("attn.o_bias"),
-        residual=residual,
-        used=groups,
-        rowwise=rowwise,
-        live=live,
-    )
-    if not cfg.post_norms:
-        return mixed, kept
-    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg), live, rowwise=rowwise), kept
+    # The output product adds the residual, unless something comes between.
+    residual = None if cfg.post_norms or drop is not None else x
+    o_bias = weights.vector(f"{name}.o_bias")
+    mixed = from_units(out, weights[f"{name}.o"], o_bias, residual=residual, **shared)
+    if drop is not None:
+        mixed = x + drop(mixed)
+    if cfg.post_norms:
+        mixed = add_normed(x, mixed, weights.norm(f"{name}_post_norm", cfg), live, rowwise=rowwise)
+    return (normalize(mixed, weights.norm(f"{name}_norm", cfg)) if cfg.norm_after else mixed), kept
 
 
 def normed_heads(
@@ -168,6 +174,7 @@ def attend_cache(
     past: Past,
     mass: jax.Array | None,
     rotary: CosSin | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[Past, jax.Array | None]]:
     """Attention of new tokens over a cache, into which their keys and values are written; for the other
     arguments see `decoder.forward_layer`.
@@ -180,9 +187,16 @@ def attend_cache(
         rotary = rotary_cos_sin(at.positions, rope)
     new = grown(new, query_growth(at.positions, rope))
     mask = at.visible(past.capacity_tokens, window)
-    options = attention_options(cfg, window, new)
+    options = attention_options(cfg, window, new, bias)
     out, past, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)
     return out, (past, mass)
+
+
+def attend_source(
+    new: Heads, used: UsedUnits | None, *, cfg: ModelConfig, at: TokenPositions, source: Source
+) -> tuple[jax.Array, Source]:
+    """Attention to a source (see `source_attention`)."""
+    return source_attention(new.q, source, at, scale=cfg.attention_scale, used=used)
 
 
 def attend_documents(
@@ -208,12 +222,15 @@ def attend_documents(
     return document_attention(q, k, v, starts, options=options, branches=branches), None
 
 
-def attention_options(cfg: ModelConfig, window: int, new: Heads) -> AttentionOptions:
-    """Options of the attention of a layer with a window, or without."""
+def attention_options(
+    cfg: ModelConfig, window: int, new: Heads, bias: jax.Array | None = None
+) -> AttentionOptions:
+    """Options of the attention of a layer with a window, or without, and with `AttentionOptions.bias`."""
     return AttentionOptions(
         scale=cfg.attention_scale,
         softcap=cfg.attention_softcap,
         window=window,
+        bias=bias,
         sink_logits=new.sink_logits,
     )
 
@@ -241,10 +258,15 @@ def rotary_by_rope(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | 
 
 
 def dense_block(
-    weights: LayerParams, x: jax.Array, cfg: ModelConfig, rowwise: bool, live: jax.Array | None
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    rowwise: bool,
+    live: jax.Array | None,
+    drop: Drop | None = None,
 ) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between, or
-    parallel attention has added it."""
+    parallel attention has added it, or `drop` changes the hidden activations and then the output."""
     gated = cfg.gated_ffn
     block = FeedForward(
         up=weights["ffn.up"],
@@ -257,14 +279,16 @@ def dense_block(
     )
     norm = weights.pre_norm("attn_norm" if cfg.parallel_blocks else "ffn_norm", cfg)
     _, used = weights.used
-    add_input = not cfg.post_norms and not cfg.parallel_blocks
-    return feed_forward(x, norm, block, add_input=add_input, used=used, rowwise=rowwise, live=live)
+    shared: dict[str, Any] = {"used": used, "rowwise": rowwise, "live": live, "drop": drop}
+    add_input = not cfg.post_norms and not cfg.parallel_blocks and drop is None
+    return feed_forward(x, norm, block, add_input=add_input, **shared)
 
 
 def _experts(
     weights: LayerParams,
     x: jax.Array,
     cfg: ModelConfig,
+    routing: Routing | None = None,
     *,
     live: jax.Array | None = None,
     differentiable: bool = False,
@@ -273,21 +297,24 @@ def _experts(
     from jaxllm.experts.mixture import mixture
 
     norm = weights.norm("ffn_norm", cfg)
-    routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
-    up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))
-    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation, **expert_biases(weights))
-    out = mixture(
-        x,
-        norm,
-        routing,
-        block,
-        add_input=not cfg.post_norms,
-        live=live,
-        differentiable=differentiable,
-    )
+    if routing is None:
+        routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
+    how = {"add_input": not cfg.post_norms, "live": live, "differentiable": differentiable}
+    out = mixture(x, norm, routing, expert_block(weights, cfg), **how)
     if cfg.shared_expert_size:
         out = out + _shared_expert(weights, x, cfg)
     return out, routing
+
+
+def expert_block(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
+    """The weights `[E, F, D]` and biases of all experts."""
+    return FeedForward(
+        up=weights["experts.up"],
+        down=weights["experts.down"],
+        gate=weights["experts.gate"] if cfg.gated_ffn else None,
+        activation=cfg.activation,
+        **expert_biases(weights),
+    )
 
 
 def expert_biases(weights: LayerParams) -> dict[str, jax.Array | None]:
@@ -317,6 +344,35 @@ def chosen_experts(
         bias=weights.operand("router_bias"),
         differentiable=differentiable,
     )
+
+
+def visiting_tokens(
+    routing: Routing, cfg: ModelConfig, valid: jax.Array | None, *, rowwise: bool
+) -> jax.Array | None:
+    """Mask of the tokens that visit their experts, `[T]` or `[B, T]` bool: of the first `valid` ones (None
+    for all) each, unless as many earlier tokens as an expert's capacity visit the same. Nodes of a tree
+    (`rowwise`) have no earlier tokens, so that the capacity is never exceeded. None if all visit."""
+    if valid is None:
+        return None
+    real = jnp.arange(routing.ids.shape[1], dtype=jnp.int32) < valid
+    return within_capacity(routing, real, cfg) if cfg.expert_capacity and not rowwise else real
+
+
+def within_capacity(routing: Routing, real: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Mask of tokens that visit their expert, `[B, T]` bool: for each expert the first tokens of each row,
+    up to its capacity (Switch, arXiv 2101.03961). `real` `[T]` or `[B, T]` bool is False for padding, which
+    needs no capacity."""
+    visits = jax.nn.one_hot(routing.ids[..., 0], cfg.experts, dtype=jnp.int32)
+    visits = jnp.where(real[..., None], visits, 0)
+    rank = jnp.take_along_axis(jnp.cumsum(visits, axis=1), routing.ids, axis=-1)[..., 0]
+    return real & (rank <= cfg.expert_capacity)
+
+
+def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
+    """The decoder with an expert capacity of at least `tokens`: tokens of a context that are recomputed
+    together had come a few at a time, within the capacity."""
+    most = max(cfg.expert_capacity, tokens)
+    return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg
 
 
 # Embeddings in place of tokens', such as those of an image from an encoder.

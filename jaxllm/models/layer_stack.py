@@ -1,12 +1,19 @@
-"""The parameters of all layers by address or stacked, and a loop over layers.
+"""The parameters of layers: one by one, by address or stacked, and a loop over them.
 
 Layers are equal if their configs, and the names, types and shapes of their parameters are. A step has code
 for each run of equal layers, or of a repeated pattern of layers (`LayerRun`), instead of code for each layer.
+
+By address (`LayerStack`), native kernels find the arrays of all layers. Stacked (`StackedLayers`), layers
+whose parameters have the same names, types and shapes are one array with a leading axis, from which a loop
+slices one layer after the other, for XLA's own products. On accelerators XLA fuses the slice with its use. On
+a CPU it copies a slice before a product, so that there only weights that are converted block by block anyway
+are stacked (`jaxllm.kernels.converted`).
 """
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,17 +22,63 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.kernels import native
-from jaxllm.kernels.native import TableArray, WeightTable
-from jaxllm.kernels.native_call import PARAMETER
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.kernels.native import Operand, TableArray, WeightTable
+from jaxllm.kernels.native_call import PARAMETER, UsedUnits, used_units, value
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.models.stacked_layers import StackedLayer, StackedLayers, stack_layers
-from jaxllm.quant import Adapted, Apart, BlockedArray, Weight
+from jaxllm.nn.layers import Norm
+from jaxllm.quant import Adapted, Apart, BlockedArray, Weight, sliced
+from jaxllm.quant.parts import StackedArray, StackEntry, new_stack, placed, taken, with_row
 
 # Name of the parameter with the layers: a `LayerStack` or `StackedLayers`; in a step of one layer a
 # `LayerAt` or `StackedLayer`, in a step of some layers `LayersAt`.
 STACK = "layers"
 Carry = TypeVar("Carry")
+
+
+class LayerParams:
+    """The parameters under one prefix."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Weight | Operand],
+        prefix: str,
+        used: tuple[UsedUnits, UsedUnits] | None = None,
+    ) -> None:
+        self._params, self._prefix, self._used = params, prefix, used
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._params[self._prefix + name]  # pyright: ignore[reportReturnType]: of a router, an operand
+
+    @property
+    def used(self) -> tuple[UsedUnits | None, UsedUnits | None]:
+        """The used kv groups and the used neurons, None if all are used (see `jaxllm.kernels.native`)."""
+        return used_units(self.operand(PARAMETER)) if self._used is None else self._used
+
+    def using(self, used: tuple[UsedUnits, UsedUnits]) -> "LayerParams":
+        """The same parameters with other used units."""
+        return LayerParams(self._params, self._prefix, used)
+
+    def operand(self, name: str) -> Operand | None:
+        """A vector or small matrix parameter as input of native kernels; None if the model does not have
+        it."""
+        found = self._params.get(self._prefix + name)
+        assert found is None or isinstance(found, jax.Array | np.ndarray | TableArray)
+        return found
+
+    def vector(self, name: str) -> jax.Array | None:
+        """A vector parameter, such as a bias; None if the model does not have it."""
+        found = self.operand(name)
+        return None if found is None else value(found)
+
+    def pre_norm(self, name: str, cfg: ModelConfig) -> Norm | None:
+        """`norm` of a block's input; None if the model's blocks read their input unnormalized."""
+        return self.norm(name, cfg) if cfg.pre_norms and not cfg.norm_after else None
+
+    def norm(self, name: str, cfg: ModelConfig) -> Norm:
+        """A norm's scale, and its bias if it has one."""
+        scale = self.operand(f"{name}.scale")
+        assert scale is not None
+        return Norm(scale=scale, bias=self.operand(f"{name}.bias"), eps=cfg.norm_eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +191,57 @@ class LayerStack:
         return LayerAt(self.table, np.int32(layer) if row is None else row, form)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedLayer:
+    """The parameters of one layer in a stack.
+
+    Attributes:
+      weights: weights of the stack, by their names within a layer; each array has a leading axis of layers.
+      row: int32 scalar, the layer's index in the stack.
+    """
+
+    weights: Mapping[str, Weight]
+    row: jax.Array | np.integer
+
+    @property
+    def params(self) -> LayerParams:
+        """The parameters, for a step."""
+        row = jnp.asarray(self.row)
+        return LayerParams({name: _entry(name, each, row) for name, each in self.weights.items()}, "")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedLayers:
+    """The parameters of all layers in stacks.
+
+    Attributes:
+      stacks: weights of a `StackedLayer`, per form of layers.
+      alike: the first equal layer, per layer.
+      places: index of its stack and its row in it, per layer.
+    """
+
+    stacks: tuple[Mapping[str, Weight], ...]
+    alike: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    places: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
+
+    def at(self, layer: int, number: jax.Array | np.integer | None = None) -> StackedLayer:
+        """The parameters of a layer; or of layer `number`, int32 scalar, which equals it."""
+        stack, row = self.places[layer]
+        return StackedLayer(self.stacks[stack], np.int32(row) if number is None else self._row(stack, number))
+
+    def _row(self, stack: int, number: jax.Array | np.integer) -> jax.Array | np.integer:
+        """The row of a layer that is known to be in `stack`."""
+        if isinstance(number, np.integer):
+            return np.int32(self.places[number][1])
+        shifts = {row - layer for layer, (own, row) in enumerate(self.places) if own == stack}
+        if len(shifts) == 1:
+            return number + np.int32(shifts.pop())
+        rows = jnp.asarray([row for _, row in self.places], jnp.int32)
+        return jax.lax.dynamic_index_in_dim(rows, number, axis=0, keepdims=False)
+
+
 def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
     """Whether native kernels read all of a layer's parameters by address: matrices in blocks, separate
     experts.
@@ -171,7 +275,6 @@ def by_address(
 
     Args:
       params: parameters of the model. Nothing is copied.
-      cfg: config of the model.
       beside: further arrays by name, per layer.
     """
     layers = layers_of(params, cfg)
@@ -181,9 +284,30 @@ def by_address(
 
 
 def by_stacking(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
-    """A model's parameters with its layers as `StackedLayers`; see `stack_layers` for what is copied."""
-    stack = stack_layers(layers_of(params, cfg), kinds_of(cfg))
+    """A model's parameters with its layers as `StackedLayers`.
+
+    Arrays that are already entries of a stack (`StackEntry`) are not copied. Others, such as their adapters,
+    get a stack of as many rows.
+    """
+    layers = layers_of(params, cfg)
+    forms = [_form_of(each) for each in layers]
+    stacks, places = [], dict[int, tuple[int, int]]()
+    for form in dict.fromkeys(forms):
+        numbers = [number for number, each in enumerate(forms) if each == form]
+        own = [dict(layers[number]) for number in numbers]
+        rows, count = _rows(own)
+        stacks.append(jax.tree.map(functools.partial(_stack, rows, count), *own))
+        places |= {number: (len(stacks) - 1, row) for number, row in zip(numbers, rows, strict=True)}
+    alike = first_alike(zip(kinds_of(cfg), forms, strict=True))
+    stack = StackedLayers(tuple(stacks), alike, tuple(places[number] for number in range(len(layers))))
     return {**_outside(params), STACK: stack}  # pyright: ignore[reportReturnType]
+
+
+def are_entries(params: Iterable[Weight]) -> bool:
+    """Whether some arrays of the weights are entries of stacks, and none is only a shape."""
+    leaves = jax.tree.leaves(list(params))
+    shapes = any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves)
+    return not shapes and any(isinstance(each, StackEntry) for each in leaves)
 
 
 def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
@@ -218,12 +342,8 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
     """
     # `jax.tree.map`, which makes shapes of parameters, sorts them by name.
     layers = [dict(sorted(params.items())) for params in layers]
-    firsts: dict[Any, int] = {}
     forms = [LayerForm.of(params) for params in layers]
-    alike = [
-        firsts.setdefault((kind, form), number)
-        for number, (kind, form) in enumerate(zip(kinds, forms, strict=True))
-    ]
+    alike = first_alike(zip(kinds, forms, strict=True))
     rows = [jax.tree.leaves(list(params.values())) for params in layers]
     handle: Any = jax.ShapeDtypeStruct((2,), jnp.uint32)
     if not any(isinstance(each, jax.ShapeDtypeStruct) for row in rows for each in row):
@@ -233,7 +353,7 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
         if handle.unsafe_buffer_pointer() != table.operand.ctypes.data:
             # A device that copies the handle does not reference the weight table.
             weakref.finalize(handle, table.close)
-    return LayerStack(handle, tuple(alike), tuple(forms[first] for first in sorted(set(alike))))
+    return LayerStack(handle, alike, tuple(forms[first] for first in sorted(set(alike))))
 
 
 def layer_of(params: Params, layer: int) -> LayerParams:
@@ -264,7 +384,6 @@ def over_layers(
 
     Args:
       params: parameters of the model, with all its layers under `STACK`, or separate.
-      cfg: config of the model.
       body: function of (its result for the layer before, parameters for `layer_of`, a layer that equals
         this one, its number), where only the number may be unknown at trace time.
       carry: initial value for the first layer.
@@ -287,10 +406,29 @@ def over_layers(
     return carry
 
 
+def first_alike(keys: Iterable[Any]) -> tuple[int, ...]:
+    """Per layer, the first one with an equal key."""
+    firsts: dict[Any, int] = {}
+    return tuple(firsts.setdefault(key, number) for number, key in enumerate(keys))
+
+
 def layer_runs(alike: Sequence[int]) -> list[LayerRun]:
     """The runs of layers, with the first equal layer of each in `alike`: at each layer the pattern that
     covers most layers, the shortest of equals."""
-    return list(_runs(tuple(alike)))
+    runs: list[LayerRun] = []
+    alike, first = tuple(alike), 0
+    while first < len(alike):
+        best = LayerRun(first, 1, 1)
+        for period in range(1, (len(alike) - first) // 2 + 1):
+            repeats = 1
+            pattern = alike[first : first + period]
+            while alike[first + repeats * period :][:period] == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * period > best.repeats * best.period:
+                best = LayerRun(first, period, repeats)
+        runs.append(best)
+        first += best.repeats * best.period
+    return runs
 
 
 def kinds_of(cfg: ModelConfig) -> list[Any]:
@@ -312,21 +450,6 @@ def _outside(params: Params) -> dict[str, Weight]:
     return {name: each for name, each in params.items() if not name.startswith("layers.")}
 
 
-def _runs(alike: tuple[int, ...]) -> Iterator[LayerRun]:
-    first = 0
-    while first < len(alike):
-        best = LayerRun(first, 1, 1)
-        for period in range(1, (len(alike) - first) // 2 + 1):
-            repeats = 1
-            pattern = alike[first : first + period]
-            while alike[first + repeats * period :][:period] == pattern:
-                repeats += 1
-            if repeats > 1 and repeats * period > best.repeats * best.period:
-                best = LayerRun(first, period, repeats)
-        yield best
-        first += best.repeats * best.period
-
-
 def _experts_agree(params: Mapping[str, Weight]) -> bool:
     """Whether each expert's matrices have one format."""
     stacks = [each.matrices for each in params.values() if isinstance(each, Apart)]
@@ -345,3 +468,37 @@ def _without_ranks(weight: Any) -> Any:
     if not isinstance(weight, Adapted):
         return weight
     return dataclasses.replace(weight, base=_without_ranks(weight.base), left=_FACTOR, right=_FACTOR)  # pyright: ignore
+
+
+def _form_of(params: Mapping[str, Weight]) -> Any:
+    """Structure that the parameters of layers in one stack share, hashable."""
+    leaves, structure = jax.tree.flatten(dict(params))
+    stacks = tuple(id(each.stack) for each in leaves if isinstance(each, StackEntry))
+    return structure, stacks, tuple((tuple(np.shape(each)), np.dtype(each.dtype).name) for each in leaves)
+
+
+def _entry(name: str, weight: Weight, row: jax.Array) -> Any:
+    found = sliced(jax.tree.map(lambda stack: StackedArray(stack, row), weight))
+    # Floats are multiplied unchanged; a mixture uses one expert at a time.
+    by_expert = name.startswith("experts.")
+    return taken(found) if isinstance(found, StackedArray) and not by_expert else found
+
+
+def _rows(layers: Sequence[Mapping[str, Weight]]) -> tuple[list[int], int]:
+    """The rows of some layers in the stacks of their entries, and the number of rows of these."""
+    for column in zip(*(jax.tree.leaves(dict(each)) for each in layers), strict=True):
+        if all(isinstance(each, StackEntry) for each in column):
+            return [each.index for each in column], len(column[0].stack)
+    return list(range(len(layers))), len(layers)
+
+
+def _stack(rows: Sequence[int], count: int, *column: Any) -> jax.Array:
+    """A stack of `count` rows with the arrays of a column at `rows`."""
+    first = column[0]
+    entries = [each.index for each in column if isinstance(each, StackEntry) and each.stack is first.stack]
+    if entries == list(rows):
+        return first.stack
+    stack = new_stack(count, first)
+    for row, each in zip(rows, column, strict=True):
+        stack = with_row(stack, row, each)
+    return placed(stack)

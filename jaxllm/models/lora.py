@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import require_int
 from jaxllm.models.parameters import ENCODER, Params, param_specs
 from jaxllm.quant import Adapted, Weight, dequantize
 
@@ -53,10 +54,7 @@ class LoraConfig:
     rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank <= MAX_RANK:
-            raise ConfigError(
-                f"the rank of an adapter must be a whole number in [0, {MAX_RANK}], got {self.rank}"
-            )
+        require_int("the rank of an adapter", self.rank, 0, MAX_RANK)
         if not isinstance(self.alpha, int | float) or not abs(self.alpha) <= _LARGEST_ALPHA:
             raise ConfigError(f"alpha must be a number of at most {_LARGEST_ALPHA:g}, got {self.alpha!r:.80}")
         unknown = [each for each in self.targets if each not in TARGETS]
@@ -164,7 +162,6 @@ def summed_factors(
     """The factors of the sum of some adapters for one matrix, on the host, as inputs of native kernels.
 
     Args:
-      name: name of the parameter.
       shape: shape of the whole model's weight, `[*U, D]`.
       adapters: (adapter, scaling) pairs, of the whole model or of a sub-model.
       rank: r, at least the sum of the adapters' ranks.

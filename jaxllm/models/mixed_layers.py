@@ -5,8 +5,6 @@ overwrites them with equal values: it attends like every other layer.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +14,20 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import route
-from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.layer_configs import layer_config, shares_kv
 from jaxllm.models.layer import (
     Attend,
     Kept,
-    LayerParams,
-    attend_cache,
-    attend_documents,
+    attended,
     dense_block,
+    expert_block,
     fed_forward,
     live_rows,
-    query_growth,
-    rotary_by_rope,
 )
-from jaxllm.models.layer_stack import layer_of, over_layers
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
-from jaxllm.models.scanned_layers import is_stacked
-from jaxllm.nn.documents import document_positions
 from jaxllm.nn.layers import Heads, Norm, activate, by_sequence, normalize
-from jaxllm.nn.linear import FeedForward, add_normed, embed, from_units, normed_to_units, to_units
+from jaxllm.nn.linear import add_normed, embed, from_units, normed_to_units, to_units
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -65,12 +57,12 @@ class HandedOn:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
-    """Facts of a layer at trace time, without its number, which may be known only at run time.
+class MixedLayer:
+    """Facts of a layer, of which only the number may be unknown at trace time.
 
     Attributes:
-      cfg: config of the model.
       like: the layer, or an equal one.
+      number: its number, for its inputs.
       valid: number of valid tokens, int32 scalar; None for all.
       rowwise: see `linear.py`.
     """
@@ -87,84 +79,6 @@ class _Layer:
         return self.cfg.attention_windows[self.like] > 0
 
 
-def over_cache(
-    params: Params, tokens: jax.Array, x: jax.Array, cache: KVCache, at: TokenPositions, *, cfg: ModelConfig
-) -> tuple[jax.Array, KVCache]:
-    """All layers over new tokens of a cache.
-
-    Args:
-      params: parameters of the model.
-      tokens: `[B, T]` int32.
-      x: `[B, T, D]`, their embeddings.
-      cache, at: see `decoder.forward_at`.
-      cfg: the model.
-
-    Returns:
-      The last layer's output `[B, T, D]`, and the cache; its length is unchanged.
-    """
-    rotaries, rowwise = rotary_by_rope(at.positions, cfg), at.tree is not None
-    valid = at.valid if at.padded else None
-
-    def layer(
-        carry: tuple[jax.Array, KVCache, HandedOn], own: Params, like: int, number: jax.Array | int
-    ) -> tuple[jax.Array, KVCache, HandedOn]:
-        x, cache, handed = carry
-        rotary = rotaries.get(cfg.layer_rope(like))
-        attend: Attend[tuple[Past, jax.Array | None]] = functools.partial(
-            attend_cache,
-            cfg=cfg,
-            layer=like,
-            at=at,
-            past=cache.past(like, number),
-            mass=cache.mass,
-            rotary=rotary,
-        )
-        of = _Layer(cfg, like, number, valid, rowwise)
-        x, handed, (past, mass) = _run(layer_of(own, like), x, handed, of, attend)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass), handed
-
-    first = _first(params, tokens, x, cfg, live_rows(x, valid), rowwise)
-    x, cache, _ = over_layers(params, cfg, layer, (x, cache, first))
-    return x, cache
-
-
-def over_documents(
-    params: Params, tokens: jax.Array, x: jax.Array, starts: jax.Array | None, *, cfg: ModelConfig
-) -> jax.Array:
-    """All layers over whole documents: `over_cache` without one; for `starts` see
-    `decoder.forward_documents`.
-
-    Raises:
-      ConfigError: the parameters are in stacks, as training has them off CPUs.
-    """
-    if is_stacked(params):
-        raise ConfigError(
-            f"layers that share keys and values ({cfg.model_type}) are not trained in stacks; train on a CPU"
-        )
-    starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
-    positions = document_positions(starts, None)
-    rotaries = rotary_by_rope(positions, cfg)
-
-    def layer(
-        carry: tuple[jax.Array, HandedOn], own: Params, like: int, number: jax.Array | int
-    ) -> tuple[jax.Array, HandedOn]:
-        rope = cfg.layer_rope(like)
-        attend: Attend[None] = functools.partial(
-            attend_documents,
-            cfg=cfg,
-            rotary=rotaries.get(rope),
-            growth=query_growth(positions, rope),
-            starts=starts,
-            branches=None,
-            window=cfg.attention_windows[like],
-        )
-        x, handed, _ = _run(layer_of(own, like), *carry, _Layer(cfg, like, number), attend)
-        return x, handed
-
-    x, _ = over_layers(params, cfg, layer, (x, _first(params, tokens, x, cfg, None, rowwise=False)))
-    return x
-
-
 def require_tokens_alone(cfg: ModelConfig) -> None:
     """Refuses prompt embeddings if layers read the tokens themselves.
 
@@ -178,7 +92,7 @@ def require_tokens_alone(cfg: ModelConfig) -> None:
         )
 
 
-def _first(
+def first_handed(
     params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, live: jax.Array | None, rowwise: bool
 ) -> HandedOn:
     """The first layer's `HandedOn`, given embeddings `x` `[B, T, D]`."""
@@ -211,20 +125,14 @@ def _layer_inputs(
     return (projected + own * np.asarray(size**0.5, x.dtype)) * np.asarray(2**-0.5, x.dtype)
 
 
-def _run(
-    weights: LayerParams,
-    x: jax.Array,
-    handed: HandedOn,
-    of: _Layer,
-    attend: Callable[[Heads, None], tuple[jax.Array, Kept]],
+def run_layer(
+    weights: LayerParams, x: jax.Array, handed: HandedOn, of: MixedLayer, attend: Attend[Kept]
 ) -> tuple[jax.Array, HandedOn, Kept]:
     """One layer of `x` `[B, T, D]`: its output, values for later layers, and the state from `attend`."""
     cfg, live = of.cfg, live_rows(x, of.valid)
     how = {"live": live, "rowwise": of.rowwise}
     new, handed = _heads(weights, x, handed, of, live)
-    out, kept = attend(new, None)
-    mixed = from_units(out.reshape(*out.shape[:3], -1), weights["attn.o"], **how)
-    x = add_normed(x, mixed, weights.norm("attn_post_norm", cfg), live, rowwise=of.rowwise)
+    x, kept = attended(weights, x, cfg, attend, heads=new, valid=of.valid, rowwise=of.rowwise)
     own: ModelConfig = layer_config(cfg, of.like)
     if cfg.experts:
         x = add_normed(x, _dense_and_experts(weights, x, own, of), weights.norm("ffn_post_norm", cfg), **how)
@@ -244,7 +152,7 @@ def _run(
     return x * scale.astype(x.dtype), handed, kept
 
 
-def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, of: _Layer) -> jax.Array:
+def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, of: MixedLayer) -> jax.Array:
     """The sum of a feed-forward block and of experts of `x` `[B, T, D]`, each normalized."""
 
     def normed(name: str, out: jax.Array) -> jax.Array:
@@ -261,16 +169,14 @@ def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, of:
         norm=Norm(scale * np.asarray(own.hidden_size**-0.5, scale.dtype), None, own.norm_eps),
     )
     routing = dataclasses.replace(routing, weights=routing.weights * factors[routing.ids])
-    up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))
-    block = FeedForward(up=up, down=down, gate=gate, activation=own.activation)
     real = None if of.valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < of.valid
-    out = mixture(x, weights.norm("experts_norm", own), routing, block, live=real)
+    out = mixture(x, weights.norm("experts_norm", own), routing, expert_block(weights, own), live=real)
     dense = dense_block(weights, x, own, of.rowwise, live_rows(x, of.valid))
     return normed("dense", dense) + normed("experts", out)
 
 
 def _heads(
-    weights: LayerParams, x: jax.Array, handed: HandedOn, of: _Layer, live: jax.Array | None
+    weights: LayerParams, x: jax.Array, handed: HandedOn, of: MixedLayer, live: jax.Array | None
 ) -> tuple[Heads, HandedOn]:
     """Inputs of attention, and values for later layers, including the layer's keys and values, if any."""
     cfg, mixed = of.cfg, of.cfg.mixed

@@ -1,8 +1,40 @@
-"""The parameters of every decoder: their names, shapes and initial values."""
+"""The parameters of every decoder: their names, shapes and initial values.
+
+A flat dict with stable string keys:
+
+    embed.tokens [V, D]            embed.positions [P, D]
+    layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
+    layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
+    layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
+    layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
+    layers.{i}.attn.gate [K, G·H, D]                                (where attention has an output gate)
+    layers.{i}.state_norm.scale [D]  .state.*                       (in place of attn.*, see
+    `state_layer.py`)
+    layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
+    layers.{i}.router_bias [E]     .expert_gate_bias [E, F]   .expert_up_bias   .expert_down_bias [E, D]
+    layers.{i}.attn.sink_logits [K, G]
+    layers.{i}.layer_input.gate [P, D]           .layer_input.o [P, D]          .layer_input_norm.scale [D]
+    layers.{i}.output.scale [1]                  (of mixed layers, as all of P)
+    layers.{i}.router_norm.scale, .experts_norm.scale, .experts_post_norm.scale, .dense_post_norm.scale [D]
+    layers.{i}.router_output.scale [E]           (of mixed layers with experts)
+    embed.layer_inputs [V, L·P]    embed.input_projection [L·P, D]             embed.input_norm.scale [P]
+    layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
+    final_norm.scale/bias [D]      head [V, D]   head_bias [V]
+
+and of an encoder-decoder
+
+    encoder.*, all of the above but embed.tokens, which both share
+    embed.norm.scale/bias [D]      relative_positions [buckets, N]        head_bias [V]
+    layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
+
+The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. In layers with
+experts, an expert is one entry of the leading axis. The experts' biases are not part of `experts.*`: they
+are small, and stay in memory if experts are loaded individually.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -13,40 +45,6 @@ from jax.typing import DTypeLike
 from jaxllm.config import ModelConfig
 from jaxllm.layer_configs import MixedLayers, StateConfig, layer_config, shares_kv
 from jaxllm.quant import Weight
-
-# The parameters of every decoder: their names, shapes and initial values.
-#
-# A flat dict with stable string keys:
-#
-#     embed.tokens [V, D]            embed.positions [P, D]
-#     layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
-#     layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
-#     layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
-#     layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
-#     layers.{i}.attn.gate [K, G·H, D]                                (where attention has an output gate)
-#     layers.{i}.state_norm.scale [D]  .state.*                       (in place of attn.*, see
-#     `state_layer.py`)
-#     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
-#     layers.{i}.router_bias [E]     .expert_gate_bias [E, F]   .expert_up_bias   .expert_down_bias [E, D]
-#     layers.{i}.attn.sink_logits [K, G]
-#     layers.{i}.layer_input.gate [P, D]           .layer_input.o [P, D]          .layer_input_norm.scale [D]
-#     layers.{i}.output.scale [1]                  (of mixed layers, as all of P)
-#     layers.{i}.router_norm.scale, .experts_norm.scale, .experts_post_norm.scale, .dense_post_norm.scale [D]
-#     layers.{i}.router_output.scale [E]           (of mixed layers with experts)
-#     embed.layer_inputs [V, L·P]    embed.input_projection [L·P, D]             embed.input_norm.scale [P]
-#     layers.{i}.shared.gate/up/down [S, D]        .shared.score [1, D]       (beside experts)
-#     final_norm.scale/bias [D]      head [V, D]   head_bias [V]
-#
-# and of an encoder-decoder
-#
-#     encoder.*, all of the above but embed.tokens, which both share
-#     embed.norm.scale/bias [D]      relative_positions [buckets, N]        head_bias [V]
-#     layers.{i}.cross_norm.scale/bias [D]  .cross.q  .cross.k  .cross.v  .cross.o  (+ q_bias ..., as attn.*)
-#
-# The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. In layers with
-# experts, an expert is one entry of the leading axis. The experts' biases are not part of `experts.*`: they
-# are small, and stay in memory if experts are loaded individually.
-
 
 Params = Mapping[str, Weight]
 # Prefix of the encoder's parameters.
@@ -80,7 +78,7 @@ def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if cfg.learned_positions:
         specs["embed.positions"] = ParamSpec((cfg.window_tokens, width), "vector")
     if cfg.embed_norm:
-        specs.update(_norm_specs(cfg, "embed.norm"))
+        specs |= _norm_specs(cfg, "embed.norm")
     if cfg.encoder is not None:
         own = _specs(cfg.encoder)
         specs.update({ENCODER + name: spec for name, spec in own.items() if name != "embed.tokens"})
@@ -95,7 +93,7 @@ def _specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if cfg.relative_buckets:
         specs["relative_positions"] = ParamSpec((cfg.relative_buckets, cfg.heads), "vector")
     if cfg.final_norm:
-        specs.update(_norm_specs(cfg, "final_norm"))
+        specs |= _norm_specs(cfg, "final_norm")
     if not cfg.tied_head:
         specs["head"] = ParamSpec((cfg.vocab_size, width), "embed")
     if cfg.head_bias:
@@ -124,113 +122,109 @@ def specs_apart(cfg: ModelConfig) -> dict[str, ParamSpec]:
         if ".experts." in name:
             stacks[name] = spec
             continue
-        _put_apart(specs, stacks, cfg.experts)
+        for expert in range(cfg.experts if stacks else 0):
+            for stack, each in stacks.items():
+                specs[expert_parameter(stack, expert)] = ParamSpec(each.shape[1:], each.role)
         stacks = {}
         specs[name] = spec
     return specs
 
 
-def _put_apart(specs: dict[str, ParamSpec], stacks: dict[str, ParamSpec], experts: int) -> None:
-    for expert in range(experts if stacks else 0):
-        for name, spec in stacks.items():
-            specs[expert_parameter(name, expert)] = ParamSpec(spec.shape[1:], spec.role)
+Specs = dict[str, ParamSpec]
 
 
-def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
+def _vectors(**shapes: tuple[int, ...]) -> Specs:
+    return {name: ParamSpec(shape, "vector") for name, shape in shapes.items()}
+
+
+def _norm_specs(cfg: ModelConfig, *names: str) -> Specs:
     parts = ("scale", "bias") if cfg.norm == "layer" else ("scale",)
-    return {f"{name}.{part}": ParamSpec((cfg.hidden_size,), "vector") for part in parts}
+    return _vectors(**{f"{name}.{part}": (cfg.hidden_size,) for name in names for part in parts})
 
 
-def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
+def _layer_specs(cfg: ModelConfig, layer: int) -> Specs:
     kept = cfg.units(layer)
     if cfg.is_state(layer):
         return _state_layer_specs(cfg, layer, kept.neurons)
     if cfg.mixed is not None:
         return _mixed_layer_specs(cfg, cfg.mixed, layer)
     units, head = kept.kv_heads, cfg.head_dim
-    queries = cfg.group * head
     specs = _products_specs(cfg, "attn", units)
     if cfg.qk_norm:
-        queries_of, keys_of = (units * queries, units * head) if cfg.joint_qk_norm else (head, head)
-        specs["attn.q_norm.scale"] = ParamSpec((queries_of,), "vector")
-        specs["attn.k_norm.scale"] = ParamSpec((keys_of,), "vector")
-    specs.update(_output_specs(cfg, "attn", units))
+        queries, keys = (units * cfg.group * head, units * head) if cfg.joint_qk_norm else (head, head)
+        specs |= _vectors(**{"attn.q_norm.scale": (queries,), "attn.k_norm.scale": (keys,)})
+    specs |= _output_specs(cfg, "attn", units)
     if cfg.sink_logits:
-        specs["attn.sink_logits"] = ParamSpec((units, cfg.group), "vector")
+        specs |= _vectors(**{"attn.sink_logits": (units, cfg.group)})
     if cfg.post_norms:
-        specs.update(_norm_specs(cfg, "attn_post_norm"))
+        specs |= _norm_specs(cfg, "attn_post_norm")
     if cfg.encoder is not None:
-        specs.update(_products_specs(cfg, "cross", units) | _output_specs(cfg, "cross", units))
+        specs |= _products_specs(cfg, "cross", units) | _output_specs(cfg, "cross", units)
     if cfg.pre_norms and not cfg.parallel_blocks:
-        specs.update(_norm_specs(cfg, "ffn_norm"))
-    specs.update((_expert_specs if cfg.is_sparse(layer) else _ffn_specs)(cfg, kept.neurons))
-    if cfg.post_norms:
-        specs.update(_norm_specs(cfg, "ffn_post_norm"))
-    return specs
+        specs |= _norm_specs(cfg, "ffn_norm")
+    specs |= _block_specs(cfg, layer, kept.neurons)
+    return specs | (_norm_specs(cfg, "ffn_post_norm") if cfg.post_norms else {})
 
 
-def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> dict[str, ParamSpec]:
+def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> Specs:
     own: ModelConfig = layer_config(cfg, layer)
-    norm = ParamSpec((cfg.hidden_size,), "vector")
     specs = _products_specs(own, "attn", own.kv_heads)
     if mixed.keys_as_values and not cfg.attention_windows[layer]:
         del specs["attn.v"]
-    specs["attn.q_norm.scale"] = specs["attn.k_norm.scale"] = ParamSpec((own.head_dim,), "vector")
+    specs |= _vectors(**dict.fromkeys(("attn.q_norm.scale", "attn.k_norm.scale"), (own.head_dim,)))
     if shares_kv(cfg, layer):
         for name in ("attn.k", "attn.v", "attn.k_norm.scale"):
             specs.pop(name, None)
     specs |= _output_specs(own, "attn", own.kv_heads) | _norm_specs(cfg, "attn_post_norm")
     specs |= _norm_specs(cfg, "ffn_norm") | _ffn_specs(own, own.ffn_size) | _norm_specs(cfg, "ffn_post_norm")
     if cfg.experts:
-        specs |= {f"{name}_norm.scale": norm for name in ("router", "experts", "experts_post", "dense_post")}
-        specs |= {
-            "router_output.scale": ParamSpec((cfg.experts,), "vector"),
-            **_expert_specs(own, own.expert_ffn_size),
-        }
+        specs |= _norm_specs(cfg, "router_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
+        specs |= _vectors(**{"router_output.scale": (cfg.experts,)})
+        specs |= _expert_specs(own, own.expert_ffn_size)
     if mixed.layer_input_size:
         shape = (mixed.layer_input_size, cfg.hidden_size)
         specs["layer_input.gate"] = ParamSpec(shape, "to_units")
         specs["layer_input.o"] = ParamSpec(shape, "from_units")
         specs |= _norm_specs(cfg, "layer_input_norm")
-    return specs | {"output.scale": ParamSpec((1,), "vector")}
+    return specs | _vectors(**{"output.scale": (1,)})
 
 
-def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> dict[str, ParamSpec]:
+def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> Specs:
     """Parameters of a layer with a state in place of attention."""
     assert cfg.states is not None
-    specs = _norm_specs(cfg, "state_norm")
-    specs |= {f"state.{name}": ParamSpec(*each) for name, each in _state_specs(cfg.states, cfg.hidden_size)}
-    ffn = _expert_specs if cfg.is_sparse(layer) else _ffn_specs
-    return specs | _norm_specs(cfg, "ffn_norm") | ffn(cfg, neurons)
+    of = _short_conv_specs if cfg.states.kind == "short_conv" else _delta_rule_specs
+    state = {f"state.{name}": spec for name, spec in of(cfg.states, cfg.hidden_size).items()}
+    return (
+        _norm_specs(cfg, "state_norm")
+        | state
+        | _norm_specs(cfg, "ffn_norm")
+        | _block_specs(cfg, layer, neurons)
+    )
 
 
-def _state_specs(states: StateConfig, width: int) -> Iterator[tuple[str, tuple[tuple[int, ...], Role]]]:
-    """Names, shapes and roles of the parameters of a state."""
-    yield "conv", ((states.channels(width), states.taps), "vector")
-    if states.kind == "short_conv":
-        if states.bias:
-            yield "conv_bias", ((width,), "vector")
-        for name in ("input_gate", "output_gate", "value"):
-            yield name, ((width, width), "to_units")
-            if states.bias:
-                yield f"{name}_bias", ((width,), "vector")
-        yield "o", ((width, width), "from_units")
-        if states.bias:
-            yield "o_bias", ((width,), "vector")
-        return
+def _short_conv_specs(states: StateConfig, width: int) -> Specs:
+    specs = _vectors(conv=(width, states.taps), conv_bias=(width,))
+    for name in ("input_gate", "output_gate", "value", "o"):
+        specs[name] = ParamSpec((width, width), "from_units" if name == "o" else "to_units")
+        specs |= _vectors(**{f"{name}_bias": (width,)})
+    return (
+        specs if states.bias else {name: spec for name, spec in specs.items() if not name.endswith("_bias")}
+    )
+
+
+def _delta_rule_specs(states: StateConfig, width: int) -> Specs:
     values = states.group * states.value_dim
+    specs = _vectors(conv=(states.channels(width), states.taps))
     for name, rows in (("q", states.key_dim), ("k", states.key_dim), ("v", values), ("gate", values)):
-        yield name, ((states.key_heads, rows, width), "to_units")
+        specs[name] = ParamSpec((states.key_heads, rows, width), "to_units")
     # Never quantized: they are small, and decide how long a state lasts.
-    for name in ("correction", "decay"):
-        yield name, ((states.value_heads, width), "vector")
-    yield "decay_bias", ((states.value_heads,), "vector")
-    yield "decay_log", ((states.value_heads,), "vector")
-    yield "norm.scale", ((states.value_dim,), "vector")
-    yield "o", ((states.key_heads, values, width), "from_units")
+    specs |= _vectors(correction=(states.value_heads, width), decay=(states.value_heads, width))
+    specs |= _vectors(decay_bias=(states.value_heads,), decay_log=(states.value_heads,))
+    specs |= _vectors(**{"norm.scale": (states.value_dim,)})
+    return specs | {"o": ParamSpec((states.key_heads, values, width), "from_units")}
 
 
-def _products_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamSpec]:
+def _products_specs(cfg: ModelConfig, name: str, units: int) -> Specs:
     """Parameters of the norm before attention, or before cross-attention, and of its first products."""
     specs = _norm_specs(cfg, f"{name}_norm") if cfg.pre_norms else {}
     rows = {"q": cfg.group * cfg.head_dim, "k": cfg.head_dim, "v": cfg.head_dim}
@@ -243,37 +237,35 @@ def _products_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamS
     return specs
 
 
-def _output_specs(cfg: ModelConfig, name: str, units: int) -> dict[str, ParamSpec]:
+def _output_specs(cfg: ModelConfig, name: str, units: int) -> Specs:
     shape = (units, cfg.group * cfg.head_dim, cfg.hidden_size)
-    specs = {f"{name}.o": ParamSpec(shape, "from_units")}
-    if cfg.o_bias:
-        specs[f"{name}.o_bias"] = ParamSpec((cfg.hidden_size,), "vector")
-    return specs
+    bias = _vectors(**{f"{name}.o_bias": (cfg.hidden_size,)}) if cfg.o_bias else {}
+    return {f"{name}.o": ParamSpec(shape, "from_units"), **bias}
 
 
-def _ffn_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
-    specs = {}
-    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
-        specs[f"ffn.{name}"] = ParamSpec((neurons, cfg.hidden_size), "to_units")
+def _block_specs(cfg: ModelConfig, layer: int, neurons: int) -> Specs:
+    return (_expert_specs if cfg.is_sparse(layer) else _ffn_specs)(cfg, neurons)
+
+
+def _ffn_specs(cfg: ModelConfig, neurons: int) -> Specs:
+    specs: Specs = {}
+    for name in ("gate", "up", "down") if cfg.gated_ffn else ("up", "down"):
+        role, outputs = ("from_units", cfg.hidden_size) if name == "down" else ("to_units", neurons)
+        specs[f"ffn.{name}"] = ParamSpec((neurons, cfg.hidden_size), role)
         if cfg.ffn_bias:
-            specs[f"ffn.{name}_bias"] = ParamSpec((neurons,), "vector")
-    specs["ffn.down"] = ParamSpec((neurons, cfg.hidden_size), "from_units")
-    if cfg.ffn_bias:
-        specs["ffn.down_bias"] = ParamSpec((cfg.hidden_size,), "vector")
+            specs[f"ffn.{name}_bias"] = ParamSpec((outputs,), "vector")
     return specs
 
 
-def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
+def _expert_specs(cfg: ModelConfig, neurons: int) -> Specs:
     shape = (cfg.experts, neurons, cfg.hidden_size)
     # Never quantized: it is small, and rounding it would change which experts run.
-    specs = {"router": ParamSpec((cfg.experts, cfg.hidden_size), "vector")}
+    specs = _vectors(router=(cfg.experts, cfg.hidden_size))
     if cfg.expert_bias:
-        specs["router_bias"] = ParamSpec(shape[:1], "vector")
-        specs |= {f"expert_{name}_bias": ParamSpec(shape[:2], "vector") for name in ("gate", "up")}
-        specs["expert_down_bias"] = ParamSpec((cfg.experts, cfg.hidden_size), "vector")
-    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
-        specs[f"experts.{name}"] = ParamSpec(shape, "to_units")
-    specs["experts.down"] = ParamSpec(shape, "from_units")
+        specs |= _vectors(router_bias=shape[:1], expert_gate_bias=shape[:2], expert_up_bias=shape[:2])
+        specs |= _vectors(expert_down_bias=(cfg.experts, cfg.hidden_size))
+    for name in ("gate", "up", "down") if cfg.gated_ffn else ("up", "down"):
+        specs[f"experts.{name}"] = ParamSpec(shape, "from_units" if name == "down" else "to_units")
     if cfg.shared_expert_size:
         shared = (cfg.shared_expert_size, cfg.hidden_size)
         specs["shared.score"] = ParamSpec((1, cfg.hidden_size), "vector")

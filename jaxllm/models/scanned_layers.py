@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.layer_stack import LayerRun, kinds_of, layer_runs, within_layer
+from jaxllm.models.layer_stack import LayerRun, first_alike, kinds_of, layer_runs, within_layer
 
 # Saved activations of the backward pass: all; results of products with weights; each layer's input.
 Remat = Literal["none", "dots", "full"]
@@ -31,9 +31,7 @@ Kept = TypeVar("Kept")
 
 def scan_runs(cfg: ModelConfig) -> list[LayerRun]:
     """The runs of equal layers of a model."""
-    firsts: dict[Any, int] = {}
-    alike = [firsts.setdefault(kind, layer) for layer, kind in enumerate(kinds_of(cfg))]
-    return layer_runs(alike)
+    return layer_runs(first_alike(kinds_of(cfg)))
 
 
 def is_stacked(params: Mapping[str, Any]) -> bool:
@@ -115,7 +113,6 @@ def run_scanned(
 
     Args:
       params: parameters of the model, its layers in stacks.
-      cfg: config of the model.
       run: function of (a layer's parameters by name, its input `[B, T, D]`, `like=`, an equal layer) that
         returns its output, and its routing or None.
       x: `[B, T, D]`, the first layer's input.

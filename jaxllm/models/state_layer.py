@@ -23,7 +23,8 @@ from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import TokenPositions
 from jaxllm.kv.states import LayerState, StateNodes, no_states
 from jaxllm.layer_configs import StateConfig
-from jaxllm.models.layer import LayerParams, fed_forward, live_rows
+from jaxllm.models.layer import fed_forward, live_rows
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.nn.layers import normalize
 from jaxllm.nn.linear import from_units, normed_to_units, to_units
 from jaxllm.nn.states import (
@@ -69,11 +70,9 @@ def cached_state_layer(
     """A state layer over new tokens.
 
     Args:
-      weights: the layer's parameters.
       x: `[B, T, D]`, the layer's input.
       at: consecutive positions, those after the state's tokens; or those of all nodes of a tree.
       state: state of the tokens before, zeros before position 0; for a tree with room for its nodes.
-      cfg: config of the model.
       layer: index of the layer, or of an equal one.
 
     Returns:
@@ -117,11 +116,8 @@ def mixed_by_state(
     """The input of the feed-forward block of `x` `[B, T, D]`, and the state after the tokens.
 
     Args:
-      weights: the layer's parameters.
-      x: the layer's input.
       state: state after the preceding tokens.
       tokens: positions, and which are valid.
-      cfg: the model.
     """
     assert cfg.states is not None
     mix = _short_conv if cfg.states.kind == "short_conv" else _delta_rule

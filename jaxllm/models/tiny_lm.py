@@ -24,7 +24,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm.errors import ConfigError
-from jaxllm.models.encoder.config import EncoderConfig, require, require_whole
+from jaxllm.layer_configs import require, require_int
+from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.forward import embed_tokens, encode_layers
 from jaxllm.models.encoder.parameters import (
     Params,
@@ -63,8 +64,9 @@ class TlmConfig:
             isinstance(self.encoder, EncoderConfig),
             f"encoder must be an EncoderConfig, got {self.encoder!r:.80}",
         )
-        require_whole(self, 0, self.encoder.layers, "shared_layers")
-        require_whole(self, 1, MAX_LEVELS, "levels", "prompt_levels")
+        require_int("shared_layers", self.shared_layers, 0, self.encoder.layers)
+        require_int("levels", self.levels, 1, MAX_LEVELS)
+        require_int("prompt_levels", self.prompt_levels, 1, MAX_LEVELS)
 
     @property
     def own_layers(self) -> range:
@@ -110,7 +112,6 @@ def tlm_from_encoder(encoder_params: Params, cfg: TlmConfig, key: jax.Array) -> 
 
     Args:
       encoder_params: those of `encoder_shapes(cfg.encoder)`; the heads' layers are copies.
-      cfg: the tiny LM.
       key: PRNG key of the heads' output matrices.
 
     Raises:
@@ -201,8 +202,6 @@ def score(
       params: see the module docstring; matrices may be quantized or adapted.
       tokens: `[B, T]` int32.
       mask: `[B, T]` bool, True = a real token.
-      cfg: the tiny LM.
-      dtype: dtype of the activations.
 
     Returns:
       `[B, T]` float32, the logit of keeping: the difference of the logits of the paper's two classes. Values

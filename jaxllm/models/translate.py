@@ -12,29 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.config import Activation, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.models.config_parts import Fields, Part
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.parameters import ENCODER, ParamSpec, param_specs
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-_ACTIVATION_NAMES: dict[Activation, str] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_pytorch_tanh",
-    "relu": "relu",
-    # Configs of gpt-oss name silu, although its experts are clamped.
-    "clamped_swiglu": "silu",
-}
 
 
 class Sliceable(Protocol):
@@ -160,14 +142,47 @@ class Tensor:
         return math.prod(shape if _is_vector(param) else shape[:-1])
 
 
+def linears(names: Mapping[str, str], *, turned: bool = False) -> tuple[Tensor, ...]:
+    """The tensors of linear layers, with their biases where a model has them.
+
+    Args:
+      names: names of the layers in the checkpoint -> our parameters.
+      turned: whether matrices are stored `[in, out]`, as GPT-2's are.
+    """
+    return tuple(
+        tensor
+        for name, param in names.items()
+        for tensor in (
+            Tensor(f"{name}.weight", (param,), transposed=param.endswith((".o", ".down")) != turned),
+            Tensor(f"{name}.bias", (f"{param}_bias",)),
+        )
+    )
+
+
+def norms(names: Mapping[str, str], **options: bool) -> tuple[Tensor, ...]:
+    """The tensors of norms, with their biases where a model has them.
+
+    Args:
+      names: names of the norms in the checkpoint -> ours.
+      options: options of a `Tensor` for their scales.
+    """
+    return tuple(
+        tensor
+        for name, ours in names.items()
+        for tensor in (
+            Tensor(f"{name}.weight", (f"{ours}.scale",), **options),
+            Tensor(f"{name}.bias", (f"{ours}.bias",)),
+        )
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One Hugging Face `model_type` on the shared decoder.
 
     Attributes:
       model_type: name in config.json and in `ModelConfig.model_type`.
-      read_config: config.json -> ModelConfig.
-      write_config: the inverse, without the keys that every architecture has.
+      parts: parts of config.json, in the order in which they are read.
       class_name: name of the Hugging Face class, for the key `architectures`.
       top_tensors: tensors outside of the layers.
       layer_tensors: tensors of one layer; names on both sides are relative to the layer. If experts have
@@ -188,9 +203,8 @@ class Architecture:
     """
 
     model_type: str
-    read_config: Callable[[ConfigReader], ModelConfig]
-    write_config: Callable[[ModelConfig], dict[str, Any]]
     class_name: str
+    parts: tuple[Part, ...]
     top_tensors: tuple[Tensor, ...]
     layer_tensors: tuple[Tensor, ...]
     layer_prefix: str = "layers.{}."
@@ -225,7 +239,10 @@ class Architecture:
             "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself",
         )
         reader.only("pruned_heads", (None, {}), "all heads of a layer have to be there")
-        translated = self.read_config(reader)
+        fields: Fields = {"model_type": self.model_type}
+        for part in self.parts:
+            fields |= part.read(reader, fields)
+        translated = ModelConfig(**fields)
         reader.finish(inert_keys=self.inert_keys)
         return translated
 
@@ -235,11 +252,9 @@ class Architecture:
         Raises:
           ConfigError: configs of this model_type cannot express some field of `cfg`.
         """
-        written = {
-            "architectures": [self.class_name],
-            "model_type": self.model_type,
-            **self.write_config(cfg),
-        }
+        written: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_type}
+        for part in self.parts:
+            written |= part.write(cfg)
         again = self.config_from_hf(written)
         lost = [
             f"{field.name}={getattr(cfg, field.name)!r}"
@@ -293,21 +308,6 @@ def heads_of(rows: np.ndarray, parts: int, part: int, head_dim: int) -> np.ndarr
     """From rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
     split = rows.reshape(-1, parts, head_dim, *rows.shape[1:])
     return split[:, part].reshape(-1, *rows.shape[1:])
-
-
-def read_activation(reader: ConfigReader, key: str, default: str) -> Activation:
-    """The feed-forward non-linearity named by `key`."""
-    name = reader.text(key, default)
-    if name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"config key {key!r} is {name!r}, which is not supported; jaxllm has {', '.join(_ACTIVATIONS)}"
-        )
-    return _ACTIVATIONS[name]
-
-
-def write_activation(activation: Activation) -> str:
-    """Hugging Face's name of a non-linearity."""
-    return _ACTIVATION_NAMES[activation]
 
 
 def _by_expert(tensor: Tensor, cfg: ModelConfig) -> list[Tensor]:

@@ -68,8 +68,6 @@ def over_used_prefix(
     return jax.lax.switch(shortest, [of(each) for each in lengths], q, keys, values, visible)
 
 
-# Activation functions, rotary embedding and attention, as pure functions over arrays.
-#
 # Softmax is computed in float32 for any dtype of the activations.
 
 

@@ -18,8 +18,8 @@ from jaxllm.nn.layers import Norm, activate, by_sequence, gated, normalize
 from jaxllm.quant import (
     Adapted,
     BlockedArray,
-    FirstUnits,
     OwnProduct,
+    Prefix,
     QArray,
     Weight,
     dequantize,
@@ -69,8 +69,6 @@ def _summed(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) 
 _half_product.defvjp(_forward, _backward)
 
 
-# Matrix products of a model: every product goes through this module.
-#
 # Weights lead with their unit axes (`[*U, D]`: the rows of a kv group, of an MLP neuron, of a vocabulary
 # entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory:
 #
@@ -126,30 +124,9 @@ class FeedForward:
         return any(bias is not None for bias in (self.up_bias, self.down_bias, self.gate_bias))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """Options of a product besides activations and weights (see the module docstring)."""
-
-    used: UsedUnits | None
-    step: jax.Array | None
-    live: jax.Array | None
-
-    def named(self) -> dict[str, Any]:
-        return {"used": self.used, "step": self.step, "live": self.live}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _BlockOptions:
-    """`_Options` of a feed-forward block."""
-
-    used: UsedUnits | None
-    steps: Steps | None
-    live: jax.Array | None
-
-    def named(self) -> dict[str, Any]:
-        return {"used": self.used, "steps": self.steps, "live": self.live}
+# Options of a product besides activations and weights, by name (see above): `used`, `live` and `step`, or
+# `steps` of a block. They are operands of the functions that a platform chooses from.
+_Options = dict[str, Any]
 
 
 def to_units(
@@ -167,12 +144,12 @@ def to_units(
     rows = x.reshape(-1, width)
 
     def by_kernel(rows: jax.Array, weight: Adaptable, options: _Options) -> jax.Array:
-        return native_products.to_units(rows, [weight], rowwise=rowwise, **options.named())[0]
+        return native_products.to_units(rows, [weight], rowwise=rowwise, **options)[0]
 
     def by_xla(rows: jax.Array, weight: Weight, options: _Options) -> jax.Array:
-        return _to_units_by_xla(rows, weight, options.step)
+        return _to_units_by_xla(rows, weight, options["step"])
 
-    options = _Options(used, step, live)
+    options: _Options = {"used": used, "step": step, "live": live}
     if in_blocks(weight):
         out = natively(by_kernel, by_xla, rows, weight, options)
     else:
@@ -195,20 +172,20 @@ def normed_to_units(
 
     def apart(x: jax.Array, norm: Norm | None, weights: list[Weight], options: _Options) -> list[jax.Array]:
         normed = x if norm is None else normalize(x, norm, apart=rowwise)
-        return [to_units(normed, weight, rowwise=rowwise, **options.named()) for weight in weights]
+        return [to_units(normed, weight, rowwise=rowwise, **options) for weight in weights]
 
     def together(
         x: jax.Array, norm: Norm | None, weights: list[Adaptable], options: _Options
     ) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
         fused = {} if norm is None else {"norm_scale": norm.scale, "norm_eps": norm.eps}
-        products = native_products.to_units(rows, weights, rowwise=rowwise, **fused, **options.named())
+        products = native_products.to_units(rows, weights, rowwise=rowwise, **fused, **options)
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
             for out, weight in zip(products, weights, strict=True)
         ]
 
-    options = _Options(used, step, live)
+    options: _Options = {"used": used, "step": step, "live": live}
     if (norm is None or norm.bias is None) and _one_format(weights):
         outs = natively(together, apart, x, norm, list(weights), options)
     else:
@@ -237,14 +214,14 @@ def from_units(
     ) -> jax.Array:
         rows = h.reshape(-1, math.prod(units))
         add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
-        return native_products.from_units(rows, weight, residual=add, rowwise=rowwise, **options.named())
+        return native_products.from_units(rows, weight, residual=add, rowwise=rowwise, **options)
 
     def by_xla(h: jax.Array, weight: Weight, residual: jax.Array | None, options: _Options) -> jax.Array:
-        h = h if options.used is None else options.used.only(h, len(batch))
-        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, options.step)
+        h = h if options["used"] is None else options["used"].only(h, len(batch))
+        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, options["step"])
         return out if residual is None else residual.reshape(out.shape) + out
 
-    options = _Options(used, step, live)
+    options: _Options = {"used": used, "step": step, "live": live}
     if in_blocks(weight):
         out = natively(by_kernel, by_xla, h, weight, residual, options)
         return _with_bias(out.reshape(*batch, width), bias)
@@ -262,13 +239,15 @@ def feed_forward(
     rowwise: bool = False,
     steps: Steps | None = None,
     live: jax.Array | None = None,
+    drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; without a
-    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above)."""
+    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above). `drop`
+    changes the input of `down` in training."""
 
-    def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _BlockOptions) -> jax.Array:
-        step, hidden_step = options.steps or (None, None)
-        shared = {"used": options.used, "live": options.live, "rowwise": rowwise}
+    def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _Options) -> jax.Array:
+        step, hidden_step = options["steps"] or (None, None)
+        shared = {"used": options["used"], "live": options["live"], "rowwise": rowwise}
         if weights.gate is None:
             (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), step=step, **shared)
             hidden = by_sequence(lambda up: activate(up, weights.activation), up, apart=rowwise)
@@ -276,11 +255,12 @@ def feed_forward(
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
             outs = normed_to_units(x, norm, both, biases, step=step, **shared)
             hidden = by_sequence(lambda gate, up: gated(gate, up, weights.activation), *outs, apart=rowwise)
-        hidden = only_of_rows(hidden, options.used, hidden.ndim - 1)
+        hidden = only_of_rows(hidden, options["used"], hidden.ndim - 1)
+        hidden = hidden if drop is None else drop(hidden)
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 
-    def together(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _BlockOptions) -> jax.Array:
+    def together(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _Options) -> jax.Array:
         fused = norm is None or norm.bias is None
         normed = x if norm is None or fused else normalize(x, norm, apart=rowwise)
         rows = normed.reshape(-1, x.shape[-1])
@@ -294,12 +274,12 @@ def feed_forward(
             norm_eps=0.0 if norm is None else norm.eps,
             residual=add_input and fused,
             rowwise=rowwise,
-            **options.named(),
+            **options,
         ).reshape(x.shape)
         return x + out if add_input and not fused else out
 
-    options = _BlockOptions(used, steps, live)
-    if weights.biased or not _one_format(weights.weights):
+    options: _Options = {"used": used, "steps": steps, "live": live}
+    if weights.biased or drop is not None or not _one_format(weights.weights):
         return apart(x, norm, weights, options)
     return natively(together, apart, x, norm, weights, options)
 
@@ -389,7 +369,7 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
     units, width = weight.shape[:-1], weight.shape[-1]
     if isinstance(weight, OwnProduct):
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
-    if isinstance(weight, FirstUnits):
+    if isinstance(weight, Prefix) and not weight.axis:
         # The weight stays whole and shared; activations of missing units are zero.
         missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
         return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step)

@@ -8,8 +8,6 @@ import numpy as np
 
 from jaxllm.kv.states import LayerState, StateNodes, States
 
-# Computes the updates of state layers: short causal convolutions, and the gated delta rule.
-#
 # Both accept tokens `[B, T, ...]` with the state before them, and return outputs and the state after the
 # first `valid` tokens: the rest is padding, which changes no state. Everything is float32. With `starts`
 # tokens are packed documents, each of which begins without a state.

@@ -2,17 +2,17 @@
 parts of weights (`parts`) and dequantization (`dequantize`). Products are in `jaxllm/nn/linear.py`."""
 
 from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, nested_blocks, to_blocks
-from jaxllm.quant.dequantize import contracted_rows, dequantize, embedding_rows, unpack_int2, unpack_int4
+from jaxllm.quant.dequantize import contracted_rows, dequantize, embedding_rows
 from jaxllm.quant.formats import (
     BITS,
     GROUPS,
     INT4_GROUP,
     Bits,
     QArray,
-    pack_int2,
-    pack_int4,
+    pack,
     packed_columns,
     quantize,
+    unpack,
 )
 from jaxllm.quant.parts import by_form, entry_of_form, first_units, narrow, sliced, take_units, unit_at
 from jaxllm.quant.weights import (
@@ -20,9 +20,8 @@ from jaxllm.quant.weights import (
     Apart,
     Bfloat16Bits,
     ByForm,
-    FirstUnits,
-    Narrowed,
     OwnProduct,
+    Prefix,
     Weight,
 )
 
@@ -37,9 +36,8 @@ __all__ = [
     "Bits",
     "BlockedArray",
     "ByForm",
-    "FirstUnits",
-    "Narrowed",
     "OwnProduct",
+    "Prefix",
     "QArray",
     "Weight",
     "blocked_shapes",
@@ -52,14 +50,12 @@ __all__ = [
     "from_blocks",
     "narrow",
     "nested_blocks",
-    "pack_int2",
-    "pack_int4",
+    "pack",
     "packed_columns",
     "quantize",
     "sliced",
     "take_units",
     "to_blocks",
     "unit_at",
-    "unpack_int2",
-    "unpack_int4",
+    "unpack",
 ]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.quant.formats import QArray, pack_int2, pack_int4
+from jaxllm.quant.formats import QArray, Shaped, pack, unpack
 from jaxllm.quant.nested import (
     NESTED_GROUP,
     NestedLevels,
@@ -38,7 +38,7 @@ BLOCK = 32
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BlockedArray:
+class BlockedArray(Shaped):
     """A quantized weight of logical `shape`, in blocks.
 
     Invariants, with P = ceil(outputs/16) panels, B = ceil(inputs/32) blocks, and group 0 or a multiple
@@ -77,11 +77,6 @@ class BlockedArray:
         """Whether groups have minima."""
         return self.scale.ndim == (4 if self.axis == -1 else 5)
 
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return len(self.shape)
-
 
 def blocked_shapes(
     shape: tuple[int, ...], *, bits: int, group: int, axis: int, nested: bool = False, minima: bool = False
@@ -117,7 +112,7 @@ def to_blocks(weight: QArray) -> BlockedArray:
         first, second = map(to_blocks, both)
         scale = np.stack([np.asarray(first.scale), np.asarray(second.scale)], axis=-2)
         return dataclasses.replace(first, scale=cast(jax.Array, scale))
-    levels = _levels(weight)
+    levels = unpack(np.asarray(weight.data), weight.columns, weight.bits, np.int8)
     scale = np.asarray(weight.scale)
     if weight.axis == -1:
         # [outputs, inputs] and [outputs, groups].
@@ -201,7 +196,7 @@ def from_blocks(weight: BlockedArray) -> QArray:
     minimum = blocked_minima(weight)
     bits = weight.bits if weight.low is None else 8
     return QArray(
-        data={8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](levels),  # pyright: ignore
+        data=cast(jax.Array, pack(levels, bits)),
         scale=scale,  # pyright: ignore[reportArgumentType]
         bits=bits,
         group=weight.group,
@@ -342,17 +337,6 @@ def take_blocked_inputs(weight: BlockedArray, index: jax.Array) -> jax.Array:
 
 def _count(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
-
-
-def _levels(weight: QArray) -> np.ndarray:
-    data = np.asarray(weight.data)
-    if weight.bits == 8:
-        return data
-    if weight.bits == 4:
-        wide = np.concatenate([data & 15, data >> 4], axis=-1)
-        return wide[..., : weight.columns].astype(np.int8) - np.int8(8)
-    codes = np.concatenate([data >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
-    return 2 * codes[..., : weight.columns].astype(np.int8) - np.int8(3)
 
 
 def _padded(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:

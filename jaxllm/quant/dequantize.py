@@ -14,7 +14,7 @@ from jaxllm.quant.blocks import (
     take_blocked_inputs,
     take_blocked_rows,
 )
-from jaxllm.quant.formats import QArray, packed_columns, scaled
+from jaxllm.quant.formats import QArray, scaled, unpack
 from jaxllm.quant.parts import entry_of_form, sliced, taken
 from jaxllm.quant.weights import (
     Adapted,
@@ -22,9 +22,8 @@ from jaxllm.quant.weights import (
     Bfloat16Bits,
     ByForm,
     Changed,
-    FirstUnits,
-    Narrowed,
     OwnProduct,
+    Prefix,
     Weight,
 )
 
@@ -36,14 +35,14 @@ def dequantize(weight: Weight, dtype: DTypeLike) -> jax.Array:
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, OwnProduct):
         return dequantize(weight.base, dtype)
-    if isinstance(weight, Narrowed):
-        return dequantize(weight.stack, dtype)[:, : weight.rows]
     if isinstance(weight, Apart):
         return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
     if isinstance(weight, ByForm):
         each = [entry_of_form(weight, *place) for place in zip(weight.form, weight.at, strict=True)]
         return jnp.stack([dequantize(matrix, dtype) for matrix in each])
-    if isinstance(weight, FirstUnits):
+    if isinstance(weight, Prefix) and weight.axis:
+        return dequantize(weight.base, dtype)[:, : weight.count]
+    if isinstance(weight, Prefix):
         return dequantize(sliced(weight), dtype)
     if isinstance(weight, Bfloat16Bits):
         # A bfloat16 is the upper half of a float32.
@@ -53,30 +52,11 @@ def dequantize(weight: Weight, dtype: DTypeLike) -> jax.Array:
         levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
         minimum = blocked_minima(weight)
     elif isinstance(weight, QArray):
-        data, scale, minimum = weight.data, weight.scale, weight.minimum
-        levels = data.astype(dtype)
-        if weight.bits != 8:
-            unpack = unpack_int4 if weight.bits == 4 else unpack_int2
-            levels = unpack(data, weight.columns, dtype)
+        scale, minimum = weight.scale, weight.minimum
+        levels = unpack(weight.data, weight.columns, weight.bits, dtype)
     else:
         return weight.astype(dtype)
     return scaled(levels, scale, minimum, weight.group, weight.axis)
-
-
-def unpack_int4(packed: jax.Array, columns: int, dtype: DTypeLike) -> jax.Array:
-    """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
-    Axes("unpack_int4", bytes=packed_columns(columns, 4)).check(jnp.uint8, "... bytes", packed=packed)
-    halves = (packed & np.uint8(15), packed >> np.uint8(4))
-    wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
-    return wide[..., :columns] - np.asarray(8, dtype)
-
-
-def unpack_int2(packed: jax.Array, columns: int, dtype: DTypeLike) -> jax.Array:
-    """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
-    Axes("unpack_int2", bytes=packed_columns(columns, 2)).check(jnp.uint8, "... bytes", packed=packed)
-    quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
-    codes = jnp.concatenate([quarter.astype(dtype) for quarter in quarters], axis=-1)
-    return codes[..., :columns] * np.asarray(2, dtype) - np.asarray(3, dtype)
 
 
 def embedding_rows(weight: Weight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:

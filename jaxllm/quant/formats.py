@@ -2,14 +2,17 @@
 4 bits."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 
 # Recognizes floats on a grid of 4 bits, as left in bfloat16 by quantization-aware training.
@@ -93,9 +96,6 @@ def _off(grouped: np.ndarray, step: np.ndarray) -> np.ndarray:
     return np.abs(levels * step - grouped).max(-1, keepdims=True)
 
 
-# Quantizes weights to 8, 4 and 2 bits: linear, along the axis that a product contracts; symmetric, or at 4
-# bits with a minimum per group.
-#
 # A weight is `[..., R, C]` with the unit axis leading. It has one of two orientations (see
 # `jaxllm/nn/linear.py`): contracted along its last axis (`axis=-1`, units are outputs) or along its second-
 # to-last axis (`axis=-2`, units are inputs). Scales are shared along the contracted axis only: one for the
@@ -120,13 +120,24 @@ _INT4_SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84)
 _INT2_SHRINK = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44)
 
 
+class Shaped:
+    """Anything with a shape."""
+
+    shape: Any
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the represented weight."""
+        return len(self.shape)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QArray:
+class QArray(Shaped):
     """A quantized weight: packed levels and their scales.
 
     Invariants: `data` is int8 `[..., R, C]` for 8 bits, uint8 `[..., R, packed_columns(C, bits)]` for
-    fewer (see `pack_int4` and `pack_int2`). `scale` has the weight's rank, and `ceil(n/group)` entries
+    fewer (see `pack`). `scale` has the weight's rank, and `ceil(n/group)` entries
     along `axis`, where n is the weight's length there; group 0 means one scale for the whole axis. The
     last group may be short.
 
@@ -147,11 +158,6 @@ class QArray:
         """Shape of the represented weight."""
         return (*self.data.shape[:-1], self.columns)
 
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return self.data.ndim
-
 
 def packed_columns(columns: int, bits: int = 4) -> int:
     """Bytes of a packed row of `columns` values of 4 or 2 bits: a half or a quarter of them, in whole
@@ -159,29 +165,34 @@ def packed_columns(columns: int, bits: int = 4) -> int:
     return -(-columns // (8 // bits * INT4_GROUP)) * INT4_GROUP
 
 
-def pack_int4(values: np.ndarray) -> np.ndarray:
-    """Packs integers in [-8, 7], two per byte: `[..., C]` -> uint8 `[..., packed_columns(C)]`.
+def pack(levels: np.ndarray, bits: int) -> np.ndarray:
+    """Packs levels `[..., C]` of 4 or 2 bits into bytes, uint8 `[..., packed_columns(C, bits)]`; those of 8
+    bits stay as they are.
 
-    The low nibbles are the row's first half, the high ones its second (stored plus 8, zero-padded), so
-    that unpacking reads two contiguous streams without interleaving, and no group is split.
+    At 4 bits levels in [-8, 7] are stored plus 8, at 2 bits the levels -3, -1, 1 and 3 as codes 0 to 3. The
+    lowest bits of the bytes are the row's first part, the next bits its second, and so on, zero-padded: so
+    that unpacking reads contiguous streams without interleaving, and no group is split.
     """
-    half = packed_columns(values.shape[-1])
-    pad = [(0, 0)] * (values.ndim - 1) + [(0, 2 * half - values.shape[-1])]
-    nibbles = (np.pad(values, pad) + 8).astype(np.uint8)
-    return nibbles[..., :half] | (nibbles[..., half:] << 4)
+    if bits == 8:
+        return levels
+    parts, size = 8 // bits, packed_columns(levels.shape[-1], bits)
+    pad = [(0, 0)] * (levels.ndim - 1) + [(0, parts * size - levels.shape[-1])]
+    padded = np.pad(levels, pad, constant_values=0 if bits == 4 else -3)
+    codes = (padded + 8).astype(np.uint8) if bits == 4 else (padded + 3).astype(np.uint8) >> 1
+    split = [codes[..., i * size : (i + 1) * size] << (bits * i) for i in range(parts)]
+    return functools.reduce(np.bitwise_or, split)
 
 
-def pack_int2(values: np.ndarray) -> np.ndarray:
-    """Packs the numbers -3, -1, 1 and 3, four per byte: `[..., C]` -> uint8 `[..., packed_columns(C, 2)]`.
-
-    Values are stored as codes 0 to 3; the lowest bits of the bytes are the row's first quarter, the next bits
-    its second quarter, and so on.
-    """
-    quarter = packed_columns(values.shape[-1], 2)
-    pad = [(0, 0)] * (values.ndim - 1) + [(0, 4 * quarter - values.shape[-1])]
-    codes = (np.pad(values, pad, constant_values=-3) + 3).astype(np.uint8) >> 1
-    parts = [codes[..., i * quarter : (i + 1) * quarter] << (2 * i) for i in range(4)]
-    return parts[0] | parts[1] | parts[2] | parts[3]
+def unpack(packed: Any, columns: int, bits: int, dtype: DTypeLike) -> Any:
+    """Inverse of `pack`: whole numbers `[..., columns]` in `dtype`; host arrays stay on the host."""
+    if bits == 8:
+        return packed.astype(dtype)
+    Axes("unpack", bytes=packed_columns(columns, bits)).check(jnp.uint8, "... bytes", packed=packed)
+    xp = np if isinstance(packed, np.ndarray) else jnp
+    mask = np.uint8((1 << bits) - 1)
+    parts = [(packed >> np.uint8(shift)) & mask for shift in range(0, 8, bits)]
+    codes = xp.concatenate([part.astype(dtype) for part in parts], axis=-1)[..., :columns]
+    return codes - np.asarray(8, dtype) if bits == 4 else codes * np.asarray(2, dtype) - np.asarray(3, dtype)
 
 
 def quantize(
@@ -238,10 +249,9 @@ def quantize(
     count = 1 if per_tensor else max(1, min(len(moved), -(-moved.size // _MOST_AT_ONCE)))
     parts = [_quantized(part, bits, group, per_tensor, minima) for part in np.array_split(moved, count)]
     scale, minimum, levels = (_joined(each, axis) for each in zip(*parts, strict=True))
-    data = {8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](cast(np.ndarray, levels))
     return QArray(
         # Host arrays until the caller puts them on a device.
-        data=cast(jax.Array, data),
+        data=cast(jax.Array, pack(cast(np.ndarray, levels), bits)),
         scale=cast(jax.Array, scale),
         bits=bits,
         group=group,

@@ -10,8 +10,6 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Nested weights: 8 bits in two planes of 4; the first is a good 4-bit weight.
-#
 # A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
 # inputs has a scale: a float32 of its output channel times a factor of 4 bits, an integer in [-16, -9] or
 # [8, 15]. So there is one copy of a model: both planes are its int8 weights, and the first plane is a 4-bit

@@ -17,9 +17,9 @@ from jaxllm.quant.blocks import (
     levels_in_blocks,
     take_blocked_rows,
 )
-from jaxllm.quant.formats import QArray, scaled
+from jaxllm.quant.formats import QArray, Shaped, scaled
 from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
-from jaxllm.quant.weights import Adapted, Apart, ByForm, FirstUnits, Narrowed, Weight
+from jaxllm.quant.weights import Adapted, Apart, ByForm, Prefix, Weight
 
 # Arrays of equal layers stacked along a leading axis; a step uses one layer's.
 #
@@ -29,7 +29,7 @@ from jaxllm.quant.weights import Adapted, Apart, ByForm, FirstUnits, Narrowed, W
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StackedArray:
+class StackedArray(Shaped):
     """The array of one layer within a compiled step, in the place of an array of a weight.
 
     Attributes:
@@ -47,11 +47,6 @@ class StackedArray:
         """Shape of the array."""
         whole = self.stack.shape[1:]
         return whole if self.units is None else (self.units, *whole[1:])
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the array."""
-        return self.stack.ndim - 1
 
     @property
     def dtype(self) -> np.dtype:
@@ -90,7 +85,7 @@ class StackedArray:
         return part.reshape(shape)
 
 
-class StackEntry:
+class StackEntry(Shaped):
     """The array of one layer outside of compiled steps: a leaf of a weight. Nothing is copied until it is
     read.
 
@@ -106,11 +101,6 @@ class StackEntry:
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
         return self.stack.shape[1:]
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the array."""
-        return self.stack.ndim - 1
 
     @property
     def dtype(self) -> np.dtype:
@@ -254,10 +244,9 @@ def take_units(weight: Weight, count: int) -> Weight:
         raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
     if isinstance(weight, Adapted):
         return Adapted(take_units(weight.base, count), taken(weight.left)[:, :count], weight.right)
-    if isinstance(weight, Narrowed):
-        return Narrowed(take_units(weight.stack, count), weight.rows)
-    if isinstance(weight, FirstUnits):
-        return FirstUnits(weight.base, count)
+    if isinstance(weight, Prefix):
+        base = take_units(weight.base, count) if weight.axis else weight.base
+        return dataclasses.replace(weight, base=base, count=weight.count if weight.axis else count)
     if isinstance(weight, BlockedArray):
         return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
     if isinstance(weight, QArray):
@@ -272,18 +261,18 @@ def take_units(weight: Weight, count: int) -> Weight:
 
 
 def first_units(weight: Weight, count: int) -> Weight:
-    """`take_units` with all slicing left to the compiled step (see `FirstUnits` and `sliced`)."""
+    """`take_units` with all slicing left to the compiled step (see `Prefix` and `sliced`)."""
     if isinstance(weight, Adapted):
         return Adapted(first_units(weight.base, count), weight.left[:, :count], weight.right)
-    if isinstance(weight, BlockedArray | FirstUnits):
+    if isinstance(weight, BlockedArray) or (isinstance(weight, Prefix) and not weight.axis):
         return take_units(weight, count)
-    return FirstUnits(weight, count)
+    return Prefix(weight, count)
 
 
 def sliced(weight: Weight) -> Weight:
-    """The weight with every `FirstUnits` replaced by its slice."""
-    if isinstance(weight, FirstUnits):
-        return take_units(weight.base, weight.units)
+    """The weight with every prefix of units replaced by its slice."""
+    if isinstance(weight, Prefix) and not weight.axis:
+        return take_units(weight.base, weight.count)
     if isinstance(weight, Adapted):
         return Adapted(sliced(weight.base), weight.left, weight.right)
     return weight
@@ -301,7 +290,7 @@ def narrow(weight: Weight, rows: int) -> Weight:
         raise ConfigError(f"matrices of {weight.shape[1]} rows have no first {rows}")
     if isinstance(weight, Adapted):
         return Adapted(narrow(weight.base, rows), weight.left[..., :rows], weight.right)
-    return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
+    return Prefix(weight.base if isinstance(weight, Prefix) and weight.axis == 1 else weight, rows, 1)
 
 
 def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -> ByForm:
@@ -342,8 +331,8 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
 
     if isinstance(weight, Adapted):
         return Adapted(unit_at(weight.base, index), entry(weight.left), entry(weight.right))
-    if isinstance(weight, Narrowed):
-        return take_units(unit_at(weight.stack, index), weight.rows)
+    if isinstance(weight, Prefix) and weight.axis:
+        return take_units(unit_at(weight.base, index), weight.count)
     if not isinstance(weight, BlockedArray):
         return map_parts(entry, weight)
     weight = taken(weight)
@@ -373,8 +362,8 @@ def high_plane(weight: Weight) -> Weight:
         return dataclasses.replace(weight, low=None)
     if isinstance(weight, Adapted):
         return Adapted(high_plane(weight.base), weight.left, weight.right)
-    if isinstance(weight, Narrowed):
-        return Narrowed(high_plane(weight.stack), weight.rows)
+    if isinstance(weight, Prefix):
+        return dataclasses.replace(weight, base=high_plane(weight.base))
     if isinstance(weight, Apart):
         return Apart(tuple(map(high_plane, weight.matrices)))
     return weight

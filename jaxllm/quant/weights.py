@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.quant.blocks import BlockedArray
-from jaxllm.quant.formats import QArray
-
-# Types of weights besides plain arrays: quantized, adapted, and parts of other weights.
+from jaxllm.quant.formats import QArray, Shaped
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Bfloat16Bits:
+class Bfloat16Bits(Shaped):
     """A bfloat16 weight as its bit patterns, `bits` uint16 of the weight's shape.
 
     XLA:CPU has no arithmetic and no fused slices in bfloat16: it would convert a whole weight to float32
@@ -31,13 +29,8 @@ class Bfloat16Bits:
         """Shape of the represented weight."""
         return self.bits.shape
 
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return self.bits.ndim
 
-
-class Changed:
+class Changed(Shaped):
     """A weight that wraps another of the same shape, its `base`."""
 
     base: "Weight"
@@ -46,11 +39,6 @@ class Changed:
     def shape(self) -> tuple[int, ...]:
         """Shape of the represented weight."""
         return self.base.shape
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return self.base.ndim
 
 
 @jax.tree_util.register_dataclass
@@ -86,47 +74,26 @@ class Adapted(Changed):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Narrowed:
-    """A stack of matrices `[E, R, C]` with only the first `rows` rows of each: the experts of a sub-model.
+class Prefix(Shaped):
+    """The first entries of an axis of a weight that stays whole in memory, cut in the step that uses them.
 
-    These rows are not a prefix of the stack's memory, so the stack stays whole, and a matrix is cut when it
-    is used.
-    """
-
-    stack: "Weight"
-    rows: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the represented weight."""
-        return (self.stack.shape[0], self.rows, self.stack.shape[-1])
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return 3
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FirstUnits:
-    """The first units of a weight that stays whole in memory, sliced in the step that uses them.
-
-    For GPU and TPU: their compilers fuse the slice, whereas a slice outside of a compiled step is a copy.
+    Attributes:
+      base: the whole weight.
+      count: number of entries.
+      axis: 0 for units: compilers for GPU and TPU fuse the slice, whereas one outside of a compiled step is a
+        copy. 1 for the rows of each matrix of a stack `[E, R, C]`, the experts of a sub-model: these are not
+        a prefix of the stack's memory.
     """
 
     base: "Weight"
-    units: int = dataclasses.field(metadata={"static": True})
+    count: int = dataclasses.field(metadata={"static": True})
+    axis: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the represented weight."""
-        return (self.units, *self.base.shape[1:])
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return self.base.ndim
+        lead, rest = self.base.shape[: self.axis], self.base.shape[self.axis + 1 :]
+        return (*lead, self.count, *rest)
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +116,7 @@ class OwnProduct(Changed):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Apart:
+class Apart(Shaped):
     """A stack of matrices `[E, R, C]` in separate buffers, each with a bitwidth of its own."""
 
     matrices: tuple["Weight", ...]
@@ -159,15 +126,10 @@ class Apart:
         """Shape of the represented weight."""
         return (len(self.matrices), *self.matrices[0].shape)
 
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return 3
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ByForm:
+class ByForm(Shaped):
     """A stack of matrices `[E, R, C]` of several bitwidths, stacked by form: a compiled step has code per
     form, not per matrix.
 
@@ -183,24 +145,10 @@ class ByForm:
     at: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return 3
-
 
 Weight = (
-    jax.Array
-    | QArray
-    | BlockedArray
-    | Bfloat16Bits
-    | Adapted
-    | Narrowed
-    | FirstUnits
-    | OwnProduct
-    | Apart
-    | ByForm
-)
+    jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Prefix | OwnProduct | Apart | ByForm
+)  # fmt: skip
 
 
 # A matrix in parts of its rows, so that it is never in memory as a whole.

@@ -18,11 +18,11 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import PARAMETER, UsedUnits, of_rows, only_of_rows
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
-from jaxllm.models.decoder import embed_tokens, logits
-from jaxllm.models.layer import LayerParams, attend_cache, rotary_by_rope, run_layer
+from jaxllm.models.decoder import embed_tokens, final_normed, logits
+from jaxllm.models.layer import attend_cache, rotary_by_rope, run_layer
 from jaxllm.models.layer_stack import STACK, LayerStack, layer_of, over_layers
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.nn.layers import Heads, normalize
+from jaxllm.nn.layers import Heads
 from jaxllm.nn.linear import in_blocks
 from jaxllm.quant import Adapted
 from jaxllm.sampling import NO_TOKEN, SamplerState, choose, chosen
@@ -97,9 +97,7 @@ def decode_rows(
       caches: cache of each row, of batch 1 and any length; donated. Each has room for its row's limit.
       samplers: sampler of each row, of batch 1; donated.
       limits: limits of the rows, at most `block` tokens.
-      cfg: config of the model.
       block: maximum number of tokens per dispatch.
-      dtype: dtype of the activations.
 
     Returns:
       Tokens `[B, block]` int32 (-1 beyond a row's count), their counts `[B]` int32 (less than the limit if
@@ -211,8 +209,7 @@ def _row_logits(
         return x, tuple(changed)
 
     x, caches = over_layers(params, cfg, layer, (x, caches))
-    hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg), apart=True)
-    hidden, each = hidden[:, 0], range(count)
+    hidden, each = final_normed(params, x, cfg=cfg, apart=True)[:, 0], range(count)
     if in_blocks(params[head_name(cfg)]):
         found = logits(params, hidden, cfg=cfg, rowwise=True, apart=True, live=live)
         found = [found[row : row + 1] for row in each]

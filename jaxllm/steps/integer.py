@@ -11,11 +11,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.shadow import PRODUCTS
 from jaxllm.int8_prefill.subgraphs import calibration_of, pass_layer
 from jaxllm.kv.cache import KVCache, TokenPositions
-from jaxllm.models.decoder import embed_tokens, logits
-from jaxllm.models.layer import LayerParams
+from jaxllm.models.decoder import embed_tokens, final_normed, logits
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import Params
-from jaxllm.nn.layers import normalize
 
 # A layer's results, the cache, and the counts of outliers so far.
 _Carry = tuple[jax.Array, KVCache, jax.Array]
@@ -64,7 +62,7 @@ def prefill_integer_chunk(
     final = jax.lax.dynamic_index_in_dim(x, valid - 1, axis=1, keepdims=False)
 
     def head(row: jax.Array) -> jax.Array:
-        return logits(params, normalize(row, LayerParams(params, "").norm("final_norm", cfg)), cfg=cfg)
+        return logits(params, final_normed(params, row, cfg=cfg), cfg=cfg)
 
     out = jax.lax.cond(last, head, lambda row: jnp.zeros((row.shape[0], cfg.vocab_size), jnp.float32), final)
     return out, counts, dataclasses.replace(cache, length=cache.length + valid)

@@ -13,9 +13,8 @@ from jaxllm.kernels.native_call import PARAMETER, value
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.states import SourceKV
-from jaxllm.models.decoder import forward_layer, logits
-from jaxllm.models.layer import rotary_by_rope
-from jaxllm.models.layer_params import final_normed, with_room
+from jaxllm.models.decoder import final_normed, forward_layer, logits, position_bias
+from jaxllm.models.layer import rotary_by_rope, with_room
 from jaxllm.models.layer_stack import STACK, LayersAt, layer_of
 from jaxllm.models.parameters import Params
 
@@ -28,7 +27,6 @@ def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfi
       params: parameters of the final norm.
       x: `[1, T, D]`, the last layer's output.
       rows: `[n]` int32, indices among the T tokens.
-      cfg: config of the model.
     """
     axes = Axes("final_rows", D=cfg.hidden_size)
     axes.check(jnp.floating, "1 T D", x=x)
@@ -42,7 +40,6 @@ def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
     Args:
       head: the rows `[v, D]` of these tokens, named like the whole head, and their biases `[v]`, if any.
       hidden: `[n, D]`, see `final_rows`.
-      cfg: config of the model.
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
@@ -90,8 +87,6 @@ def restore_layer(
       at: positions of the T tokens.
       past: the layer's keys and values; donated.
       chunks: the stored ones.
-      cfg: the model.
-      layer: its index.
 
     Returns:
       The next layer's input, keys and values.
@@ -123,7 +118,6 @@ def prefill_restored(
       past: the layer's keys and values, possibly with some chunks in or before it; donated.
       mass: see `KVCache`; donated.
       chunks: stored chunks to load.
-      cfg: config of the model.
       layer: index of the layer.
 
     Returns:
@@ -141,7 +135,6 @@ def last_logits(params: Params, x: jax.Array, row: jax.Array, *, cfg: ModelConfi
       params: parameters of the final norm and the head.
       x: `[1, T, D]`, the last layer's output.
       row: `[1]` int32, the token's index among the T.
-      cfg: the model.
     """
     return logits(params, final_rows(params, x, row, cfg=cfg), cfg=cfg)
 
@@ -156,14 +149,11 @@ def one_layer(
     cfg: ModelConfig,
     layer: int,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
-    """`decoder.forward_layer` of the parameters of one layer (see `layer_of`)."""
+    """`decoder.forward_layer` of the parameters of one layer (see `layer_of`), and "relative_positions" if
+    the model has them."""
     check_layer("one_layer", x, at, past, cfg)
-    if cfg.encoder is not None:
-        from jaxllm.models import encoder_decoder
-
-        return encoder_decoder.forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer)
-    weights = layer_of(params, layer)
-    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
+    weights, bias = layer_of(params, layer), position_bias(params, cfg)
+    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, bias=bias)
 
 
 def check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
@@ -214,7 +204,6 @@ def consecutive_layers(
       past: keys and values of the first of them, in the stack of all; donated.
       mass: see `KVCache`; donated.
       count: int32 scalar, number of layers.
-      cfg: config of the model.
       layer: the first layer that equals them.
 
     Returns:
@@ -227,20 +216,14 @@ def consecutive_layers(
     past.check(axes)
     layers: Any = params[STACK]
     assert isinstance(layers, LayersAt)
-    rotaries = {} if cfg.encoder is not None else rotary_by_rope(at.positions, cfg)
-    rotary = rotaries.get(cfg.layer_rope(layer))
+    rotary = rotary_by_rope(at.positions, cfg).get(cfg.layer_rope(layer))
+    how: Any = {"cfg": cfg, "layer": layer, "rotary": rotary, "bias": position_bias(params, cfg)}
 
     def run(number: jax.Array, carry: _Carry) -> _Carry:
         x, first, mass = carry
         own: Any = {**params, STACK: layers.at(number)}
-        how: Any = {"cfg": cfg, "layer": layer}
         here = _of_later_layer(first, number)
-        if cfg.encoder is None:
-            x, here, mass = forward_layer(layer_of(own, layer), x, at, here, mass, rotary=rotary, **how)
-        else:
-            from jaxllm.models import encoder_decoder
-
-            x, here, mass = encoder_decoder.forward_layer(own, x, at, here, mass, **how)
+        x, here, mass = forward_layer(layer_of(own, layer), x, at, here, mass, **how)
         return x, _of_layer_of(first, here), mass
 
     return jax.lax.fori_loop(0, count, run, (x, past, mass))

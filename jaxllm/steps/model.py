@@ -21,8 +21,6 @@ from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
 from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 
-# Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding.
-#
 # Pure functions of static shapes. Only `serving/buckets/` compiles them, with `cfg`, `block` and `dtype`
 # bound and the caches donated.
 
@@ -45,14 +43,11 @@ def prefill_chunk(
     """Prefills one chunk of a prompt.
 
     Args:
-      params: the model's parameters.
       tokens: `[B, T]` int32; the first `valid` are valid.
       valid: int32 scalar in [1, T].
       last: bool scalar; False if more chunks follow, so that no logits are needed.
       cache: cache of the tokens before; donated.
       inputs: embeddings in place of some of the tokens; None for none.
-      cfg: config of the model.
-      dtype: dtype of the activations.
 
     Returns:
       Logits `[B, V]` float32 after the last valid token (zeros unless `last`), and the cache.
@@ -130,14 +125,11 @@ def decode_tokens(
     after a match.
 
     Args:
-      params: the model's parameters.
       token: `[B]` int32, the last sampled token, not yet in the cache.
       cache: cache; donated; must have room for `end.limit` more tokens.
       sampler: sampler state; donated.
       end: end conditions, within `block` tokens.
-      cfg: config of the model.
       block: maximum number of tokens per dispatch.
-      dtype: dtype of the activations.
 
     Returns:
       Tokens `[B, block]` int32 (-1 beyond the count), their count `[]` int32 (less than `limit` if each
@@ -264,13 +256,10 @@ def score_branches(
     """Log-probabilities of tokens in many short documents, each with several ends, in one dispatch.
 
     Args:
-      params: the model's parameters.
       tokens: `[B, T]` int32; consecutively packed documents.
       starts: `[B, T]` int32 (see `forward_documents`); padding is a separate document.
       branches: branches of the documents.
       scored: tokens to score.
-      cfg: config of the model.
-      dtype: dtype of the activations.
 
     Returns:
       `[P]` float32 natural logarithms; zeros after the last block with a valid target.

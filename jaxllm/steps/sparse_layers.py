@@ -10,14 +10,14 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import Tiles, no_visits, run_stored, run_tile, sum_visits, tiles_and_weights
+from jaxllm.experts.routing import Routing
 from jaxllm.kernels.native_products import StoredExperts
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models import encoder_decoder
-from jaxllm.models.decoder import forward_to_experts
-from jaxllm.models.layer import LayerParams, chosen_experts, expert_biases
-from jaxllm.models.layer_params import with_room
-from jaxllm.models.layer_stack import layer_of
+from jaxllm.models.decoder import forward_to_experts, position_bias
+from jaxllm.models.layer import chosen_experts, expert_biases, with_room
+from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import FeedForward
 from jaxllm.steps.layers import check_layer, loaded_layer
@@ -56,8 +56,6 @@ class SparseLayer:
     """Static properties of a sparse layer.
 
     Attributes:
-      cfg: the model.
-      layer: its index.
       loss: see `tiles_and_weights`.
     """
 
@@ -92,23 +90,25 @@ def attend_layer(
     """
     cfg = of.cfg
     check_layer("attend_layer", x, at, past, cfg)
-    how = {"cfg": cfg, "layer": of.layer}
-    count = x.shape[1]
-    live = visiting = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
-    if cfg.encoder is None:
-        x, routing, past, mass = forward_to_experts(layer_of(params, of.layer), x, at, past, mass, **how)
-    else:
-        x, routing, visiting, past, mass = encoder_decoder.forward_to_experts(
-            params, x, at, past, mass, **how
-        )
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
+    weights, bias, count = layer_of(params, of.layer), position_bias(params, cfg), x.shape[1]
+    how = {"cfg": cfg, "layer": of.layer, "bias": bias}
+    x, routing, visiting, past, mass = forward_to_experts(weights, x, at, past, mass, **how)
+    live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
     sums = jnp.sum(jnp.where(real, jnp.stack(following), 0.0), axis=1)
-    ahead = sums / jnp.sum(real, dtype=jnp.float32)
+    tokens, out = _at_experts(x, routing, visiting, of, sums / jnp.sum(real, dtype=jnp.float32))
+    return tokens, out, past, mass
+
+
+def _at_experts(
+    x: jax.Array, routing: Routing, visiting: jax.Array | None, of: SparseLayer, ahead: jax.Array
+) -> tuple[AtExperts, jax.Array]:
+    """The tokens before the experts, and a buffer for the outputs of all tiles."""
+    tiles, weights = tiles_and_weights(routing, of.cfg.experts, live=visiting, loss=of.loss)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
-    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
+    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
 
 
 def attend_encoder(
@@ -125,13 +125,9 @@ def attend_encoder(
     Returns:
       The tokens before the experts, and a buffer for the outputs of all tiles.
     """
-    cfg = of.cfg
-    how = {"cfg": cfg, "layer": of.layer}
+    how = {"cfg": of.cfg, "layer": of.layer}
     x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, bias, valid, **how)
-    tiles, weights = tiles_and_weights(routing, cfg.experts, live=visiting, loss=of.loss)
-    zeros = jnp.zeros((ahead, cfg.experts), jnp.float32)
-    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=zeros)
-    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
+    return _at_experts(x, routing, visiting, of, jnp.zeros((ahead, of.cfg.experts), jnp.float32))
 
 
 def attend_restored(
@@ -168,7 +164,6 @@ def expert_tile(
       tokens: tokens before the experts.
       number: index of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
-      cfg: the model.
     """
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
@@ -203,7 +198,6 @@ def stored_tiles(
       actions: `[m]` int32, action for each tile (see `native_experts.stored_visits`).
       out: the outputs of all tiles so far; donated.
       begun: partial results of begun tiles; donated.
-      cfg: config of the model.
     """
     axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)

@@ -50,14 +50,11 @@ def read_nodes(
     """Runs some nodes of a tree through the model, after or together with their ancestors.
 
     Args:
-      params: the model's parameters.
       tree: the tree.
       nodes: `[T]` int32, ascending.
       valid: int32 scalar; the first `valid` nodes are valid.
       cache: cache of the sequence without the root, with room for the tree after it; its length is not
         changed.
-      cfg: config of the model.
-      dtype: dtype of the activations.
 
     Returns:
       Logits `[T, V]` float32 after each node, undefined after padding, and the cache.
@@ -144,13 +141,10 @@ def verify(
     """Runs a whole tree through the target and accepts the path that the target would have sampled.
 
     Args:
-      params: parameters of the target.
       tree: the tree.
       cache: cache of the target; donated.
       sampler: sampler of the sequence up to the root, batch 1; donated.
       limit: int32 scalar, maximum number of tokens of the result, at least 1.
-      cfg: config of the target.
-      dtype: dtype of the activations.
 
     Returns:
       Tokens `[M]` int32, of which the first `count` are the answer's next ones (the path after the root, then
@@ -366,14 +360,10 @@ def draft(
     """Grows a tree in one dispatch, the most confident branches first, until drafting ends.
 
     Args:
-      params: parameters of the drafter.
       tree: the tree; donated, as are `fed` and the cache.
       fed: `[M]` bool, nodes whose rows the drafter's cache has.
-      cache: cache of the drafter.
       end: conditions that end drafting.
-      cfg: config of the drafter.
       growth: growth of the tree, see `growth.Growth`.
-      dtype: dtype of the activations.
 
     Returns:
       The tree, `fed`, the cache, and the number of runs of the drafter (int32 scalar).

@@ -10,9 +10,8 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
+from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack, StackedLayers
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.models.stacked_layers import StackedLayers
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from jaxllm.serving.buckets.bucket import SCALAR, ModelShapes, shapes_of
 from jaxllm.steps.layers import consecutive_layers

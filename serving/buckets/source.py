@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
+from jaxllm.models.decoder import final_normed
 from jaxllm.models.encoder_decoder import (
     begin_encoder,
     encoder_layer,
     read_source,
     source_layer,
 )
-from jaxllm.models.layer_params import final_normed
 from jaxllm.models.parameters import Params
 from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 from jaxllm.serving.buckets.parts import layer_shapes, norm_params, outer_params, row_step, some_rows

@@ -7,9 +7,16 @@ from typing import Any
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.layer_stack import STACK, LayerStack, by_address, by_stacking, can_be_addressed
+from jaxllm.models.layer_stack import (
+    STACK,
+    LayerStack,
+    StackedLayers,
+    are_entries,
+    by_address,
+    by_stacking,
+    can_be_addressed,
+)
 from jaxllm.models.parameters import ENCODER, Params
-from jaxllm.models.stacked_layers import StackedLayers, are_entries
 from jaxllm.serving.buckets.bucket import ModelShapes
 from jaxllm.serving.buckets.parts import layer_params
 from jaxllm.serving.buckets.store import params_digest

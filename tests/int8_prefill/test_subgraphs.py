@@ -19,7 +19,7 @@ from jaxllm.int8_prefill.shadow import PRODUCTS, FloatRows, product_sizes
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
 from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.models.decoder import embed_tokens
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import param_specs
 from jaxllm.nn.layers import normalize
 from jaxllm.quant import quantize, to_blocks

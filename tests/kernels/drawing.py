@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.quant import BlockedArray, QArray, from_blocks, pack_int2, pack_int4, to_blocks
+from jaxllm.quant import BlockedArray, QArray, from_blocks, pack, to_blocks
 from jaxllm.quant.blocks import levels_in_blocks
 from jaxllm.quant.nested import FACTORS, HIGHEST, LOWEST, NestedLevels
 from tests.kernels.switching import NATIVE, fall_back, kernels_of
@@ -41,7 +41,7 @@ def weight_of(
     scale = draw.normal(size=scales) / high
     minimum = draw.normal(size=scales).astype(np.float16) if width == MINIMA else None
     weight = QArray(
-        data={8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](levels),
+        data=pack(levels, bits),
         scale=scale.astype(np.float16 if group else np.float32),
         bits=bits,
         group=group,

@@ -332,4 +332,4 @@ def test_tables_without_rows_or_of_ragged_rows_are_refused():
             WeightTable(rows)
     for wrong in (5, [5], [[5]], ["a"]):
         with pytest.raises(TypeError):
-            native.open_table(wrong)  # pyright: ignore[reportArgumentType]
+            native._library().open_table(wrong)  # pyright: ignore[reportArgumentType]

@@ -11,8 +11,8 @@ from jaxllm.checkpoints.huggingface import read_config, read_params, write_folde
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.architectures import ARCHITECTURES
-from jaxllm.models.encoder_decoder import relative_buckets
 from jaxllm.models.parameters import param_specs
+from jaxllm.models.relative_positions import relative_buckets
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -31,9 +31,9 @@ def counted(shape, bits, axis) -> QArray:
         data = (16 * row + column).astype(np.uint8).view(np.int8)
         scale = np.ones((shape[0], 1) if axis == -1 else (1, shape[1]), np.float32)
         return QArray(data=data, scale=scale, bits=8, group=0, axis=axis, columns=shape[1])
-    from jaxllm.quant import pack_int4
+    from jaxllm.quant import pack
 
-    data = pack_int4((row + 3 * column) % 16 - 8)
+    data = pack((row + 3 * column) % 16 - 8, 4)
     groups = (shape[0], -(-shape[1] // 32)) if axis == -1 else (-(-shape[0] // 32), shape[1])
     scale = np.ones(groups, np.float16)
     return QArray(data=data, scale=scale, bits=4, group=32, axis=axis, columns=shape[1])

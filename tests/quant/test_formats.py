@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.quant import INT4_GROUP, formats, pack_int4, packed_columns, quantize
+from jaxllm.quant import INT4_GROUP, formats, pack, packed_columns, quantize
 from jaxllm.quant.formats import on_grid
 from tests.quant.plain import levels_of, step_of, wide
 
@@ -40,10 +40,10 @@ def test_packed_bytes():
     """Low nibbles are the first half of the row, high ones the second, values are stored plus 8."""
     row = np.zeros(64, np.int8)
     row[:3], row[32:35] = (-8, 7, 1), (2, -1, -8)
-    packed = pack_int4(row[None])[0]
+    packed = pack(row[None], 4)[0]
     assert [f"{byte:02x}" for byte in packed[:4]] == ["a0", "7f", "09", "88"]
     assert set(packed[4:]) == {0x88}
-    short = pack_int4(np.array([[-8, 7, 0]], np.int8))
+    short = pack(np.array([[-8, 7, 0]], np.int8), 4)
     assert [f"{byte:02x}" for byte in short[0]] == ["80", "8f", "88", *["88"] * 29]
 
 

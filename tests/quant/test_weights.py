@@ -18,12 +18,12 @@ from jaxllm.quant import (
     dequantize,
     embedding_rows,
     from_blocks,
-    pack_int4,
+    pack,
     packed_columns,
     quantize,
     take_units,
     to_blocks,
-    unpack_int4,
+    unpack,
 )
 from tests.kernels.drawing import WIDTHS as KERNEL_WIDTHS
 from tests.kernels.drawing import weight_of as drawn_weight
@@ -57,7 +57,7 @@ def placed(weight):
 
 # Every width is a compilation, so few of them.
 COLUMNS = (1, 2, 31, 32, 33, 63, 64, 65, 97, 127, 128, 129)
-unpack_jit = jit(unpack_int4, static_argnums=(1, 2))
+unpack_jit = jit(unpack, static_argnums=(1, 2, 3))
 
 
 @settings(max_examples=60)
@@ -66,10 +66,10 @@ def test_unpacking_undoes_packing(data):
     columns = data.draw(st.sampled_from(COLUMNS))
     values = data.draw(st.lists(st.integers(-8, 7), min_size=columns, max_size=columns))
     values = np.array([[values, values[::-1]]], np.int8)
-    packed = pack_int4(values)
+    packed = pack(values, 4)
     chex.assert_shape(packed, (1, 2, packed_columns(columns)))
     chex.assert_type(packed, np.uint8)
-    np.testing.assert_array_equal(unpack_jit(packed, columns, jnp.dtype(jnp.int32)), values)
+    np.testing.assert_array_equal(unpack_jit(packed, columns, 4, jnp.dtype(jnp.int32)), values)
 
 
 # Whole

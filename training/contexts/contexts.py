@@ -23,12 +23,13 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.chunks import chunk_shapes
-from jaxllm.models.decoder import embed_tokens, logits
+from jaxllm.models.decoder import embed_tokens, final_normed, logits
 from jaxllm.models.features import require_decoder_alone, require_room
-from jaxllm.models.layer import LayerParams, attention_options, grown, query_growth, rotary_by_rope, run_layer
+from jaxllm.models.layer import attention_options, grown, query_growth, rotary_by_rope, run_layer
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import document_attention
-from jaxllm.nn.layers import Heads, normalize, rotate
+from jaxllm.nn.layers import Heads, rotate
 from jaxllm.training.calibration import ContextRecipe, require_folder_of, text_tokens
 
 
@@ -235,7 +236,7 @@ def _begun(params: Params, tokens: jax.Array, *, cfg: ModelConfig) -> jax.Array:
 
 
 def _ended(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
+    hidden = final_normed(params, x, cfg=cfg)
     return jax.nn.log_softmax(logits(params, hidden[0], cfg=cfg))
 
 

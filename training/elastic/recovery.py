@@ -33,7 +33,7 @@ from jaxllm.training.loop.parallel import laid_out, one_by_one
 from jaxllm.training.loop.run_files import wait_for_first
 from jaxllm.training.loop.trainer import Trainer
 from jaxllm.training.lora.job import FittedAdapter, fit_adapter
-from jaxllm.training.seq2seq.splits import PairSplits
+from jaxllm.training.seq2seq.pairs import PairSplits
 
 # Function that reads a model's tensors anew, in the order of `param_specs`.
 Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]

@@ -19,7 +19,7 @@ from jaxllm.training.loop.losses import next_token_losses
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.trainer import Job, Trainer
 from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any
-from jaxllm.training.seq2seq.splits import PairSplits
+from jaxllm.training.seq2seq.pairs import PairSplits
 from jaxllm.training.settings import TrainSettings
 
 

@@ -33,7 +33,7 @@ from jaxllm.training.loop.run_files import claimed, wait_for_first, write_json
 from jaxllm.training.loop.trainer import Trainer
 from jaxllm.training.lora.job import LoraRecipe, fit_adapter, lora_job
 from jaxllm.training.seq2seq.job import FAMILIES
-from jaxllm.training.seq2seq.splits import PairSplits, read_splits
+from jaxllm.training.seq2seq.pairs import PairSplits, read_splits
 
 
 @own_jax_settings()

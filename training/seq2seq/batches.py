@@ -51,7 +51,6 @@ class PairRows:
       batch_tokens: tokens of a batch on each side, with padding.
       rows_multiple: divisor of the number of rows of every batch.
       start_id: token that the decoder begins with; it also pads rows.
-      seed: seed of the order.
     """
 
     pairs: Sequence[Pair]

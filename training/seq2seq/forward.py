@@ -1,13 +1,13 @@
 """Runs an encoder-decoder on batches of pairs: each row has a source and a target of its own length.
 
-The model is that of `jaxllm.models.encoder_decoder`, which serves one source; here all rows run at once,
-all tokens of a target at once, with dropout, and experts can be differentiated.
+Layers are those of `jaxllm.models.layer`, as in serving; here all rows run at once, all tokens of a target at
+once, with dropout, and experts can be differentiated.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,33 @@ from jax.typing import DTypeLike
 
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import mixture
-from jaxllm.experts.routing import Routing, route
-from jaxllm.models.encoder_decoder import encoder_params, relative_buckets, within_capacity
-from jaxllm.models.layer_params import LayerParams
+from jaxllm.experts.routing import Routing
+from jaxllm.kernels.native_call import UsedUnits
+from jaxllm.models.decoder import embed_tokens, final_normed
+from jaxllm.models.encoder_decoder import encoder_params
+from jaxllm.models.layer import Attend, attended, chosen_experts, dense_block, expert_block, within_capacity
+from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.relative_positions import position_biases
 from jaxllm.models.scanned_layers import Remat, remembering
-from jaxllm.nn.layers import MASKED, activate, normalize
-from jaxllm.nn.linear import FeedForward, embed, from_units, to_units
+from jaxllm.nn.layers import MASKED, Heads, attention
+from jaxllm.nn.linear import to_units
 from jaxllm.training.data.packing import Batch
 from jaxllm.training.loop.losses import Outputs, outputs_of, outputs_of_hidden
 from jaxllm.training.seq2seq.batches import PairBatch
 
-# Adds dropout at a place of the model, by its number.
-Drop = Callable[[jax.Array, int], jax.Array]
 # Keys and values `[B, K, S, H]`.
 KeysValues = tuple[jax.Array, jax.Array]
 # Places of dropout in a layer, and the first place of the decoder.
 _PLACES, _DECODER = 4, 1000
+
+
+class Drop(Protocol):
+    """Adds dropout at a place of the model, by its number."""
+
+    def __call__(self, x: jax.Array, place: int) -> jax.Array:
+        """The changed activations."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +56,6 @@ class Encoded:
 
     hidden: jax.Array
     tokens: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """Inputs that the decoder's layers share.
-
-    Attributes:
-      bias: bias of the scores of its own tokens, `[K, T, S]` float32.
-      sources: function from a layer to the keys and values of the sources.
-      mask: bias of the scores of the sources, `[B, 1, 1, S]` float32.
-    """
-
-    bias: jax.Array
-    sources: Callable[[int], KeysValues]
-    mask: jax.Array
 
 
 def no_drop(x: jax.Array, place: int) -> jax.Array:
@@ -109,9 +104,6 @@ def target_hidden(
         units (see `jaxllm.training.elastic.levels`).
       batch: the pairs.
       cfg: config of the whole model.
-      dtype: dtype of the activations.
-      drop: dropout of the training.
-      remat: rematerialization of the layers in the backward pass.
 
     Returns:
       The parameters in the dtypes of the computation; hidden states `[B, T, D]` of the targets after the
@@ -155,13 +147,8 @@ def encode_rows(
     """Runs the encoder on a source in each row.
 
     Args:
-      params: parameters of the model.
       tokens: `[B, S]` int32.
       valid: `[B]` int32, number of each row's valid tokens, at least 1.
-      cfg: config of the model.
-      dtype: dtype of the activations.
-      drop: dropout of the training.
-      remat: rematerialization of the layers in the backward pass.
 
     Returns:
       Hidden states, undefined for padding; and the routing of each layer with experts.
@@ -170,17 +157,16 @@ def encode_rows(
     own, side = encoder_params(params), cfg.encoder
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     bias = _relative(own, positions, positions, side, both_ways=True) + _padding(valid, tokens.shape[1])
-    x = drop(embed(tokens, own["embed.tokens"], dtype), 0)
+    attend = _attending(bias, side)
 
     def block(x: jax.Array, *, layer: int) -> tuple[jax.Array, list[Routing]]:
         weights, first = LayerParams(own, f"layers.{layer}."), 1 + layer * _PLACES
-        normed = normalize(x, weights.norm("attn_norm", side))
-        x = x + drop(_attended(weights, "attn", normed, _keys_values(weights, "attn", normed), bias), first)
-        fed, routing = _fed_forward(weights, x, side, layer, drop, first + 2, valid)
-        return x + drop(fed, first + 3), routing
+        x, _ = attended(weights, x, side, attend, drop=functools.partial(drop, place=first))
+        return _fed_forward(weights, x, side, layer, drop, first + 2, valid)
 
+    x = drop(embed_tokens(own, tokens, positions, cfg=side, dtype=dtype), place=0)
     x, routings = _through(block, x, side.layers, remat)
-    ended = drop(normalize(x, LayerParams(own, "").norm("final_norm", side)), 1 + side.layers * _PLACES)
+    ended = drop(final_normed(own, x, cfg=side), place=1 + side.layers * _PLACES)
     return Encoded(ended, valid), routings
 
 
@@ -197,18 +183,14 @@ def decode_rows(
     """The decoder over whole targets `[B, T]` int32: hidden states `[B, T, D]` after the final norm, and the
     routing of each layer with experts. For the other arguments see `encode_rows`."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    side = Side(
-        bias=_causal(params, positions, positions, cfg),
-        sources=functools.partial(_source_keys_values, params, encoded),
-        mask=_padding(encoded.tokens, encoded.hidden.shape[1]),
-    )
+    attend = _attending(_causal(params, positions, positions, cfg), cfg)
+    mask = _padding(encoded.tokens, encoded.hidden.shape[1])
 
-    def keys_values(layer: int, weights: LayerParams, normed: jax.Array) -> KeysValues:
-        del layer
-        return _keys_values(weights, "attn", normed)
+    def attending(layer: int) -> tuple[Attend[Any], Attend[Any]]:
+        return attend, _attending(mask, cfg, _source_keys_values(params, encoded, layer))
 
-    x = embed(tokens, params["embed.tokens"], dtype)
-    return _decoded(params, x, side, keys_values, cfg, drop, remat)
+    x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype)
+    return _decoded(params, x, attending, cfg, drop, remat)
 
 
 def decode_next(
@@ -224,36 +206,32 @@ def decode_next(
     """The decoder over one more token of each row.
 
     Args:
-      params: parameters of the model.
       tokens: `[B]` int32.
       position: int32 scalar, number of preceding tokens of each row.
       past: keys and values of each layer, with room for all tokens of an answer.
       sources: see `source_keys_values`.
       read_tokens: `[B]` int32, number of valid tokens of each source.
-      cfg: the model.
 
     Returns:
       Hidden states `[B, D]` after the final norm, and `past` with the new token.
     """
     grown: list[KeysValues] = []
-
-    def keys_values(layer: int, weights: LayerParams, normed: jax.Array) -> KeysValues:
-        new = _keys_values(weights, "attn", normed)
-        keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(old, each, position, axis=2)
-            for old, each in zip(past[layer], new, strict=True)
-        )
-        grown.append((keys, values))
-        return keys, values
-
     room = jnp.arange(past[0][0].shape[2], dtype=jnp.int32)
-    side = Side(
-        bias=_causal(params, position[None], room, cfg),
-        sources=sources.__getitem__,
-        mask=_padding(read_tokens, sources[0][0].shape[2]),
-    )
-    x = embed(tokens[:, None], params["embed.tokens"], jnp.dtype(jnp.float32))
-    hidden, _ = _decoded(params, x, side, keys_values, cfg, no_drop)
+    bias, mask = _causal(params, position[None], room, cfg), _padding(read_tokens, sources[0][0].shape[2])
+
+    def attending(layer: int) -> tuple[Attend[Any], Attend[Any]]:
+        def attend(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, None]:
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(old, each.transpose(0, 2, 1, 3), position, axis=2)
+                for old, each in zip(past[layer], (new.k, new.v), strict=True)
+            )
+            grown.append((keys, values))
+            return _attending(bias, cfg, (keys, values))(new, used)
+
+        return attend, _attending(mask, cfg, sources[layer])
+
+    x = embed_tokens(params, tokens[:, None], position[None], cfg=cfg)
+    hidden, _ = _decoded(params, x, attending, cfg, no_drop)
     return hidden[:, 0], grown
 
 
@@ -263,7 +241,9 @@ def source_keys_values(params: Params, encoded: Encoded, *, cfg: ModelConfig) ->
 
 
 def _source_keys_values(params: Params, encoded: Encoded, layer: int) -> KeysValues:
-    return _keys_values(LayerParams(params, f"layers.{layer}."), "cross", encoded.hidden)
+    weights = LayerParams(params, f"layers.{layer}.")
+    keys, values = (to_units(encoded.hidden, weights[f"cross.{part}"]).transpose(0, 2, 1, 3) for part in "kv")
+    return keys, values
 
 
 def _through(
@@ -280,72 +260,55 @@ def _through(
 def _decoded(
     params: Params,
     x: jax.Array,
-    side: Side,
-    keys_values: Callable[[int, LayerParams, jax.Array], KeysValues],
+    attending: Callable[[int], tuple[Attend[Any], Attend[Any]]],
     cfg: ModelConfig,
     drop: Drop,
     remat: Remat = "none",
 ) -> tuple[jax.Array, list[Routing]]:
-    """Runs the decoder on embedded tokens `[B, T, D]`; `keys_values` returns those of a layer's tokens."""
+    """Runs the decoder on embedded tokens `[B, T, D]`; `attending` returns the attention of a layer to its
+    own tokens, and to the sources."""
 
     def block(x: jax.Array, *, layer: int) -> tuple[jax.Array, list[Routing]]:
         weights, first = LayerParams(params, f"layers.{layer}."), _DECODER + 1 + layer * _PLACES
-        normed = normalize(x, weights.norm("attn_norm", cfg))
-        kept = keys_values(layer, weights, normed)
-        x = x + drop(_attended(weights, "attn", normed, kept, side.bias), first)
-        normed = normalize(x, weights.norm("cross_norm", cfg))
-        x = x + drop(_attended(weights, "cross", normed, side.sources(layer), side.mask), first + 1)
-        fed, routing = _fed_forward(weights, x, cfg, layer, drop, first + 2)
-        return x + drop(fed, first + 3), routing
+        own, cross = attending(layer)
+        x, _ = attended(weights, x, cfg, own, drop=functools.partial(drop, place=first))
+        x, _ = attended(weights, x, cfg, cross, name="cross", drop=functools.partial(drop, place=first + 1))
+        return _fed_forward(weights, x, cfg, layer, drop, first + 2)
 
-    x, routings = _through(block, drop(x, _DECODER), cfg.layers, remat)
-    final = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
-    return drop(final, _DECODER + 1 + cfg.layers * _PLACES), routings
+    x, routings = _through(block, drop(x, place=_DECODER), cfg.layers, remat)
+    return drop(final_normed(params, x, cfg=cfg), place=_DECODER + 1 + cfg.layers * _PLACES), routings
+
+
+def _attending(bias: jax.Array, cfg: ModelConfig, kept: KeysValues | None = None) -> Attend[None]:
+    """Attention with a bias of scores, to a layer's own tokens or to other keys and values."""
+
+    def attend(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, None]:
+        del used
+        keys, values = kept or (new.k.transpose(0, 2, 1, 3), new.v.transpose(0, 2, 1, 3))
+        return attention(new.q, keys, values, bias, scale=cfg.attention_scale), None
+
+    return attend
 
 
 def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Bias of the scores of the decoder's own tokens, `[K, T, S]` float32."""
+    """Bias of the scores of the decoder's own tokens, `[K, T, 1, S]` float32."""
     hidden = jnp.where(keys[None, :] <= queries[:, None], np.float32(0), np.float32(MASKED))
-    return _relative(params, queries, keys, cfg, both_ways=False) + hidden
+    return _relative(params, queries, keys, cfg, both_ways=False) + hidden[:, None]
 
 
 def _relative(
     params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig, *, both_ways: bool
 ) -> jax.Array:
-    """Bias of scores by relative positions, `[K, T, S]` float32."""
-    number = relative_buckets(
-        keys[None, :] - queries[:, None],
-        buckets=cfg.relative_buckets,
-        most=cfg.relative_distance,
-        both_ways=both_ways,
-    )
-    biases = LayerParams(params, "").vector("relative_positions")
-    assert biases is not None
+    """Bias of scores by relative positions, `[K, T, 1, S]` float32."""
     # A product has a product as gradient; that of a lookup is a slow scatter.
-    chosen = jax.nn.one_hot(number, cfg.relative_buckets, dtype=jnp.float32)
-    return jnp.einsum("tsb,bk->kts", chosen, biases.astype(jnp.float32))
+    biases = position_biases(params, keys[None, :] - queries[:, None], cfg, both_ways=both_ways, lookup=False)
+    return biases.transpose(2, 0, 1)[:, :, None]
 
 
 def _padding(valid: jax.Array, count: int) -> jax.Array:
-    """Mask of padding for scores, `[B, 1, 1, S]` float32."""
+    """Mask of padding for scores, `[B, 1, 1, 1, S]` float32."""
     real = jnp.arange(count, dtype=jnp.int32)[None, :] < valid[:, None]
-    return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, :]
-
-
-def _keys_values(weights: LayerParams, name: str, x: jax.Array) -> KeysValues:
-    keys, values = (to_units(x, weights[f"{name}.{part}"]).transpose(0, 2, 1, 3) for part in "kv")
-    return keys, values
-
-
-def _attended(
-    weights: LayerParams, name: str, normed: jax.Array, kept: KeysValues, bias: jax.Array
-) -> jax.Array:
-    """The output `[B, T, D]` of an attention, with `bias` added to its scores, which T5 does not scale."""
-    queries, (keys, values) = to_units(normed, weights[f"{name}.q"]), kept
-    scores = jnp.einsum("btkh,bksh->bkts", queries, keys, preferred_element_type=jnp.float32)
-    shares = jax.nn.softmax(scores + bias, axis=-1).astype(values.dtype)
-    groups, _ = weights.used
-    return from_units(jnp.einsum("bkts,bksh->btkh", shares, values), weights[f"{name}.o"], used=groups)
+    return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, None, :]
 
 
 def _fed_forward(
@@ -357,30 +320,23 @@ def _fed_forward(
     place: int,
     valid: jax.Array | None = None,
 ) -> tuple[jax.Array, list[Routing]]:
-    """Returns the output `[B, T, D]` of a feed-forward block, or of experts, and then their routing.
+    """The second half of a layer of `x` `[B, T, D]`, and the routing of experts; dropout is at `place` and
+    the next one.
 
     Experts have a capacity if `valid` `[B]`, the number of valid tokens of each row, is given: for sources.
     Served targets come one token at a time and never exceed a capacity.
     """
-    norm = weights.norm("ffn_norm", cfg)
-    if cfg.is_sparse(layer):
-        routing = route(
-            x, weights["router"], experts_per_token=1, normalize=False, norm=norm, differentiable=True
-        )
-        block = FeedForward(weights["experts.up"], weights["experts.down"], activation=cfg.activation)
-        mixed = mixture(x, norm, routing, block, differentiable=True)
-        if valid is None or cfg.expert_capacity >= x.shape[1]:
-            return mixed, [routing]
+    if not cfg.is_sparse(layer):
+        out = dense_block(weights, x, cfg, False, None, functools.partial(drop, place=place))
+        return x + drop(out, place=place + 1), []
+    routing = chosen_experts(weights, x, cfg, differentiable=True)
+    experts = expert_block(weights, cfg)
+    mixed = mixture(x, weights.norm("ffn_norm", cfg), routing, experts, differentiable=True)
+    if valid is not None and cfg.expert_capacity < x.shape[1]:
         real = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < valid[:, None]
-        taken = within_capacity(routing, real, cfg)
-        return jnp.where(taken[..., None], mixed, jnp.zeros_like(mixed)), [routing]
-    normed = normalize(x, norm)
-    hidden = to_units(normed, weights["ffn.gate" if cfg.gated_ffn else "ffn.up"])
-    hidden = activate(hidden, cfg.activation)
-    if cfg.gated_ffn:
-        hidden = hidden * to_units(normed, weights["ffn.up"])
-    _, neurons = weights.used
-    return from_units(drop(hidden, place), weights["ffn.down"], used=neurons), []
+        visiting = within_capacity(routing, real, cfg)[..., None]
+        mixed = jnp.where(visiting, mixed, jnp.zeros_like(mixed))
+    return x + drop(mixed, place=place + 1), [routing]
 
 
 AnyBatch = Batch | PairBatch

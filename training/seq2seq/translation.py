@@ -37,9 +37,7 @@ class Translator:
     """A trained model.
 
     Attributes:
-      cfg: config of the model.
       params: float32.
-      tokenizer: tokenizer of the model.
     """
 
     cfg: ModelConfig

@@ -6,32 +6,24 @@ from typing import Any
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import MixedLayers, shares_kv
-from jaxllm.models.architectures.gemma2 import GEMMA_INERT_KEYS
-from jaxllm.models.architectures.llama import read_llama_shape, write_llama_shape
-from jaxllm.models.config_reader import (
+from jaxllm.models.architectures.gemma import GEMMA_INERT_KEYS, gemma_keys
+from jaxllm.models.architectures.llama import LLAMA_ATTENTION, LLAMA_FFN, LLAMA_TOP, QK_NORMS
+from jaxllm.models.config_parts import (
     FULL,
     SLIDING,
-    ConfigReader,
+    Fields,
+    Part,
+    fixed,
+    keys,
+    only,
     read_rope_section,
     read_windows,
     refuse_partial,
-    write_layer_types,
+    write_windows,
 )
-from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.translate import Architecture, Tensor, linears, norms
 
-_DEFAULTS = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
 _PROPORTIONAL = "proportional"
 
 
@@ -75,21 +67,16 @@ def _read_experts(reader: ConfigReader) -> dict[str, Any]:
     return dict(zip(("experts", "experts_per_token", "expert_ffn_size"), sizes, strict=True))
 
 
-def _read_ropes(
-    reader: ConfigReader, fields: dict[str, Any], full_head_dim: int
-) -> tuple[RopeConfig, RopeConfig]:
+def _read_ropes(reader: ConfigReader, fields: Fields, full_head_dim: int) -> Fields:
     """The rotary embeddings of full and of sliding layers."""
     nested = reader.section("rope_parameters") or ConfigReader({})
     full, sliding = (nested.section(kind) or ConfigReader({}) for kind in (FULL, SLIDING))
-    local = read_rope_section(
-        sliding, theta=1e4, head_dim=fields["head_dim"], window_tokens=fields["window_tokens"]
-    )
+    local = read_rope_section(sliding, fields, theta=1e4)
     refuse_partial(local, fields["head_dim"])
     if full.text("rope_type", _PROPORTIONAL) != _PROPORTIONAL:
-        where = {"head_dim": full_head_dim, "window_tokens": fields["window_tokens"]}
-        rope = read_rope_section(full, theta=1e6, **where)
+        rope = read_rope_section(full, {**fields, "head_dim": full_head_dim}, theta=1e6)
         refuse_partial(rope, full_head_dim)
-        return rope, local
+        return {"rope": rope, "local_rope": local}
     share = full.number("partial_rotary_factor", 1.0 if full.keys() else 0.25)
     rope = RopeConfig(
         dim=full_head_dim,
@@ -98,15 +85,10 @@ def _read_ropes(
         factor=full.number("factor", 1.0),
         rotated_dim=2 * int(share * full_head_dim // 2),
     )
-    return rope, local
+    return {"rope": rope, "local_rope": local}
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
-    reader.only(
-        "use_bidirectional_attention", (None, "vision"), "texts are read from left to right, each by itself"
-    )
-    reader.only("attention_bias", (None, False), "products of attention have no biases")
-    fields = read_llama_shape(reader, _DEFAULTS, activation_key="hidden_activation")
+def _read_layers(reader: ConfigReader, fields: Fields) -> Fields:
     layers, size = fields["layers"], reader.integer("hidden_size_per_layer_input", 256)
     rows = reader.integer("vocab_size_per_layer_input", 262144)
     if size and rows != fields["vocab_size"]:
@@ -114,33 +96,20 @@ def _read(reader: ConfigReader) -> ModelConfig:
             f"config key 'vocab_size_per_layer_input' is {rows}; jaxllm supports only the vocab_size, "
             f"{fields['vocab_size']}"
         )
-    windows = read_windows(
-        reader,
-        layers=layers,
-        window=reader.optional_integer("sliding_window", 512),
-        slides=[(layer + 1) % 6 > 0 and layer + 1 < layers for layer in range(max(layers, 0))],
-    )
+    slides = [(layer + 1) % 6 > 0 and layer + 1 < layers for layer in range(max(layers, 0))]
+    windows = read_windows(reader, reader.optional_integer("sliding_window", 512), slides)
     if windows and windows[-1]:
         raise ConfigError(
             f"config key 'layer_types' ends with {SLIDING}, which transformers reads as {FULL}; name it so"
         )
     full_head_dim, full_kv_heads = _read_sizes(reader, windows, fields["kv_heads"])
-    shared = reader.integer("num_kv_shared_layers", 0)
-    wide = reader.flag("use_double_wide_mlp", False)
-    rope, local_rope = _read_ropes(reader, fields, full_head_dim)
-    fields |= _read_experts(reader)
-    return ModelConfig(
-        model_type="gemma4_text",
-        **fields,
-        rope=rope,
-        local_rope=local_rope,
-        attention_windows=windows,
-        attention_scale=1.0,
-        logit_softcap=reader.optional_number("final_logit_softcapping") or 0.0,
-        embed_scale=fields["hidden_size"] ** 0.5,
-        qk_norm=True,
-        post_norms=True,
-        mixed=MixedLayers(
+    shared, wide = reader.integer("num_kv_shared_layers", 0), reader.flag("use_double_wide_mlp", False)
+    return {
+        **_read_ropes(reader, fields, full_head_dim),
+        **_read_experts(reader),
+        "attention_windows": windows,
+        "embed_scale": fields["hidden_size"] ** 0.5,
+        "mixed": MixedLayers(
             full_head_dim=full_head_dim,
             full_kv_heads=full_kv_heads,
             keys_as_values=reader.flag("attention_k_eq_v", False),
@@ -148,10 +117,10 @@ def _read(reader: ConfigReader) -> ModelConfig:
             shared_ffn_size=fields["ffn_size"] * (1 + wide) if shared else 0,
             layer_input_size=size,
         ),
-    )
+    }
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write_layers(cfg: ModelConfig) -> dict[str, Any]:
     mixed, rope, local = cfg.mixed, cfg.rope, cfg.local_rope
     assert mixed is not None
     assert rope is not None
@@ -160,7 +129,7 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
     if rope.kind == _PROPORTIONAL:
         full |= {"partial_rotary_factor": rope.rotated_dim / rope.dim, "factor": rope.factor}
     return {
-        **write_llama_shape(cfg, activation_key="hidden_activation"),
+        **write_windows(cfg),
         "global_head_dim": mixed.full_head_dim,
         "num_global_key_value_heads": mixed.full_kv_heads if mixed.keys_as_values else None,
         "attention_k_eq_v": mixed.keys_as_values,
@@ -169,12 +138,10 @@ def _write(cfg: ModelConfig) -> dict[str, Any]:
         "hidden_size_per_layer_input": mixed.layer_input_size,
         "vocab_size_per_layer_input": cfg.vocab_size,
         "sliding_window": max(cfg.attention_windows) or 512,
-        "layer_types": write_layer_types(cfg.attention_windows),
         "enable_moe_block": cfg.experts > 0,
         "num_experts": cfg.experts or None,
         "top_k_experts": cfg.experts_per_token or None,
         "moe_intermediate_size": cfg.expert_ffn_size or None,
-        "final_logit_softcapping": cfg.logit_softcap or None,
         "rope_parameters": {
             FULL: full,
             SLIDING: {"rope_type": "default", "rope_theta": local.theta},
@@ -191,44 +158,44 @@ def _unread(cfg: ModelConfig) -> set[str]:
 
 GEMMA4_TEXT = Architecture(
     model_type="gemma4_text",
-    read_config=_read,
-    write_config=_write,
     class_name="Gemma4ForCausalLM",
+    parts=(
+        only(
+            "use_bidirectional_attention", (None, "vision"),
+            "texts are read from left to right, each by itself",
+        ),
+        only("attention_bias", (None, False), "products of attention have no biases"),
+        gemma_keys(vocab_size=262144, num_hidden_layers=30),
+        keys(final_logit_softcapping=(None, "logit_softcap")),
+        Part(_read_layers, _write_layers),
+        fixed(attention_scale=1.0, qk_norm=True, post_norms=True),
+    ),
     top_tensors=(
-        Tensor("embed_tokens.weight", ("embed.tokens",)),
+        LLAMA_TOP[0],
         Tensor("embed_tokens_per_layer.weight", ("embed.layer_inputs",)),
         Tensor("per_layer_model_projection.weight", ("embed.input_projection",)),
         Tensor("per_layer_projection_norm.weight", ("embed.input_norm.scale",)),
-        Tensor("norm.weight", ("final_norm.scale",)),
-        Tensor("lm_head.weight", ("head",), in_body=False),
+        *LLAMA_TOP[1:],
     ),
     layer_tensors=(
-        Tensor("input_layernorm.weight", ("attn_norm.scale",)),
-        Tensor("self_attn.q_proj.weight", ("attn.q",)),
-        Tensor("self_attn.k_proj.weight", ("attn.k",)),
-        Tensor("self_attn.v_proj.weight", ("attn.v",)),
-        Tensor("self_attn.q_norm.weight", ("attn.q_norm.scale",)),
-        Tensor("self_attn.k_norm.weight", ("attn.k_norm.scale",)),
-        Tensor("self_attn.o_proj.weight", ("attn.o",), transposed=True),
-        Tensor("post_attention_layernorm.weight", ("attn_post_norm.scale",)),
-        Tensor("pre_feedforward_layernorm.weight", ("ffn_norm.scale",)),
-        Tensor("mlp.gate_proj.weight", ("ffn.gate",)),
-        Tensor("mlp.up_proj.weight", ("ffn.up",)),
-        Tensor("mlp.down_proj.weight", ("ffn.down",), transposed=True),
-        Tensor("post_feedforward_layernorm.weight", ("ffn_post_norm.scale",)),
-        Tensor("per_layer_input_gate.weight", ("layer_input.gate",)),
-        Tensor("per_layer_projection.weight", ("layer_input.o",), transposed=True),
-        Tensor("post_per_layer_input_norm.weight", ("layer_input_norm.scale",)),
+        *norms({"input_layernorm": "attn_norm"}),
+        *LLAMA_ATTENTION,
+        *QK_NORMS,
+        *norms({"post_attention_layernorm": "attn_post_norm", "pre_feedforward_layernorm": "ffn_norm"}),
+        *LLAMA_FFN,
+        *norms({"post_feedforward_layernorm": "ffn_post_norm"}),
+        *linears({"per_layer_input_gate": "layer_input.gate", "per_layer_projection": "layer_input.o"}),
+        *norms({"post_per_layer_input_norm": "layer_input_norm"}),
         Tensor("layer_scalar", ("output.scale",)),
         Tensor("router.scale", ("router_norm.scale",)),
         Tensor("router.proj.weight", ("router",)),
         Tensor("router.per_expert_scale", ("router_output.scale",)),
-        Tensor("pre_feedforward_layernorm_2.weight", ("experts_norm.scale",)),
+        *norms({"pre_feedforward_layernorm_2": "experts_norm"}),
         Tensor("experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
         Tensor("experts.down_proj", ("experts.down",), stacked=True, transposed=True),
-        Tensor("post_feedforward_layernorm_1.weight", ("dense_post_norm.scale",)),
-        Tensor("post_feedforward_layernorm_2.weight", ("experts_post_norm.scale",)),
+        *norms({"post_feedforward_layernorm_1": "dense_post_norm"}),
+        *norms({"post_feedforward_layernorm_2": "experts_post_norm"}),
     ),
     inert_keys=GEMMA_INERT_KEYS,
     unread=_unread,
-)
+)  # fmt: skip

@@ -1,101 +1,129 @@
-"""GPT-2: layer norms, learned positions, a plain feed-forward, biases everywhere.
-
-Its linear layers are stored as `[in, out]` (Conv1D), transposed against all other architectures.
-"""
+"""GPT-2 and OPT: layer norms, learned positions, a plain feed-forward block, biases everywhere."""
 
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.models.architectures.llama import split_heads
+from jaxllm.errors import ConfigError
+from jaxllm.models.config_parts import Fields, Part, fixed, keys, only
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, read_activation, write_activation
+from jaxllm.models.translate import Architecture, Tensor, linears, norms
+
+_BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
+_SHARED: dict[str, Any] = {"gated_ffn": False, "norm": "layer", "learned_positions": True}
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        reader.only(key, (None, False), "the shared decoder has no such attention")
-    hidden, heads = reader.integer("n_embd", 768), reader.integer("n_head", 12)
-    head_dim = split_heads(hidden, heads)
-    ffn = reader.optional_integer("n_inner")
-    return ModelConfig(
-        model_type="gpt2",
-        vocab_size=reader.integer("vocab_size", 50257),
-        hidden_size=hidden,
-        layers=reader.integer("n_layer", 12),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        ffn_size=4 * hidden if ffn is None else ffn,
-        window_tokens=reader.integer("n_positions", 1024),
-        activation=read_activation(reader, "activation_function", "gelu_new"),
-        gated_ffn=False,
-        norm="layer",
-        norm_eps=reader.number("layer_norm_epsilon", 1e-5),
-        learned_positions=True,
-        attention_scale=head_dim**-0.5 if reader.flag("scale_attn_weights", True) else 1.0,
-        qkv_bias=True,
-        o_bias=True,
-        ffn_bias=True,
-        tied_head=reader.flag("tie_word_embeddings", True),
-    )
-
-
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _read_sizes(reader: ConfigReader, fields: Fields) -> Fields:
+    ffn, scaled = reader.optional_integer("n_inner"), reader.flag("scale_attn_weights", True)
     return {
-        "vocab_size": cfg.vocab_size,
-        "n_embd": cfg.hidden_size,
-        "n_layer": cfg.layers,
-        "n_head": cfg.heads,
-        "n_inner": cfg.ffn_size,
-        "n_positions": cfg.window_tokens,
-        "activation_function": write_activation(cfg.activation),
-        "layer_norm_epsilon": cfg.norm_eps,
-        "scale_attn_weights": cfg.attention_scale == cfg.head_dim**-0.5,
-        "tie_word_embeddings": cfg.tied_head,
+        "ffn_size": 4 * fields["hidden_size"] if ffn is None else ffn,
+        "attention_scale": fields["head_dim"] ** -0.5 if scaled else 1.0,
     }
 
 
+def _write_sizes(cfg: ModelConfig) -> dict[str, Any]:
+    return {"n_inner": cfg.ffn_size, "scale_attn_weights": cfg.attention_scale == cfg.head_dim**-0.5}
+
+
+_NO_SUCH = "the shared decoder has no such attention"
 GPT2 = Architecture(
     model_type="gpt2",
-    read_config=_read,
-    write_config=_write,
     class_name="GPT2LMHeadModel",
+    parts=(
+        only("scale_attn_by_inverse_layer_idx", (None, False), _NO_SUCH),
+        only("add_cross_attention", (None, False), _NO_SUCH),
+        keys(
+            vocab_size=(50257, "vocab_size"),
+            n_embd=(768, "hidden_size"),
+            n_layer=(12, "layers"),
+            n_head=(12, "heads"),
+            n_positions=(1024, "window_tokens"),
+            activation_function=("gelu_new", "activation"),
+            layer_norm_epsilon=(1e-5, "norm_eps"),
+            tie_word_embeddings=(True, "tied_head"),
+        ),
+        Part(_read_sizes, _write_sizes),
+        fixed(**_SHARED, **_BIASES),
+    ),
     top_tensors=(
         Tensor("wte.weight", ("embed.tokens",)),
         Tensor("wpe.weight", ("embed.positions",)),
-        Tensor("ln_f.weight", ("final_norm.scale",)),
-        Tensor("ln_f.bias", ("final_norm.bias",)),
+        *norms({"ln_f": "final_norm"}),
         Tensor("lm_head.weight", ("head",), in_body=False),
     ),
+    # Linear layers are stored as `[in, out]` (Conv1D), transposed against all other architectures.
     layer_tensors=(
-        Tensor("ln_1.weight", ("attn_norm.scale",)),
-        Tensor("ln_1.bias", ("attn_norm.bias",)),
+        *norms({"ln_1": "attn_norm"}),
         Tensor("attn.c_attn.weight", ("attn.q", "attn.k", "attn.v"), transposed=True),
         Tensor("attn.c_attn.bias", ("attn.q_bias", "attn.k_bias", "attn.v_bias")),
-        Tensor("attn.c_proj.weight", ("attn.o",)),
-        Tensor("attn.c_proj.bias", ("attn.o_bias",)),
-        Tensor("ln_2.weight", ("ffn_norm.scale",)),
-        Tensor("ln_2.bias", ("ffn_norm.bias",)),
-        Tensor("mlp.c_fc.weight", ("ffn.up",), transposed=True),
-        Tensor("mlp.c_fc.bias", ("ffn.up_bias",)),
-        Tensor("mlp.c_proj.weight", ("ffn.down",)),
-        Tensor("mlp.c_proj.bias", ("ffn.down_bias",)),
+        *linears({"attn.c_proj": "attn.o"}, turned=True),
+        *norms({"ln_2": "ffn_norm"}),
+        *linears({"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"}, turned=True),
     ),
     layer_prefix="h.{}.",
     prefixes=("transformer.", ""),
     # Upcasting and reordering only change rounding; n_ctx repeats n_positions; the summary head belongs to
     # another class.
     inert_keys=frozenset(
-        [
-            "n_ctx",
-            "reorder_and_upcast_attn",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "summary_type",
-            "summary_use_proj",
-        ]
+        {
+            "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
+            "summary_proj_to_labels", "summary_type", "summary_use_proj",
+        }
     ),
     # The causal mask, which older checkpoints contain.
     buffers=(".attn.bias", ".attn.masked_bias"),
+)  # fmt: skip
+
+
+def _read_embedding(reader: ConfigReader, fields: Fields) -> Fields:
+    embedding, hidden = reader.optional_integer("word_embed_proj_dim"), fields["hidden_size"]
+    if embedding not in (None, hidden):
+        raise ConfigError(
+            f"config key 'word_embed_proj_dim' is {embedding} and hidden_size is {hidden}; projected "
+            "embeddings (opt-350m) are not implemented: use another OPT size"
+        )
+    return {}
+
+
+def _write_embedding(cfg: ModelConfig) -> dict[str, Any]:
+    return {"word_embed_proj_dim": cfg.hidden_size, "do_layer_norm_before": True}
+
+
+# The 350m model, with norms after each block and narrower embeddings, is refused.
+OPT = Architecture(
+    model_type="opt",
+    class_name="OPTForCausalLM",
+    parts=(
+        only("do_layer_norm_before", (True,), "norms after each block (opt-350m) are not implemented"),
+        only("_remove_final_layer_norm", (None, False), "the shared decoder ends in a norm"),
+        only("layer_norm_elementwise_affine", (True,), "norms without weights are not implemented"),
+        keys(
+            vocab_size=(50272, "vocab_size"),
+            hidden_size=(768, "hidden_size"),
+            num_hidden_layers=(12, "layers"),
+            num_attention_heads=(12, "heads"),
+            ffn_dim=(3072, "ffn_size"),
+            max_position_embeddings=(2048, "window_tokens"),
+            activation_function=("relu", "activation"),
+            enable_bias=(True, *_BIASES),
+            tie_word_embeddings=(True, "tied_head"),
+        ),
+        Part(_read_embedding, _write_embedding),
+        # PyTorch's default epsilon, which OPT uses without a config key.
+        fixed(**_SHARED, norm_eps=1e-5),
+    ),
+    top_tensors=(
+        Tensor("embed_tokens.weight", ("embed.tokens",)),
+        # Two rows of padding.
+        Tensor("embed_positions.weight", ("embed.positions",), skip_rows=2),
+        *norms({"final_layer_norm": "final_norm"}),
+        Tensor("lm_head.weight", ("head",), in_body=False),
+    ),
+    layer_tensors=(
+        *norms({"self_attn_layer_norm": "attn_norm"}),
+        *linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"}),
+        *linears({"self_attn.out_proj": "attn.o"}),
+        *norms({"final_layer_norm": "ffn_norm"}),
+        *linears({"fc1": "ffn.up", "fc2": "ffn.down"}),
+    ),
+    prefixes=("model.decoder.", "decoder.", ""),
 )

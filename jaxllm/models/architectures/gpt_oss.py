@@ -4,39 +4,24 @@ layer."""
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.models.architectures.llama import (
-    LLAMA_ATTENTION_TENSORS,
-    LLAMA_NORM_TENSORS,
-    LLAMA_TOP_TENSORS,
-    read_llama_shape,
-    write_llama_shape,
-)
-from jaxllm.models.architectures.mixtral import read_experts
-from jaxllm.models.config_reader import (
-    ConfigReader,
+from jaxllm.models.architectures.llama import LLAMA_ATTENTION, LLAMA_NORMS, LLAMA_TOP, llama_keys
+from jaxllm.models.config_parts import (
+    Fields,
+    Part,
+    experts,
+    fixed,
+    keys,
+    only,
     read_rope_section,
-    read_windows,
     refuse_partial,
     sole_rope_section,
-    write_layer_types,
+    windows,
     write_rope,
 )
+from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.nn.layers import CLAMP, CLAMPED_SLOPE
 
-_DEFAULTS = {
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -47,69 +32,45 @@ _ROPE = {
 }
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
-    reader.only("hidden_act", ("silu",), "it names the clamped gate of the experts")
-    reader.only("swiglu_alpha", (CLAMPED_SLOPE,), "experts have this slope alone")
-    reader.only("swiglu_limit", (CLAMP,), "experts are clamped there alone")
-    # Written by the first version of the config, and read by none.
-    reader.accept("initial_context_length")
-    reader.accept("experts_per_token")
-    fields: dict[str, Any] = {**read_llama_shape(reader, _DEFAULTS), "activation": "clamped_swiglu"}
-    section = sole_rope_section(reader)
-    theta = reader.number("rope_theta", 150000.0)
-    rope = read_rope_section(
-        section if section.keys() else ConfigReader(_ROPE),
-        theta=theta,
-        head_dim=fields["head_dim"],
-        window_tokens=fields["window_tokens"],
-    )
-    refuse_partial(rope, fields["head_dim"])
-    layers, attention_bias = fields["layers"], reader.flag("attention_bias", True)
-    return ModelConfig(
-        model_type="gpt_oss",
-        **fields,
-        rope=rope,
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        sink_logits=True,
-        attention_windows=read_windows(
-            reader,
-            layers=layers,
-            window=reader.optional_integer("sliding_window", 128),
-            slides=[layer % 2 == 0 for layer in range(layers)],
-        ),
-        experts=read_experts(reader, 128),
-        experts_per_token=reader.integer("num_experts_per_tok", 4),
-        expert_bias=True,
-    )
+def _read_rope(reader: ConfigReader, fields: Fields) -> Fields:
+    section, theta = sole_rope_section(reader), reader.number("rope_theta", 150000.0)
+    found = read_rope_section(section if section.keys() else ConfigReader(_ROPE), fields, theta=theta)
+    refuse_partial(found, fields["head_dim"])
+    return {"rope": found}
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
-    assert cfg.rope is not None
-    return {
-        **write_llama_shape(cfg),
-        # Without one the class scales.
-        "rope_scaling": {"rope_type": "default"},
-        **write_rope(cfg.rope),
-        "attention_bias": cfg.qkv_bias,
-        "sliding_window": max(cfg.attention_windows) or None,
-        "layer_types": write_layer_types(cfg.attention_windows),
-        "num_local_experts": cfg.experts,
-        "num_experts_per_tok": cfg.experts_per_token,
-    }
+def _write_rope(cfg: ModelConfig) -> dict[str, Any]:
+    # Without a section the class scales.
+    return {"rope_scaling": {"rope_type": "default"}, **write_rope(cfg.rope)}
 
 
 _BOTH = ("experts.gate", "experts.up")
 _BIASES = ("expert_gate_bias", "expert_up_bias")
 GPT_OSS = Architecture(
     model_type="gpt_oss",
-    read_config=_read,
-    write_config=_write,
     class_name="GptOssForCausalLM",
-    top_tensors=LLAMA_TOP_TENSORS,
+    parts=(
+        only("hidden_act", ("silu",), "it names the clamped gate of the experts"),
+        only("swiglu_alpha", (CLAMPED_SLOPE,), "experts have this slope alone"),
+        only("swiglu_limit", (CLAMP,), "experts are clamped there alone"),
+        llama_keys(
+            vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36,
+            num_attention_heads=64, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        Part(_read_rope, _write_rope),
+        experts("num_local_experts", 128),
+        keys(
+            attention_bias=(True, "qkv_bias", "o_bias"),
+            num_experts_per_tok=(4, "experts_per_token"),
+        ),
+        fixed(activation="clamped_swiglu", sink_logits=True, expert_bias=True),
+        windows(128, lambda layer, layers: layer % 2 == 0),
+    ),
+    top_tensors=LLAMA_TOP,
     layer_tensors=(
-        *LLAMA_NORM_TENSORS,
-        *LLAMA_ATTENTION_TENSORS,
+        *LLAMA_NORMS,
+        *LLAMA_ATTENTION,
         Tensor("self_attn.sinks", ("attn.sink_logits",)),
         Tensor("mlp.router.weight", ("router",)),
         Tensor("mlp.router.bias", ("router_bias",)),
@@ -118,4 +79,6 @@ GPT_OSS = Architecture(
         Tensor("mlp.experts.down_proj", ("experts.down",), stacked=True),
         Tensor("mlp.experts.down_proj_bias", ("expert_down_bias",), stacked=True),
     ),
-)
+    # Written by the first version of the config, and read by none.
+    inert_keys=frozenset({"initial_context_length", "experts_per_token"}),
+)  # fmt: skip

@@ -9,76 +9,105 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.architectures.llama import LLAMA, read_llama_fields, write_llama_fields
+from jaxllm.models.architectures.llama import (
+    ATTENTION_BIAS,
+    LLAMA_ATTENTION,
+    LLAMA_LAYER,
+    LLAMA_NORMS,
+    LLAMA_TOP,
+    MLP_BIAS,
+    llama_keys,
+)
+from jaxllm.models.config_parts import FULL, Fields, Part, only, rope
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture
-
-GRANITE_DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+from jaxllm.models.translate import Architecture, Tensor
 
 
-def read_multipliers(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with Granite's multipliers.
-
-    Raises:
-      ConfigError: a multiplier is not positive.
-    """
-    multipliers = {
-        key: reader.number(key, 1.0)
-        for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-    }
+def _read_multipliers(reader: ConfigReader, fields: Fields) -> Fields:
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    multipliers = {key: reader.number(key, 1.0) for key in names}
     for key, value in multipliers.items():
         if not 1e-6 <= value <= 1e6:
             raise ConfigError(f"config key {key!r} must be in [1e-6, 1e6], got {value}; fix it")
-    residual = multipliers["residual_multiplier"]
-    attention_bias = reader.flag("attention_bias", False)
+    embedding, residual, attention, logits = multipliers.values()
     return {
-        **fields,
         "norm_eps": fields["norm_eps"] / residual**2,
-        "embed_scale": multipliers["embedding_multiplier"] / residual,
-        "attention_scale": multipliers["attention_multiplier"],
-        "logit_scale": 1.0 / multipliers["logits_scaling"],
-        "qkv_bias": attention_bias,
-        "o_bias": attention_bias,
+        "embed_scale": embedding / residual,
+        "attention_scale": attention,
+        "logit_scale": 1.0 / logits,
     }
 
 
-def write_multipliers(cfg: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_multipliers`; the same model without a residual multiplier."""
+def _write_multipliers(cfg: ModelConfig) -> dict[str, Any]:
+    """The same model without a residual multiplier."""
     return {
         "embedding_multiplier": cfg.embed_scale,
         "residual_multiplier": 1.0,
         "attention_multiplier": cfg.attention_scale,
         "logits_scaling": 1.0 / cfg.logit_scale,
-        "attention_bias": cfg.qkv_bias,
     }
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
-    fields = read_multipliers(reader, read_llama_fields(reader, GRANITE_DEFAULTS))
-    return ModelConfig(model_type="granite", **fields, ffn_bias=reader.flag("mlp_bias", False))
-
-
-def _write(cfg: ModelConfig) -> dict[str, Any]:
-    return {**write_llama_fields(cfg), **write_multipliers(cfg), "mlp_bias": cfg.ffn_bias}
-
-
+_MULTIPLIERS = Part(_read_multipliers, _write_multipliers)
 GRANITE = Architecture(
     model_type="granite",
-    read_config=_read,
-    write_config=_write,
     class_name="GraniteForCausalLM",
-    top_tensors=LLAMA.top_tensors,
-    layer_tensors=LLAMA.layer_tensors,
+    parts=(llama_keys(), rope(), _MULTIPLIERS, ATTENTION_BIAS, MLP_BIAS),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=LLAMA_LAYER,
 )
+
+
+def _read_hybrid(reader: ConfigReader, fields: Fields) -> Fields:
+    layers = max(fields["layers"], 0)
+    # The kind of an attention layer, as versions of transformers spell it.
+    every = [[kind] * layers for kind in ("attention", FULL)]
+    reader.only("layer_types", every, "Mamba layers are not implemented")
+    reader.only("layers_block_type", [*every, None], "Mamba layers are not implemented")
+    reader.require("layer_types", "without it all layers are Mamba layers, which are not implemented")
+    reader.require("num_local_experts", "without it the model has experts, which are not implemented")
+    rotary = reader.optional_text("position_embedding_type") == "rope"
+    found: Fields = {"ffn_size": reader.integer("shared_intermediate_size", 1024)}
+    return found if rotary else found | {"rope": None}
+
+
+def _write_hybrid(cfg: ModelConfig) -> dict[str, Any]:
+    return {
+        "shared_intermediate_size": cfg.ffn_size,
+        "num_local_experts": 0,
+        # transformers checks the sizes of Mamba layers even if there are none.
+        "mamba_n_heads": 1,
+        "layer_types": [FULL] * cfg.layers,
+        "position_embedding_type": "nope" if cfg.rope is None else "rope",
+    }
+
+
+# `granite` in the words of its hybrid family; models with Mamba layers or experts are refused.
+GRANITEMOEHYBRID = Architecture(
+    model_type="granitemoehybrid",
+    class_name="GraniteMoeHybridForCausalLM",
+    parts=(
+        only("num_local_experts", (0,), "experts beside a shared block are not implemented"),
+        only("position_embedding_type", (None, "rope", "nope"), "positions are rotary, or there are none"),
+        llama_keys(),
+        rope(),
+        Part(_read_hybrid, _write_hybrid),
+        _MULTIPLIERS,
+        ATTENTION_BIAS,
+    ),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=(
+        *LLAMA_NORMS,
+        *LLAMA_ATTENTION,
+        Tensor("shared_mlp.input_linear.weight", ("ffn.gate", "ffn.up")),
+        Tensor("shared_mlp.output_linear.weight", ("ffn.down",), transposed=True),
+    ),
+    # Of Mamba layers and experts, which the model does not have.
+    inert_keys=frozenset(
+        {
+            "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state",
+            "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "num_experts_per_tok",
+            "time_step_limit", "init_method", "normalization_function",
+        }
+    ),
+)  # fmt: skip

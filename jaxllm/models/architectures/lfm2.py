@@ -5,16 +5,19 @@ from typing import Any
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import StateConfig
-from jaxllm.models.architectures.llama import split_heads
-from jaxllm.models.config_reader import (
-    ConfigReader,
-    read_rope,
+from jaxllm.models.config_parts import (
+    FULL,
+    Fields,
+    Part,
+    fixed,
+    keys,
+    only,
     read_state_layers,
-    refuse_partial,
-    write_rope,
-    write_state_types,
+    rope,
+    write_state_layers,
 )
-from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.translate import Architecture, Tensor, linears, norms
 
 _CONV = "conv"
 
@@ -35,86 +38,70 @@ def _read_ffn_size(reader: ConfigReader) -> int:
     return -(-int(multiplier * size) // multiple) * multiple
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
-    reader.only("block_use_swiglu", (True,), "feed-forward blocks are gated")
-    reader.only("use_pos_enc", (True,), "layers with attention have rotary embeddings")
-    hidden, layers = reader.integer("hidden_size", 2560), reader.integer("num_hidden_layers", 32)
-    heads = reader.integer("num_attention_heads", 32)
-    head_dim, window = split_heads(hidden, heads), reader.integer("max_position_embeddings", 128000)
-    rope = read_rope(reader, head_dim=head_dim, window_tokens=window, theta=1e6)
-    refuse_partial(rope, head_dim)
-    attends = reader.integers("full_attn_idxs") or range(max(layers, 0))
-    tied = reader.flag("tie_word_embeddings", True)
-    marked = read_state_layers(reader, _CONV, [layer not in attends for layer in range(max(layers, 0))])
+def _read_layers(reader: ConfigReader, fields: Fields) -> Fields:
+    layers = range(max(fields["layers"], 0))
+    attends = reader.integers("full_attn_idxs") or layers
     taps, biased = reader.integer("conv_L_cache", 3), reader.flag("conv_bias", False)
     states = StateConfig(kind="short_conv", taps=taps, bias=biased)
-    return ModelConfig(
-        model_type="lfm2",
-        vocab_size=reader.integer("vocab_size", 65536),
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=reader.integer("num_key_value_heads", 8),
-        head_dim=head_dim,
-        ffn_size=_read_ffn_size(reader),
-        window_tokens=window,
-        norm_eps=reader.number("norm_eps", 1e-5),
-        rope=rope,
-        qk_norm=True,
-        tied_head=reader.flag("tie_embedding", tied),
-        states=states if marked else None,
-        state_layers=marked,
-    )
+    usual = [FULL if layer in attends else _CONV for layer in layers]
+    return {
+        **read_state_layers(reader, _CONV, usual, states),
+        "kv_heads": reader.integer("num_key_value_heads", 8),
+        "ffn_size": _read_ffn_size(reader),
+        "tied_head": reader.flag("tie_embedding", fields["tied_head"]),
+    }
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
+def _write_layers(cfg: ModelConfig) -> dict[str, Any]:
     states = cfg.states
     return {
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
         "num_key_value_heads": cfg.kv_heads,
         "intermediate_size": cfg.ffn_size,
         "block_auto_adjust_ff_dim": False,
-        "max_position_embeddings": cfg.window_tokens,
-        "norm_eps": cfg.norm_eps,
         **({} if states is None else {"conv_L_cache": states.taps, "conv_bias": states.bias}),
-        "tie_word_embeddings": cfg.tied_head,
-        "layer_types": write_state_types(cfg.state_layers, cfg.layers, _CONV),
-        **({} if cfg.rope is None else write_rope(cfg.rope)),
+        **write_state_layers(cfg, _CONV),
     }
 
 
 LFM2 = Architecture(
     model_type="lfm2",
-    read_config=_read,
-    write_config=_write,
     class_name="Lfm2ForCausalLM",
+    parts=(
+        only("block_use_swiglu", (True,), "feed-forward blocks are gated"),
+        only("use_pos_enc", (True,), "layers with attention have rotary embeddings"),
+        keys(
+            vocab_size=(65536, "vocab_size"),
+            hidden_size=(2560, "hidden_size"),
+            num_hidden_layers=(32, "layers"),
+            num_attention_heads=(32, "heads"),
+            max_position_embeddings=(128000, "window_tokens"),
+            norm_eps=(1e-5, "norm_eps"),
+            tie_word_embeddings=(True, "tied_head"),
+        ),
+        rope(1e6),
+        Part(_read_layers, _write_layers),
+        fixed(qk_norm=True),
+    ),
     top_tensors=(
         Tensor("embed_tokens.weight", ("embed.tokens",)),
         Tensor("embedding_norm.weight", ("final_norm.scale",)),
         Tensor("lm_head.weight", ("head",), in_body=False),
     ),
     layer_tensors=(
-        Tensor("operator_norm.weight", ("attn_norm.scale",)),
-        Tensor("operator_norm.weight", ("state_norm.scale",)),
-        Tensor("self_attn.q_proj.weight", ("attn.q",)),
-        Tensor("self_attn.k_proj.weight", ("attn.k",)),
-        Tensor("self_attn.v_proj.weight", ("attn.v",)),
-        Tensor("self_attn.out_proj.weight", ("attn.o",), transposed=True),
-        Tensor("self_attn.q_layernorm.weight", ("attn.q_norm.scale",)),
-        Tensor("self_attn.k_layernorm.weight", ("attn.k_norm.scale",)),
+        *norms({"operator_norm": "attn_norm"}),
+        *norms({"operator_norm": "state_norm"}),
+        *linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"}),
+        *linears({"self_attn.out_proj": "attn.o"}),
+        *norms({"self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm"}),
         Tensor("conv.in_proj.weight", ("state.input_gate", "state.output_gate", "state.value")),
         Tensor("conv.in_proj.bias", ("state.input_gate_bias", "state.output_gate_bias", "state.value_bias")),
         Tensor("conv.conv.weight", ("state.conv",), depthwise=True),
         Tensor("conv.conv.bias", ("state.conv_bias",)),
-        Tensor("conv.out_proj.weight", ("state.o",), transposed=True),
-        Tensor("conv.out_proj.bias", ("state.o_bias",)),
-        Tensor("ffn_norm.weight", ("ffn_norm.scale",)),
-        Tensor("feed_forward.w1.weight", ("ffn.gate",)),
-        Tensor("feed_forward.w3.weight", ("ffn.up",)),
-        Tensor("feed_forward.w2.weight", ("ffn.down",), transposed=True),
+        *linears({"conv.out_proj": "state.o"}),
+        *norms({"ffn_norm": "ffn_norm"}),
+        *linears(
+            {"feed_forward.w1": "ffn.gate", "feed_forward.w3": "ffn.up", "feed_forward.w2": "ffn.down"}
+        ),
     ),
     # Keys of the authors' own code; they repeat other keys, or describe the initialization.
     inert_keys=frozenset(

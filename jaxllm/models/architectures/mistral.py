@@ -1,42 +1,103 @@
-"""Mistral: Llama with one sliding window for all layers (or none) and no biases."""
+"""Mistral: Llama with one sliding window for all layers (or none) and no biases; Ministral 3, and Mixtral."""
 
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.models.architectures.llama import LLAMA, read_llama_fields, write_llama_fields
+from jaxllm.models.architectures.llama import LLAMA_ATTENTION, LLAMA_LAYER, LLAMA_NORMS, LLAMA_TOP, llama_keys
+from jaxllm.models.config_parts import (
+    Fields,
+    Part,
+    experts,
+    keys,
+    one_window,
+    read_rope,
+    refuse_partial,
+    rope,
+    rope_parameters,
+)
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture
-
-_DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-
-
-def _read(reader: ConfigReader) -> ModelConfig:
-    fields = read_llama_fields(reader, _DEFAULTS)
-    window = reader.optional_integer("sliding_window", 4096)
-    return ModelConfig(model_type="mistral", **fields, attention_windows=(window or 0,) * fields["layers"])
-
-
-def _write(cfg: ModelConfig) -> dict[str, Any]:
-    return {**write_llama_fields(cfg), "sliding_window": cfg.attention_windows[0] or None}
-
+from jaxllm.models.translate import Architecture, Tensor
 
 MISTRAL = Architecture(
     model_type="mistral",
-    read_config=_read,
-    write_config=_write,
     class_name="MistralForCausalLM",
-    top_tensors=LLAMA.top_tensors,
-    layer_tensors=LLAMA.layer_tensors,
+    parts=(
+        llama_keys(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
+        rope(),
+        one_window(4096),
+    ),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=LLAMA_LAYER,
+)
+
+# The defaults of transformers for a config of Ministral 3 without scaling.
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _read_growing_rope(reader: ConfigReader, fields: Fields) -> Fields:
+    given = reader.has("rope_parameters") or reader.has("rope_scaling")
+    source = reader if given else ConfigReader({"rope_parameters": _ROPE})
+    found = read_rope(source, fields, theta=1e6, growth=True)
+    refuse_partial(found, fields["head_dim"])
+    return {"rope": found}
+
+
+def _write_growing_rope(cfg: ModelConfig) -> dict[str, Any]:
+    if cfg.rope is None:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    further = {
+        "llama_4_scaling_beta": cfg.rope.query_growth,
+        "original_max_position_embeddings": cfg.rope.original_window_tokens or cfg.window_tokens,
+    }
+    return {"rope_parameters": rope_parameters(cfg.rope) | further}
+
+
+# Mistral with YaRN, and queries that grow with the logarithm of the position.
+MINISTRAL3 = Architecture(
+    model_type="ministral3",
+    class_name="Ministral3ForCausalLM",
+    parts=(
+        llama_keys(
+            vocab_size=131072, intermediate_size=14336, num_hidden_layers=34, num_key_value_heads=8,
+            head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5,
+        ),
+        Part(_read_growing_rope, _write_growing_rope),
+        one_window(),
+    ),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=LLAMA_LAYER,
+)  # fmt: skip
+
+# Mistral with experts in every layer, their weights normalized over each token's choice.
+MIXTRAL = Architecture(
+    model_type="mixtral",
+    class_name="MixtralForCausalLM",
+    parts=(
+        llama_keys(
+            intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
+        ),
+        rope(1e6),
+        one_window(),
+        experts("num_local_experts", 8),
+        keys(num_experts_per_tok=(2, "experts_per_token")),
+    ),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=(
+        *LLAMA_NORMS,
+        *LLAMA_ATTENTION,
+        Tensor("block_sparse_moe.gate.weight", ("router",)),
+        Tensor("block_sparse_moe.experts.{expert}.w1.weight", ("experts.gate",)),
+        Tensor("block_sparse_moe.experts.{expert}.w3.weight", ("experts.up",)),
+        Tensor("block_sparse_moe.experts.{expert}.w2.weight", ("experts.down",), transposed=True),
+    ),
 )

@@ -1,83 +1,146 @@
-"""Phi-1, Phi-1.5 and Phi-2: one layer norm, which attention and the feed-forward block both read, a rotary
-embedding over a part of each head, and biases everywhere, also of the head."""
+"""Phi 1 to 4, StableLM and ERNIE 4.5: Llama with other norms, joined tensors, or a rotary embedding over a
+part of each head or of neighbouring dimensions."""
 
-from typing import Any
+import dataclasses
 
-from jaxllm.config import ModelConfig
-from jaxllm.models.architectures.llama import LLAMA_ATTENTION_TENSORS, split_heads
-from jaxllm.models.config_reader import ConfigReader, read_rope, write_partial_rope
-from jaxllm.models.translate import Architecture, Tensor, read_activation, write_activation
+from jaxllm.errors import ConfigError
+from jaxllm.models.architectures.llama import (
+    LLAMA_ATTENTION,
+    LLAMA_FFN,
+    LLAMA_LAYER,
+    LLAMA_NORMS,
+    LLAMA_TOP,
+    llama_keys,
+)
+from jaxllm.models.config_parts import Fields, Part, fixed, keys, one_window, only, partial_rope, rope
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.translate import Architecture, Tensor, linears, norms
 
-
-def _read(reader: ConfigReader) -> ModelConfig:
-    reader.only("qk_layernorm", (None, False), "layer norms of queries and keys are not implemented")
-    # The head has a bias, so that transformers cannot share it either.
-    reader.only("tie_word_embeddings", (None, False), "the head is a parameter of its own")
-    hidden = reader.integer("hidden_size", 2048)
-    heads = reader.integer("num_attention_heads", 32)
-    kv_heads = reader.optional_integer("num_key_value_heads")
-    head_dim = split_heads(hidden, heads)
-    window_tokens = reader.integer("max_position_embeddings", 2048)
-    return ModelConfig(
-        model_type="phi",
-        vocab_size=reader.integer("vocab_size", 51200),
-        hidden_size=hidden,
-        layers=reader.integer("num_hidden_layers", 24),
-        heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-        ffn_size=reader.integer("intermediate_size", 8192),
-        window_tokens=window_tokens,
-        activation=read_activation(reader, "hidden_act", "gelu_new"),
-        gated_ffn=False,
-        norm="layer",
-        norm_eps=reader.number("layer_norm_eps", 1e-5),
-        rope=read_rope(reader, head_dim=head_dim, window_tokens=window_tokens, partial=0.5),
-        qkv_bias=True,
-        o_bias=True,
-        ffn_bias=True,
-        parallel_blocks=True,
-        head_bias=True,
-    )
-
-
-def _write(cfg: ModelConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
-        "num_key_value_heads": cfg.kv_heads,
-        "intermediate_size": cfg.ffn_size,
-        "max_position_embeddings": cfg.window_tokens,
-        "hidden_act": write_activation(cfg.activation),
-        "layer_norm_eps": cfg.norm_eps,
-        **write_partial_rope(cfg.rope, cfg.head_dim),
-    }
-
-
+# Phi-1, Phi-1.5 and Phi-2: one layer norm, which attention and the feed-forward block both read, and biases
+# everywhere, also of the head.
 PHI = Architecture(
     model_type="phi",
-    read_config=_read,
-    write_config=_write,
     class_name="PhiForCausalLM",
+    parts=(
+        only("qk_layernorm", (None, False), "layer norms of queries and keys are not implemented"),
+        # The head has a bias, so that transformers cannot share it either.
+        only("tie_word_embeddings", (None, False), "the head is a parameter of its own"),
+        keys(
+            vocab_size=(51200, "vocab_size"),
+            hidden_size=(2048, "hidden_size"),
+            num_hidden_layers=(24, "layers"),
+            num_attention_heads=(32, "heads"),
+            num_key_value_heads=(None, "kv_heads"),
+            intermediate_size=(8192, "ffn_size"),
+            max_position_embeddings=(2048, "window_tokens"),
+            hidden_act=("gelu_new", "activation"),
+            layer_norm_eps=(1e-5, "norm_eps"),
+        ),
+        partial_rope(0.5),
+        fixed(gated_ffn=False, norm="layer", qkv_bias=True, o_bias=True, ffn_bias=True),
+        fixed(parallel_blocks=True, head_bias=True),
+    ),
     top_tensors=(
         Tensor("embed_tokens.weight", ("embed.tokens",)),
-        Tensor("final_layernorm.weight", ("final_norm.scale",)),
-        Tensor("final_layernorm.bias", ("final_norm.bias",)),
+        *norms({"final_layernorm": "final_norm"}),
         Tensor("lm_head.weight", ("head",), in_body=False),
         Tensor("lm_head.bias", ("head_bias",), in_body=False),
     ),
     layer_tensors=(
-        Tensor("input_layernorm.weight", ("attn_norm.scale",)),
-        Tensor("input_layernorm.bias", ("attn_norm.bias",)),
-        *LLAMA_ATTENTION_TENSORS[:-2],
-        Tensor("self_attn.dense.weight", ("attn.o",), transposed=True),
-        Tensor("self_attn.dense.bias", ("attn.o_bias",)),
-        Tensor("mlp.fc1.weight", ("ffn.up",)),
-        Tensor("mlp.fc1.bias", ("ffn.up_bias",)),
-        Tensor("mlp.fc2.weight", ("ffn.down",), transposed=True),
-        Tensor("mlp.fc2.bias", ("ffn.down_bias",)),
+        *norms({"input_layernorm": "attn_norm"}),
+        *linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"}),
+        *linears({"self_attn.dense": "attn.o", "mlp.fc1": "ffn.up", "mlp.fc2": "ffn.down"}),
     ),
     inert_keys=frozenset({"embd_pdrop", "resid_pdrop"}),
 )
+
+
+def _refuse_scaling(reader: ConfigReader, fields: Fields) -> Fields:
+    kind = fields["rope"].kind
+    if kind != "default":
+        raise ConfigError(
+            f"rope scaling {kind!r} is not supported for phi3, where transformers takes it for "
+            "longrope or refuses it; use a checkpoint without rope scaling"
+        )
+    return {}
+
+
+# Phi-3, Phi-3.5 and Phi-4: q, k, v in one tensor, gate and up in another. The long-context variants
+# (longrope) are refused.
+PHI3 = Architecture(
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    parts=(
+        llama_keys(
+            vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        partial_rope(),
+        Part(_refuse_scaling),
+        one_window(),
+    ),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=(
+        *LLAMA_NORMS,
+        Tensor("self_attn.qkv_proj.weight", ("attn.q", "attn.k", "attn.v")),
+        Tensor("self_attn.o_proj.weight", ("attn.o",), transposed=True),
+        Tensor("mlp.gate_up_proj.weight", ("ffn.gate", "ffn.up")),
+        Tensor("mlp.down_proj.weight", ("ffn.down",), transposed=True),
+    ),
+)  # fmt: skip
+
+# The 12B model of StableLM, with norms on queries and keys and parallel blocks, is refused.
+STABLELM = Architecture(
+    model_type="stablelm",
+    class_name="StableLmForCausalLM",
+    parts=(
+        only("use_parallel_residual", (None, False), "parallel blocks (12B) are not implemented"),
+        only("qk_layernorm", (None, False), "layer norms of queries and keys (12B) are not implemented"),
+        keys(
+            vocab_size=(50304, "vocab_size"),
+            hidden_size=(2560, "hidden_size"),
+            num_hidden_layers=(32, "layers"),
+            num_attention_heads=(32, "heads"),
+            num_key_value_heads=(32, "kv_heads"),
+            intermediate_size=(6912, "ffn_size"),
+            max_position_embeddings=(4096, "window_tokens"),
+            hidden_act=("silu", "activation"),
+            layer_norm_eps=(1e-5, "norm_eps"),
+            use_qkv_bias=(False, "qkv_bias"),
+            tie_word_embeddings=(False, "tied_head"),
+        ),
+        partial_rope(0.25),
+        fixed(norm="layer"),
+    ),
+    top_tensors=(
+        Tensor("embed_tokens.weight", ("embed.tokens",)),
+        *norms({"norm": "final_norm"}),
+        Tensor("lm_head.weight", ("head",), in_body=False),
+    ),
+    layer_tensors=(
+        *norms({"input_layernorm": "attn_norm"}),
+        *LLAMA_ATTENTION,
+        *norms({"post_attention_layernorm": "ffn_norm"}),
+        *LLAMA_FFN,
+    ),
+)
+
+_PAIRED = ("attn.q", "attn.q_bias", "attn.k", "attn.k_bias")
+# The rotary embedding is of neighbouring dimensions (2i, 2i+1) of each head.
+ERNIE4_5 = Architecture(
+    model_type="ernie4_5",
+    class_name="Ernie4_5ForCausalLM",
+    parts=(
+        llama_keys(
+            vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18,
+            num_attention_heads=16, num_key_value_heads=2, head_dim=128, max_position_embeddings=131072,
+            rms_norm_eps=1e-5, tie_word_embeddings=True,
+        ),
+        rope(500000.0),
+        keys(use_bias=(False, "qkv_bias", "o_bias", "ffn_bias")),
+    ),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=tuple(
+        dataclasses.replace(tensor, interleaved=tensor.params[0] in _PAIRED) for tensor in LLAMA_LAYER
+    ),
+)  # fmt: skip

@@ -1,15 +1,20 @@
-"""T5: an encoder-decoder with relative position biases, RMS norms and unscaled attention.
+"""T5, mT5 and Switch Transformers: encoder-decoders with relative position biases, RMS norms and unscaled
+attention.
 
-Version 1.0 has a plain feed-forward block and multiplies the states before its tied head by D^-0.5; version
-1.1 has a gated one and a separate head. All layers use the position biases of the first one.
+Version 1.0 of T5 has a plain feed-forward block and multiplies the states before its tied head by D^-0.5;
+version 1.1 has a gated one and a separate head. All layers use the position biases of the first one. mT5 is
+version 1.1 for a hundred languages; the states before its head are not scaled.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxllm.config import Activation, ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.models.config_parts import Fields, Part, only
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.translate import Architecture, Tensor, linears, norms
 
 _DEFAULTS = {"vocab_size": 32128, "d_model": 512, "d_ff": 2048, "num_heads": 8, "num_layers": 6}
 # T5 has no maximum sequence length; configs have the training length, or nothing.
@@ -25,158 +30,226 @@ _FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
     "gated-silu": (True, "silu"),
 }
 # Keys that repeat `feed_forward_proj`, and keys without effect on the logits.
-T5_INERT_KEYS = frozenset(
+_INERT_KEYS = frozenset(
     ["dense_act_fn", "is_gated_act", "dropout_rate", "initializer_factor", "output_past", "n_positions"]
 )
-# Both sides have the one token embedding.
-T5_COPIES: dict[str, str] = dict.fromkeys(
-    ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "embed.tokens"
-)
-T5_BUFFERS = ("EncDecAttention.relative_attention_bias.weight",)
+_ENCODER_DECODER = only("is_encoder_decoder", (True,), "an encoder without a decoder gives no text")
 
 
-def read_t5(
-    reader: ConfigReader, model_type: str, *, feed_forward: str, scaled_head: bool, **defaults: int
-) -> ModelConfig:
-    """A config of the family, with the defaults of its class.
+def _keys(
+    kind: str, scaled: Callable[[ConfigReader], bool], *, kind_key: str = "feed_forward_proj", **defaults: int
+) -> Part:
+    """The keys of the family.
 
     Args:
-      reader: reader of the config.
-      model_type: type of the family.
-      feed_forward: default of `feed_forward_proj`.
-      scaled_head: whether the head's inputs are scaled and the head is tied.
+      kind: default of `kind_key`.
+      scaled: whether the head's inputs are scaled and the head is tied.
+      kind_key: key of the kind of feed-forward blocks.
       defaults: defaults of other keys that differ from T5's.
     """
-    reader.only("is_encoder_decoder", (True,), "an encoder without a decoder gives no text")
-    kind = reader.text("feed_forward_proj", feed_forward)
-    if kind not in _FEED_FORWARDS:
-        raise ConfigError(
-            f"config key 'feed_forward_proj' is {kind!r:.80}, which is not supported; jaxllm has "
-            f"{', '.join(_FEED_FORWARDS)}"
-        )
-    gated, activation = _FEED_FORWARDS[kind]
     known = {**_DEFAULTS, **defaults}
-    hidden, heads, layers = (
-        reader.integer(key, known[key]) for key in ("d_model", "num_heads", "num_layers")
-    )
-    window = reader.optional_integer("n_positions") or _TRAINED_TOKENS
-    shared: dict[str, Any] = {
-        "model_type": model_type,
-        "vocab_size": reader.integer("vocab_size", known["vocab_size"]),
-        "hidden_size": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": reader.integer("d_kv", 64),
-        "ffn_size": reader.integer("d_ff", known["d_ff"]),
-        "window_tokens": window,
-        "activation": activation,
-        "gated_ffn": gated,
-        "norm_eps": reader.number("layer_norm_epsilon", 1e-6),
-        "attention_scale": 1.0,
-        "relative_buckets": reader.integer("relative_attention_num_buckets", 32),
-        "relative_distance": reader.integer("relative_attention_max_distance", 128),
-    }
-    decoder_layers = (
-        reader.optional_integer("num_decoder_layers", defaults.get("num_decoder_layers")) or layers
-    )
-    return ModelConfig(
-        **shared,
-        encoder=ModelConfig(**shared, layers=layers, tied_head=True),
-        layers=decoder_layers,
-        tied_head=scaled_head,
-        logit_scale=hidden**-0.5 if scaled_head else 1.0,
-    )
+
+    def read(reader: ConfigReader, fields: Fields) -> Fields:
+        name = reader.text(kind_key, kind)
+        if name not in _FEED_FORWARDS:
+            raise ConfigError(
+                f"config key {kind_key!r} is {name!r:.80}, which is not supported; jaxllm has "
+                f"{', '.join(_FEED_FORWARDS)}"
+            )
+        gated, activation = _FEED_FORWARDS[name]
+        hidden, heads, layers = (
+            reader.integer(key, known[key]) for key in ("d_model", "num_heads", "num_layers")
+        )
+        shared: Fields = {
+            "vocab_size": reader.integer("vocab_size", known["vocab_size"]),
+            "hidden_size": hidden,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_dim": reader.integer("d_kv", 64),
+            "ffn_size": reader.integer("d_ff", known["d_ff"]),
+            "window_tokens": reader.optional_integer("n_positions") or _TRAINED_TOKENS,
+            "activation": activation,
+            "gated_ffn": gated,
+            "norm_eps": reader.number("layer_norm_epsilon", 1e-6),
+            "attention_scale": 1.0,
+            "relative_buckets": reader.integer("relative_attention_num_buckets", 32),
+            "relative_distance": reader.integer("relative_attention_max_distance", 128),
+        }
+        others = reader.optional_integer("num_decoder_layers", known.get("num_decoder_layers")) or layers
+        tied = scaled(reader)
+        encoder = ModelConfig(model_type=fields["model_type"], **shared, layers=layers, tied_head=True)
+        scale = hidden**-0.5 if tied else 1.0
+        return {**shared, "encoder": encoder, "layers": others, "tied_head": tied, "logit_scale": scale}
+
+    def write(cfg: ModelConfig) -> dict[str, Any]:
+        assert cfg.encoder is not None
+        kinds = {kind: name for name, kind in reversed(_FEED_FORWARDS.items())}
+        return {
+            "is_encoder_decoder": True,
+            "vocab_size": cfg.vocab_size,
+            "d_model": cfg.hidden_size,
+            "d_kv": cfg.head_dim,
+            "d_ff": cfg.ffn_size,
+            "num_heads": cfg.heads,
+            "num_layers": cfg.encoder.layers,
+            "num_decoder_layers": cfg.layers,
+            "n_positions": cfg.window_tokens,
+            # None if the family has no such block.
+            kind_key: kinds.get((cfg.gated_ffn, cfg.activation)),
+            "layer_norm_epsilon": cfg.norm_eps,
+            "relative_attention_num_buckets": cfg.relative_buckets,
+            "relative_attention_max_distance": cfg.relative_distance,
+            "tie_word_embeddings": cfg.tied_head,
+        }
+
+    return Part(read, write)
 
 
-def write_t5(cfg: ModelConfig) -> dict[str, Any]:
-    """The keys of the family's configs."""
-    assert cfg.encoder is not None
-    return {
-        "is_encoder_decoder": True,
-        "vocab_size": cfg.vocab_size,
-        "d_model": cfg.hidden_size,
-        "d_kv": cfg.head_dim,
-        "d_ff": cfg.ffn_size,
-        "num_heads": cfg.heads,
-        "num_layers": cfg.encoder.layers,
-        "num_decoder_layers": cfg.layers,
-        "n_positions": cfg.window_tokens,
-        "feed_forward_proj": _feed_forward(cfg),
-        "layer_norm_epsilon": cfg.norm_eps,
-        "relative_attention_num_buckets": cfg.relative_buckets,
-        "relative_attention_max_distance": cfg.relative_distance,
-    }
+def _scaled(reader: ConfigReader) -> bool:
+    # Newer configs have a separate key, because they tie all heads that files lack.
+    return reader.flag("scale_decoder_outputs", reader.flag("tie_word_embeddings", True))
 
 
-def _feed_forward(cfg: ModelConfig) -> str | None:
-    """The name of the feed-forward block; None if the family has no such block."""
-    names = {kind: name for name, kind in reversed(_FEED_FORWARDS.items())}
-    return names.get((cfg.gated_ffn, cfg.activation))
+def _never_scaled(reader: ConfigReader) -> bool:
+    # Files have a separate head or none, independent of their config.
+    reader.flag("tie_word_embeddings", True)
+    return False
 
 
-def attention_tensors(layer: int, name: str, ours: str) -> tuple[Tensor, ...]:
+def _attention(layer: int, name: str, ours: str) -> tuple[Tensor, ...]:
     """The tensors of one attention of a layer, and of its norm."""
-    lead = f"layer.{layer}."
-    return (
-        Tensor(f"{lead}layer_norm.weight", (f"{ours}_norm.scale",)),
-        *(Tensor(f"{lead}{name}.{part}.weight", (f"{ours}.{part}",)) for part in "qkv"),
-        Tensor(f"{lead}{name}.o.weight", (f"{ours}.o",), transposed=True),
-    )
+    products = linears({f"layer.{layer}.{name}.{part}": f"{ours}.{part}" for part in "qkvo"})
+    return norms({f"layer.{layer}.layer_norm": f"{ours}_norm"}) + products
 
 
-def feed_forward_tensors(layer: int, block: str = "DenseReluDense") -> tuple[Tensor, ...]:
+def _feed_forward(layer: int, block: str = "DenseReluDense") -> tuple[Tensor, ...]:
     """The tensors of a feed-forward block, plain or gated, and of its norm."""
-    lead = f"layer.{layer}."
+    lead = f"layer.{layer}.{block}"
     return (
-        Tensor(f"{lead}layer_norm.weight", ("ffn_norm.scale",)),
-        Tensor(f"{lead}{block}.wi_0.weight", ("ffn.gate",)),
-        Tensor(f"{lead}{block}.wi_1.weight", ("ffn.up",), gated=True),
-        Tensor(f"{lead}{block}.wi.weight", ("ffn.up",), gated=False),
-        Tensor(f"{lead}{block}.wo.weight", ("ffn.down",), transposed=True),
+        *norms({f"layer.{layer}.layer_norm": "ffn_norm"}),
+        Tensor(f"{lead}.wi_0.weight", ("ffn.gate",)),
+        Tensor(f"{lead}.wi_1.weight", ("ffn.up",), gated=True),
+        Tensor(f"{lead}.wi.weight", ("ffn.up",), gated=False),
+        Tensor(f"{lead}.wo.weight", ("ffn.down",), transposed=True),
     )
 
 
-T5_TOP_TENSORS = (
-    Tensor("shared.weight", ("embed.tokens",)),
-    Tensor(
-        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-        ("encoder.relative_positions",),
+_ENCODER_ATTENTION = _attention(0, "SelfAttention", "attn")
+_DECODER_ATTENTION = _ENCODER_ATTENTION + _attention(1, "EncDecAttention", "cross")
+_BIASES = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+T5 = Architecture(
+    model_type="t5",
+    class_name="T5ForConditionalGeneration",
+    parts=(
+        _ENCODER_DECODER,
+        _keys("relu", _scaled),
+        Part(lambda reader, fields: {}, lambda cfg: {"scale_decoder_outputs": cfg.tied_head}),
     ),
-    Tensor("encoder.final_layer_norm.weight", ("encoder.final_norm.scale",)),
-    Tensor("decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", ("relative_positions",)),
-    Tensor("decoder.final_layer_norm.weight", ("final_norm.scale",)),
-    Tensor("lm_head.weight", ("head",)),
+    top_tensors=(
+        Tensor("shared.weight", ("embed.tokens",)),
+        Tensor(f"encoder.{_BIASES}", ("encoder.relative_positions",)),
+        *norms({"encoder.final_layer_norm": "encoder.final_norm"}),
+        Tensor(f"decoder.{_BIASES}", ("relative_positions",)),
+        *norms({"decoder.final_layer_norm": "final_norm"}),
+        Tensor("lm_head.weight", ("head",)),
+    ),
+    layer_tensors=_DECODER_ATTENTION + _feed_forward(2),
+    layer_prefix="decoder.block.{}.",
+    prefixes=("",),
+    inert_keys=_INERT_KEYS,
+    buffers=("EncDecAttention.relative_attention_bias.weight",),
+    # Both sides have the one token embedding.
+    copies={f"{side}.embed_tokens.weight": "embed.tokens" for side in ("encoder", "decoder")},
+    encoder_tensors=_ENCODER_ATTENTION + _feed_forward(1),
+    encoder_prefix="encoder.block.{}.",
+    head_or_embedding=True,
+)
+MT5 = dataclasses.replace(
+    T5,
+    model_type="mt5",
+    class_name="MT5ForConditionalGeneration",
+    parts=(
+        _ENCODER_DECODER,
+        _keys("gated-gelu", _never_scaled, vocab_size=250112, d_ff=1024, num_heads=6, num_layers=8),
+    ),
 )
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
-    # Newer configs have a separate key, because they tie all heads that files lack.
-    tied = reader.flag("tie_word_embeddings", True)
-    scaled = reader.flag("scale_decoder_outputs", tied)
-    return read_t5(reader, "t5", feed_forward="relu", scaled_head=scaled)
+# Switch Transformers: T5 with experts of limited capacity in the feed-forward block of every few layers. A
+# token only visits the most likely expert, weighted by its probability; tokens beyond the expert's capacity
+# skip it.
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
-    return {**write_t5(cfg), "tie_word_embeddings": cfg.tied_head, "scale_decoder_outputs": cfg.tied_head}
+def _read_switch(reader: ConfigReader, fields: Fields) -> Fields:
+    encoder = fields["encoder"]
+    count, capacity = reader.integer("num_experts", 8), reader.integer("expert_capacity", 64)
+
+    def sparse(name: str, layers: int) -> Fields:
+        wanted = reader.integer(f"num_sparse_{name}_layers", 3)
+        step = layers // wanted if wanted > 0 else layers
+        # A repetition of the two.
+        reader.only(f"{name}_sparse_step", (None, step), "it follows from the numbers of layers")
+        marked = tuple(step > 0 and (layer % step == 1 or step == 1) for layer in range(layers))
+        if not any(marked):
+            return {}
+        return {
+            "experts": count,
+            "experts_per_token": 1,
+            "normalize_expert_weights": False,
+            "expert_capacity": capacity,
+            "sparse_layers": marked,
+        }
+
+    encoder = dataclasses.replace(encoder, **sparse("encoder", encoder.layers))
+    return {**sparse("decoder", fields["layers"]), "encoder": encoder}
 
 
-T5 = Architecture(
-    model_type="t5",
-    read_config=_read,
-    write_config=_write,
-    class_name="T5ForConditionalGeneration",
-    top_tensors=T5_TOP_TENSORS,
-    layer_tensors=(
-        *attention_tensors(0, "SelfAttention", "attn"),
-        *attention_tensors(1, "EncDecAttention", "cross"),
-        *feed_forward_tensors(2),
+def _write_switch(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.encoder is not None
+    sides = {"encoder": cfg.encoder, "decoder": cfg}
+    return {
+        "num_experts": max(side.experts for side in sides.values()),
+        "expert_capacity": max(side.expert_capacity for side in sides.values()),
+        **{
+            f"num_sparse_{name}_layers": sum(map(side.is_sparse, range(side.layers)))
+            for name, side in sides.items()
+        },
+    }
+
+
+def _experts(layer: int) -> tuple[Tensor, ...]:
+    lead = f"layer.{layer}.mlp."
+    expert = lead + "experts.expert_{expert}."
+    return (
+        *_feed_forward(layer, "mlp"),
+        Tensor(f"{lead}router.classifier.weight", ("router",)),
+        Tensor(f"{expert}wi.weight", ("experts.up",)),
+        Tensor(f"{expert}wo.weight", ("experts.down",), transposed=True),
+    )
+
+
+SWITCH_TRANSFORMERS = dataclasses.replace(
+    T5,
+    model_type="switch_transformers",
+    class_name="SwitchTransformersForConditionalGeneration",
+    parts=(
+        _ENCODER_DECODER,
+        only("router_bias", (None, False), "routers with biases are not implemented"),
+        only("router_ignore_padding_tokens", (None, False), "there are no padding tokens here to ignore"),
+        only("router_dtype", ("float32",), "routers compute in float32, for which the paper asks"),
+        _keys(
+            "relu",
+            lambda reader: reader.flag("tie_word_embeddings", True),
+            kind_key="dense_act_fn",
+            d_model=768,
+            num_heads=12,
+            num_layers=12,
+            num_decoder_layers=12,
+        ),
+        Part(_read_switch, _write_switch),
     ),
-    layer_prefix="decoder.block.{}.",
-    prefixes=("",),
-    inert_keys=T5_INERT_KEYS,
-    buffers=T5_BUFFERS,
-    copies=T5_COPIES,
-    encoder_tensors=(*attention_tensors(0, "SelfAttention", "attn"), *feed_forward_tensors(1)),
-    encoder_prefix="encoder.block.{}.",
-    head_or_embedding=True,
+    layer_tensors=_DECODER_ATTENTION + _experts(2),
+    inert_keys=_INERT_KEYS - {"dense_act_fn"}
+    | {"router_z_loss_coef", "router_aux_loss_coef", "add_router_probs", "add_cross_attention"},
+    encoder_tensors=_ENCODER_ATTENTION + _experts(1),
 )

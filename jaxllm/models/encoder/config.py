@@ -5,28 +5,14 @@ without bottlenecks. Checkpoints are read by `checkpoints/mobilebert_folder.py`.
 """
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 from jaxllm.config import MAX_DIMENSION, MAX_LAYERS, Activation
 from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import require, require_int, require_types
 
 # Far above MobileBERT's 4.
 MAX_FFN_BLOCKS = 64
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless `condition`."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def require_whole(config: Any, low: int, high: int, *names: str) -> None:
-    """Checks that fields of a config are whole numbers in [low, high]."""
-    for name in names:
-        value = getattr(config, name)
-        whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        require(whole, f"{name} must be a whole number in [{low}, {high}], got {value!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,26 +59,21 @@ class EncoderConfig:
         require(
             self.model_type == "mobilebert", f"model_type must be mobilebert, got {self.model_type!r:.80}"
         )
-        require_whole(
-            self, 1, MAX_DIMENSION,
+        for name in (
             "vocab_size", "embedding_size", "hidden_size", "heads", "ffn_size", "window_tokens",
             "type_vocab_size",
-        )  # fmt: skip
-        require_whole(self, 1, MAX_LAYERS, "layers")
-        require_whole(self, 0, MAX_DIMENSION, "bottleneck_size")
-        require_whole(self, 1, MAX_FFN_BLOCKS, "ffn_blocks")
-        for name in ("share_bottleneck", "bottleneck_attention", "trigram_input"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"{name} must be true or false, got {value!r:.80}")
+        ):  # fmt: skip
+            require_int(name, getattr(self, name), 1, MAX_DIMENSION)
+        require_int("layers", self.layers, 1, MAX_LAYERS)
+        require_int("bottleneck_size", self.bottleneck_size, 0, MAX_DIMENSION)
+        require_int("ffn_blocks", self.ffn_blocks, 1, MAX_FFN_BLOCKS)
+        require_types(self)
         require(self.norm in ("no_norm", "layer"), f"norm must be no_norm or layer, got {self.norm!r:.80}")
         require(
             self.activation in ("silu", "gelu", "gelu_tanh", "relu"),
             f"activation {self.activation!r:.80} is not supported; use silu, gelu, gelu_tanh or relu",
         )
-        eps = self.norm_eps
-        number = isinstance(eps, int | float) and not isinstance(eps, bool) and math.isfinite(eps)
-        require(number and 0 < eps <= 1, f"norm_eps must be a number in (0, 1], got {eps!r:.80}")
-        object.__setattr__(self, "norm_eps", float(eps))
+        require(0 < self.norm_eps <= 1, f"norm_eps must be a number in (0, 1], got {self.norm_eps!r:.80}")
         require(
             self.width % self.heads == 0,
             f"the width within a layer ({self.width}) must be a multiple of heads ({self.heads})",

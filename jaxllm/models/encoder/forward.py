@@ -40,9 +40,7 @@ def encode(
       mask: `[B, T]` bool, True for valid tokens. Padding is left out of attention and of the trigram input.
         (transformers has it in the trigram input, where its embedding is zero in a fresh MobileBERT.) None:
         all are valid.
-      cfg: config of the encoder.
       types: `[B, T]` int32 in [0, Y), None for zeros.
-      dtype: dtype of the activations.
 
     Returns:
       `[B, T, D]`; values at padding are undefined.
@@ -100,7 +98,6 @@ def encode_layers(
       params: those of layer i are under `{prefix}layers.{i}.`.
       hidden: `[B, T, D]`, the input of the first of `layers`.
       mask: `[B, T]` bool, see `encode`.
-      cfg: the encoder.
       layers: indices of layers to run, in order.
       prefix: prefix of the parameters' names.
       first: the last layer computes only the outputs of this many first tokens; None: of all.

@@ -13,7 +13,6 @@ A flat dict with stable string keys; every matrix is `[out, in]` and has a bias 
     layers.{i}.widen [D, W]    .widen_norm.scale/bias [D]                          (with a bottleneck)
 """
 
-import math
 from collections.abc import Mapping
 
 import jax
@@ -74,11 +73,6 @@ def layer_shapes(cfg: EncoderConfig, prefix: str) -> dict[str, Shape]:
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def init_encoder(cfg: EncoderConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
-    """Random parameters to train from (see `init_values`)."""
-    return init_values(encoder_shapes(cfg), key, dtype)
-
-
 def init_values(
     shapes: Mapping[str, Shape], key: jax.Array, dtype: DTypeLike = jnp.float32
 ) -> dict[str, jax.Array]:
@@ -94,11 +88,6 @@ def init_values(
         return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * np.asarray(_DEVIATION, dtype)
 
     return {name: value(name, shape, each) for (name, shape), each in zip(shapes.items(), keys, strict=True)}
-
-
-def encoder_parameter_count(cfg: EncoderConfig) -> int:
-    """Number of scalar parameters."""
-    return sum(math.prod(shape) for shape in encoder_shapes(cfg).values())
 
 
 def _dense(name: str, outputs: int, inputs: int) -> dict[str, Shape]:

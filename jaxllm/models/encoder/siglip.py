@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation
-from jaxllm.layer_configs import MAX_DIMENSION, require, require_int, require_numbers
+from jaxllm.layer_configs import MAX_DIMENSION, require, require_int, require_types
 from jaxllm.nn.layers import Norm, activate, attention, normalize
 from jaxllm.nn.linear import to_units
 
@@ -47,7 +47,7 @@ class ImageEncoderConfig:
             "row_size",
         ):  # fmt: skip
             require_int(f"{name} of the image encoder", getattr(self, name), 1, MAX_DIMENSION)
-        require_numbers(self, "norm_eps")
+        require_types(self)
         require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         require(
             self.image_size % self.patch_size == 0 and self.side % self.shuffle == 0,

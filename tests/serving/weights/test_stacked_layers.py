@@ -10,8 +10,7 @@ from jaxllm import Engine
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.models.layer_stack import STACK
-from jaxllm.models.stacked_layers import StackedLayers
+from jaxllm.models.layer_stack import STACK, StackedLayers
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from tests.kernels.switching import fall_back

@@ -21,7 +21,7 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, marks, marks_of
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import tiny_lm as tlm
-from jaxllm.models.encoder.parameters import init_encoder
+from jaxllm.models.encoder.parameters import encoder_shapes, init_values
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import prompt_tokens
@@ -274,7 +274,7 @@ def test_a_trained_encoder_is_under_both_heads(tmp_path):
     cfg = dataclasses.replace(
         ENCODER, bottleneck_size=8, share_bottleneck=True, norm="no_norm", layers=2, window_tokens=64
     )
-    trained = init_encoder(cfg, jax.random.key(3))
+    trained = init_values(encoder_shapes(cfg), jax.random.key(3))
     write_encoder(tmp_path, cfg, trained)
     write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
     start = Start.of(TLM_RECIPE, TOKENIZER, tmp_path)
@@ -333,7 +333,7 @@ def test_the_encoder_has_a_row_for_every_token_of_the_model():
 def test_starts_that_are_refused(tmp_path):
     few = dataclasses.replace(ENCODER, vocab_size=VOCAB_SIZE - 1, norm="no_norm")
     few = dataclasses.replace(few, bottleneck_size=8, share_bottleneck=True)
-    write_encoder(tmp_path, few, init_encoder(few, jax.random.key(3)))
+    write_encoder(tmp_path, few, init_values(encoder_shapes(few), jax.random.key(3)))
     write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
     long = dataclasses.replace(HEAD, row_tokens=49)
     for change, where, message in (
