@@ -39,10 +39,11 @@ class LayerChunks:
 
 
 def chunk_shapes(cfg: ModelConfig, *, tokens: int = CHUNK_TOKENS, dtype: str) -> tuple[ChunkShape, ...]:
-    """The shape of a chunk in each layer."""
+    """The shape of a chunk in each layer that attends."""
     return tuple(
         ChunkShape(heads=cfg.units(layer).kv_heads, tokens=tokens, width=cfg.head_dim, dtype=dtype)
         for layer in range(cfg.layers)
+        if not cfg.is_state(layer)
     )
 
 

@@ -17,9 +17,9 @@ import jax
 
 from jaxllm.errors import BudgetExceeded
 from jaxllm.serving.contexts.chunk_io import chunk_io_of
-from jaxllm.serving.contexts.growth import most_bytes
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.contexts.saving import most_bytes
 from jaxllm.serving.engine.decoding import Drafts as Drafting
 from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.host.process_memory import resident_bytes

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError
-from jaxllm.serving.contexts.database import Database
-from jaxllm.serving.contexts.layout import StoreLock
+from jaxllm.serving.contexts.layout import Database, StoreLock
 from jaxllm.serving.contexts.saving import compact
 from jaxllm.serving.contexts.store import ContextStore
 from tests.faults import FailingDevice
@@ -100,9 +99,9 @@ def test_a_lock_is_one_process_s_at_a_time(tmp_path):
     lock = StoreLock(tmp_path / "lock")
     with pytest.raises(ConfigError, match="in use by another process"):
         StoreLock(tmp_path / "lock")
-    lock.release()
-    lock.release()
-    StoreLock(tmp_path / "lock").release()
+    lock.close()
+    lock.close()
+    StoreLock(tmp_path / "lock").close()
 
 
 def test_the_device_knows_what_is_named_before_its_name_and_what_is_deleted_before_it_goes(

@@ -211,7 +211,7 @@ def test_states_count(kept, engine):
     say(context, TURNS[0][0])
     assert contexts.memory.own_bytes(context.name) == 3 * chunk_io.chunk_bytes(RAW) + size
     contexts.store.wait()
-    assert contexts.store.stored_bytes(contexts.store.record(context.name)) > size
+    assert sum(contexts.store.own_segments(contexts.store.record(context.name)).values()) > size
     contexts = kept(budget_bytes=size)
     with pytest.raises(BudgetExceeded):
         say(new(contexts), [1, 2])
