@@ -121,7 +121,7 @@ class Codec:
         # Imported here: devices that only run exported programs have no JAX.
         import jax.numpy as jnp
 
-        from jaxllm.contexts.coding import bytes_of, encode_part
+        from jaxllm.contexts.coded import bytes_of, encode_part
 
         _check_bits(bits)
         axes = Axes("encode", K=shape.heads, C=shape.tokens, H=shape.width)
@@ -130,8 +130,8 @@ class Codec:
             parts = [bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
             parts = [
-                encode_part(self.turned(keys), AXES[self.keys], bits),
-                encode_part(self.turned(values), AXES[self.values], bits),
+                encode_part(self.transformed(keys), AXES[self.keys], bits),
+                encode_part(self.transformed(values), AXES[self.values], bits),
             ]
         return jnp.concatenate(parts, axis=-1)
 
@@ -142,7 +142,7 @@ class Codec:
         import jax
         import jax.numpy as jnp
 
-        from jaxllm.contexts.coding import decode_part
+        from jaxllm.contexts.coded import decode_part
 
         Axes("decode", bytes=self.blob_bytes(shape, bits)).check(np.uint8, "N bytes", blobs=blobs)
         if bits == RAW:
@@ -155,12 +155,12 @@ class Codec:
         sizes = (shape.heads, shape.tokens, shape.width)
         keys = decode_part(blobs[:, :split], sizes, _shared(shape, self.keys), bits)
         values = decode_part(blobs[:, split:], sizes, _shared(shape, self.values), bits)
-        return self.turned(keys).astype(shape.dtype), self.turned(values).astype(shape.dtype)
+        return self.transformed(keys).astype(shape.dtype), self.transformed(values).astype(shape.dtype)
 
-    def turned(self, rows: "jax.Array") -> "jax.Array":
+    def transformed(self, rows: "jax.Array") -> "jax.Array":
         """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
         # Imported here: devices that only run exported programs have no JAX.
-        from jaxllm.contexts.coding import hadamard_transform
+        from jaxllm.contexts.coded import hadamard_transform
 
         wide = rows.astype(np.float32)
         return hadamard_transform(wide) if self.rotated else wide
