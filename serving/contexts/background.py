@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxllm.errors import JaxllmError, one_line
 
@@ -144,28 +144,20 @@ class PendingErrors:
             self.raise_for(name)
 
 
-class Closing(Protocol):
-    """An object that is closed at exit; a forked child must not close its parent's."""
-
-    @property
-    def forked(self) -> bool: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
+# Open contexts, which are closed at exit, except by a forked child.
+_OPEN: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-_OPEN: "weakref.WeakSet[Closing]" = weakref.WeakSet()
-
-
-def close_at_exit(what: Closing) -> None:
-    """Registers an object to be closed when this process exits, before those registered earlier."""
+def close_at_exit(what: Any) -> None:
+    """Registers contexts to be closed when this process exits, before what was registered earlier."""
     _OPEN.add(what)
     # Register again, after the engine's exit function: the last one runs first.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
 
 
-def forget_at_exit(what: Closing) -> None:
-    """Unregisters a closed object."""
+def forget_at_exit(what: Any) -> None:
+    """Unregisters closed contexts."""
     _OPEN.discard(what)
 
 

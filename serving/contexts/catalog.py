@@ -23,31 +23,8 @@ import xxhash
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
 from jaxllm.files.atomic import atomic_file, sync
+from jaxllm.serving.contexts import layout
 from jaxllm.serving.contexts.encryption import KeyErased, Vault, require_form
-from jaxllm.serving.contexts.layout import (
-    CATALOG,
-    LOCK,
-    QUARANTINE,
-    RECORD,
-    RECORD_HEAD,
-    SEGMENT,
-    UNFINISHED,
-    Database,
-    app_of,
-    context_folders,
-    folder_name,
-    is_app_folder,
-    is_empty,
-    is_name,
-    is_own,
-    new_name,
-    not_read,
-    remove_own,
-    require_kind,
-    require_real,
-    set_aside,
-    written,
-)
 from jaxllm.serving.contexts.record import MAX_USED, Record, decoded, encoded
 from jaxllm.serving.contexts.segment import OpenSegments, Segment, mismatched_chunks, read_rows
 from jaxllm.serving.host.direct_io import Storage
@@ -102,14 +79,14 @@ def require_store(root: Path) -> bool:
         names = sorted(os.listdir(root))
     except FileNotFoundError:
         return False
-    if CATALOG in names:
-        return require_kind(root / CATALOG, KIND, VERSION)
-    if any(map(is_app_folder, names)):
+    if layout.CATALOG in names:
+        return layout.require_kind(root / layout.CATALOG, KIND, VERSION)
+    if any(map(layout.is_app_folder, names)):
         raise ConfigError(
-            f"{root} has contexts, and their catalog, {CATALOG}, is missing: restore it from a copy, or use "
-            "another folder; the files stay as they are"
+            f"{root} has contexts, and their catalog, {layout.CATALOG}, is missing: restore it from a copy, "
+            "or use another folder; the files stay as they are"
         )
-    if others := [name for name in names if name != LOCK and not UNFINISHED.fullmatch(name)]:
+    if others := [name for name in names if name != layout.LOCK and not layout.UNFINISHED.fullmatch(name)]:
         raise ConfigError(
             f"{root} is not a store of contexts, and not empty (it has {others[0]!a:.80}): use an empty "
             "folder"
@@ -139,7 +116,7 @@ class Catalog:
           OSError: it cannot be made or read.
         """
         self.root, self._segments, self._vault = root, segments, vault
-        self.path = root / CATALOG
+        self.path = root / layout.CATALOG
         self.records: dict[str, Record] = {}
         self.record_bytes: dict[str, int] = {}
         self.damage: dict[Path, Damage] = {}
@@ -148,7 +125,7 @@ class Catalog:
         # SQLite's errors of the file; and the row of a damage, by its path.
         self._faults = ""
         self._row_ids: dict[Path, int] = {}
-        self._database = Database(self.path, _SCHEMA, kind=KIND, version=VERSION)
+        self._database = layout.Database(self.path, _SCHEMA, kind=KIND, version=VERSION)
 
     def close(self) -> None:
         """Closes the file."""
@@ -156,7 +133,7 @@ class Catalog:
 
     def folder(self, record: Record) -> Path:
         """A context's folder."""
-        return self.root / folder_name(record.app) / record.name
+        return self.root / layout.folder_name(record.app) / record.name
 
     def next_use(self) -> int:
         """The number of the store's next use."""
@@ -185,13 +162,13 @@ class Catalog:
                 reason = f"{self.path} has lost the record of the context {record.name}"
                 self._note(folder, record.app, record.name, CheckpointError(reason))
                 seen.add(folder)
-        for path in context_folders(self.root):
-            if path not in seen and not is_empty(path):
+        for path in layout.context_folders(self.root):
+            if path not in seen and not layout.is_empty(path):
                 reason = (
                     f"{path} has files of a context that the catalog does not know: the catalog was damaged, "
                     "or is older, or the folder was copied; they stay until you remove them"
                 )
-                self._note(path, app_of(path.parent.name), path.name, Unreadable(reason))
+                self._note(path, layout.app_of(path.parent.name), path.name, Unreadable(reason))
 
     def find_again(self, name: str, app: str | None) -> Record | None:
         """Retries an unreadable context, and returns its record; None if there is none.
@@ -297,8 +274,8 @@ class Catalog:
         except (JaxllmError, FileNotFoundError):
             return
         except OSError as error:
-            raise not_read(folder, error) from error
-        for each in {*filter(SEGMENT.fullmatch, names)} - record.own_files:
+            raise layout.not_read(folder, error) from error
+        for each in {*filter(layout.SEGMENT.fullmatch, names)} - record.own_files:
             self.discard(folder / each)
 
     def mend(self, folder: Path) -> Damage:
@@ -323,13 +300,13 @@ class Catalog:
             rows = self._database.run(f"{_SELECT} WHERE rowid = ?", row_id)
             if self.path in folder.parents:
                 # The row names no folder.
-                folder = self.root / folder_name("unknown") / new_name()
+                folder = self.root / layout.folder_name("unknown") / layout.new_name()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with atomic_file(folder / RECORD) as file:
+            with atomic_file(folder / layout.RECORD) as file:
                 os.fchmod(file.fileno(), 0o600)
                 plain = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
-                file.write(RECORD_HEAD + json.dumps(plain).encode() + b"}")
-            aside = set_aside(self.root, folder)
+                file.write(layout.RECORD_HEAD + json.dumps(plain).encode() + b"}")
+            aside = layout.set_aside(self.root, folder)
             self._database.run("DELETE FROM contexts WHERE rowid = ?", row_id)
             self._database.flush()
         self.damage = {path: each for path, each in self.damage.items() if each is not damage}
@@ -339,8 +316,8 @@ class Catalog:
         """Removes a segment that no record names. One that stays does no harm; foreign files stay."""
         self._segments.forget(path)
         with contextlib.suppress(OSError, JaxllmError):
-            require_real(path.parent)
-            if is_own(path):
+            layout.require_real(path.parent)
+            if layout.is_own(path):
                 path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
@@ -352,8 +329,8 @@ class Catalog:
         for name, folder in list(self.deleted.items()):
             self.remove(name, folder)
         with contextlib.suppress(OSError):
-            for path in context_folders(self.root):
-                if path.name not in self.records and path not in self.damage and is_empty(path):
+            for path in layout.context_folders(self.root):
+                if path.name not in self.records and path not in self.damage and layout.is_empty(path):
                     path.rmdir()
 
     def remove(self, name: str, folder: Path) -> None:
@@ -365,11 +342,11 @@ class Catalog:
         """
         self._segments.forget(folder)
         self.deleted[name] = folder
-        require_real(folder)
-        with written(folder):
+        layout.require_real(folder)
+        with layout.written(folder):
             # Before the row: otherwise leftover files would be unknown.
             with contextlib.suppress(FileNotFoundError):
-                remove_own(folder)
+                layout.remove_own(folder)
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
             sync(folder.parent if folder.parent.exists() else self.root)
@@ -412,15 +389,15 @@ class Catalog:
         """Rebuilds the catalog from its readable rows; returns the path of the damaged one."""
         rows = self._rows()
         temporary = self.path.with_name(f".{self.path.name}.jaxllm-{secrets.token_hex(6)}.tmp")
-        fresh = Database(temporary, _SCHEMA, kind=KIND, version=VERSION)
+        fresh = layout.Database(temporary, _SCHEMA, kind=KIND, version=VERSION)
         for _, *row in rows:
             with contextlib.suppress(CheckpointError):
                 fresh.run("INSERT INTO contexts VALUES (?, ?, ?, ?, ?)", *row)
         fresh.close()
         self._database.close()
-        place = self.root / QUARANTINE / "catalog" / secrets.token_hex(8)
+        place = self.root / layout.QUARANTINE / "catalog" / secrets.token_hex(8)
         place.mkdir(mode=0o700, parents=True)
-        aside = place / CATALOG
+        aside = place / layout.CATALOG
         try:
             os.link(self.path, aside)
         except OSError:
@@ -429,18 +406,18 @@ class Catalog:
         os.replace(temporary, self.path)
         for each in (place, self.root):
             sync(each)
-        self._database, self._faults = Database(self.path, _SCHEMA, kind=KIND, version=VERSION), ""
+        self._database, self._faults = layout.Database(self.path, _SCHEMA, kind=KIND, version=VERSION), ""
         return aside
 
     def _find(self, row: tuple[Any, ...]) -> Path:
         """Reads a row, and records its damage. A known record stays. Returns the context's folder."""
         row_id, name, app, sealed, body, checksum = row
-        right = is_name(name) and isinstance(app, str) and is_app_folder(app)
+        right = layout.is_name(name) and isinstance(app, str) and layout.is_app_folder(app)
         folder = self.root / app / name if right else self.path / str(name)[:32]
         try:
             if not right or _checksum(name, app, sealed, body) != checksum:
                 raise CheckpointError(f"{self.path}: the record of the context {name!a:.40} is corrupt")
-            require_real(folder)
+            layout.require_real(folder)
             if body is None:
                 self.deleted[name] = folder
                 return folder
@@ -449,7 +426,7 @@ class Catalog:
             if isinstance(error, KeyErased):
                 self.erased.add(folder)
             self._row_ids[folder] = row_id
-            self._note(folder, app_of(str(app)), str(name), error)
+            self._note(folder, layout.app_of(str(app)), str(name), error)
         else:
             self.record_bytes[name] = len(body)
             self.records.setdefault(name, record)
@@ -462,10 +439,10 @@ class Catalog:
           CheckpointError: the content has changed.
           Unreadable: its key is missing.
         """
-        require_form(folder / RECORD, self._vault, encrypted=bool(sealed))
+        require_form(folder / layout.RECORD, self._vault, encrypted=bool(sealed))
         if sealed and self._vault is not None:
             body, _ = self._vault.opened_head(folder.parent.name, body, folder.name)
-        record = decoded(body, app_of(folder.parent.name), folder.name)
+        record = decoded(body, layout.app_of(folder.parent.name), folder.name)
         if self._vault is not None:
             self._vault.ledger.require_newest(folder, record.used)
         return record
@@ -496,7 +473,7 @@ def verify(
       CheckpointError: a damaged file cannot be moved or written.
     """
     found = []
-    with written(catalog.root):
+    with layout.written(catalog.root):
         catalog.find_all()
         whole = catalog.damage.get(catalog.path)
         if whole is not None and commit is not None and whole.proved:
@@ -504,7 +481,7 @@ def verify(
             catalog.find_all()
     for path, damage in list(catalog.damage.items()):
         if commit is not None and damage.proved:
-            with written(path):
+            with layout.written(path):
                 damage = catalog.mend(path)
         found.append(damage)
     for record in list(catalog.records.values()):

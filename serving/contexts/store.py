@@ -23,22 +23,10 @@ from types import MappingProxyType
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, one_line
 from jaxllm.files.atomic import sync
+from jaxllm.serving.contexts import layout
 from jaxllm.serving.contexts.background import WriteQueue
 from jaxllm.serving.contexts.catalog import Catalog, Damage, chunk_damage, require_store, verify
 from jaxllm.serving.contexts.encryption import Vault
-from jaxllm.serving.contexts.layout import (
-    LOCK,
-    SEGMENT,
-    StoreLock,
-    folder_bytes,
-    folder_name,
-    new_name,
-    next_segment,
-    own_bytes,
-    remove_own,
-    require_real,
-    written,
-)
 from jaxllm.serving.contexts.record import Linked, Origin, Record
 from jaxllm.serving.contexts.segment import (
     ROWS_SOURCE,
@@ -92,7 +80,7 @@ class ContextStore:
             # Check this before making anything in a folder that may be foreign.
             require_store(self.root)
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = StoreLock(self.root / LOCK)
+            self._lock = layout.StoreLock(self.root / layout.LOCK)
             try:
                 require_store(self.root)
                 self._catalog = Catalog(self.root, self._segments, self.vault)
@@ -158,7 +146,7 @@ class ContextStore:
           Unreadable: storage refuses, or a newer version wrote it.
         """
         folder, _ = self._unsettled.get(name, (None, False))
-        own = app is None or folder is None or folder.parent.name == folder_name(app)
+        own = app is None or folder is None or folder.parent.name == layout.folder_name(app)
         self._require_settled(name if own else "")
         coming = None if self._queue.inside else self._queue.coming().get(name)
         record = coming or self._catalog.records.get(name)
@@ -205,13 +193,13 @@ class ContextStore:
 
     def own_segments(self, record: Record) -> dict[str, int]:
         """Bytes of a context's segments that no other context shares, by name."""
-        return own_bytes(self.folder(record), record.segments)
+        return layout.own_bytes(self.folder(record), record.segments)
 
     def used_bytes(self, app: str | None = None) -> int:
         """Bytes of all files and records, or of an app's."""
         records = self.records(app)
         rows = sum(self._catalog.record_bytes.get(each.name, 0) for each in records)
-        return rows + folder_bytes({self.folder(each) for each in records})
+        return rows + layout.folder_bytes({self.folder(each) for each in records})
 
     def create(self, app: str, origin: Origin, *, pinned: bool = False, tokenizer: str = "") -> Record:
         """A new, empty context; see `Record`.
@@ -221,12 +209,12 @@ class ContextStore:
           BudgetExceeded: there is no space.
           CheckpointError: it cannot be written.
         """
-        folder_name(app)
+        layout.folder_name(app)
         self._require_settled()
         # Leftovers that cannot be removed do no harm.
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
-        name = new_name()
+        name = layout.new_name()
         record = Record(
             name=name, app=app, origin=origin, pinned=pinned, tokenizer=tokenizer,
             used=self._catalog.next_use(), created_s=max(0, int(time.time())),
@@ -271,7 +259,7 @@ class ContextStore:
                 if not same or file not in theirs.checksums:
                     continue
                 if file not in links:
-                    fresh = next_segment([*os.listdir(own), *self.record(record.name).own_files])
+                    fresh = layout.next_segment([*os.listdir(own), *self.record(record.name).own_files])
                     os.link(self.folder(theirs) / file, own / fresh, follow_symlinks=False)
                     links[file] = fresh
                 found[n] = (links[file], theirs.checksums[file])
@@ -309,14 +297,14 @@ class ContextStore:
         before = self.record(record.name).with_links(linked)
         chunks, new_rows = dict(chunks or {}), row_chunks(rows)
         folder, name = self.folder(record), record.name
-        with written(folder):
+        with layout.written(folder):
             names = _names(folder)
         taken = [*names, *before.own_files]
-        fresh = next_segment(taken)
-        of_rows = next_segment([*taken, fresh]) if new_rows else before.rows
+        fresh = layout.next_segment(taken)
+        of_rows = layout.next_segment([*taken, fresh]) if new_rows else before.rows
         record = self._with_files(record, before, dict.fromkeys(chunks, fresh), of_rows)
-        current = {*filter(SEGMENT.fullmatch, names), *before.own_files, fresh}
-        with written(folder):
+        current = {*filter(layout.SEGMENT.fullmatch, names), *before.own_files, fresh}
+        with layout.written(folder):
             more = self._more_bytes(record, chunks, current - record.own_files)
             more += file_bytes(new_rows, encrypted=self.vault is not None)
         if (broken := self._broken_quota(record.app, more)) is not None:
@@ -422,8 +410,8 @@ class ContextStore:
             folder = self.folder(record)
             if folder not in self._catalog.damage:
                 with contextlib.suppress(OSError, JaxllmError):
-                    require_real(folder)
-                    remove_own(folder, keep=record.own_files)
+                    layout.require_real(folder)
+                    layout.remove_own(folder, keep=record.own_files)
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
 
@@ -488,7 +476,7 @@ class ContextStore:
     def _more_bytes(self, record: Record, chunks: Chunks, freed: Set[str]) -> int:
         """The growth of the store by a commit of chunks that removes the files `freed`."""
         size = file_bytes(chunks, encrypted=self.vault is not None)
-        return size - sum(own_bytes(self.folder(record), freed).values())
+        return size - sum(layout.own_bytes(self.folder(record), freed).values())
 
     def _broken_quota(self, app: str, more_bytes: int) -> tuple[str | None, str] | None:
         """The quota that files of an app would exceed with `more_bytes` more (see `beyond_quota`). A change
@@ -510,7 +498,7 @@ class ContextStore:
         name, folder = record.name, self.folder(record)
         self._unsettled[name] = (folder, self._queue.inside)
         try:
-            with written(folder):
+            with layout.written(folder):
                 yield
         except JaxllmError:
             with contextlib.suppress(JaxllmError):
