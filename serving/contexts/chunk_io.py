@@ -433,8 +433,8 @@ def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wante
     for chunk, size, right in zip(chunks, found, wanted, strict=True):
         if size != right:
             raise CheckpointError(
-                f"chunk {chunk} has {size} bytes in layer {layer}, and its width takes {right}: it is not of "
-                "this model and codec"
+                f"chunk {chunk} has {size} bytes in layer {layer}, and its width requires {right}: it is not "
+                "of this model and codec"
             )
 
 

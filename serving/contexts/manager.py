@@ -26,7 +26,6 @@ from jaxllm.contexts.eviction import find_policy
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.background import PendingErrors, close_at_exit, forget_at_exit
 from jaxllm.serving.contexts.chunk_io import (
-    ChunkIO,
     Delays,
     chunk_io_of,
     kept_by,
@@ -265,10 +264,6 @@ class Contexts:
         self._forget_cache(name)
         return self.store.commit(record.moved(origin))
 
-    def chunk_io(self, level: int) -> ChunkIO:
-        """The `ChunkIO` of a served level."""
-        return self._chunk_io[level]
-
     def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
         """The maximum bytes of a context's chunks in memory, optionally with other tokens or at another
         level; 0 if that is not served."""
@@ -364,7 +359,7 @@ class Contexts:
           most_tokens: maximum number of tokens of the context after the call; no room is made for them yet.
           base: record after sliding, if the context slides before the call; None for all of it.
           prompt: tokens of the context and the prompt: new ones may be computed during the restore, and a
-            new context may share another's prefix.
+            new context may share another's prefix; empty to restore only.
           rows: all prompt embeddings of the context and the prompt; new ones are stored before the call
             begins.
 

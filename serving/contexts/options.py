@@ -78,6 +78,6 @@ class ContextOptions:
                 f"got {self.app_pinned_share!r:.80} and {self.pinned_share!r:.80}"
             )
         if self.share_across_apps and not self.share_beginnings:
-            raise ConfigError("share_across_apps takes share_beginnings; leave out one of the two")
+            raise ConfigError("share_across_apps requires share_beginnings; leave out one of the two")
         # Validates the name.
         find_policy(self.policy)

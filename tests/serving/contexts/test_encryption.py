@@ -124,16 +124,6 @@ def test_a_key_that_cannot_be_used_is_no_erased_key(tmp_path: Path, keys: Path) 
         holds(store, name)
 
 
-def test_plain_contexts_are_read_and_encrypted_when_they_change(tmp_path: Path, keys: Path) -> None:
-    name = made(tmp_path, None)
-    with ContextStore(tmp_path / "store", keys=keys) as store:
-        record = holds(store, name)
-        store.commit(*grown(record, [8, 4, 8], 1))
-    assert b'"tokens"' not in content(tmp_path / "store")
-    with ContextStore(tmp_path / "store", keys=keys) as store:
-        holds(store, name, 1)
-
-
 def test_any_change_is_seen(tmp_path: Path, keys: Path) -> None:
     name = made(tmp_path, keys)
     catalog = tmp_path / "store" / CATALOG

@@ -204,7 +204,7 @@ def test_forks(kept, engine):
 
 def test_states_count(kept, engine):
     contexts = kept()
-    chunk_io, size = contexts.chunk_io(100), states_bytes(engine.cfg)
+    chunk_io, size = contexts._chunk_io[100], states_bytes(engine.cfg)
     assert chunk_io.chunk_bytes(STATE) == size + chunk_io.chunk_bytes(RAW)
     context = new(contexts)
     assert contexts.chunk_bytes(context.record, 40) == 3 * chunk_io.chunk_bytes(RAW) + size
