@@ -65,12 +65,8 @@ def copied_blob(blob: np.ndarray | bytes) -> np.ndarray:
 class ChunkMemory:
     """The chunks in memory. Not thread-safe.
 
-    Args:
-      budget_bytes: memory limit of all chunks.
-      policy: eviction policy.
-      leaving: called with evicted chunks, in order.
-
     Attributes:
+      budget_bytes: memory limit of all chunks.
       resident_bytes: current size of all chunks.
       evicted: number of chunks evicted so far.
     """
@@ -81,6 +77,7 @@ class ChunkMemory:
         policy: Policy = POLICIES["lctru"],
         leaving: Callable[[list[Resident]], None] | None = None,
     ) -> None:
+        """See the class; `leaving` is called with evicted chunks, in order."""
         if budget_bytes < 1:
             raise ConfigError(f"a budget for chunks must be at least one byte, got {budget_bytes!r:.80}")
         self.budget_bytes, self._policy, self._leaving = budget_bytes, policy, leaving
@@ -150,16 +147,8 @@ class ChunkMemory:
         return found if found is not None and found.chunks >= count else None
 
     def claim(self, context: str, count: int = 0, *, pinned: bool = False) -> list[int]:
-        """Locks a context that is about to run.
-
-        Args:
-          context: name of the context.
-          count: number of its chunks to look up.
-          pinned: whether its chunks are never evicted for another context, even if it does not run.
-
-        Returns:
-          The numbers of missing chunks, ascending.
-        """
+        """Locks a context that is about to run, and pins or unpins it. Returns the numbers of those of its
+        first `count` chunks that are missing, ascending."""
         self._locked.add(context)
         self.pin(context, pinned)
         self._uses += 1

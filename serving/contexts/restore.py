@@ -49,15 +49,9 @@ _TAIL_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A restored context.
-
-    Attributes:
-      cache: cache whose length includes the chunks and the tokens that were fed.
-      read: the chunks that were read.
-      how: facts of the restoration.
-      chunk_table: chunk table that the cache attends to, if it was made before the chunks were read.
-      fed: first chunk of the call's prompt, if it was fed; else None.
-    """
+    """A restored context: its cache, whose length includes the chunks and the tokens that were fed; the
+    chunks that were read; the chunk table that the cache attends to, if it was made before they were read;
+    and the first chunk of the call's prompt, if it was fed."""
 
     cache: KVCache
     read: Mapping[int, Stored]
@@ -68,12 +62,8 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """Tokens of a call after the whole chunks of its context.
-
-    Attributes:
-      tokens: all tokens after the chunks.
-      chunks: their prefill chunks, of which a pass feeds the first.
-    """
+    """All tokens of a call after the whole chunks of its context, and their prefill chunks, of which a pass
+    feeds the first."""
 
     tokens: Sequence[int]
     chunks: Sequence[PrefillChunk]
@@ -262,14 +252,8 @@ def _plan(
 
 
 class ChunkLoader:
-    """Restores contexts at the beginning of a call, and repairs damage on storage.
-
-    Args:
-      store: store of the chunks.
-      memory: memory for the chunks that were read.
-      delays: delays of this device, by level.
-      options: see `ContextOptions`.
-    """
+    """Restores contexts at the beginning of a call, and repairs damage on storage. `delays` are this
+    device's, by level."""
 
     def __init__(
         self, store: ContextStore, memory: ChunkMemory, delays: Mapping[int, Delays], options: ContextOptions
@@ -285,13 +269,8 @@ class ChunkLoader:
         self, levels: Mapping[int, ChunkIO], turn: Turn, last: tuple[str, Session], tokens: int
     ) -> Restoration:
         """Gives a call's session all whole chunks of its context, or the cache of the last ended call if that
-        was in the same context.
-
-        Args:
-          levels: levels of the model.
-          turn: the call.
-          last: the context of the last ended call, and its session, which loses its cache.
-          tokens: maximum number of tokens of the cache.
+        was in the same context: `last` is its name and session, which loses its cache. `tokens` is the
+        maximum number of tokens of the cache.
 
         Raises:
           CheckpointError: chunks can neither be read nor recorded as lost.
@@ -432,15 +411,8 @@ class ChunkLoader:
 def alike(
     store: ContextStore, record: Record, tokens: Sequence[int], *, across_apps: bool
 ) -> tuple[Record | None, int]:
-    """The context with the longest common prefix with the tokens of a record's context in whole chunks, and
-    the number of these chunks; the chunk of the last token is left out.
-
-    Args:
-      store: store of the contexts.
-      record: record of the context of the tokens.
-      tokens: tokens of the context.
-      across_apps: whether to include other apps' contexts.
-    """
+    """The context with the longest common prefix with `tokens` of a record's context in whole chunks, without
+    the chunk of the last token, and the number of these chunks; `across_apps` includes other apps'."""
     best, count = None, 0
     for each in store.records(None if across_apps else record.app):
         same = (each.origin, each.source) == (record.origin, record.source)
@@ -452,19 +424,9 @@ def alike(
 def shared_beginning(
     store: ContextStore, memory: ChunkMemory, record: Record, prompt: Sequence[int], *, across_apps: bool
 ) -> tuple[Record, str]:
-    """Shares the prefix of another context with a new one, so that its chunks are not computed.
-
-    Args:
-      store: store of the contexts.
-      memory: memory for the chunks that are resident.
-      record: record of the new context, without tokens.
-      prompt: its first prompt.
-      across_apps: see `alike`.
-
-    Returns:
-      The record with the prefix, and the name of the other context; the unchanged record and "" if there is
-      none.
-    """
+    """Shares the prefix of another context (see `alike`) with a new one and its first prompt, so that its
+    chunks are not computed. Returns the record with the prefix, and the name of the other context; the
+    unchanged record and "" if there is none."""
     best, count = alike(store, record, prompt, across_apps=across_apps)
     if best is None:
         return record, ""

@@ -190,7 +190,6 @@ def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(bundle_of, mo
             SpeculationOptions(drafter="nested"),
             "does not attend to stored chunks: leave out attend_coded",
         ),
-        ({"kv_codec": ""}, None, "name a kv_codec"),
         ({"cache_dtype": "bfloat16"}, None, "no native kernels here attend to caches of bfloat16"),
     ],
 )
