@@ -293,4 +293,4 @@ def _key_id(key: bytes) -> str:
 
 def _require_private(facts: os.stat_result, path: Path) -> None:
     if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{path}: keys must be this user's alone; close it to others (chmod go-rwx)")
+        raise ConfigError(f"{path}: keys must be private to this user; close it to others (chmod go-rwx)")

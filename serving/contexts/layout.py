@@ -294,7 +294,7 @@ def require_kind(path: Path, kind: int, version: int) -> bool:
     if len(header) < _HEADER_BYTES or not header.startswith(CATALOG_HEAD) or marked != kind:
         raise ConfigError(
             f"{path} is damaged, or another program's file: restore it from a copy, or use another folder; "
-            "files beside it stay as they are"
+            "other files stay as they are"
         )
     if found != version:
         raise ConfigError(

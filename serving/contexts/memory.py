@@ -177,7 +177,7 @@ class ChunkMemory:
         if others + size_bytes > self.budget_bytes:
             raise BudgetExceeded(
                 f"chunks may take {self.budget_bytes:,} bytes of memory; the context may come to need "
-                f"{size_bytes:,} beside {others:,} of others that run or are pinned: raise the budget, ask "
+                f"{size_bytes:,} besides {others:,} of others that run or are pinned: raise the budget, ask "
                 "for fewer tokens, or unpin some"
             )
 
@@ -231,7 +231,7 @@ class ChunkMemory:
         if sum(sizes[of] for of, count in freed.items() if count == self._sharing[of]) < needed:
             raise BudgetExceeded(
                 f"chunks may take {self.budget_bytes:,} bytes of memory; {room_bytes:,} more do not fit "
-                "beside the contexts that run or are pinned: raise the budget, or unpin some"
+                "besides the contexts that run or are pinned: raise the budget, or unpin some"
             )
         left: list[Resident] = []
         for each in self._policy.order(free):

@@ -65,7 +65,7 @@ def test_keys_are_closed_to_others(tmp_path: Path, keys: Path) -> None:
     assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
     assert files[0].read_bytes() != files[1].read_bytes()
     keys.chmod(0o750)
-    with pytest.raises(ConfigError, match="this user's alone"):
+    with pytest.raises(ConfigError, match="private to this user"):
         ContextStore(tmp_path / "store", keys=keys)
     keys.chmod(0o700)
     tmp_path.chmod(0o777)
