@@ -170,14 +170,8 @@ class ContextCall(Lifecycle):
     """
 
     def __init__(self, contexts: Contexts, record: Record, base: Record, *, most_tokens: int) -> None:
-        """See the class.
-
-        Args:
-          contexts: contexts of all apps.
-          record: see the class.
-          base: `record`, or its rest after sliding.
-          most_tokens: maximum number of tokens of the context after the answer.
-        """
+        """See the class; `base` is `record`, or its rest after sliding, and `most_tokens` the maximum number
+        of tokens of the context after the answer."""
         self.record, self._contexts, self._base, self._most_tokens = record, contexts, base, most_tokens
         self._turn: Turn | None = None
 
@@ -244,17 +238,9 @@ class ContextCall(Lifecycle):
 
 
 def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
-    """Makes a context of the same app and level with a context's first tokens. Their whole chunks are
-    shared on storage (see `ContextStore.link`) or copied, their rows copied. Unreadable chunks are
-    recomputed.
-
-    Args:
-      contexts: contexts of all apps.
-      record: record of the context, of the engine's origin (see `Contexts.record`).
-      tokens: number of its tokens that the new one gets.
-
-    Returns:
-      The new context's record.
+    """Makes a context of the same app and level with a context's first `tokens` tokens, and returns its
+    record. Their whole chunks are shared on storage (see `ContextStore.link`) or copied, their rows copied.
+    Unreadable chunks are recomputed. `record` is of the engine's origin (see `Contexts.record`).
 
     Raises:
       BudgetExceeded: the app has reached its number of contexts, or there is no space.

@@ -148,14 +148,8 @@ class Database:
     """
 
     def __init__(self, path: Path, schema: str, *, kind: int, version: int, shared: bool = False) -> None:
-        """Opens a file, created if missing.
-
-        Args:
-          path: path of the file.
-          schema: SQL statements that make an empty file's content.
-          kind: number that marks files of this kind.
-          version: version of the schema.
-          shared: whether other processes may open it, too; each statement then waits for the device.
+        """Opens a file of a kind, which a number marks; makes it by the statements of a schema if it is
+        missing. If it is `shared`, other processes may open it, too, and each statement waits for the device.
 
         Raises:
           ConfigError: it is of another kind or version, or damaged.
@@ -421,13 +415,9 @@ def delete_quarantined(root: Path) -> list[Path]:
 
 
 def remove_own(folder: Path, *, keep: Set[str] | None = None, foreign: bool = False) -> None:
-    """Removes the store's own files from a context's folder, and the folder if that leaves it empty.
-
-    Args:
-      folder: folder of the context.
-      keep: files to keep, and with them the folder; None for none.
-      foreign: whether to also remove links and files of foreign content with names of the store's files.
-    """
+    """Removes the store's own files from a context's folder, except those to `keep`; without such the folder,
+    too, if it is empty then. If `foreign`, removes also links and files of foreign content that have names of
+    the store's files."""
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return
     for each in _entries(folder):

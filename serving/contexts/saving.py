@@ -40,16 +40,11 @@ _ROUNDING = 1e-6
 
 
 class ChunkWriter:
-    """Writes chunks to a store at the time given by `writing`.
+    """Writes chunks to a store at the time given by `writing` (see `ContextOptions`).
 
     The tokens of a call are written at its end in any case, and flushed unless chunks are written in the
-    background. Chunks that are written at eviction are not flushed: they can be recomputed.
-
-    Args:
-      store: store of the chunks.
-      writing: see `ContextOptions`.
-      failed: called in the writing thread with a context's name and the error if chunks cannot be written
-        in the background.
+    background. Chunks that are written at eviction are not flushed: they can be recomputed. `failed` is
+    called in the writing thread with a context's name and the error if chunks cannot be written.
     """
 
     def __init__(
