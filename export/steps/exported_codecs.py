@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import AXES, ChunkFormat, Sharing
-from jaxllm.contexts.coded import quantized_part
+from jaxllm.contexts.coding import quantized_part
 from jaxllm.export.folder_format.arrays import KEYS, VALUES
 from jaxllm.export.folder_format.codecs import FACTORS, LEVELS
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.contexts.codecs import CODECS, RAW, WIDTHS, ChunkShape, Codec, find_codec, hadamard
-from jaxllm.contexts.coded import hadamard_transform
+from jaxllm.contexts.coding import hadamard_transform
 from jaxllm.errors import ConfigError
 from tests.variants import every_variant, jitted
 
