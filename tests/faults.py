@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxllm.serving.contexts import database
+from jaxllm.serving.contexts import layout
 
 ERRORS = (errors.EIO, errors.ENOSPC)
 # Those whose first argument says of what; of these no other leads to a file.
@@ -62,9 +62,9 @@ class FailingDevice:
 
     def _replace_statements(self) -> None:
         """Has the statements of SQLite's files count, and fail as SQLite does."""
-        real = database.Database.run
+        real = layout.Database.run
 
-        def run(self_: database.Database, statement: str, *values: Any) -> Any:
+        def run(self_: layout.Database, statement: str, *values: Any) -> Any:
             if (where := self._where(self_.path)) is not None:
                 try:
                     self._count("read" if statement.startswith("SELECT") else "sql", where)
@@ -72,11 +72,11 @@ class FailingDevice:
                     failure = sqlite3.OperationalError(f"{error.strerror} (disk I/O error)")
                     full = error.errno == errors.ENOSPC
                     failure.sqlite_errorcode = sqlite3.SQLITE_FULL if full else sqlite3.SQLITE_IOERR
-                    raise database._translated(self_.path, failure) from failure
+                    raise layout._translated(self_.path, failure) from failure
             return real(self_, statement, *values)
 
-        self._real.append((database.Database, "run", real))
-        database.Database.run = run  # pyright: ignore[reportAttributeAccessIssue]
+        self._real.append((layout.Database, "run", real))
+        layout.Database.run = run  # pyright: ignore[reportAttributeAccessIssue]
 
     def mend(self) -> None:
         """Lets nothing fail any more."""

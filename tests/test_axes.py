@@ -25,7 +25,7 @@ from jaxllm.int8_prefill.subgraphs import (
     widen,
 )
 from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
-from jaxllm.kv.chunks import LayerChunks, take_chunks
+from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models import decoder
 from jaxllm.quant import contracted_rows, unpack
 from jaxllm.sampling import (
@@ -189,9 +189,6 @@ STEPS_WITHOUT = {
     "keep_path takes nodes as": (keep_path, CACHE, floats(4), ONE),
     "add_nodes takes tokens as [T] int32 with T = 2": (
         add_nodes, TREE, ints(2), ints(3), floats(2), np.ones(2, bool),
-    ),
-    "take_chunks takes rows as [1, K, S, H] float": (
-        functools.partial(take_chunks, count=1, tokens=16), floats(2, 2, 32, 16), ONE,
     ),
     "sample takes logits as [B, V] float32": (sample, floats(V), SAMPLER),
     "penalize takes logits as [B, V] float32": (penalize, floats(V), SAMPLER),

@@ -27,8 +27,8 @@ from benchmarks.samples import story_tokens, text_windows
 from jaxllm.contexts.codecs import WIDTHS
 from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.chunk_io import ChunkIO, kept_by
-from jaxllm.serving.contexts.growth import require_ratio
 from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.saving import require_ratio
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine

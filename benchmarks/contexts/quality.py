@@ -39,9 +39,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
 from jaxllm.quant import BlockedArray
 from jaxllm.serving.contexts.chunk_io import ChunkIO, kept_by
-from jaxllm.serving.contexts.growth import grown_record
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Origin, Record
+from jaxllm.serving.contexts.saving import grown_record
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine

@@ -48,10 +48,10 @@ from jaxllm.errors import BudgetExceeded
 from jaxllm.kernels import native
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.context import Context
-from jaxllm.serving.contexts.growth import least_ratio
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import Blobs
 from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.saving import least_ratio
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.host.progress import Progress

@@ -36,9 +36,9 @@ from jaxllm.models.features import require_decoder_alone
 from jaxllm.serving.buckets.bucket import no_chunks
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.context import Context
-from jaxllm.serving.contexts.growth import most_bytes
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions, Writing
+from jaxllm.serving.contexts.saving import most_bytes
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.plan import Restoration

@@ -7,8 +7,7 @@ from typing import Any
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError, Unreadable
 from jaxllm.export.device.contexts import ProgramContexts, Restored
-from jaxllm.serving.contexts.record import Record
-from jaxllm.serving.contexts.turn_ids import turn_ids
+from jaxllm.serving.contexts.record import Record, turn_ids
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.engine.run import Lifecycle, Run

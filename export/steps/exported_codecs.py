@@ -39,7 +39,7 @@ def run_encode_chunks(
             taken = jnp.stack([_slice(caches[side], at, form.tokens) for at in chunks])
             # No constant for converters, which would multiply by its reciprocal and so round otherwise.
             most = jax.lax.optimization_barrier(jnp.float32(2**bits - 1))
-            levels, low, scale = quantized_part(form.codec.turned(taken), AXES[sharing], most)
+            levels, low, scale = quantized_part(form.codec.transformed(taken), AXES[sharing], most)
             found[LEVELS.format(side)] = _packed(levels, bits)
             found[FACTORS.format(side)] = jnp.stack([low, scale], axis=1).astype(jnp.float32)
     return found
@@ -58,7 +58,7 @@ def run_load_chunks(
             side = name.format(layer)
             factors = coded[FACTORS.format(side)]
             levels = _unpacked(coded[LEVELS.format(side)], bits)
-            rows = form.codec.turned(factors[:, 0] + factors[:, 1] * levels).astype(caches[side].dtype)
+            rows = form.codec.transformed(factors[:, 0] + factors[:, 1] * levels).astype(caches[side].dtype)
             whole = caches[side]
             for place in range(chunks.shape[0]):
                 whole = _updated(whole, rows[place], chunks[place], form.tokens)

@@ -130,8 +130,8 @@ class Codec:
             parts = [bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
             parts = [
-                encode_part(self.turned(keys), AXES[self.keys], bits),
-                encode_part(self.turned(values), AXES[self.values], bits),
+                encode_part(self.transformed(keys), AXES[self.keys], bits),
+                encode_part(self.transformed(values), AXES[self.values], bits),
             ]
         return jnp.concatenate(parts, axis=-1)
 
@@ -155,9 +155,9 @@ class Codec:
         sizes = (shape.heads, shape.tokens, shape.width)
         keys = decode_part(blobs[:, :split], sizes, _shared(shape, self.keys), bits)
         values = decode_part(blobs[:, split:], sizes, _shared(shape, self.values), bits)
-        return self.turned(keys).astype(shape.dtype), self.turned(values).astype(shape.dtype)
+        return self.transformed(keys).astype(shape.dtype), self.transformed(values).astype(shape.dtype)
 
-    def turned(self, rows: "jax.Array") -> "jax.Array":
+    def transformed(self, rows: "jax.Array") -> "jax.Array":
         """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
         # Imported here: devices that only run exported programs have no JAX.
         from jaxllm.contexts.coding import hadamard_transform

@@ -14,7 +14,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.contexts.coded import CodedChunks
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native, native_products
-from jaxllm.kv.states import STATES, LayerState, Source, SourceKV, States, no_source, no_states
+from jaxllm.kv.states import STATES, LayerState, Source, States, no_source, no_states
 from jaxllm.layer_configs import kv_layer, layer_config, shares_kv
 
 # Positions of new tokens in a sequence, and the rows of its cache that they are written to.
@@ -247,7 +247,12 @@ class Past:
     @property
     def own(self) -> tuple[jax.Array, jax.Array]:
         """Only the layer's keys and values, `[B, K, S, H]`."""
-        return self._own(self.keys), self._own(self.values)
+        if self.slot is None:
+            return self.keys, self.values
+        own = (
+            jax.lax.dynamic_index_in_dim(rows, self.slot, keepdims=False) for rows in (self.keys, self.values)
+        )
+        return tuple(own)  # pyright: ignore[reportReturnType]: two of them
 
     def written(self, at: TokenPositions, keys: jax.Array, values: jax.Array) -> "Past":
         """With keys and values of new tokens `[B, K, T, H]` (see `TokenPositions.write`)."""
@@ -267,11 +272,6 @@ class Past:
             self.coded.check(axes)
         if self.source is not None:
             self.source.check(axes)
-
-    def _own(self, rows: jax.Array) -> jax.Array:
-        if self.slot is None:
-            return rows
-        return jax.lax.dynamic_index_in_dim(rows, self.slot, axis=0, keepdims=False)
 
 
 @jax.tree_util.register_dataclass
@@ -492,13 +492,9 @@ def new_cache(
         mass=jnp.zeros((batch, tokens), jnp.float32) if mass else None,
         places=places if stacked else None,
         coded=coded,
-        source=None if cfg.encoder is None else _no_source(cfg, batch, source_tokens or tokens, dtype),
+        source=None if cfg.encoder is None else no_source(cfg, batch, source_tokens or tokens, dtype),
         states=None if cfg.states is None else no_states(cfg, batch),
     )
-
-
-def _no_source(cfg: ModelConfig, batch: int, tokens: int, dtype: DTypeLike) -> SourceKV:
-    return no_source((cfg.layers, batch, cfg.kv_heads, tokens, cfg.head_dim), dtype)
 
 
 def _zeros(shapes: list[tuple[int, ...]], dtype: DTypeLike) -> list[jax.Array]:

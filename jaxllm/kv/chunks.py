@@ -1,4 +1,4 @@
-"""Takes chunks out of a cache, encodes them, and loads them back.
+"""Encodes chunks of a cache, and loads them back.
 
 A chunk is C consecutive tokens of all layers: chunk number n has positions `[n·C, (n+1)·C)`.
 """
@@ -39,24 +39,12 @@ class LayerChunks:
 
 
 def chunk_shapes(cfg: ModelConfig, *, tokens: int = CHUNK_TOKENS, dtype: str) -> tuple[ChunkShape, ...]:
-    """The shape of a chunk in each layer."""
+    """The shape of a chunk in each layer that attends."""
     return tuple(
         ChunkShape(heads=cfg.units(layer).kv_heads, tokens=tokens, width=cfg.head_dim, dtype=dtype)
         for layer in range(cfg.layers)
+        if not cfg.is_state(layer)
     )
-
-
-def take_chunks(rows: jax.Array, first: jax.Array, *, count: int, tokens: int) -> jax.Array:
-    """`count` chunks `[n, K, C, H]` from number `first` on, of one layer's keys or values `[1, K, S, H]`.
-
-    All of them must be within the cache.
-    """
-    axes = Axes("take_chunks")
-    axes.check(jnp.floating, "1 K S H", rows=rows)
-    axes.check(jnp.int32, "", first=first)
-    _, heads, _, width = rows.shape
-    run = jax.lax.dynamic_slice_in_dim(rows[0], first * tokens, count * tokens, axis=1)
-    return run.reshape(heads, count, tokens, width).swapaxes(0, 1)
 
 
 def encode_chunks(past: Past, at: jax.Array, *, form: ChunkFormat, bits: int) -> jax.Array:

@@ -254,6 +254,7 @@ class SourceLayers:
 Source = SourceKV | SourceLayers
 
 
-def no_source(shape: tuple[int, ...], dtype: DTypeLike) -> SourceKV:
-    """Room for a source, `[L, B, K, R, H]`."""
+def no_source(cfg: ModelConfig, batch: int, tokens: int, dtype: DTypeLike) -> SourceKV:
+    """Room for a source of `tokens` tokens (R)."""
+    shape = (cfg.layers, batch, cfg.kv_heads, tokens, cfg.head_dim)
     return SourceKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))

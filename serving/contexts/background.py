@@ -1,9 +1,4 @@
-"""Runs jobs of contexts sequentially in a thread: jobs that write or encode chunks; stores their errors until
-they can be raised; closes contexts at exit.
-
-No locks are used: an interrupt while one is released would leave it locked, and the thread would wait
-forever. Jobs are in a deque, whose operations are atomic, and waiting polls.
-"""
+"""Jobs of contexts that run in a thread, errors that wait until they can be raised, and closing at exit."""
 
 import atexit
 import collections
@@ -14,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxllm.errors import JaxllmError, one_line
 
@@ -24,7 +19,11 @@ Coming = TypeVar("Coming")
 
 
 class WriteQueue(Generic[Coming]):
-    """Jobs by context, with the context's future state. A forked child has none: they belong to its parent.
+    """Jobs by context, run sequentially in a thread, with the context's future state. A forked child has
+    none: they belong to its parent.
+
+    No locks are used: an interrupt while one is released would leave it locked, and the thread would wait
+    forever. Jobs are in a deque, whose operations are atomic, and waiting polls.
 
     Args:
       most: maximum number of waiting jobs; `put` waits for space.
@@ -50,13 +49,7 @@ class WriteQueue(Generic[Coming]):
         self._thread.start()
 
     def put(self, name: str, job: Callable[[], None], coming: Coming) -> None:
-        """Adds a job, after waiting for space.
-
-        Args:
-          name: name of the job's context.
-          job: function, called once.
-          coming: state of the context after the job.
-        """
+        """Adds a job of a context, after waiting for space; `coming` is the context's state after it."""
         while len(self._jobs) > self._most:
             self._wake.put(None)
             time.sleep(_LOOK_S)
@@ -118,15 +111,18 @@ class PendingErrors:
 
     def note(self, name: str, error: JaxllmError) -> None:
         """Stores and logs the error of a dropped answer in a context."""
-        self._note(name, "the last answer in the context {} could not be kept when it was dropped", error)
+        self._note(
+            name, f"the last answer in the context {name} could not be kept when it was dropped", error
+        )
 
     def note_unwritten(self, name: str, error: JaxllmError) -> None:
         """Stores and logs the error of writing a context's chunks."""
-        what = (
-            "chunks of the last answer in the context {} could not be written; its tokens are kept, and the "
-            "next call computes its chunks"
-        )
-        self._note(name, what, error)
+        what = f"chunks of the last answer in the context {name} could not be written; its tokens are kept, "
+        self._note(name, f"{what}and the next call computes its chunks", error)
+
+    def _note(self, name: str, what: str, error: JaxllmError) -> None:
+        self._errors[name] = (what, error)
+        _LOG.warning("%s: %s", what, error)
 
     def has(self, name: str) -> bool:
         """Whether a context has an error."""
@@ -147,40 +143,27 @@ class PendingErrors:
         for name in list(self._errors):
             self.raise_for(name)
 
-    def _note(self, name: str, what: str, error: JaxllmError) -> None:
-        what = what.format(name)
-        self._errors[name] = (what, error)
-        _LOG.warning("%s: %s", what, error)
+
+# Open contexts, which are closed at exit, except by a forked child.
+_OPEN: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-class Closing(Protocol):
-    """An object that is closed at exit."""
-
-    def close(self) -> None:
-        """Saves unsaved data."""
-        ...
-
-
-_OPEN: "weakref.WeakKeyDictionary[Closing, int]" = weakref.WeakKeyDictionary()
-
-
-def close_at_exit(what: Closing) -> None:
-    """Registers an object to be closed when this process exits, before those registered earlier."""
-    _OPEN[what] = os.getpid()
+def close_at_exit(what: Any) -> None:
+    """Registers contexts to be closed when this process exits, before what was registered earlier."""
+    _OPEN.add(what)
     # Register again, after the engine's exit function: the last one runs first.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
 
 
-def forget_at_exit(what: Closing) -> None:
-    """Unregisters a closed object."""
-    _OPEN.pop(what, None)
+def forget_at_exit(what: Any) -> None:
+    """Unregisters closed contexts."""
+    _OPEN.discard(what)
 
 
 def _close_all() -> None:
-    for each, process in list(_OPEN.items()):
-        # A forked child must not close its parent's contexts.
-        if process == os.getpid():
+    for each in list(_OPEN):
+        if not each.forked:
             try:
                 each.close()
             except Exception as error:

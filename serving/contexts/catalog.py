@@ -1,4 +1,4 @@
-"""The catalog of a store: the records of its contexts, in one SQLite file.
+"""The catalog of a store: the records of its contexts, in one SQLite file; and the damage of a store.
 
 A context is a row: its name, its app, and its record, encrypted if there are keys (`encryption`), with a
 checksum over all. The row of a deleted context stays, without a record, until its files are removed; so a
@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +23,11 @@ import xxhash
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
 from jaxllm.files.atomic import atomic_file, sync
-from jaxllm.serving.contexts.database import Database, require_kind
-from jaxllm.serving.contexts.encryption import ID_DIGITS, SALT_BYTES, KeyErased, Vault, require_form
-from jaxllm.serving.contexts.layout import (
-    CATALOG,
-    LOCK,
-    QUARANTINE,
-    RECORD,
-    RECORD_HEAD,
-    UNFINISHED,
-    app_of,
-    context_folders,
-    folder_name,
-    is_app_folder,
-    is_name,
-    is_own,
-    new_name,
-    not_read,
-    remove_own,
-    require_real,
-    set_aside,
-    written,
-)
-from jaxllm.serving.contexts.record import MOST_USED, SEGMENT, Record, decoded, encoded
-from jaxllm.serving.contexts.segment import OpenSegments
+from jaxllm.serving.contexts import layout
+from jaxllm.serving.contexts.encryption import KeyErased, Vault, require_form
+from jaxllm.serving.contexts.record import MAX_USED, Record, decoded, encoded
+from jaxllm.serving.contexts.segment import OpenSegments, Segment, mismatched_chunks, read_rows
+from jaxllm.serving.host.direct_io import Storage
 
 KIND, VERSION = 0x4A58434E, 1
 _SCHEMA = """
@@ -58,7 +40,6 @@ CREATE TABLE contexts (
 );
 """
 _SELECT = "SELECT rowid, name, app, sealed, record, checksum FROM contexts"
-_BEFORE_BODY = ID_DIGITS + SALT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,18 +76,17 @@ def require_store(root: Path) -> bool:
       OSError: it cannot be read.
     """
     try:
-        with os.scandir(root) as found:
-            names = sorted(each.name for each in found)
+        names = sorted(os.listdir(root))
     except FileNotFoundError:
         return False
-    if CATALOG in names:
-        return require_kind(root / CATALOG, KIND, VERSION)
-    if any(map(is_app_folder, names)):
+    if layout.CATALOG in names:
+        return layout.require_kind(root / layout.CATALOG, KIND, VERSION)
+    if any(map(layout.is_app_folder, names)):
         raise ConfigError(
-            f"{root} has contexts, and their catalog, {CATALOG}, is missing: restore it from a copy, or use "
-            "another folder; the files stay as they are"
+            f"{root} has contexts, and their catalog, {layout.CATALOG}, is missing: restore it from a copy, "
+            "or use another folder; the files stay as they are"
         )
-    if others := [name for name in names if name != LOCK and not UNFINISHED.fullmatch(name)]:
+    if others := [name for name in names if name != layout.LOCK and not layout.UNFINISHED.fullmatch(name)]:
         raise ConfigError(
             f"{root} is not a store of contexts, and not empty (it has {others[0]!a:.80}): use an empty "
             "folder"
@@ -119,6 +99,7 @@ class Catalog:
 
     Attributes:
       root: the store's folder.
+      path: the catalog's file.
       records: records by name.
       record_bytes: size of each row, by name.
       damage: damage of rows, by the context's folder; that of the catalog itself by its path.
@@ -127,19 +108,15 @@ class Catalog:
     """
 
     def __init__(self, root: Path, segments: OpenSegments, vault: Vault | None = None) -> None:
-        """Opens the catalog in a store's folder, created if missing.
-
-        Args:
-          root: the store's folder.
-          segments: open segments.
-          vault: keys of encrypted contexts.
+        """Opens the catalog in a store's folder, created if missing; `vault` has the keys of encrypted
+        contexts.
 
         Raises:
           ConfigError: the whole catalog is damaged, of another version, or another program's file.
           OSError: it cannot be made or read.
         """
         self.root, self._segments, self._vault = root, segments, vault
-        self.path = root / CATALOG
+        self.path = root / layout.CATALOG
         self.records: dict[str, Record] = {}
         self.record_bytes: dict[str, int] = {}
         self.damage: dict[Path, Damage] = {}
@@ -148,7 +125,7 @@ class Catalog:
         # SQLite's errors of the file; and the row of a damage, by its path.
         self._faults = ""
         self._row_ids: dict[Path, int] = {}
-        self._database = Database(self.path, _SCHEMA, kind=KIND, version=VERSION)
+        self._database = layout.Database(self.path, _SCHEMA, kind=KIND, version=VERSION)
 
     def close(self) -> None:
         """Closes the file."""
@@ -156,13 +133,13 @@ class Catalog:
 
     def folder(self, record: Record) -> Path:
         """A context's folder."""
-        return self.root / folder_name(record.app) / record.name
+        return self.root / layout.folder_name(record.app) / record.name
 
     def next_use(self) -> int:
         """The number of the store's next use."""
         # Also above records in the ledger but not in the catalog: repeated numbers prove nothing.
         known = 0 if self._vault is None else self._vault.ledger.most_used
-        return min(MOST_USED, 1 + max([known, *(each.used for each in list(self.records.values()))]))
+        return min(MAX_USED, 1 + max([known, *(each.used for each in list(self.records.values()))]))
 
     def find_all(self) -> None:
         """Reads all rows, and compares them with the folders. Known records stay.
@@ -177,23 +154,21 @@ class Catalog:
         if self._faults:
             self._note(self.path, "", "", CheckpointError(f"{self.path} is damaged: {self._faults}"))
         elif self._database.log_lost:
-            reason = CheckpointError(
-                f"{self.path}: the end of its log cannot be read; the last changes may be missing"
-            )
-            self._note(self.path, "", "", reason, proved=False)
+            reason = "the end of its log cannot be read; the last changes may be missing"
+            self._note(self.path, "", "", Unreadable(f"{self.path}: {reason}"))
         seen = {self._find(row) for row in self._rows()}
         for record in list(self.records.values()):
             if (folder := self.folder(record)) not in seen:
-                reason = CheckpointError(f"{self.path} has lost the record of the context {record.name}")
-                self._note(folder, record.app, record.name, reason)
+                reason = f"{self.path} has lost the record of the context {record.name}"
+                self._note(folder, record.app, record.name, CheckpointError(reason))
                 seen.add(folder)
-        for path in context_folders(self.root):
-            if path not in seen and not _is_empty(path):
-                reason = CheckpointError(
+        for path in layout.context_folders(self.root):
+            if path not in seen and not layout.is_empty(path):
+                reason = (
                     f"{path} has files of a context that the catalog does not know: the catalog was damaged, "
                     "or is older, or the folder was copied; they stay until you remove them"
                 )
-                self._note(path, app_of(path.parent.name), path.name, reason, proved=False)
+                self._note(path, layout.app_of(path.parent.name), path.name, Unreadable(reason))
 
     def find_again(self, name: str, app: str | None) -> Record | None:
         """Retries an unreadable context, and returns its record; None if there is none.
@@ -204,15 +179,13 @@ class Catalog:
         """
         for path, before in list(self.damage.items()):
             if before.name == name and before.lost and app in (None, before.app):
-                for row in self._database.run(f"{_SELECT} WHERE name = ?", name):
+                for row in self._row(name):
                     self.damage.pop(path, None)
                     self.erased.discard(path)
                     self._find(row)
                 if path in self.erased:
                     raise ContextGone(f"the context {name} is gone: its app's key was erased")
-                if (damage := self.damage.get(path)) is not None and damage.lost:
-                    kind = CheckpointError if damage.proved else Unreadable
-                    raise kind(f"the context {name} cannot be used: {damage.reason}")
+                self._require_found(path, f"the context {name} cannot be used: ")
         return self.records.get(name)
 
     def put(self, record: Record, *, flush: bool = True) -> None:
@@ -227,8 +200,7 @@ class Catalog:
         self._require_whole()
         body = encoded(record)
         if self._vault is not None:
-            seal = self._vault.new_seal(folder.parent.name)
-            body = seal.key_id.encode() + seal.salt + seal.sealed(0, body, record.name)
+            body = self._vault.new_seal(folder.parent.name).head(body, record.name)
         if ledger is not None and flush:
             ledger.expect(folder)
         values = (record.name, folder.parent.name, int(self._vault is not None), body)
@@ -275,7 +247,7 @@ class Catalog:
         Raises:
           CheckpointError: its record cannot be read.
         """
-        rows = self._database.run(f"{_SELECT} WHERE name = ?", name)
+        rows = self._row(name)
         known = self.records.pop(name, None)
         try:
             for row in rows:
@@ -285,8 +257,7 @@ class Catalog:
             if known is not None:
                 self.records[name] = known
             raise
-        if (damage := self.damage.get(folder)) is not None and damage.lost:
-            raise (CheckpointError if damage.proved else Unreadable)(damage.reason)
+        self._require_found(folder)
         if (record := self.records.get(name)) is None:
             # The context is gone, even if its folder stays for now.
             with contextlib.suppress(OSError, JaxllmError):
@@ -300,13 +271,11 @@ class Catalog:
             # Old segments may be removed once the row is flushed.
             self._database.flush()
             names = os.listdir(folder)
-        except JaxllmError:
-            return
-        except FileNotFoundError:
+        except (JaxllmError, FileNotFoundError):
             return
         except OSError as error:
-            raise not_read(folder, error) from error
-        for each in {*filter(SEGMENT.fullmatch, names)} - record.own_files:
+            raise layout.not_read(folder, error) from error
+        for each in {*filter(layout.SEGMENT.fullmatch, names)} - record.own_files:
             self.discard(folder / each)
 
     def mend(self, folder: Path) -> Damage:
@@ -331,13 +300,13 @@ class Catalog:
             rows = self._database.run(f"{_SELECT} WHERE rowid = ?", row_id)
             if self.path in folder.parents:
                 # The row names no folder.
-                folder = self.root / folder_name("unknown") / new_name()
+                folder = self.root / layout.folder_name("unknown") / layout.new_name()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with atomic_file(folder / RECORD) as file:
+            with atomic_file(folder / layout.RECORD) as file:
                 os.fchmod(file.fileno(), 0o600)
                 plain = [[each.hex() if isinstance(each, bytes) else each for each in row] for row in rows]
-                file.write(RECORD_HEAD + json.dumps(plain).encode() + b"}")
-            aside = set_aside(self.root, folder)
+                file.write(layout.RECORD_HEAD + json.dumps(plain).encode() + b"}")
+            aside = layout.set_aside(self.root, folder)
             self._database.run("DELETE FROM contexts WHERE rowid = ?", row_id)
             self._database.flush()
         self.damage = {path: each for path, each in self.damage.items() if each is not damage}
@@ -347,8 +316,8 @@ class Catalog:
         """Removes a segment that no record names. One that stays does no harm; foreign files stay."""
         self._segments.forget(path)
         with contextlib.suppress(OSError, JaxllmError):
-            require_real(self.root, path.parent)
-            if is_own(path):
+            layout.require_real(path.parent)
+            if layout.is_own(path):
                 path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
@@ -360,8 +329,8 @@ class Catalog:
         for name, folder in list(self.deleted.items()):
             self.remove(name, folder)
         with contextlib.suppress(OSError):
-            for path in context_folders(self.root):
-                if path.name not in self.records and path not in self.damage and _is_empty(path):
+            for path in layout.context_folders(self.root):
+                if path.name not in self.records and path not in self.damage and layout.is_empty(path):
                     path.rmdir()
 
     def remove(self, name: str, folder: Path) -> None:
@@ -373,11 +342,11 @@ class Catalog:
         """
         self._segments.forget(folder)
         self.deleted[name] = folder
-        require_real(self.root, folder)
-        with written(folder):
+        layout.require_real(folder)
+        with layout.written(folder):
             # Before the row: otherwise leftover files would be unknown.
             with contextlib.suppress(FileNotFoundError):
-                remove_own(folder)
+                layout.remove_own(folder)
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
             sync(folder.parent if folder.parent.exists() else self.root)
@@ -393,6 +362,14 @@ class Catalog:
                 f"{self.path} is damaged, and nothing is written to it: `jaxllm contexts repair {self.root}` "
                 "keeps what can be read"
             )
+
+    def _require_found(self, folder: Path, prefix: str = "") -> None:
+        """Raises the error of a context that cannot be used."""
+        if (damage := self.damage.get(folder)) is not None and damage.lost:
+            raise (CheckpointError if damage.proved else Unreadable)(f"{prefix}{damage.reason}")
+
+    def _row(self, name: str) -> list[tuple[Any, ...]]:
+        return self._database.run(f"{_SELECT} WHERE name = ?", name)
 
     def _rows(self) -> list[tuple[Any, ...]]:
         """All rows; for a damaged catalog the readable ones, from both ends."""
@@ -412,15 +389,15 @@ class Catalog:
         """Rebuilds the catalog from its readable rows; returns the path of the damaged one."""
         rows = self._rows()
         temporary = self.path.with_name(f".{self.path.name}.jaxllm-{secrets.token_hex(6)}.tmp")
-        fresh = Database(temporary, _SCHEMA, kind=KIND, version=VERSION)
+        fresh = layout.Database(temporary, _SCHEMA, kind=KIND, version=VERSION)
         for _, *row in rows:
             with contextlib.suppress(CheckpointError):
                 fresh.run("INSERT INTO contexts VALUES (?, ?, ?, ?, ?)", *row)
         fresh.close()
         self._database.close()
-        place = self.root / QUARANTINE / "catalog" / secrets.token_hex(8)
+        place = self.root / layout.QUARANTINE / "catalog" / secrets.token_hex(8)
         place.mkdir(mode=0o700, parents=True)
-        aside = place / CATALOG
+        aside = place / layout.CATALOG
         try:
             os.link(self.path, aside)
         except OSError:
@@ -429,22 +406,18 @@ class Catalog:
         os.replace(temporary, self.path)
         for each in (place, self.root):
             sync(each)
-        self._database, self._faults = Database(self.path, _SCHEMA, kind=KIND, version=VERSION), ""
+        self._database, self._faults = layout.Database(self.path, _SCHEMA, kind=KIND, version=VERSION), ""
         return aside
 
     def _find(self, row: tuple[Any, ...]) -> Path:
-        """Reads a row, and records its damage. A known record stays.
-
-        Returns:
-          The context's folder.
-        """
+        """Reads a row, and records its damage. A known record stays. Returns the context's folder."""
         row_id, name, app, sealed, body, checksum = row
-        right = is_name(name) and isinstance(app, str) and is_app_folder(app)
+        right = layout.is_name(name) and isinstance(app, str) and layout.is_app_folder(app)
         folder = self.root / app / name if right else self.path / str(name)[:32]
         try:
             if not right or _checksum(name, app, sealed, body) != checksum:
                 raise CheckpointError(f"{self.path}: the record of the context {name!a:.40} is corrupt")
-            require_real(self.root, folder)
+            layout.require_real(folder)
             if body is None:
                 self.deleted[name] = folder
                 return folder
@@ -453,7 +426,7 @@ class Catalog:
             if isinstance(error, KeyErased):
                 self.erased.add(folder)
             self._row_ids[folder] = row_id
-            self._note(folder, app_of(str(app)), str(name), error)
+            self._note(folder, layout.app_of(str(app)), str(name), error)
         else:
             self.record_bytes[name] = len(body)
             self.records.setdefault(name, record)
@@ -466,21 +439,18 @@ class Catalog:
           CheckpointError: the content has changed.
           Unreadable: its key is missing.
         """
-        require_form(folder / RECORD, self._vault, encrypted=bool(sealed))
+        require_form(folder / layout.RECORD, self._vault, encrypted=bool(sealed))
         if sealed and self._vault is not None:
-            key, salt = body[:ID_DIGITS].decode("latin-1"), body[ID_DIGITS:_BEFORE_BODY]
-            body = self._vault.seal(folder.parent.name, key, salt).opened(0, body[_BEFORE_BODY:], folder.name)
-        record = decoded(body, app_of(folder.parent.name), folder.name)
+            body, _ = self._vault.opened_head(folder.parent.name, body, folder.name)
+        record = decoded(body, layout.app_of(folder.parent.name), folder.name)
         if self._vault is not None:
             self._vault.ledger.require_newest(folder, record.used)
         return record
 
-    def _note(
-        self, path: Path, app: str, name: str, error: CheckpointError, *, proved: bool | None = None
-    ) -> None:
+    def _note(self, path: Path, app: str, name: str, error: CheckpointError) -> None:
         known = self.records.get(name)
-        proved = not isinstance(error, Unreadable) if proved is None else proved
         lost = bool(name) and (known is None or self.folder(known) != path)
+        proved = not isinstance(error, Unreadable)
         self.damage[path] = Damage(app=app, name=name, reason=str(error), lost=lost, proved=proved)
 
 
@@ -490,9 +460,66 @@ def _checksum(name: str, app: str, sealed: int, body: bytes | None) -> bytes:
     return digest.digest()
 
 
-def _is_empty(folder: Path) -> bool:
-    """Whether a folder is empty; False for links and other kinds of files."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    with os.scandir(folder) as found:
-        return next(found, None) is None
+def verify(
+    catalog: Catalog,
+    storage: Storage,
+    vault: Vault | None,
+    commit: Callable[[Record], object] | None = None,
+) -> list[Damage]:
+    """Finds the damage of all contexts (see `ContextStore.verify`); repairs it if `commit` is given, which
+    stores a record.
+
+    Raises:
+      CheckpointError: a damaged file cannot be moved or written.
+    """
+    found = []
+    with layout.written(catalog.root):
+        catalog.find_all()
+        whole = catalog.damage.get(catalog.path)
+        if whole is not None and commit is not None and whole.proved:
+            found.append(catalog.mend(catalog.path))
+            catalog.find_all()
+    for path, damage in list(catalog.damage.items()):
+        if commit is not None and damage.proved:
+            with layout.written(path):
+                damage = catalog.mend(path)
+        found.append(damage)
+    for record in list(catalog.records.values()):
+        folder, whole = catalog.folder(record), Damage(app=record.app, name=record.name)
+        try:
+            # They cannot be recomputed.
+            read_rows(folder, record, storage, vault)
+        except CheckpointError as error:
+            proved = not isinstance(error, Unreadable)
+            found.append(dataclasses.replace(whole, reason=str(error), proved=proved))
+        corrupt, unread, reason = chunk_damage(folder, record, storage, vault)
+        if corrupt:
+            found.append(dataclasses.replace(whole, chunks=tuple(sorted(corrupt))))
+            if commit is not None:
+                commit(record.lose(corrupt))
+        if unread:
+            found.append(dataclasses.replace(whole, reason=reason, proved=False))
+    if commit is not None:
+        catalog.sweep()
+    return sorted(found, key=lambda each: (each.app, each.name))
+
+
+def chunk_damage(
+    folder: Path, record: Record, storage: Storage, vault: Vault | None = None
+) -> tuple[set[int], set[int], str]:
+    """Reads all chunks of a context. Returns those whose content differs from what was written, those that
+    storage cannot read, and the error of the first of these."""
+    corrupt: set[int] = set()
+    unread: set[int] = set()
+    reason = ""
+    for name in record.segments:
+        own = {chunk for chunk, file in enumerate(record.files) if file == name}
+        try:
+            with Segment(folder / name, storage, vault) as segment:
+                corrupt |= mismatched_chunks(record, name, segment) | (own & segment.verify())
+        except Unreadable as error:
+            unread |= own
+            reason = reason or str(error)
+        except CheckpointError:
+            corrupt |= own
+    return corrupt, unread - corrupt, reason

@@ -10,16 +10,23 @@ recomputed between others.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxllm.bundle.calibrations import read_contexts
 from jaxllm.contexts.codecs import RAW, STATE, ChunkShape
-from jaxllm.contexts.recompute import LOST
+from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.contexts.tolerance import KEPT
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, one_line
+from jaxllm.files.atomic import temporary_file
 from jaxllm.kernels.native import NO_CHUNKS, ChunkTable
 from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
@@ -28,12 +35,20 @@ from jaxllm.serving.buckets.context import ENCODED_CHUNKS, source_shape
 from jaxllm.serving.contexts.memory import Blobs, Stored, blob_memory
 from jaxllm.serving.contexts.record import Origin
 from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.host.direct_io import PieceReader, Storage, aligned
 from jaxllm.serving.runners.chunks import placed_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import PrefillChunk
 
 # Width and blob of some chunks in one layer, by number.
 LayerBlobs = Mapping[int, tuple[int, np.ndarray]]
+_SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
+_REPEATS = 5
+_TIMED = "timed"
+_NEVER_MS = 1e9
+# Per byte: the slowest storage of phones, eMMC 5.1 (250 MB/s, 11,000 reads per second: Samsung's press
+# release of the 512 GB eUFS 3.1, 17 March 2020).
+UNMEASURED_READ = Delay(fixed_ms=1000 / 11_000, per_unit_ms=1e3 / 250e6)
 
 
 class ChunkIO:
@@ -41,13 +56,20 @@ class ChunkIO:
 
     Attributes:
       runner: runner of the level.
+      kept: bits -> share of information that chunks retain.
       chunk_tokens: tokens of a chunk (C).
+      widths: allowed widths of chunks in bits, descending.
+      layers: number of blobs of a chunk, one per layer.
       heads: number of kv heads in stored chunks of each layer.
       head_width: size of each head (H).
       layer_bytes: bytes of one chunk in each layer `[L]`, by width.
       reference_bytes: bytes of one chunk that ratios refer to (see `ChunkShape`).
-      kept: bits -> share of information that chunks retain.
+      state_bytes: bytes of a context besides its whole chunks.
+      computes: whether a chunk can be recomputed between others that are loaded.
+      coded: whether answers attend to chunks in place (see `EngineOptions.attend_coded`).
     """
+
+    computes = True
 
     def __init__(self, runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> None:
         """See the class; the runner's options must have a codec, and `kept` be measured for its model.
@@ -56,45 +78,23 @@ class ChunkIO:
           ConfigError: the options have no codec.
         """
         self.runner, self._form, self.kept = runner, runner.options.chunk_format, kept
-        self.chunk_tokens = self._form.tokens
+        self.chunk_tokens, self.widths = self._form.tokens, self._form.widths
+        self.coded, self.state_bytes = runner.options.attend_coded, 0
         dtype = runner.options.cache_dtype
         # If all levels share buckets, caches have the heads of the whole model.
         self._cfg = runner.model.bucket_cfg
+        self.layers = self._cfg.layers
         self._by_address = reads_addresses(np.dtype(dtype))
-        used = runner.cfg if self._by_address else self._cfg
         self._shapes = chunk_shapes(self._cfg, tokens=self.chunk_tokens, dtype=dtype)
-        stored = chunk_shapes(used, tokens=self.chunk_tokens, dtype=dtype)
-        self.heads = tuple(shape.heads for shape in stored)
-        self.head_width = stored[0].width
-        self.reference_bytes = sum(shape.reference_bytes for shape in stored)
-        sizes = [self._form.sizes(shape) for shape in stored]
+        used = runner.cfg if self._by_address else self._cfg
+        self._hold(chunk_shapes(used, tokens=self.chunk_tokens, dtype=dtype))
+
+    def _hold(self, shapes: Sequence[ChunkShape]) -> None:
+        """Sets the sizes of stored chunks, which have these shapes."""
+        self.heads, self.head_width = tuple(shape.heads for shape in shapes), shapes[0].width
+        self.reference_bytes = sum(shape.reference_bytes for shape in shapes)
+        sizes = [self._form.sizes(shape) for shape in shapes]
         self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
-        self._chunk_bytes = {bits: sum(each) for bits, each in self.layer_bytes.items()}
-
-    @property
-    def layers(self) -> int:
-        """Number of layers of the model."""
-        return self._cfg.layers
-
-    @property
-    def computes(self) -> bool:
-        """Whether a chunk can be recomputed between others that are loaded."""
-        return True
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a context besides its whole chunks."""
-        return 0
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Allowed widths of chunks in bits, descending."""
-        return self._form.widths
-
-    @property
-    def coded(self) -> bool:
-        """Whether answers attend to chunks in place (see `EngineOptions.attend_coded`)."""
-        return self.runner.options.attend_coded
 
     def chunk_table(self, chunks: Sequence[Stored]) -> ChunkTable:
         """A chunk table of a context's first chunks, in order, for native attention.
@@ -127,7 +127,7 @@ class ChunkIO:
 
     def chunk_bytes(self, bits: int) -> int:
         """Bytes of one chunk over all layers."""
-        return self._chunk_bytes[bits]
+        return sum(self.layer_bytes[bits])
 
     def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
         """Decodes stored chunks into a cache, at their positions, in one dispatch.
@@ -148,6 +148,10 @@ class ChunkIO:
                 for layer in range(self.layers)
             )
         return self.runner.load_chunks(cache, sources, bits)
+
+    def bucket(self, count: int) -> int:
+        """The number of chunks of the smallest bucket that recomputes `count`."""
+        return next(each for each in self.runner.options.recomputed_chunks if each >= count)
 
     def positions(self, chunks: Sequence[int], count: int) -> TokenPositions:
         """The positions of the tokens of ascending chunks, for a bucket that computes `count` chunks."""
@@ -198,21 +202,8 @@ class ChunkIO:
     def prefill_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerBlobs
     ) -> tuple[jax.Array, KVCache]:
-        """Loads some chunks of one layer, and runs new tokens through it, counting attention.
-
-        Args:
-          layer: index of the layer.
-          x: input of the layer `[1, T, D]` for the new tokens; donated.
-          at: their positions, consecutive.
-          cache: cache; donated.
-          chunks: chunks to load (see `restore_layer`).
-
-        Returns:
-          The next layer's input, and the cache.
-
-        Raises:
-          CheckpointError: a blob's size does not fit its width.
-        """
+        """Loads some chunks of one layer, and runs new tokens through it at consecutive positions, counting
+        attention. For arguments, result and errors see `restore_layer`."""
         return self.runner.prefill_restored(layer, x, at, cache, self._layer_chunks(cache, layer, chunks))
 
     def _layer_chunks(self, cache: KVCache, layer: int, chunks: LayerBlobs) -> LayerChunks:
@@ -220,11 +211,7 @@ class ChunkIO:
         return LayerChunks(self._source(cache, layer, chunks), bits, self._form)
 
     def room(self, chunks: Mapping[int, int]) -> dict[int, Stored]:
-        """Allocates memory for chunks to be encoded, each blob separately.
-
-        Args:
-          chunks: width of each chunk, by number.
-        """
+        """Allocates memory for chunks to be encoded, of these widths by number, each blob separately."""
         return {
             chunk: (bits, Blobs(blob_memory(size) for size in self.layer_bytes[bits]))
             for chunk, bits in chunks.items()
@@ -294,15 +281,17 @@ class ChunkIO:
             jax.block_until_ready(cache.keys)
 
     def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:
-        (count, *_), _ = source_shape(self._cfg, self.runner.options, 0, cache.capacity_tokens)
-        bits = np.full(count, LOST, np.int32)
+        bits = np.full(self._empty_source(cache, 0).shape[0], LOST, np.int32)
         bits[list(widths)] = list(widths.values())
         return bits
 
+    def _empty_source(self, cache: KVCache, layer: int) -> np.ndarray:
+        return np.zeros(*source_shape(self._cfg, self.runner.options, layer, cache.capacity_tokens))
+
     def _addresses(self, cache: KVCache, chunks: Mapping[int, Stored]) -> np.ndarray:
         """The sources (see `_source`) of all layers, `[L, N, 3]`."""
-        shape, dtype = source_shape(self._cfg, self.runner.options, 0, cache.capacity_tokens)
-        extents = np.zeros((self.layers, *shape), dtype)
+        one = self._empty_source(cache, 0)
+        extents = np.zeros((self.layers, *one.shape), one.dtype)
         if chunks:
             each = [blobs if isinstance(blobs, Blobs) else Blobs(blobs) for _, blobs in chunks.values()]
             found = np.stack([blobs.extents for blobs in each])
@@ -313,8 +302,7 @@ class ChunkIO:
         return extents
 
     def _source(self, cache: KVCache, layer: int, chunks: LayerBlobs) -> np.ndarray:
-        shape, dtype = source_shape(self._cfg, self.runner.options, layer, cache.capacity_tokens)
-        source = np.zeros(shape, dtype)
+        source = self._empty_source(cache, layer)
         blobs = Blobs(blob for _, blob in chunks.values())
         wanted = [self.layer_bytes[bits][layer] for bits, _ in chunks.values()]
         require_sizes(layer, list(chunks), [blob.size for blob in blobs], wanted)
@@ -330,42 +318,16 @@ class ChunkIO:
 class StateChunkIO(ChunkIO):
     """Loads and encodes chunks of contexts of a model with state layers (see `ChunkIO`)."""
 
+    computes = False
+
     def __init__(self, runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> None:
         """See `ChunkIO`."""
-        self.runner, self._form, self.kept = runner, runner.options.chunk_format, kept
-        cfg, options = runner.cfg, runner.options
-        self.chunk_tokens = self._form.tokens
-        attending = [layer for layer in range(cfg.layers) if not cfg.is_state(layer)]
-        self.heads = tuple(cfg.units(layer).kv_heads for layer in attending)
-        self.head_width = cfg.head_dim
-        shapes = [
-            ChunkShape(heads=each, tokens=self.chunk_tokens, width=cfg.head_dim, dtype=options.cache_dtype)
-            for each in self.heads
-        ]
-        self.reference_bytes = sum(each.reference_bytes for each in shapes)
-        rows = sum(each.raw_bytes for each in shapes)
-        self._chunk_bytes = {RAW: rows, STATE: rows + states_bytes(cfg)}
-        self.layer_bytes = {bits: [size] for bits, size in self._chunk_bytes.items()}
-
-    @property
-    def layers(self) -> int:
-        """Number of blobs of a chunk."""
-        return 1
-
-    @property
-    def computes(self) -> bool:
-        """See `ChunkIO`."""
-        return False
-
-    @property
-    def state_bytes(self) -> int:
-        """See `ChunkIO`."""
-        return self._chunk_bytes[STATE]
-
-    @property
-    def coded(self) -> bool:
-        """See `ChunkIO`."""
-        return False
+        super().__init__(runner, kept)
+        cfg, self.layers, self.coded = runner.cfg, 1, False
+        self._hold(chunk_shapes(cfg, tokens=self.chunk_tokens, dtype=runner.options.cache_dtype))
+        rows = sum(self.layer_bytes[RAW])
+        self.state_bytes = rows + states_bytes(cfg)
+        self.layer_bytes = {RAW: [rows], STATE: [self.state_bytes]}
 
     def feeds(self, chunk: PrefillChunk) -> bool:
         """See `ChunkIO`."""
@@ -383,9 +345,9 @@ class StateChunkIO(ChunkIO):
         arrays = [np.zeros(each.shape, each.dtype) for each in _rows_of(cache)]
         states = [np.zeros(each.shape, each.dtype) for each in jax.tree.leaves(cache.states)]
         for number, (bits, (blob,)) in chunks.items():
-            if blob.size != self._chunk_bytes[bits]:
+            if blob.size != self.chunk_bytes(bits):
                 raise CheckpointError(
-                    f"chunk {number} has {blob.size} bytes, and should have {self._chunk_bytes[bits]}"
+                    f"chunk {number} has {blob.size} bytes, and should have {self.chunk_bytes(bits)}"
                 )
             for piece, into in self._pieces(blob, bits, number, arrays, states):
                 into[...] = piece.view(into.dtype).reshape(-1, *into.shape[1:])[: len(into)]
@@ -471,14 +433,90 @@ def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wante
     for chunk, size, right in zip(chunks, found, wanted, strict=True):
         if size != right:
             raise CheckpointError(
-                f"chunk {chunk} has {size} bytes in layer {layer}, and its width takes {right}: it is not of "
-                "this model and codec"
+                f"chunk {chunk} has {size} bytes in layer {layer}, and its width requires {right}: it is not "
+                "of this model and codec"
             )
 
 
 def chunk_io_of(runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> ChunkIO:
     """Makes the `ChunkIO` of a level."""
     return (ChunkIO if runner.cfg.states is None else StateChunkIO)(runner, kept)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delays:
+    """Delays of one layer of a context: of chunks read from storage, per byte, and of recomputing chunks, per
+    chunk."""
+
+    read: Delay
+    compute: Delay
+
+
+def measure_read(folder: Path, storage: Storage) -> Delay:
+    """Times reads from a temporary file of random bytes in `folder`.
+
+    If there is no space for the file, or the device fails, logs a warning and returns `UNMEASURED_READ`: a
+    full device must not prevent opening a store and deleting contexts.
+    """
+    try:
+        with temporary_file(folder / _TIMED) as (path, file):
+            file.write(np.random.default_rng(0).bytes(_SIZES_BYTES[-1]))
+            file.flush()
+            os.fsync(file.fileno())
+            with PieceReader(path, storage) as reader:
+                # Like chunks, into allocated memory.
+                memory = aligned(_SIZES_BYTES[-1])
+
+                def once(size: int) -> None:
+                    reader.read_into(memory, 0, 0, size)
+
+                times = [_median_ms(once, lambda size=size: size) for size in _SIZES_BYTES]
+    except (OSError, CheckpointError) as error:
+        logging.getLogger("jaxllm").warning(
+            "%s: reads cannot be timed (%s); %.0f MB/s and %.1f ms each are assumed",
+            folder, one_line(error), 1e-3 / UNMEASURED_READ.per_unit_ms, UNMEASURED_READ.fixed_ms,
+        )  # fmt: skip
+        return UNMEASURED_READ
+    return Delay.fit(_SIZES_BYTES, times)
+
+
+def measure_compute(chunk_io: ChunkIO) -> Delay:
+    """Times one layer over each number of chunks that has a bucket, and over fewer if a bucket's time
+    depends on its chunks. If chunks cannot be recomputed between others, the time is `_NEVER_MS`."""
+    if not chunk_io.computes:
+        return Delay(fixed_ms=0.0, per_unit_ms=_NEVER_MS)
+    options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
+    if options.exact_chunks:
+        counts = tuple(sorted({1, *counts, max(1, counts[-1] // 4)}))
+    cache, times = chunk_io.runner.start(options.context_tokens), []
+    # The last chunks attend to the most tokens.
+    end = options.context_tokens // chunk_io.chunk_tokens
+    for count in counts:
+        at = chunk_io.positions(range(max(0, end - count), end), chunk_io.bucket(count))
+
+        def embed(at: Any = at) -> jax.Array:
+            return jax.block_until_ready(chunk_io.embed([0] * options.context_tokens, at))
+
+        def once(x: jax.Array, at: Any = at) -> None:
+            nonlocal cache
+            x, cache = chunk_io.restore_layer(0, x, at, cache, {})
+            jax.block_until_ready(x)
+
+        times.append(_median_ms(once, embed))
+    if len(counts) == 1:
+        return Delay(fixed_ms=0.0, per_unit_ms=times[0] / counts[0])
+    return Delay.fit(counts, times)
+
+
+def _median_ms(run: Callable[[Any], object], prepare: Callable[[], Any]) -> float:
+    """The median time of `run(prepare())`, without `prepare`, after a warm-up run."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        given = prepare()
+        began = time.perf_counter()
+        run(given)
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times[1:])
 
 
 def _rows_of(cache: KVCache) -> list[jax.Array]:

@@ -7,21 +7,22 @@ context.delete()                                  delLLMCtx
 
 import contextlib
 import dataclasses
+import time
+import weakref
 from collections.abc import Sequence
 from datetime import datetime
 
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError
 from jaxllm.sampling_state import Sampling
-from jaxllm.serving.contexts.answer import ContextCall
-from jaxllm.serving.contexts.growth import slid_record
 from jaxllm.serving.contexts.layout import folder_name, written
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.contexts.record import Linked, Record
-from jaxllm.serving.contexts.segment import Chunks
-from jaxllm.serving.contexts.turn_ids import TurnTokens, turn_ids
+from jaxllm.serving.contexts.memory import Turn
+from jaxllm.serving.contexts.record import Record, TurnTokens, turn_ids
+from jaxllm.serving.contexts.saving import slid_record
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig
+from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.sliding import Sliding, kept_tokens
 
@@ -156,18 +157,90 @@ class Context:
         return f"Context(app={self.app!r}, name={self.name!r})"
 
 
+class ContextCall(Lifecycle):
+    """Restores a context before an answer, and stores it afterwards.
+
+    If an error or an interrupt ends the answer, the tokens so far are stored and the error is raised; an
+    error of storing them is raised by the context's next call.
+
+    Attributes:
+      record: record of the context before the answer.
+      restoration: restoration of the context; the default before the first step.
+      finish_ms: time to make room in memory for new chunks, and to compress and store them after the answer.
+    """
+
+    def __init__(self, contexts: Contexts, record: Record, base: Record, *, most_tokens: int) -> None:
+        """See the class; `base` is `record`, or its rest after sliding, and `most_tokens` the maximum number
+        of tokens of the context after the answer."""
+        self.record, self._contexts, self._base, self._most_tokens = record, contexts, base, most_tokens
+        self._turn: Turn | None = None
+
+    def begin(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        record, contexts, source = self.record, self._contexts, run.request.source
+        base = None if self._base is record else self._base
+        if source is not None:
+            base = dataclasses.replace(base or record, source=source)
+        if contexts.record(record.app, record.name).tokens != record.tokens:
+            raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
+        self._turn = contexts.begin(
+            record.app,
+            record.name,
+            run.session,
+            prompt_tokens=len(run.sequence),
+            most_tokens=self._most_tokens,
+            base=base,
+            prompt=run.sequence,
+            rows=run.request.rows,
+        )
+        self._turn.run = weakref.ref(run)
+        self.restoration = self._turn.restoration
+
+    def stepped(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        if self._turn is None:
+            return
+        began = time.perf_counter()
+        self._contexts.grow(self._turn, len(run.sequence))
+        self.finish_ms += 1000 * (time.perf_counter() - began)
+
+    def sliding(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        self._contexts.leaving(run.session, run.reused_tokens)
+
+    def finish(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        turn = self._turn
+        if turn is None:
+            return
+        # First: a later interrupt finds the turn ended.
+        turn.over = True
+        self._turn = None
+        if not run.tokens:
+            self._contexts.abandon(turn)
+            return
+        began = time.perf_counter()
+        self._contexts.finish(turn, run.sequence, run.reused_tokens)
+        self.finish_ms += 1000 * (time.perf_counter() - began)
+
+    def failed(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        try:
+            self.finish(run)
+        except JaxllmError as error:
+            self._contexts.pending_errors.note(self.record.name, error)
+
+    def dropped(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        # In a forked child the turn belongs to the parent.
+        if self._turn is not None and not self._contexts.forked:
+            self.failed(run)
+
+
 def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
-    """Makes a context of the same app and level with a context's first tokens. Their whole chunks are
-    shared on storage (see `ContextStore.link`) or copied, their rows copied. Unreadable chunks are
-    recomputed.
-
-    Args:
-      contexts: contexts of all apps.
-      record: record of the context, of the engine's origin (see `Contexts.record`).
-      tokens: number of its tokens that the new one gets.
-
-    Returns:
-      The new context's record.
+    """Makes a context of the same app and level with a context's first `tokens` tokens, and returns its
+    record. Their whole chunks are shared on storage (see `ContextStore.link`) or copied, their rows copied.
+    Unreadable chunks are recomputed. `record` is of the engine's origin (see `Contexts.record`).
 
     Raises:
       BudgetExceeded: the app has reached its number of contexts, or there is no space.
@@ -177,7 +250,7 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
     if record.state_tokens:
         # States cover all of their tokens, or none.
         count = len(record.bits) if tokens >= record.state_tokens else 0
-    made = contexts.create(record.app, level=record.origin.level)
+    made, store = contexts.create(record.app, level=record.origin.level), contexts.store
     try:
         first = dataclasses.replace(
             made,
@@ -187,37 +260,23 @@ def fork(contexts: Contexts, record: Record, tokens: int) -> Record:
             seen=record.seen[:count],
             state_tokens=record.state_tokens if count else 0,
         )
-        contexts.store.wait(record.name)
-        wanted = dict(enumerate(record.bits[:count]))
-        linked = contexts.store.link(first, record.name, wanted) if contexts.options.share_beginnings else {}
-        chunks = _stored(contexts, record, count, linked)
+        store.wait(record.name)
+        wanted, chunks = dict(enumerate(record.bits[:count])), {}
+        linked = store.link(first, record.name, wanted) if contexts.options.share_beginnings else {}
+        cached = record.state_tokens or count * record.origin.chunk_tokens
+        # Damaged, or deleted or changed since the record was read: the tokens suffice.
+        with contextlib.suppress(CheckpointError, ContextGone):
+            stored = store.record(record.name)
+            if stored.tokens[:cached] == record.tokens[:cached]:
+                there = {chunk for chunk, bits in enumerate(stored.bits[:count]) if bits != LOST}
+                chunks = store.read_chunks(record.name, there - linked.keys())
         widths = {n: wanted[n] for n in linked} | {n: bits for n, (bits, _) in chunks.items()}
         first = dataclasses.replace(first, bits=tuple(widths.get(n, LOST) for n in range(count)))
-        rows = contexts.rows_before(record, tokens)
-        return contexts.store.commit(first, chunks, linked=linked, rows=rows)
+        return store.commit(first, chunks, linked=linked, rows=contexts.rows_before(record, tokens))
     except BaseException:
         with contextlib.suppress(JaxllmError):
             contexts.delete(made.name)
         raise
-
-
-def _stored(contexts: Contexts, record: Record, count: int, linked: Linked) -> Chunks:
-    """The first chunks of a context on storage, except linked ones."""
-    tokens = record.state_tokens or count * record.origin.chunk_tokens
-    try:
-        there = contexts.store.record(record.name)
-        if there.tokens[:tokens] != record.tokens[:tokens]:
-            return {}
-        stored = {chunk for chunk, bits in enumerate(there.bits[:count]) if bits != LOST}
-        wanted = sorted(stored - linked.keys())
-        opened = contexts.store.open(record.name, wanted)
-        return {
-            chunk: (there.bits[chunk], [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
-            for chunk in wanted
-        }
-    except (CheckpointError, ContextGone):
-        # Damaged, or deleted since the record was read: the tokens suffice.
-        return {}
 
 
 def erase(contexts: Contexts, app: str) -> None:

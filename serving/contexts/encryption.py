@@ -2,7 +2,7 @@
 
     vault = Vault(Path("/var/lib/jaxllm/keys"), store_folder)     a folder (0700) with a file per app (0600)
     seal = vault.new_seal(app_folder)                             writes a record or a segment
-    seal = vault.seal(app_folder, key_id, salt)                   reads one
+    text, seal = vault.opened_head(app_folder, content, name)     reads one
 
 Every record and segment has a random salt, from which a key of the file is derived with the app's key
 (HMAC-SHA256): so its parts can be numbered without repeating a nonce. Parts are encrypted and authenticated
@@ -28,11 +28,13 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file, is_there, sync, temporary_file
-from jaxllm.serving.contexts.database import Database
+from jaxllm.serving.contexts.layout import Database
 from jaxllm.serving.host.trusted_path import trusted_folder
 
-SALT_BYTES = TAG_BYTES = 16
-ID_DIGITS = 16
+_SALT_BYTES = TAG_BYTES = 16
+_ID_DIGITS = 16
+# Bytes that encryption adds to the first part of a file (see `Seal.head`).
+HEAD_BYTES = _ID_DIGITS + _SALT_BYTES + TAG_BYTES
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 _SUFFIX = ".key"
@@ -47,26 +49,19 @@ class KeyErased(Unreadable):
     """The key of an encrypted file was erased, so that its content is lost."""
 
 
-class NotOpened(Unreadable):
-    """A file is encrypted, and the store was opened without keys."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} is encrypted; open its store with the folder of its keys")
-
-
 class Seal:
-    """Encrypts and decrypts the parts of one file.
-
-    Attributes:
-      salt: salt of the file.
-      key_id: id of its key.
-    """
+    """Encrypts and decrypts the parts of one file, which has a salt and a key."""
 
     def __init__(self, key: bytes, salt: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        self.salt, self.key_id = salt, key_id(key)
+        self._prefix = _key_id(key).encode() + salt
         self._cipher = AESGCM(hmac.digest(key, b"jaxllm context" + salt, hashlib.sha256))
+
+    def head(self, data: bytes, name: str) -> bytes:
+        """The file's first part, number 0, preceded by the id of its key and its salt (see
+        `Vault.opened_head`)."""
+        return self._prefix + self.sealed(0, data, name)
 
     def sealed(self, number: int, data: bytes | memoryview, name: str = "") -> bytes:
         """Encrypts a part, and appends its tag.
@@ -93,9 +88,11 @@ class Seal:
 
 
 class Ledger:
-    """Use numbers of the newest records of encrypted contexts (see the module).
+    """Use numbers of the newest records of encrypted contexts (see the module). Methods that write raise
+    JaxllmError if that fails.
 
     Attributes:
+      is_sealed: whether all contexts are encrypted and in the ledger, so that others are refused.
       most_used: the largest use number read or written.
       plain: folders of contexts in which plain files were read.
     """
@@ -109,21 +106,12 @@ class Ledger:
         """
         self._folder = folder
         self.plain: set[Path] = set()
-        self._is_sealed = is_there(folder / _SEALED)
-        self._database = Database(
+        self.is_sealed = is_there(folder / _SEALED)
+        self.database = Database(
             folder / _NEWEST, _SCHEMA, kind=_LEDGER_KIND, version=_LEDGER_VERSION, shared=True
         )
-        ((most,),) = self._database.run("SELECT max(used) FROM newest")
+        ((most,),) = self.database.run("SELECT max(used) FROM newest")
         self.most_used = most or 0
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._database.close()
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether all contexts are encrypted and in the ledger, so that others are refused."""
-        return self._is_sealed
 
     def seal(self) -> None:
         """Refuses unencrypted files and contexts without an entry from here on.
@@ -133,28 +121,16 @@ class Ledger:
         """
         with atomic_file(self._folder / _SEALED) as file:
             os.fchmod(file.fileno(), 0o600)
-        self._is_sealed = True
-
-    def require_encrypted(self, path: Path) -> None:
-        """Raises CheckpointError for a plain file in a sealed store; else adds it to `plain`."""
-        self.plain.add(path.parent)
-        if self._is_sealed:
-            raise CheckpointError(
-                f"{path} is not encrypted, as all contexts of this store are: the store did not write it"
-            )
+        self.is_sealed = True
 
     def require_newest(self, folder: Path, used: int) -> None:
-        """Checks that a record is not an older one that was put back.
-
-        Args:
-          folder: folder of the context.
-          used: use number of the record.
+        """Checks that a record of a context's folder is not an older one that was put back.
 
         Raises:
-          CheckpointError: it is older, or the context was deleted, or made by another store.
+          CheckpointError: its use number is older, or the context was deleted, or made by another store.
           Unreadable: the ledger cannot be read now.
         """
-        if not self._is_sealed:
+        if not self.is_sealed:
             return
         rows = self._run("SELECT used FROM newest WHERE app = ? AND name = ?", folder)
         if not rows:
@@ -166,40 +142,20 @@ class Ledger:
             )
 
     def expect(self, folder: Path) -> None:
-        """Adds a context whose first record is about to be written.
-
-        Raises:
-          JaxllmError: it cannot be written.
-        """
+        """Adds a context whose first record is about to be written."""
         self._run("INSERT OR IGNORE INTO newest VALUES (?, ?, 0)", folder)
 
     def wrote(self, folder: Path, used: int) -> None:
-        """Updates the use number after a context's new record was written.
-
-        Raises:
-          JaxllmError: it cannot be written.
-        """
+        """Updates the use number after a context's new record was written."""
         self._run("INSERT OR REPLACE INTO newest VALUES (?, ?, ?)", folder, used)
         self.most_used = max(self.most_used, used)
 
     def forget(self, folder: Path) -> None:
-        """Removes a deleted context.
-
-        Raises:
-          JaxllmError: it cannot be written.
-        """
+        """Removes a deleted context."""
         self._run("DELETE FROM newest WHERE app = ? AND name = ?", folder)
 
-    def erase(self, app_folder: str) -> None:
-        """Removes all contexts of an app whose key was erased.
-
-        Raises:
-          JaxllmError: it cannot be written.
-        """
-        self._database.run("DELETE FROM newest WHERE app = ?", app_folder)
-
     def _run(self, statement: str, folder: Path, *values: int) -> list[tuple[Any, ...]]:
-        return self._database.run(statement, folder.parent.name, folder.name, *values)
+        return self.database.run(statement, folder.parent.name, folder.name, *values)
 
 
 class Vault:
@@ -236,7 +192,7 @@ class Vault:
 
     def close(self) -> None:
         """Closes the ledger."""
-        self.ledger.close()
+        self.ledger.database.close()
 
     def new_seal(self, app_folder: str) -> Seal:
         """The seal of a new file. Makes the app's key if there is none.
@@ -244,19 +200,22 @@ class Vault:
         Raises:
           OSError, CheckpointError: the key cannot be made or read.
         """
-        return Seal(self._key(app_folder) or self._made(app_folder), secrets.token_bytes(SALT_BYTES))
+        return Seal(self._key(app_folder) or self._made(app_folder), secrets.token_bytes(_SALT_BYTES))
 
-    def seal(self, app_folder: str, wanted: str, salt: bytes) -> Seal:
-        """The seal of an existing file.
+    def opened_head(self, app_folder: str, content: bytes, name: str) -> tuple[bytes, Seal]:
+        """A file's first part, decrypted, and the file's seal (see `Seal.head`).
 
         Raises:
           KeyErased: the key was erased or replaced.
           Unreadable: the key cannot be read.
+          CheckpointError: the content has changed.
         """
+        before = _ID_DIGITS + _SALT_BYTES
         key = self._key(app_folder)
-        if key is None or key_id(key) != wanted:
+        if key is None or _key_id(key) != content[:_ID_DIGITS].decode("latin-1"):
             raise KeyErased(f"the key of {app_folder} was erased, and its encrypted content is gone with it")
-        return Seal(key, salt)
+        seal = Seal(key, content[_ID_DIGITS:before])
+        return seal.opened(0, content[before:], name), seal
 
     def erase(self, app_folder: str) -> None:
         """Erases the key of an app; its encrypted files are unreadable from here on.
@@ -266,7 +225,7 @@ class Vault:
         """
         self._keys.pop(app_folder, None)
         self._path(app_folder).unlink(missing_ok=True)
-        self.ledger.erase(app_folder)
+        self.ledger.database.run("DELETE FROM newest WHERE app = ?", app_folder)
         sync(self.folder)
 
     def _key(self, app_folder: str) -> bytes | None:
@@ -310,23 +269,28 @@ class Vault:
 
 
 def require_form(path: Path, vault: Vault | None, *, encrypted: bool) -> None:
-    """Checks that a file of a store may be read with the store's keys.
+    """Checks that a file of a store may be read with the store's keys. Plain files that may be read are noted
+    in the ledger.
 
     Raises:
-      NotOpened: it is encrypted, and there are no keys.
+      Unreadable: it is encrypted, and there are no keys.
       CheckpointError: it is plain, in a sealed store.
     """
-    if encrypted and vault is None:
-        raise NotOpened(path)
+    if vault is None and encrypted:
+        raise Unreadable(f"{path} is encrypted; open its store with the folder of its keys")
     if vault is not None and not encrypted:
-        vault.ledger.require_encrypted(path)
+        vault.ledger.plain.add(path.parent)
+        if vault.ledger.is_sealed:
+            raise CheckpointError(
+                f"{path} is not encrypted, as all contexts of this store are: the store did not write it"
+            )
 
 
-def key_id(key: bytes) -> str:
+def _key_id(key: bytes) -> str:
     """A short digest that identifies a key without revealing it."""
-    return hmac.digest(key, b"jaxllm key id", hashlib.sha256).hex()[:ID_DIGITS]
+    return hmac.digest(key, b"jaxllm key id", hashlib.sha256).hex()[:_ID_DIGITS]
 
 
 def _require_private(facts: os.stat_result, path: Path) -> None:
     if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{path}: keys must be this user's alone; close it to others (chmod go-rwx)")
+        raise ConfigError(f"{path}: keys must be private to this user; close it to others (chmod go-rwx)")

@@ -3,7 +3,7 @@
     begin     Claim, then Fault: reads or recomputes the chunks that are not in memory (`restore`)
     grow      makes room for the chunks of new tokens
     finish    compresses new chunks by density, loads them into memory, and writes them ahead of time; with
-              background writing, they are encoded in the background, too (`encoding`)
+              background writing, they are encoded in the background, too (`saving`)
 
 Calls of different contexts may take turns, each with its own cache. `ChunkMemory` evicts chunks, already on
 storage, of contexts that do not run. The last call's cache stays until another call begins. Options turn
@@ -25,19 +25,32 @@ from jaxllm.contexts.codecs import RAW
 from jaxllm.contexts.eviction import find_policy
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.background import PendingErrors, close_at_exit, forget_at_exit
-from jaxllm.serving.contexts.chunk_io import ChunkIO, chunk_io_of, kept_by, origin_of
-from jaxllm.serving.contexts.claims import Claims
-from jaxllm.serving.contexts.growth import ended_record, most_bytes, position_mass, require_ratio, sink_record
-from jaxllm.serving.contexts.loading import ChunkLoader, alike, shared_beginning
-from jaxllm.serving.contexts.memory import ChunkMemory, Stored
-from jaxllm.serving.contexts.options import ContextOptions, require_share
-from jaxllm.serving.contexts.record import Linked, Record
-from jaxllm.serving.contexts.restore import Delays, measure_compute, measure_read
-from jaxllm.serving.contexts.saving import ChunkEncoder, ChunkWriter, seal
+from jaxllm.serving.contexts.chunk_io import (
+    Delays,
+    chunk_io_of,
+    kept_by,
+    measure_compute,
+    measure_read,
+    origin_of,
+)
+from jaxllm.serving.contexts.memory import ChunkMemory, Claims, Stored, Turn
+from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.record import Origin, Record
+from jaxllm.serving.contexts.restore import ChunkLoader, alike, shared_beginning
+from jaxllm.serving.contexts.saving import (
+    ChunkEncoder,
+    ChunkWriter,
+    ended_record,
+    most_bytes,
+    position_mass,
+    require_ratio,
+    seal,
+    sink_record,
+)
 from jaxllm.serving.contexts.store import ContextStore
-from jaxllm.serving.contexts.turn import Turn
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import Session
+from jaxllm.serving.engine.step import close
 from jaxllm.serving.ground.prompt_rows import PromptRows
 
 _LOG = logging.getLogger("jaxllm")
@@ -55,11 +68,7 @@ class Contexts:
     """
 
     def __init__(self, engine: Engine, options: ContextOptions) -> None:
-        """Opens the store and measures this device's delays.
-
-        Args:
-          engine: warm engine.
-          options: options of the contexts.
+        """Opens the store for a warm engine, and measures this device's delays.
 
         Raises:
           ConfigError: the engine was opened without a codec, chunks cannot be as small as the options' ratio,
@@ -143,14 +152,16 @@ class Contexts:
         with contextlib.ExitStack() as stack:
             for turn in self._claims.running():
                 stack.callback(self._claims.end, turn)
-                if (stop := turn.stop()) is not None:
-                    stack.callback(stop)
+                if (run := turn.run()) is not None:
+                    error = ConfigError(
+                        f"the answer in the context {turn.record.name} was ended by its service; its tokens "
+                        "so far are kept"
+                    )
+                    stack.callback(close, run, error)
 
     def resize(self, budget_bytes: int) -> None:
-        """Sets the memory limit of chunks, and evicts chunks beyond it. Pinned shares refer to the new limit.
-
-        Args:
-          budget_bytes: see `ContextOptions`.
+        """Sets the memory limit of chunks (see `ContextOptions`), and evicts chunks beyond it. Pinned shares
+        refer to the new limit.
 
         Raises:
           ConfigError: it is not a positive integer.
@@ -174,24 +185,17 @@ class Contexts:
         self.options = options
 
     def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
-        """Creates an empty context.
-
-        Args:
-          app: owner of the context.
-          level: level that answers in it, in percent; None for the engine's own.
-          pinned: whether its chunks are never evicted for another context.
+        """Creates an empty context of an app. Calls are answered by a level, in percent, or by the engine's
+        own; chunks of a pinned context are never evicted for another one's.
 
         Raises:
           ConfigError: the level is not served, or the app's name is empty or too long.
           BudgetExceeded: the app has reached its number of contexts, or there is no space.
         """
-        level = self.engine.runner.level if level is None else level
         most, there = self.options.contexts_per_app, len(self.store.records(app))
         if most and there >= most:
             raise BudgetExceeded(f"{app} owns {there} contexts of at most {most}; delete one first")
-        chunk_io = self._chunk_io[self.engine.runner_at(level).level]
-        origin = origin_of(self.engine, chunk_io)
-        return self.store.create(app, origin, pinned=pinned, tokenizer=self._tokenizer)
+        return self.store.create(app, self._origin(level), pinned=pinned, tokenizer=self._tokenizer)
 
     def record(self, app: str, name: str) -> Record:
         """The record of an app's context. If the context is of another model, level, codec, dtype or adapter,
@@ -201,17 +205,13 @@ class Contexts:
           ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or its
             rows of another model.
         """
-        return self.served(self.store.record(name, app))
+        return self._served(self.store.record(name, app))
 
-    def served(self, record: Record) -> Record:
-        """Converts a stored record as `record` does.
-
-        Raises:
-          ContextGone: see `record`.
-        """
+    def _served(self, record: Record) -> Record:
+        """Converts a stored record as `record` does."""
         name = record.name
         level = record.origin.level if record.origin.level in self._chunk_io else self.engine.runner.level
-        origin = origin_of(self.engine, self._chunk_io[level])
+        origin = self._origin(level)
         same = record.origin.model == origin.model
         if not same and record.tokens and record.tokenizer != self._tokenizer:
             whose = "another tokenizer" if record.tokenizer else "a tokenizer that its record does not name"
@@ -238,18 +238,13 @@ class Contexts:
         return rows and rows.before(len(record.tokens) if tokens is None else tokens)
 
     def moving(self, app: str, name: str, level: int | None = None) -> tuple[str, ...]:
-        """The fields of a context's `Origin` that its next call will replace; empty if its chunks stay.
-
-        Args:
-          app, name: app and name of the context.
-          level: level of the next call, in percent; None for that of `record`.
+        """The fields of an app's context's `Origin` that its next call at a level, by default that of
+        `record`, will replace; empty if its chunks stay.
 
         Raises:
           ContextGone: see `record`.
         """
-        coming = self.record(app, name).origin
-        if level is not None:
-            coming = origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
+        coming = self.record(app, name).origin if level is None else self._origin(level)
         return self.store.record(name, app).origin.differing(coming)
 
     def at_level(self, app: str, name: str, level: int) -> Record:
@@ -260,7 +255,7 @@ class Contexts:
           ContextGone, BudgetExceeded, CheckpointError: see `record`, `ContextStore.commit`.
         """
         record = self.record(app, name)
-        origin = origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
+        origin = self._origin(level)
         if self.store.record(name).origin == origin:
             return record
         self._require_idle(name)
@@ -269,17 +264,11 @@ class Contexts:
         self._forget_cache(name)
         return self.store.commit(record.moved(origin))
 
-    def chunk_io(self, level: int) -> ChunkIO:
-        """The `ChunkIO` of a served level."""
-        return self._chunk_io[level]
-
     def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
         """The maximum bytes of a context's chunks in memory, optionally with other tokens or at another
         level; 0 if that is not served."""
-        chunk_io, window = (
-            self._chunk_io.get(level or record.origin.level),
-            self.engine.options.context_tokens,
-        )
+        chunk_io = self._chunk_io.get(level or record.origin.level)
+        window = self.engine.options.context_tokens
         size = record.origin.chunk_tokens
         count = len(record.bits) if tokens is None else min(tokens, window) // size
         return 0 if chunk_io is None else most_bytes(chunk_io, self.options, count)
@@ -328,14 +317,9 @@ class Contexts:
         self.pending_errors.forget(name)
 
     def leaving(self, session: Session, first: int) -> None:
-        """Prepares the running context for dropping its middle: its first chunk stays, with its attention;
-        later chunks will be new ones.
-
-        Storage and memory are unchanged until `finish`.
-
-        Args:
-          session: session of the call; its cache restarts counting attention.
-          first: position of the first token that the call fed.
+        """Prepares the running context of a session for dropping its middle: its first chunk stays, with its
+        attention; later chunks will be new ones, and the session's cache restarts counting attention. `first`
+        is the position of the first token that the call fed. Storage and memory are unchanged until `finish`.
         """
         turn = next(each for each in self._claims.running() if each.session is session)
         cache = session.cache
@@ -375,7 +359,7 @@ class Contexts:
           most_tokens: maximum number of tokens of the context after the call; no room is made for them yet.
           base: record after sliding, if the context slides before the call; None for all of it.
           prompt: tokens of the context and the prompt: new ones may be computed during the restore, and a
-            new context may share another's prefix.
+            new context may share another's prefix; empty to restore only.
           rows: all prompt embeddings of the context and the prompt; new ones are stored before the call
             begins.
 
@@ -392,7 +376,7 @@ class Contexts:
         # Encoding other contexts' chunks may overlap with answers that do not need their caches.
         self._encoded(name if self.engine.options.attend_coded else "")
         stored, moved = self.store.record(name, app), ()
-        record = self.served(stored)
+        record = self._served(stored)
         if stored.origin != record.origin:
             moved = stored.origin.differing(record.origin)
             record = self.at_level(app, name, record.origin.level)
@@ -456,7 +440,8 @@ class Contexts:
           CheckpointError: the device failed; the context is as before the call, or as after it.
         """
         try:
-            self._require_running(turn)
+            if not self._claims.runs(turn):
+                raise ConfigError(f"the call in the context {turn.record.name} has ended; begin another")
             return self._kept(turn, tokens, first)
         finally:
             self.abandon(turn)
@@ -482,13 +467,6 @@ class Contexts:
         written = self.options.writing in ("background", "ahead")
         return written and self.options.share_beginnings and not turn.record.tokens
 
-    def _share(self, name: str, source: str, linked: Linked) -> None:
-        """Shares another context's blobs in memory, for chunks that both share on storage."""
-        own = self.memory.chunks(name)
-        for n, each in self.memory.chunks(source).items():
-            if n in linked and n in own and own[n].bits == each.bits:
-                self.memory.share(name, each)
-
     def _kept(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         name, chunk_io, session = turn.record.name, self._chunk_io[turn.record.origin.level], turn.session
         # The pin may have changed during the call.
@@ -499,7 +477,7 @@ class Contexts:
             before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first
         )
         coded: Mapping[int, Stored] = {}
-        ready: Callable[[], object] | None = None
+        ready: Callable[[], object] = _ready_now
         there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
         # New states replace the stored ones.
         states = {len(record.bits) - 1} if record.state_tokens != before.state_tokens else set()
@@ -508,8 +486,7 @@ class Contexts:
             # Chunks that were recomputed at the same width are on storage already.
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits or n in states}
             if wanted and self.options.writing == "background":
-                encoding = self._encoder.later(chunk_io, name, session.cache, wanted, there)
-                coded, ready = encoding.chunks, encoding.require
+                coded, ready = self._encoder.later(chunk_io, name, session.cache, wanted, there)
             elif wanted:
                 coded = chunk_io.encode(session.cache, wanted, there)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)} | states
@@ -535,7 +512,11 @@ class Contexts:
         # Chunks that do not fit are on storage, or recomputed.
         with contextlib.suppress(BudgetExceeded):
             self._loader.load(chunk_io, name, coded)
-            self._share(name, source, linked)
+            own = self.memory.chunks(name)
+            for n, each in self.memory.chunks(source).items():
+                # Blobs of chunks that both share on storage.
+                if n in linked and n in own and own[n].bits == each.bits:
+                    self.memory.share(name, each)
             if chunk_io.coded and record.bits and session.cache is not None:
                 # The next call begins with it.
                 self._loader.chunk_table(chunk_io, name)
@@ -545,10 +526,6 @@ class Contexts:
             session.cache = session.cache.at_rest()
             self._last = (name, session)
         return record
-
-    def _require_running(self, turn: Turn) -> None:
-        if not self._claims.runs(turn):
-            raise ConfigError(f"the call in the context {turn.record.name} has ended; begin another")
 
     def _let_go(self, claimed: Record) -> None:
         """Unlocks a context after its call, and drops its chunks from memory if an interrupt or an error left
@@ -566,7 +543,8 @@ class Contexts:
 
     def _encoded(self, name: str = "") -> None:
         """Waits until the chunks of a context's last call are encoded, or those of all contexts."""
-        for each in self._encoder.wait(name):
+        self._encoder.wait(name)
+        for each in self._encoder.failures():
             # Its memory was not filled. Its next call raises the error.
             self.memory.forget(each)
             self._forget_cache(each)
@@ -579,8 +557,33 @@ class Contexts:
             )
 
     def _require_share(self, record: Record, size_bytes: int) -> None:
-        require_share(record, size_bytes, self.store.records(), self.options, self.chunk_bytes)
+        """Raises BudgetExceeded if chunks of this size of a context, with those of other pinned contexts of
+        its app or of all apps, would exceed the share of memory of pinned contexts."""
+        pinned = [each for each in self.store.records() if each.pinned and each.name != record.name]
+        own = [each for each in pinned if each.app == record.app]
+        for share, those, whose in (
+            ("app_pinned_share", own, f"pinned contexts of {record.app}"),
+            ("pinned_share", pinned, "pinned contexts of all apps"),
+        ):
+            most = int(getattr(self.options, share) * self.options.budget_bytes)
+            if sum(map(self.chunk_bytes, those)) + size_bytes > most:
+                raise BudgetExceeded(
+                    f"{whose} may take {most:,} bytes of memory, and {size_bytes:,} more do not fit: unpin "
+                    f"some, ask for fewer tokens, or raise ContextOptions.{share}"
+                )
+
+    def _origin(self, level: int | None) -> Origin:
+        """The origin of contexts at a level, by default the engine's own.
+
+        Raises:
+          ConfigError: the level is not served.
+        """
+        return origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
 
     def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
             self._last = ("", Session())
+
+
+def _ready_now() -> None:
+    """Waits for nothing: no chunk is being encoded."""

@@ -6,12 +6,14 @@
     release   the context has run: its chunks may be evicted again
 
 Eviction removes a chunk from memory only: it was written to storage after its call; otherwise `leaving` is
-called with it. Chunks of several contexts may share their blobs, whose bytes count once.
+called with it. Chunks of several contexts may share their blobs, whose bytes count once. `Claims` tracks the
+running calls.
 """
 
 import collections
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,20 +21,52 @@ import numpy as np
 
 from jaxllm.contexts.eviction import POLICIES, Policy, Resident
 from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.ground.plan import Restoration
 
 if TYPE_CHECKING:
     from jaxllm.kernels.native import ChunkTable
+    from jaxllm.serving.engine.request import Session
+    from jaxllm.serving.engine.run import Run
+
+
+# Size of a cache line: attention reads rows of heads, which then span no additional line.
+_LINE_BYTES = 64
+# A chunk's width, and its blob of each layer.
+Stored = tuple[int, Sequence[np.ndarray]]
+
+
+class Blobs(tuple[np.ndarray, ...]):
+    """A chunk's blobs, one per layer, uint8. Caches their addresses: getting these from NumPy takes as long
+    as decoding the blobs."""
+
+    @functools.cached_property
+    def extents(self) -> np.ndarray:
+        """`[L, 3]` uint32: the low and high half of each blob's address, and its bytes."""
+        places = np.array([blob.__array_interface__["data"][0] for blob in self], np.uint64)
+        sizes = np.array([blob.nbytes for blob in self], np.uint32)
+        return np.concatenate([places.view(np.uint32).reshape(-1, 2), sizes[:, None]], axis=1)
+
+
+def blob_memory(size_bytes: int) -> np.ndarray:
+    """Allocates memory for a blob, uint8, aligned to a cache line."""
+    memory = np.empty(size_bytes + _LINE_BYTES, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _LINE_BYTES
+    return memory[start : start + size_bytes]
+
+
+def copied_blob(blob: np.ndarray | bytes) -> np.ndarray:
+    """Copies a blob into its own memory."""
+    copy = blob_memory(len(blob))
+    copy[:] = np.frombuffer(blob, np.uint8)
+    return copy
 
 
 class ChunkMemory:
     """The chunks in memory. Not thread-safe.
 
-    Args:
-      budget_bytes: memory limit of all chunks.
-      policy: eviction policy.
-      leaving: called with evicted chunks, in order.
-
     Attributes:
+      budget_bytes: memory limit of all chunks.
       resident_bytes: current size of all chunks.
       evicted: number of chunks evicted so far.
     """
@@ -43,6 +77,7 @@ class ChunkMemory:
         policy: Policy = POLICIES["lctru"],
         leaving: Callable[[list[Resident]], None] | None = None,
     ) -> None:
+        """See the class; `leaving` is called with evicted chunks, in order."""
         if budget_bytes < 1:
             raise ConfigError(f"a budget for chunks must be at least one byte, got {budget_bytes!r:.80}")
         self.budget_bytes, self._policy, self._leaving = budget_bytes, policy, leaving
@@ -67,13 +102,7 @@ class ChunkMemory:
         return self._bytes_of(self._locked | self._pinned)
 
     def resize(self, budget_bytes: int) -> list[Resident]:
-        """Sets the memory limit, and evicts chunks beyond it.
-
-        Args:
-          budget_bytes: new memory limit of all chunks.
-
-        Returns:
-          The evicted chunks, in order.
+        """Sets the memory limit of all chunks, evicts chunks beyond it, and returns these in order.
 
         Raises:
           BudgetExceeded: locked and pinned chunks need more; the limit is unchanged.
@@ -113,22 +142,13 @@ class ChunkMemory:
         return self._chunk_tables[context]
 
     def made_chunk_table(self, context: str, count: int) -> "ChunkTable | None":
-        """The cached chunk table of a context, if it has the first `count` chunks or more; accesses no
-        chunk."""
+        """The cached chunk table of a context, if it has `count` chunks or more; accesses no chunk."""
         found = self._chunk_tables.get(context)
         return found if found is not None and found.chunks >= count else None
 
     def claim(self, context: str, count: int = 0, *, pinned: bool = False) -> list[int]:
-        """Locks a context that is about to run.
-
-        Args:
-          context: name of the context.
-          count: number of its chunks to look up.
-          pinned: whether its chunks are never evicted for another context, even if it does not run.
-
-        Returns:
-          The numbers of missing chunks, ascending.
-        """
+        """Locks a context that is about to run, and pins or unpins it. Returns the numbers of those of its
+        first `count` chunks that are missing, ascending."""
         self._locked.add(context)
         self.pin(context, pinned)
         self._uses += 1
@@ -144,14 +164,10 @@ class ChunkMemory:
             self._pinned.discard(context)
 
     def require(self, context: str, size_bytes: int) -> None:
-        """Checks that a context may grow.
-
-        Args:
-          context: name of the context.
-          size_bytes: size of all of its chunks after growing.
+        """Checks that a context may grow to `size_bytes`.
 
         Raises:
-          BudgetExceeded: they would not fit besides locked and pinned chunks.
+          BudgetExceeded: all of its chunks would not fit besides locked and pinned ones.
         """
         kept = (self._locked | self._pinned) - {context}
         others = sum(self._own_bytes[name] for name in kept)
@@ -161,7 +177,7 @@ class ChunkMemory:
         if others + size_bytes > self.budget_bytes:
             raise BudgetExceeded(
                 f"chunks may take {self.budget_bytes:,} bytes of memory; the context may come to need "
-                f"{size_bytes:,} beside {others:,} of others that run or are pinned: raise the budget, ask "
+                f"{size_bytes:,} besides {others:,} of others that run or are pinned: raise the budget, ask "
                 "for fewer tokens, or unpin some"
             )
 
@@ -191,25 +207,12 @@ class ChunkMemory:
         return resident
 
     def reserve(self, context: str, size_bytes: int) -> None:
-        """Makes room for all chunks of a context that is about to run.
-
-        Args:
-          context: name of the context, which was claimed.
-          size_bytes: size of all of its chunks after the run.
-
-        Raises:
-          BudgetExceeded: see `reclaim`.
-        """
+        """Makes room for all chunks of a claimed context, which will have `size_bytes`. Raises: see
+        `reclaim`."""
         self.reclaim(max(0, size_bytes - self._own_bytes[context]))
 
     def reclaim(self, room_bytes: int) -> list[Resident]:
-        """Makes room by evicting chunks.
-
-        Args:
-          room_bytes: bytes to free.
-
-        Returns:
-          The evicted chunks, in order.
+        """Makes room for `room_bytes` by evicting chunks, and returns these in order.
 
         Raises:
           BudgetExceeded: locked and pinned chunks leave less.
@@ -218,7 +221,9 @@ class ChunkMemory:
             return []
         kept = self._locked | self._pinned
         for name in list(self._claimed):
-            self._tell_use(name)
+            use = self._claimed.pop(name, 0)
+            for each in self._chunks.get(name, {}).values():
+                each.used = max(each.used, use)
         free = [each for name, own in self._chunks.items() if name not in kept for each in own.values()]
         needed = self.resident_bytes + room_bytes - self.budget_bytes
         freed = collections.Counter(id(each.blobs) for each in free)
@@ -226,7 +231,7 @@ class ChunkMemory:
         if sum(sizes[of] for of, count in freed.items() if count == self._sharing[of]) < needed:
             raise BudgetExceeded(
                 f"chunks may take {self.budget_bytes:,} bytes of memory; {room_bytes:,} more do not fit "
-                "beside the contexts that run or are pinned: raise the budget, or unpin some"
+                "besides the contexts that run or are pinned: raise the budget, or unpin some"
             )
         left: list[Resident] = []
         for each in self._policy.order(free):
@@ -258,23 +263,12 @@ class ChunkMemory:
         for chunk in [chunk for chunk in self._chunks.get(context, {}) if chunk >= count]:
             self._drop(context, chunk)
 
-    def drop(self, context: str, chunks: Iterable[int]) -> None:
-        """Drops some chunks of a context, which are on storage."""
-        for chunk in chunks:
-            self._drop(context, chunk)
-
     def forget(self, context: str) -> None:
         """Drops all chunks of a context, its lock and its pin."""
         self.cut(context, 0)
         self._locked.discard(context)
         self._pinned.discard(context)
         self._claimed.pop(context, None)
-
-    def _tell_use(self, context: str) -> None:
-        """Passes a context's last use on to its chunks."""
-        use = self._claimed.pop(context, 0)
-        for each in self._chunks.get(context, {}).values() if use else ():
-            each.used = max(each.used, use)
 
     def _bytes_of(self, contexts: Iterable[str]) -> int:
         """Size of some contexts' chunks; shared blobs count once."""
@@ -308,33 +302,86 @@ class ChunkMemory:
         return found
 
 
-# Size of a cache line: attention reads rows of heads, which then span no additional line.
-_LINE_BYTES = 64
-# A chunk's width, and its blob of each layer.
-Stored = tuple[int, Sequence[np.ndarray]]
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Turn:
+    """A running call in a context, from its restore until it is stored or abandoned. The answer has the only
+    strong reference, so that a call whose answer is gone is over, wherever it was interrupted.
+
+    Attributes:
+      record: record of the context, as stored while the call runs.
+      base: record that the call continues: `record`, or its rest after sliding.
+      session: the call's cache, and the tokens in it.
+      restoration: restoration of the context.
+      counted_from: position from which the cache counts attention, if it is not the first token that the
+        call fed.
+      over: whether the call has ended.
+      sequence: initial tokens of the context and its prompt; empty if they come later.
+      source: context with the chunks of `base`; empty for its own.
+      most_bytes: maximum memory of the context's chunks.
+      run: weak reference to the answer's run; returns None if the caller of `begin` ends the call.
+    """
+
+    record: Record
+    base: Record
+    session: "Session"
+    restoration: Restoration = dataclasses.field(default_factory=Restoration)
+    counted_from: int | None = None
+    over: bool = False
+    most_bytes: int = 0
+    sequence: Sequence[int] = ()
+    source: str = ""
+    run: "Callable[[], Run | None]" = lambda: None
 
 
-class Blobs(tuple[np.ndarray, ...]):
-    """A chunk's blobs, one per layer, uint8. Caches their addresses: getting these from NumPy takes as long
-    as decoding the blobs."""
+class Claims:
+    """The running calls, at most one per context.
 
-    @functools.cached_property
-    def extents(self) -> np.ndarray:
-        """`[L, 3]` uint32: the low and high half of each blob's address, and its bytes."""
-        places = np.array([blob.__array_interface__["data"][0] for blob in self], np.uint64)
-        sizes = np.array([blob.nbytes for blob in self], np.uint32)
-        return np.concatenate([places.view(np.uint32).reshape(-1, 2), sizes[:, None]], axis=1)
+    An interrupt may come anywhere, and all methods are idempotent: a call whose turn is over or gone is
+    ended at the next look.
 
+    Args:
+      let_go: called when a call has ended, with the record by which memory knows its context.
+    """
 
-def blob_memory(size_bytes: int) -> np.ndarray:
-    """Allocates memory for a blob, uint8, aligned to a cache line."""
-    memory = np.empty(size_bytes + _LINE_BYTES, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _LINE_BYTES
-    return memory[start : start + size_bytes]
+    def __init__(self, let_go: Callable[[Record], None]) -> None:
+        self._let_go = let_go
+        self._claims: dict[str, tuple[Record, weakref.ref[Turn]]] = {}
 
+    def begin(self, turn: Turn) -> None:
+        """Adds a call."""
+        self._claims[turn.record.name] = (turn.record, weakref.ref(turn))
 
-def copied_blob(blob: np.ndarray | bytes) -> np.ndarray:
-    """Copies a blob into its own memory."""
-    copy = blob_memory(len(blob))
-    copy[:] = np.frombuffer(blob, np.uint8)
-    return copy
+    def changed(self, turn: Turn, record: Record) -> None:
+        """Replaces the record by which memory knows the call's context."""
+        if self.runs(turn):
+            self._claims[turn.record.name] = (record, weakref.ref(turn))
+
+    def end(self, turn: Turn) -> None:
+        """Ends a call; does nothing if it has ended, or another runs in its context."""
+        turn.over, name = True, turn.record.name
+        if name in self._claims and self._claims[name][1]() in (turn, None):
+            self._tidy(name)
+
+    def runs(self, turn: Turn) -> bool:
+        """Whether a call has not ended."""
+        claim = self._claims.get(turn.record.name)
+        return claim is not None and claim[1]() is turn
+
+    def running(self) -> list[Turn]:
+        """The running calls; ends those that are over."""
+        found = []
+        for name, (_, turn_ref) in list(self._claims.items()):
+            if (turn := turn_ref()) is not None and not turn.over:
+                found.append(turn)
+            else:
+                self._tidy(name)
+        return found
+
+    def of(self, name: str) -> Turn | None:
+        """The running call of a context, if any."""
+        return next((each for each in self.running() if each.record.name == name), None)
+
+    def _tidy(self, name: str) -> None:
+        if (claim := self._claims.get(name)) is not None:
+            self._let_go(claim[0])
+            self._claims.pop(name, None)

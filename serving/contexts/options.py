@@ -1,14 +1,12 @@
 """Options of contexts: their store, and their limits of memory and storage."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
 from jaxllm.contexts.eviction import find_policy
-from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.options import check_options, option
-from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.host.direct_io import Storage
 
 Writing = Literal["background", "ahead", "at-eviction", "never"]
@@ -80,39 +78,6 @@ class ContextOptions:
                 f"got {self.app_pinned_share!r:.80} and {self.pinned_share!r:.80}"
             )
         if self.share_across_apps and not self.share_beginnings:
-            raise ConfigError("share_across_apps takes share_beginnings; leave out one of the two")
+            raise ConfigError("share_across_apps requires share_beginnings; leave out one of the two")
         # Validates the name.
         find_policy(self.policy)
-
-
-def require_share(
-    record: Record,
-    size_bytes: int,
-    others: Iterable[Record],
-    options: ContextOptions,
-    bytes_of: Callable[[Record], int],
-) -> None:
-    """Checks the memory of a pinned context.
-
-    Args:
-      record: record of the context.
-      size_bytes: size of its chunks.
-      others: all contexts; the pinned ones among them count, too.
-      options: options with the shares.
-      bytes_of: returns the maximum bytes of a context's chunks in memory.
-
-    Raises:
-      BudgetExceeded: the app's pinned contexts, or those of all apps, would exceed their share.
-    """
-    pinned = [each for each in others if each.pinned and each.name != record.name]
-    own = [each for each in pinned if each.app == record.app]
-    for share, those, whose in (
-        ("app_pinned_share", own, f"pinned contexts of {record.app}"),
-        ("pinned_share", pinned, "pinned contexts of all apps"),
-    ):
-        most = int(getattr(options, share) * options.budget_bytes)
-        if sum(map(bytes_of, those)) + size_bytes > most:
-            raise BudgetExceeded(
-                f"{whose} may take {most:,} bytes of memory, and {size_bytes:,} more do not fit: unpin some, "
-                f"ask for fewer tokens, or raise ContextOptions.{share}"
-            )

@@ -1,33 +1,36 @@
 """Records of stored contexts: the app, the tokens, and the origin of the cache; and their JSON, typed,
-limited and validated."""
+limited and validated. And the tokens that a turn adds to a context: a user's text, or messages of a
+conversation.
+
+The first turn in a context of an encoder-decoder is its source, permanently; later turns are forced tokens
+of its decoder.
+"""
 
 import dataclasses
 import functools
 import json
-import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import CODECS, RAW, STATE, ChunkFormat, ChunkShape
 from jaxllm.contexts.recompute import LOST
-from jaxllm.errors import CheckpointError
-from jaxllm.text.tokenizer import MAX_TOKEN_ID
+from jaxllm.errors import CheckpointError, ConfigError, TemplateError
+from jaxllm.serving.contexts.layout import SEGMENT
+from jaxllm.text.marked_text import PLACE
+from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
+from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 
-# Names of segments.
-SEGMENT = re.compile(r"(0|[1-9][0-9]{0,8})\.kv")
 # Chunk -> its segment, and the checksum of that.
 Linked = Mapping[int, tuple[str, str]]
-MOST_USED = 1 << 53
-MOST_BYTES = 1 << 26
-_MOST_TEXT = 1 << 10
-_MOST_ATTENTION = 1e18
-_MOST_STATE_BYTES = 1 << 31
-_DTYPES = ("float32", "float16", "bfloat16")
-
+MAX_USED = 1 << 53
+_MAX_BYTES = 1 << 26
+_MAX_STATE_BYTES = 1 << 31
 # Fields of an origin that depend on others, and on the kernels that read chunks.
 _LAYOUT = ("heads", "head_width", "state_bytes")
 
@@ -151,9 +154,9 @@ class Record:
     def sources(self) -> tuple[str, ...]:
         """A checksum per whole chunk of its inputs: the origin, the source if there is one, and all tokens
         up to the chunk's end."""
-        size = self.origin.chunk_tokens
+        size, origin = self.origin.chunk_tokens, json.dumps(self.origin.facts(), sort_keys=True).encode()
         rows = np.asarray(self.tokens[: len(self.tokens) // size * size], "<u4").reshape(-1, size)
-        digest = xxhash.xxh3_64(json.dumps(self.origin.facts(), sort_keys=True).encode())
+        digest = xxhash.xxh3_64(origin)
         if self.source:
             digest.update(np.asarray([len(self.source), *self.source], "<u4").tobytes())
         found = []
@@ -161,30 +164,28 @@ class Record:
             digest.update(row.tobytes())
             found.append(digest.hexdigest())
         if self.state_tokens:
-            whole = self.state_tokens // size
-            digest = xxhash.xxh3_64(json.dumps(self.origin.facts(), sort_keys=True).encode())
-            digest.update(np.asarray([STATE, *self.tokens[: self.state_tokens]], "<u4").tobytes())
-            found[whole:] = [digest.hexdigest()]
+            inputs = np.asarray([STATE, *self.tokens[: self.state_tokens]], "<u4").tobytes()
+            found[self.state_tokens // size :] = [xxhash.xxh3_64_hexdigest(origin + inputs)]
         return tuple(found)
 
     def agrees(self, other: "Record") -> bool:
         """Whether this record's chunks equal those of `other`, wherever they are stored."""
-        return all(
-            getattr(self, each) == getattr(other, each)
-            for each in ("origin", "source", "tokens", "bits", "state_tokens")
-        )
+        fields = ("origin", "source", "tokens", "bits", "state_tokens")
+        return all(getattr(self, each) == getattr(other, each) for each in fields)
 
     def moved(self, origin: Origin) -> "Record":
         """This record with another origin: its tokens and rows, without chunks."""
         return dataclasses.replace(self.cut(0), origin=origin, checksums=self._checksums_of({self.rows}))
 
-    def cut(self, chunks: int) -> "Record":
-        """This record with its first chunks; later tokens are recomputed, and all tokens if there are states,
-        which cover all chunks."""
-        state_tokens = self.state_tokens if chunks >= len(self.bits) else 0
-        chunks = chunks if state_tokens == self.state_tokens else 0
+    def cut(self, chunks: int, tokens: Sequence[int] | None = None) -> "Record":
+        """This record with its first chunks, and perhaps other tokens: later ones are recomputed, and all of
+        them if there are states, which cover all chunks."""
+        if self.state_tokens and chunks < len(self.bits):
+            chunks = 0
         first = {field: getattr(self, field)[:chunks] for field in ("bits", "mass", "seen", "files")}
-        return dataclasses.replace(self, state_tokens=state_tokens, **first)
+        states = self.state_tokens if chunks else 0
+        tokens = self.tokens if tokens is None else tuple(tokens)
+        return dataclasses.replace(self, tokens=tokens, state_tokens=states, **first)
 
     def restorable(self, vocab_size: int) -> "Record":
         """This record up to the first lost chunk that cannot be recomputed between others: one with prompt
@@ -194,8 +195,7 @@ class Record:
             return self.cut(0)
         size = self.origin.chunk_tokens
         for place, bits in enumerate(self.bits):
-            own = self.tokens[place * size : (place + 1) * size]
-            if bits == LOST and max(own) >= vocab_size:
+            if bits == LOST and max(self.tokens[place * size : (place + 1) * size]) >= vocab_size:
                 return self.cut(place)
         return self
 
@@ -210,8 +210,8 @@ class Record:
 
     def kept_files(self, before: "Record") -> list[str]:
         """The segment of each chunk, as in the record before; empty for new or lost chunks."""
-        there = [*before.files, *[""] * len(self.bits)]
-        return ["" if bits == LOST else file for bits, file in zip(self.bits, there, strict=False)]
+        files = [*before.files, *[""] * len(self.bits)]
+        return ["" if bits == LOST else file for bits, file in zip(self.bits, files, strict=False)]
 
     def lose(self, chunks: Set[int]) -> "Record":
         """This record with some chunks marked as lost, to be recomputed."""
@@ -222,15 +222,6 @@ class Record:
 
     def _checksums_of(self, names: Set[str]) -> dict[str, str]:
         return {name: each for name, each in self.checksums.items() if name in names}
-
-    def beside(self, resident: Mapping[int, int]) -> "Record":
-        """This record with the widths of chunks that are only in memory, by number."""
-        bits = tuple(resident.get(n, LOST) if each == LOST else each for n, each in enumerate(self.bits))
-        return dataclasses.replace(self, bits=bits)
-
-
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Record))
-_ORIGIN_FIELDS = frozenset(field.name for field in dataclasses.fields(Origin))
 
 
 def encoded(record: Record) -> bytes:
@@ -244,8 +235,8 @@ def encoded(record: Record) -> bytes:
     facts |= {"origin": record.origin.facts(), "checksums": dict(record.checksums)}
     try:
         content = json.dumps(facts, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"it has {len(content):,} bytes, and at most {MOST_BYTES:,} are read")
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"it has {len(content):,} bytes, and at most {_MAX_BYTES:,} are read")
         _record_of(json.loads(content), record.app, record.name)
     except (ValueError, TypeError) as error:
         raise CheckpointError(
@@ -266,95 +257,255 @@ def decoded(content: bytes, app: str, name: str) -> Record:
         raise CheckpointError(f"the record of the context {name} is malformed ({error!s:.120})") from error
 
 
+def _is_text(value: Any) -> bool:
+    return type(value) is str and len(value) <= 1 << 10 and value.isascii() and value.isprintable()
+
+
+def _counts(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _is_attention(value: Any) -> bool:
+    return type(value) is float and 0 <= value <= 1e18
+
+
+def _is_segment(value: Any) -> bool:
+    return type(value) is str and bool(SEGMENT.fullmatch(value))
+
+
+def _one_of(*values: str) -> Callable[[Any], bool]:
+    return lambda value: type(value) is str and value in values
+
+
+def _rows(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(valid, value))
+
+
+_is_token, _is_size = _counts(0, MAX_TOKEN_ID), _counts(1, 1 << 16)
+# Checks of fields by name; relations between fields are checked in `_record_of`.
+_ORIGIN_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "model": _is_text,
+    "level": _counts(1, 100),
+    "adapter": _is_text,
+    "codec": lambda value: _one_of("raw", *CODECS)(value),
+    "chunk_tokens": _is_size,
+    "dtype": _one_of("float32", "float16", "bfloat16"),
+    "heads": lambda value: _rows(_is_size)(value) and 0 < len(value) <= 1 << 12,
+    "head_width": lambda value: _is_size(value) and value % 4 == 0,
+    "state_bytes": _counts(0, _MAX_STATE_BYTES),
+}
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "name": lambda value: type(value) is str,
+    "app": lambda value: type(value) is str,
+    "origin": lambda value: isinstance(value, dict),
+    "tokens": _rows(_is_token),
+    "source": _rows(_is_token),
+    "bits": _rows(lambda value: type(value) is int),
+    "mass": _rows(_is_attention),
+    "seen": _rows(_is_attention),
+    "files": _rows(lambda value: value == "" or _is_segment(value)),
+    "checksums": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+    "rows": lambda value: value == "" or _is_segment(value),
+    "pinned": lambda value: type(value) is bool,
+    "tokenizer": _is_text,
+    "used": _counts(0, MAX_USED),
+    "created_s": _counts(0, MAX_USED),
+    "state_tokens": _counts(0, 1 << 53),
+}
+
+
+def _require_fields(facts: Any, fields: Mapping[str, Callable[[Any], bool]]) -> None:
+    _require("fields", isinstance(facts, dict) and facts.keys() == fields.keys())
+    for name, valid in fields.items():
+        _require(name, valid(facts[name]))
+
+
 def _record_of(facts: Any, app: str, name: str) -> Record:
     """A record from any JSON value.
 
     Raises:
       ValueError: it is not a record of this context.
     """
-    _require("fields", isinstance(facts, dict) and facts.keys() == _FIELDS)
+    _require_fields(facts, _FIELDS)
+    _require_fields(facts["origin"], _ORIGIN_FIELDS)
+    origin = Origin(**{**facts["origin"], "heads": tuple(facts["origin"]["heads"])})
+    _require("state_bytes", not origin.state_bytes or origin.codec == "raw")
     _require("name", facts["name"] == name)
-    _require("app", type(facts["app"]) is str and facts["app"] == app)
-    origin = _origin_of(facts["origin"])
-    form = ChunkFormat.named(origin.codec, origin.chunk_tokens)
-    tokens, source = (_row(facts, name, _is_token) for name in ("tokens", "source"))
-    state_tokens = facts["state_tokens"]
-    _require("state_tokens", type(state_tokens) is int and 0 <= state_tokens <= len(tokens))
-    _require("state_tokens", not state_tokens or bool(origin.state_bytes))
-    widths = (LOST, *form.widths, *((STATE,) if state_tokens else ()))
-    bits = _row(facts, "bits", lambda each: type(each) is int and each in widths)
-    count = len(bits)
+    _require("app", facts["app"] == app)
+    lists = ("tokens", "source", "bits", "mass", "seen", "files")
+    record = Record(**{**facts, "origin": origin, **{each: tuple(facts[each]) for each in lists}})
+    count, tokens, states = len(record.bits), len(record.tokens), record.state_tokens
+    _require("state_tokens", states <= tokens and (not states or bool(origin.state_bytes)))
+    widths = ChunkFormat.named(origin.codec, origin.chunk_tokens).widths
+    _require("bits", set(record.bits) <= {LOST, *widths, *((STATE,) if states else ())})
     if origin.state_bytes:
-        _require("bits", count == (state_tokens // origin.chunk_tokens + 1 if state_tokens else 0))
-        _require("bits", STATE not in bits[:-1] and bits[-1:] in ((), (LOST,), (STATE,)))
+        _require("bits", count == (states // origin.chunk_tokens + 1 if states else 0))
+        _require("bits", STATE not in record.bits[:-1] and record.bits[-1:] in ((), (LOST,), (STATE,)))
     else:
-        _require("bits", count <= len(tokens) // origin.chunk_tokens)
-    mass = _row(facts, "mass", _is_attention, count)
-    seen = _row(facts, "seen", _is_attention, count)
-    files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
-    _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
-    checksums, rows = facts["checksums"], facts["rows"]
-    _require("rows", rows == "" or (_is_segment(rows) and rows not in files))
-    _require("checksums", isinstance(checksums, dict) and checksums.keys() == {*files, rows} - {""})
-    _require("checksums", all(_is_text(each) for each in checksums.values()))
-    _require("tokenizer", _is_text(facts["tokenizer"]))
-    _require("pinned", type(facts["pinned"]) is bool)
-    for key in ("used", "created_s"):
-        _require(key, type(facts[key]) is int and 0 <= facts[key] <= MOST_USED)
-    return Record(
-        name=name, app=facts["app"], origin=origin, tokens=tokens, source=source, bits=bits, mass=mass,
-        seen=seen, files=files, checksums=checksums, rows=rows, pinned=facts["pinned"],
-        tokenizer=facts["tokenizer"], used=facts["used"],
-        created_s=facts["created_s"], state_tokens=state_tokens,
-    )  # fmt: skip
+        _require("bits", count <= tokens // origin.chunk_tokens)
+    for each in ("mass", "seen", "files"):
+        _require(each, len(getattr(record, each)) == count)
+    pairs = zip(record.bits, record.files, strict=True)
+    _require("files", all((width == LOST) == (not file) for width, file in pairs))
+    _require("rows", not record.rows or record.rows not in record.files)
+    _require("checksums", record.checksums.keys() == record.own_files)
+    return record
 
 
-def _origin_of(facts: Any) -> Origin:
-    _require("origin", isinstance(facts, dict))
-    _require("origin", facts.keys() == _ORIGIN_FIELDS)
-    _require("model", _is_text(facts["model"]))
-    _require("adapter", _is_text(facts["adapter"]))
-    _require("level", _is_count(facts["level"], 100))
-    _require("codec", type(facts["codec"]) is str and facts["codec"] in ("raw", *CODECS))
-    _require("chunk_tokens", _is_count(facts["chunk_tokens"], 1 << 16))
-    _require("dtype", type(facts["dtype"]) is str and facts["dtype"] in _DTYPES)
-    heads = _row(facts, "heads", lambda each: _is_count(each, 1 << 16))
-    _require("heads", 0 < len(heads) <= 1 << 12)
-    _require("head_width", _is_count(facts["head_width"], 1 << 16) and facts["head_width"] % 4 == 0)
-    state_bytes = facts["state_bytes"]
-    _require("state_bytes", type(state_bytes) is int and 0 <= state_bytes <= _MOST_STATE_BYTES)
-    _require("state_bytes", not state_bytes or facts["codec"] == "raw")
-    return Origin(**{**facts, "heads": heads})
-
-
-def _row(
-    facts: Mapping[str, Any], name: str, good: Callable[[Any], bool], count: int | None = None
-) -> tuple[Any, ...]:
-    row = facts[name]
-    _require(name, isinstance(row, list) and count in (None, len(row)) and all(map(good, row)))
-    return tuple(row)
-
-
-def _require(name: str, good: bool) -> None:
-    if not good:
+def _require(name: str, valid: bool) -> None:
+    if not valid:
         raise ValueError(f"malformed {name}")
 
 
-def _is_token(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_TOKEN_ID
+# The tokens of turns.
 
 
-def _is_segment(name: Any) -> bool:
-    return type(name) is str and bool(SEGMENT.fullmatch(name))
+def turn_ids(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    prompt: str,
+    instruction: str = "",
+    *,
+    now: datetime | None = None,
+) -> list[int]:
+    """The tokens that a user's turn adds to a context.
+
+    Args:
+      tokenizer: tokenizer of the model; its chat template, if any, writes the text between turns.
+      before: the context's tokens, which end with an answer; empty before the first turn.
+      prompt: the user's text.
+      instruction: text before everything.
+      now: time for templates.
+
+    Raises:
+      ConfigError: the prompt is empty, or an instruction comes after the first turn.
+      TemplateError: the template is broken, or changes answers.
+    """
+    sourced = reads_sources(tokenizer)
+    if not prompt.strip() and not (sourced and before):
+        raise ConfigError("the prompt is empty; give it at least one word")
+    chat = tokenizer.has_chat_template and not sourced
+    if not before:
+        form = "chat" if chat or instruction else "text"
+        return prompt_ids(tokenizer, Prompt(user=prompt, system=instruction, form=form), now=now)
+    if instruction:
+        raise ConfigError("an instruction comes with the first prompt of a context; make a new context")
+    if not chat:
+        return tokenizer.encode(prompt, add_special_tokens=False)
+    return _following_ids(tokenizer, before, [{"role": "user", "content": prompt}], now=now)
 
 
-def _is_text(text: Any) -> bool:
-    return type(text) is str and len(text) <= _MOST_TEXT and text.isascii() and text.isprintable()
+def conversation_turn_ids(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    continue_final: bool | None = None,
+    now: datetime | None = None,
+) -> list[int]:
+    """The tokens that messages add to a context.
+
+    Args:
+      tokenizer: tokenizer of a model with a chat template.
+      before: see `turn_ids`.
+      messages: JSON objects with a `role` and a `content`. Before the first turn any conversation; later
+        results of tools, a user's message, or both in this order.
+      tools: tools that the model may call, in OpenAI's format. They come with the first turn, as far as the
+        template writes them before it; later turns may repeat them.
+      continue_final: option of the first turn; see `Tokenizer.chat_text`.
+      now: see `turn_ids`.
+
+    Raises:
+      ConfigError: there is no chat template, the messages are not a turn, or a tool is not in the context.
+      TemplateError: see `turn_ids`.
+    """
+    roles = [str(each.get("role")) for each in messages]
+    named = ", ".join(roles)[:80] or "nobody"
+    if reads_sources(tokenizer):
+        if not before:
+            return prompt_ids(tokenizer, source_prompt(messages, tools))
+        text = messages[0].get("content") if roles == ["assistant"] else None
+        if tools or not isinstance(text, str):
+            raise ConfigError(
+                "a context of an encoder-decoder has one source, its first turn's: send an assistant's "
+                "message with what its answer goes on with, or make a new context for another source; got "
+                f"messages of {named}{', and tools' if tools else ''}"
+            )
+        return tokenizer.encode(text, add_special_tokens=False)
+    if not before:
+        return tokenizer.encode_chat(messages, tools=tools, continue_final=continue_final, now=now)
+    results = roles[:-1] if roles[-1:] == ["user"] else roles
+    if not roles or set(results) - {"tool"}:
+        raise ConfigError(
+            "a context has its instruction and earlier turns already: send a user's message, results of "
+            f"tools, or these and then a user's message; got messages of {named}"
+        )
+    ids = _following_ids(tokenizer, before, messages, tools=tools, now=now)
+    text = tokenizer.decode([*before, *ids], skip_special_tokens=False) if tools else ""
+    for tool in tools:
+        name = str(tool.get("function", tool).get("name"))
+        if name not in text:
+            raise ConfigError(
+                f"the context does not know the tool {name!r:.80}: tools come with its first turn; make a "
+                "new context for others"
+            )
+    return ids
 
 
-def _is_count(value: Any, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnTokens:
+    """The tokens of a request in a context (see `Engine.request`).
+
+    Attributes:
+      prompt: the context's tokens and the turn's; for the first turn of an encoder-decoder its source.
+      source: source of an encoder-decoder from the second turn on; else None.
+      known: number of tokens of source and prompt that the context had before.
+    """
+
+    prompt: tuple[int, ...]
+    source: tuple[int, ...] | None = None
+    known: int = 0
+
+    @classmethod
+    def after(
+        cls,
+        record: Record,
+        before: Sequence[int],
+        turn: Sequence[int],
+        tokenizer: Tokenizer,
+        cfg: ModelConfig,
+    ) -> "TurnTokens":
+        """The tokens of a turn after the first tokens `before` of a context, whose model is `cfg`."""
+        if cfg.encoder is None:
+            return cls(prompt=(*before, *turn), known=len(before))
+        if not before:
+            return cls(prompt=tuple(turn))
+        # Nothing follows an end token, with which the last answer may have ended.
+        before = before[:-1] if before[-1] in tokenizer.eos_ids else before
+        known = len(record.source) + len(before)
+        return cls(prompt=(*before, *turn), source=record.source, known=known)
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        """All tokens, source first."""
+        return (*(self.source or ()), *self.prompt)
 
 
-def _is_attention(value: Any) -> bool:
-    return type(value) is float and 0 <= value <= _MOST_ATTENTION
+def _following_ids(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    now: datetime | None,
+) -> list[int]:
+    """The tokens of messages that follow an answer."""
+    turns = [{"role": "user", "content": PLACE}, {"role": "assistant", "content": PLACE}, *messages]
+    text = tokenizer.chat_text(turns, tools=tools, now=now)
+    answer = text.text.find(PLACE, text.text.find(PLACE) + len(PLACE))
+    if text.text.count(PLACE) < 2:
+        raise TemplateError("the model's chat template does not repeat answers: give prompts as token ids")
+    ids = tokenizer.encode(text.part(answer + len(PLACE)), add_special_tokens=False)
+    # The template closes a turn with the token that ended the answer.
+    return ids[1:] if ids[:1] == [before[-1]] and before[-1] in tokenizer.eos_ids else ids

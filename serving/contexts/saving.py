@@ -1,9 +1,10 @@
-"""Saves chunks after a call: encodes them in a thread, writes them to storage, compacts small segments.
+"""Saves chunks after a call: chooses their widths by density, encodes them in a thread, writes them to
+storage, compacts small segments.
 
 Chunks get their memory before the answer ends: they count in the budget, and a chunk table has their
 addresses. A thread fills it. Readers of a context's chunks, and writers of the cache that they are encoded
-from, wait first (`wait`); so does writing to storage (`Encoding.require`). A kill meanwhile has the same
-effect as a kill before the write: chunks are recomputed from the tokens, which are on storage.
+from, wait first (`ChunkEncoder.wait`); so does writing to storage. A kill meanwhile has the same effect as a
+kill before the write: chunks are recomputed from the tokens, which are on storage.
 """
 
 import collections
@@ -14,36 +15,36 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 
+from jaxllm.contexts.codecs import RAW, STATE, WIDTHS
 from jaxllm.contexts.eviction import Resident
 from jaxllm.contexts.recompute import LOST
-from jaxllm.errors import BudgetExceeded, CheckpointError, JaxllmError, Unreadable, one_line
+from jaxllm.contexts.tolerance import allocate, chunk_mass, sightings
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError, Unreadable, one_line
 from jaxllm.kv.cache import KVCache
 from jaxllm.serving.contexts.background import WriteQueue
 from jaxllm.serving.contexts.chunk_io import ChunkIO
-from jaxllm.serving.contexts.growth import agreeing_record
 from jaxllm.serving.contexts.layout import written
 from jaxllm.serving.contexts.memory import Stored
-from jaxllm.serving.contexts.options import Writing
+from jaxllm.serving.contexts.options import ContextOptions, Writing
 from jaxllm.serving.contexts.record import Linked, Record
 from jaxllm.serving.contexts.segment import Chunks, file_bytes
 from jaxllm.serving.contexts.store import ContextStore
+from jaxllm.serving.engine.request import Session, common_prefix
+from jaxllm.serving.ground.sliding import slid
 
 _LOG = logging.getLogger("jaxllm")
 # A context with more segments than this is rewritten as one.
-_MOST_SEGMENTS = 8
+_MAX_SEGMENTS = 8
+# Tolerance for products of ratios and bytes just below an integer.
+_ROUNDING = 1e-6
 
 
 class ChunkWriter:
-    """Writes chunks to a store at the time given by `writing`.
+    """Writes chunks to a store at the time given by `writing` (see `ContextOptions`).
 
     The tokens of a call are written at its end in any case, and flushed unless chunks are written in the
-    background. Chunks that are written at eviction are not flushed: they can be recomputed.
-
-    Args:
-      store: store of the chunks.
-      writing: see `ContextOptions`.
-      failed: called in the writing thread with a context's name and the error if chunks cannot be written
-        in the background.
+    background. Chunks that are written at eviction are not flushed: they can be recomputed. `failed` is
+    called in the writing thread with a context's name and the error if chunks cannot be written.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ChunkWriter:
         changed: Set[int],
         coded: Mapping[int, Stored],
         linked: Linked,
-        ready: Callable[[], object] | None = None,
+        ready: Callable[[], object],
     ) -> Record:
         """Stores a context after a call.
 
@@ -68,8 +69,7 @@ class ChunkWriter:
           changed: numbers of its chunks that are new, or whose width differs from storage.
           coded: encoded chunks by number, including all of `changed`.
           linked: chunks that another context has on storage (see `ContextStore.link`).
-          ready: waits until the bytes of `coded` are encoded, with background writing; None if they are
-            (see `ContextStore.commit_later`).
+          ready: waits until the bytes of `coded` are encoded.
 
         Returns:
           The stored record, or the future one (see `ContextStore.commit_later`).
@@ -104,15 +104,13 @@ class ChunkWriter:
 
     def left(self, chunks: Sequence[Resident]) -> None:
         """Writes evicted chunks that are not on storage. Unwritten ones are recomputed later."""
-        if self._writing == "background":
-            # Until they are written they stay in memory anyway.
-            for name in {each.context for each in chunks}:
-                self._store.wait(name)
-        if self._writing != "at-eviction":
-            return
         for name in dict.fromkeys(each.context for each in chunks):
-            with contextlib.suppress(JaxllmError):
-                self._write(name, [each for each in chunks if each.context == name])
+            if self._writing == "background":
+                # Until they are written they stay in memory anyway.
+                self._store.wait(name)
+            if self._writing == "at-eviction":
+                with contextlib.suppress(JaxllmError):
+                    self._write(name, [each for each in chunks if each.context == name])
 
     def _write(self, name: str, chunks: Sequence[Resident]) -> None:
         record = self._store.record(name)
@@ -127,44 +125,13 @@ class ChunkWriter:
             self._store.commit(dataclasses.replace(record, bits=bits), fresh, flush=False)
 
 
-class Encoding:
-    """Chunks of one call that are being encoded.
-
-    Args:
-      queue: queue of the encoding thread.
-      name: name of the context.
-      chunks: chunks to store.
-    """
-
-    def __init__(self, queue: WriteQueue[None], name: str, chunks: Mapping[int, Stored]) -> None:
-        self._queue, self._name, self.chunks = queue, name, chunks
-        self.error: Exception | None = None
-
-    def require(self) -> None:
-        """Waits until they are encoded.
-
-        Raises:
-          JaxllmError: encoding failed.
-        """
-        self._queue.wait(self._name)
-        if isinstance(self.error, JaxllmError):
-            raise self.error
-        if self.error is not None:
-            reason = one_line(self.error)
-            raise CheckpointError(f"chunks of the context {self._name} cannot be encoded ({reason})")
-
-
-class ChunkEncoder:
+class ChunkEncoder(WriteQueue[None]):
     """Encodes the chunks of calls in a thread. At most one call waits, because its cache stays in memory
     meanwhile: the end of the next one waits for it."""
 
     def __init__(self) -> None:
-        self._queue: WriteQueue[None] = WriteQueue(most=0, thread="jaxllm-encoding")
+        super().__init__(most=0, thread="jaxllm-encoding")
         self._failed: collections.deque[str] = collections.deque()
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._queue.start()
 
     def later(
         self,
@@ -173,44 +140,37 @@ class ChunkEncoder:
         cache: KVCache,
         chunks: Mapping[int, int],
         stored: Mapping[int, Stored],
-    ) -> Encoding:
-        """Begins to encode chunks of a context; for `cache`, `chunks` and `stored` see `ChunkIO.encode`.
+    ) -> tuple[Mapping[int, Stored], Callable[[], None]]:
+        """Begins to encode chunks of a context; for the arguments see `ChunkIO.encode`. The cache must not be
+        written until they are encoded.
 
-        Args:
-          chunk_io: `ChunkIO` of the context's level.
-          name: name of the context.
-          cache: cache, which must not be written until they are encoded.
-          chunks: width of each chunk, by number.
-          stored: current stored chunks.
+        Returns:
+          The chunks to store, and a function that waits until they are encoded, and raises JaxllmError if
+          that failed.
         """
-        coming = Encoding(self._queue, name, chunk_io.room(chunks))
+        coming, errors = chunk_io.room(chunks), []
 
         def encode() -> None:
             try:
-                chunk_io.encode(cache, chunks, stored, into=coming.chunks)
+                chunk_io.encode(cache, chunks, stored, into=coming)
             except Exception as error:
-                coming.error = error
+                errors.append(error)
                 self._failed.append(name)
 
-        self._queue.put(name, encode, None)
-        return coming
+        def ready() -> None:
+            self.wait(name)
+            for error in errors:
+                if isinstance(error, JaxllmError):
+                    raise error
+                reason = one_line(error)
+                raise CheckpointError(f"chunks of the context {name} cannot be encoded ({reason})")
 
-    def busy(self, name: str = "") -> bool:
-        """Whether chunks of a context, or of any, are being encoded."""
-        return self._queue.busy(name)
+        self.put(name, encode, None)
+        return coming, ready
 
-    def wait(self, name: str = "") -> list[str]:
-        """Waits until the chunks of a context, or of all, are encoded.
-
-        Returns:
-          Contexts whose encoding failed since the last call: their chunks in memory are invalid.
-        """
-        self._queue.wait(name)
+    def failures(self) -> list[str]:
+        """Contexts whose encoding failed since the last call: their chunks in memory are invalid."""
         return [self._failed.popleft() for _ in range(len(self._failed))]
-
-    def close(self) -> None:
-        """Waits for all chunks, and ends the thread."""
-        self._queue.close()
 
 
 def compact(store: ContextStore, name: str) -> Record:
@@ -222,16 +182,13 @@ def compact(store: ContextStore, name: str) -> Record:
       BudgetExceeded: the device has no space for both.
     """
     record = store.record(name)
-    return record if len(store.own_segments(record)) <= _MOST_SEGMENTS else _rewritten(store, name)
+    return record if len(store.own_segments(record)) <= _MAX_SEGMENTS else _rewritten(store, name)
 
 
 def make_room(store: ContextStore, record: Record, chunks: Chunks) -> None:
     """Makes room for new chunks of a context within the quotas: if they would exceed one, contexts whose
-    segments contain obsolete chunks are rewritten, those of the same app first.
-
-    Args:
-      store: store of the context.
-      record, chunks: see `ContextStore.commit`.
+    segments contain obsolete chunks are rewritten, those of the same app first. For arguments see
+    `ContextStore.commit`.
 
     Raises:
       BudgetExceeded: they still exceed a quota.
@@ -243,12 +200,13 @@ def make_room(store: ContextStore, record: Record, chunks: Chunks) -> None:
     for each in sorted(store.records(), key=lambda each: (each.app != record.app, each.used)):
         if (broken := store.beyond_quota(record, chunks)) is None:
             return
-        if broken.app in (None, each.app) and store.stored_bytes(each) > _rewritten_bytes(store, each):
+        own = store.own_segments(each)
+        if broken[0] in (None, each.app) and sum(own.values()) > _rewritten_bytes(store, each, own.keys()):
             # An unreadable one is repaired when it is used.
             with contextlib.suppress(JaxllmError):
                 _rewritten(store, each.name)
     if (broken := store.beyond_quota(record, chunks)) is not None:
-        raise BudgetExceeded(broken.reason)
+        raise BudgetExceeded(broken[1])
 
 
 def seal(store: ContextStore) -> None:
@@ -264,10 +222,23 @@ def seal(store: ContextStore) -> None:
         return
     left = [f"{each.name} of {each.app} ({each.reason})" for each in store.unread()]
     for record in store.records():
+        name, folder, plain = record.name, store.folder(record), vault.ledger.plain
         try:
-            _encrypt(store, record)
+            # These reads note plain files.
+            rows = store.rows(name)
+            try:
+                chunks = store.read_chunks(name)
+            except Unreadable:
+                raise
+            except CheckpointError:
+                # Damaged ones are lost, and recomputed when the context is used.
+                store.repair(name)
+                chunks = store.read_chunks(name)
+            if folder in plain:
+                store.commit(store.record(name), chunks, rows=rows)
+                plain.discard(folder)
         except JaxllmError as error:
-            left.append(f"{record.name} of {record.app} ({one_line(error)})")
+            left.append(f"{name} of {record.app} ({one_line(error)})")
     if left:
         _LOG.warning(
             "%s: plain contexts are still read, because not all could be encrypted: %s",
@@ -283,53 +254,205 @@ def seal(store: ContextStore) -> None:
 
 def _rewritten(store: ContextStore, name: str) -> Record:
     record = store.record(name)
-    with store.opened_apart(name) as opened:
-        chunks = {
-            chunk: (record.bits[chunk], [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
-            for chunk in _own_chunks(store, record)
-        }
-    return store.commit(record, chunks)
+    return store.commit(record, store.read_chunks(name, _own_chunks(record, store.own_segments(record))))
 
 
-def _own_chunks(store: ContextStore, record: Record) -> list[int]:
+def _own_chunks(record: Record, own: Set[str] | Mapping[str, int]) -> list[int]:
     """The chunks of a context in segments that no other context shares: shared ones are stored once."""
-    own = store.own_segments(record)
     return [n for n, file in enumerate(record.files) if file in own]
 
 
-def _rewritten_bytes(store: ContextStore, record: Record) -> int:
+def _rewritten_bytes(store: ContextStore, record: Record, own: Set[str]) -> int:
     """The size of the segment of a context's own chunks."""
     sizes = {
         bits: [np.broadcast_to(np.uint8(0), size) for size in record.origin.layer_bytes[bits]]
         for bits in set(record.bits) - {LOST}
     }
-    chunks = {n: (record.bits[n], sizes[record.bits[n]]) for n in _own_chunks(store, record)}
+    chunks = {n: (record.bits[n], sizes[record.bits[n]]) for n in _own_chunks(record, own)}
     return file_bytes(chunks, encrypted=store.vault is not None)
 
 
-def _encrypt(store: ContextStore, record: Record) -> None:
-    """Encrypts a context that has a plain file; the read adds those to the ledger's `plain`."""
-    assert store.vault is not None
-    name, folder, plain = record.name, store.folder(record), store.vault.ledger.plain
-    rows = store.rows(name)
-    try:
-        chunks = _all_chunks(store, name)
-    except Unreadable:
-        raise
-    except CheckpointError:
-        # Damaged ones are lost, and recomputed when the context is used.
-        store.repair(name)
-        chunks = _all_chunks(store, name)
-    if folder in plain:
-        store.commit(store.record(name), chunks, rows=rows)
-        plain.discard(folder)
+# Records after a call: the width of each chunk is chosen by its density.
 
 
-def _all_chunks(store: ContextStore, name: str) -> Chunks:
-    with store.opened_apart(name) as opened:
-        bits = opened.record.bits
-        return {
-            n: (width, [opened.read(layer, [n])[0] for layer in range(opened.layers)])
-            for n, width in enumerate(bits)
-            if width != LOST
-        }
+def sink_record(
+    before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int
+) -> Record:
+    """The record of a context that keeps only its first chunk, with its attention so far; arguments as for
+    `grown_record`."""
+    got, seen = _attended(before, chunk_io, mass, first, cached_tokens)
+    return dataclasses.replace(
+        before, bits=before.bits[:1], mass=tuple(got[:1].tolist()), seen=tuple(seen[:1].tolist())
+    )
+
+
+def grown_record(
+    before: Record,
+    chunk_io: ChunkIO,
+    options: ContextOptions,
+    *,
+    tokens: Sequence[int],
+    mass: np.ndarray,
+    first: int,
+    cached_tokens: int,
+) -> Record:
+    """A context's record after a call (LLMS, section 3.2).
+
+    Args:
+      before: the record before the call.
+      chunk_io: `ChunkIO` of the context's level.
+      options: limits of chunks' bytes.
+      tokens: all tokens of the context now.
+      mass: `[>= cached_tokens]`, attention mass of each position in this call.
+      first: position of the first token that the call fed.
+      cached_tokens: number of tokens in the cache; all of their whole chunks are stored.
+
+    Returns:
+      The record with the new widths of chunks, none above its stored width.
+    """
+    got, seen = _attended(before, chunk_io, mass, first, cached_tokens)
+    count = len(got)
+    bits = np.full(count, RAW)
+    if chunk_io.widths != (RAW,):
+        # More bits do not restore what fewer bits lost.
+        most = np.full(count, max(WIDTHS))
+        known = before.bits[:count]
+        most[: len(known)] = [max(WIDTHS) if each == LOST else each for each in known]
+        bits = allocate(
+            got / np.maximum(seen, 1),
+            most_bytes(chunk_io, options, count),
+            sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
+            newest=options.newest_chunks,
+            kept=chunk_io.kept,
+            most=most,
+        )
+    return dataclasses.replace(
+        before,
+        tokens=tuple(tokens),
+        bits=tuple(bits.tolist()),
+        mass=tuple(got.tolist()),
+        seen=tuple(seen.tolist()),
+    )
+
+
+def ended_record(
+    before: Record,
+    resident: Mapping[int, int],
+    chunk_io: ChunkIO,
+    options: ContextOptions,
+    *,
+    session: Session,
+    tokens: Sequence[int],
+    first: int,
+) -> Record:
+    """A context's record after a call that may have been interrupted anywhere.
+
+    Keeps the chunks of the common prefix of the cache and `tokens`; without a cache (lost by an error), the
+    earlier chunks that still agree with `tokens`. If states have consumed more than `tokens`, as after a stop
+    string, the stored states stay, and the next call continues from them.
+
+    Args:
+      before: the record before the call.
+      resident: width of each chunk in memory, by number.
+      session: session of the call, with its cache, if there is one, and the tokens in it.
+      chunk_io, options, tokens, first: see `grown_record`.
+    """
+    size, states = chunk_io.chunk_tokens, session.state_tokens
+    if session.cache is None:
+        return agreeing_record(before, tokens, size)
+    if states is not None:
+        if not states or len(session.tokens) != states or session.tokens != list(tokens[:states]):
+            return agreeing_record(before, tokens, size)
+        bits = (*[RAW] * (states // size), STATE)
+        none = (0.0,) * len(bits)
+        return dataclasses.replace(
+            before, tokens=tuple(tokens), bits=bits, mass=none, seen=none, state_tokens=states
+        )
+    # With the widths of chunks that are only in memory.
+    widths = tuple(resident.get(n, LOST) if each == LOST else each for n, each in enumerate(before.bits))
+    return grown_record(
+        dataclasses.replace(before, bits=widths),
+        chunk_io,
+        options,
+        tokens=tokens,
+        mass=position_mass(session.cache, size),
+        first=first,
+        cached_tokens=_agreed(session.tokens, tokens),
+    )
+
+
+def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
+    """The record after dropping the middle of a context before a call: its first chunk and its newest
+    tokens, `most` together. The newest are recomputed at their new positions (see
+    `jaxllm.serving.ground.sliding`)."""
+    tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
+    return record.cut(0 if record.state_tokens else 1, tokens)
+
+
+def agreeing_record(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
+    """The record of a context after its tokens changed, with the chunks whose tokens are the same."""
+    common = _agreed(before.tokens, tokens)
+    kept = len(before.bits) if 0 < before.state_tokens <= common else common // chunk_tokens
+    return before.cut(kept, tokens)
+
+
+def position_mass(cache: KVCache, chunk_tokens: int) -> np.ndarray:
+    """The attention mass of each position, `[>= tokens]`; that of a coded chunk is spread evenly."""
+    mass, front = np.asarray(cache.mass)[0], cache.coded_tokens // chunk_tokens
+    if not front:
+        return mass
+    assert cache.coded is not None
+    chunks = np.asarray(cache.coded.mass)[0, :front] / chunk_tokens
+    return np.concatenate([np.repeat(chunks, chunk_tokens), mass])
+
+
+def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
+    """The maximum bytes of `chunks` chunks of a context, for any widths."""
+    if chunk_io.widths == (RAW,):
+        return chunks * chunk_io.chunk_bytes(RAW) + chunk_io.state_bytes
+    wanted = int(options.ratio * chunk_io.reference_bytes * chunks + _ROUNDING)
+    return min(wanted, chunks * max(chunk_io.chunk_bytes(bits) for bits in WIDTHS))
+
+
+def least_ratio(chunk_io: ChunkIO) -> float:
+    """The ratio of chunks at their narrowest; 0 for a codec with one width, which ignores ratios."""
+    if chunk_io.widths == (RAW,):
+        return 0.0
+    return chunk_io.chunk_bytes(min(WIDTHS)) / chunk_io.reference_bytes
+
+
+def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
+    """Checks that chunks can be as small as the options' ratio.
+
+    Raises:
+      ConfigError: they are larger at their narrowest.
+    """
+    least = least_ratio(chunk_io)
+    # Ratios have few digits: 0.4 is not exactly two fifths.
+    if options.ratio < least - _ROUNDING:
+        raise ConfigError(
+            f"a ratio of {options.ratio} is less than {least:.4g}, which chunks take at {min(WIDTHS)} bits "
+            "with their scales; raise the ratio, take longer chunks (EngineOptions.kv_chunk_tokens), whose "
+            "scales are shared by more tokens, or another codec"
+        )
+
+
+def _attended(
+    before: Record, chunk_io: ChunkIO, mass: np.ndarray, first: int, cached_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The attention mass of each whole chunk so far, and its maximum possible mass, `[chunks]` each."""
+    size, cfg = chunk_io.chunk_tokens, chunk_io.runner.cfg
+    count = cached_tokens // size
+    heads = [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]
+    got = chunk_mass(mass, count, size)
+    seen = sightings(first, cached_tokens, count, size, heads=heads, windows=cfg.attention_windows)
+    known = min(count, len(before.mass))
+    got[:known] += before.mass[:known]
+    seen[:known] += before.seen[:known]
+    return got, seen
+
+
+def _agreed(cached: Sequence[int], tokens: Sequence[int]) -> int:
+    """The length of the common prefix of two sequences."""
+    count = min(len(cached), len(tokens))
+    return count if list(cached[:count]) == list(tokens[:count]) else common_prefix(cached, tokens)

@@ -16,14 +16,13 @@ float32. They cannot be recomputed; they count for quotas as chunks do.
 """
 
 import collections
-import dataclasses
 import itertools
 import json
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -31,34 +30,29 @@ import xxhash
 from jaxllm.contexts.codecs import RAW, STATE, WIDTHS
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file
-from jaxllm.serving.contexts.encryption import ID_DIGITS, SALT_BYTES, TAG_BYTES, Seal, Vault, require_form
+from jaxllm.serving.contexts.encryption import HEAD_BYTES, TAG_BYTES, Seal, Vault, require_form
+from jaxllm.serving.contexts.layout import SEGMENT_HEAD
 from jaxllm.serving.contexts.memory import copied_blob
 from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, pages_bytes
 
-MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
 VERSION, SEALED_VERSION = 2, 3
 _HEAD = struct.Struct("<8sIQ16s")
-# Maximum size of an index; a length from a file is not trusted.
-_MOST_INDEX_BYTES = 1 << 26
-_MOST_CHUNKS = 1 << 20
-_DIGEST_DIGITS = 16
-_TAG_DIGITS = 2 * TAG_BYTES
-_BEFORE_INDEX = ID_DIGITS + SALT_BYTES
-_MOST_LAYERS = 1 << 12
-_MOST_BLOB_BYTES = 1 << 31
+# Limits of an index: what a file says is not trusted.
+_MAX_INDEX_BYTES, _MAX_CHUNKS, _MAX_LAYERS, _MAX_BLOB_BYTES = 1 << 26, 1 << 20, 1 << 12, 1 << 31
+# Digits of a checksum.
+_DIGITS = 16
 # Blobs that are closer than this are read together.
 _GAP_BYTES = 1 << 16
 # Chunk number -> its bits, and its blob of each layer.
 Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
 # Each needs one file descriptor.
-_MOST_OPEN = 128
+_MAX_OPEN = 128
 _PLACE, _ROW = np.dtype("<i8"), np.dtype("<f4")
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A chunk in a segment: its number in the context, its width, and the checksum of its inputs (see
     `Record.sources`)."""
 
@@ -76,6 +70,7 @@ class Segment:
       layers: number of layers.
       checksum: checksum of its index.
       blob_bytes: bytes of a blob in each layer, by the width of a chunk.
+      caching: the way of reads: "direct" or "buffered".
     """
 
     def __init__(
@@ -97,40 +92,26 @@ class Segment:
         try:
             index, self.checksum, end, self._seal = _read_index(path, self._reader, vault)
             self.chunks, self.blob_bytes, self._checksums = _checked(index)
+            self.layers = len(self._checksums)
+            # Per layer, offsets of its blobs and of the last one's end; and the layer's offset in the file.
+            self._starts = [
+                [0, *itertools.accumulate(self.blob_bytes[each.bits][layer] for each in self.chunks)]
+                for layer in range(self.layers)
+            ]
+            sizes = [-(-starts[-1] // PAGE) * PAGE for starts in self._starts]
+            *self._offsets, end = itertools.accumulate(sizes, initial=end)
+            if end != self._reader.size_bytes:
+                raise CheckpointError(
+                    f"{path} has {self._reader.size_bytes} bytes, its index says {end}: it is truncated"
+                )
         except (ValueError, RecursionError) as error:
             self.close()
             raise CheckpointError(f"{path}: its index is malformed ({error!s:.120})") from error
         except BaseException:
             self.close()
             raise
-        self.layers = len(self._checksums)
-        self._starts = [self._layer_starts(layer) for layer in range(self.layers)]
+        self.caching = self._reader.caching
         self._places = {stored.chunk: place for place, stored in enumerate(self.chunks)}
-        offset = end
-        self._offsets = []
-        for starts in self._starts:
-            self._offsets.append(offset)
-            offset += -(-starts[-1] // PAGE) * PAGE
-        if offset != self._reader.size_bytes:
-            self._reader.close()
-            raise CheckpointError(
-                f"{path} has {self._reader.size_bytes} bytes, its index says {offset}: it is truncated"
-            )
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the file."""
-        return self._reader.size_bytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read since it was opened."""
-        return self._reader.bytes_read
-
-    @property
-    def caching(self) -> str:
-        """The way of reads: "direct" or "buffered"."""
-        return self._reader.caching
 
     def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
         """The blobs of some of its chunks in one layer, uint8, in few reads. Each has its own memory, so that
@@ -156,16 +137,13 @@ class Segment:
                     found[place] = self._checked_blob(blob, layer, place)
         return [found[place] for place in places]
 
-    def verify(self) -> list[int]:
-        """Reads all blobs.
-
-        Returns:
-          The chunks that are corrupt in some layer, ascending.
+    def verify(self) -> set[int]:
+        """Reads all blobs, and returns the chunks that are corrupt in some layer.
 
         Raises:
           Unreadable: storage refuses.
         """
-        corrupt = set()
+        corrupt: set[int] = set()
         for layer, stored in itertools.product(range(self.layers), self.chunks):
             if stored.chunk in corrupt:
                 continue
@@ -175,7 +153,7 @@ class Segment:
                 raise
             except CheckpointError:
                 corrupt.add(stored.chunk)
-        return sorted(corrupt)
+        return corrupt
 
     def close(self) -> None:
         """Closes the file."""
@@ -202,10 +180,6 @@ class Segment:
             raise CheckpointError(f"{self.path}: chunk {chunk} of layer {layer} is corrupt")
         return blob
 
-    def _layer_starts(self, layer: int) -> list[int]:
-        """Offsets of the blobs in a layer, and of the last one's end."""
-        return [0, *itertools.accumulate(self.blob_bytes[stored.bits][layer] for stored in self.chunks)]
-
 
 class OpenSegments:
     """The most recently opened segments. For one thread, except `forget`."""
@@ -223,25 +197,22 @@ class OpenSegments:
           CheckpointError: one is missing or damaged.
           Unreadable: storage refuses.
         """
-        self._close_forgotten()
+        while self._forgotten:
+            path = self._forgotten[0]
+            for each in [each for each in self._open if path in (each, each.parent)]:
+                self._open.pop(each).close()
+            self._forgotten.popleft()
         for path in paths:
             if path not in self._open:
                 self._open[path] = Segment(path, self._storage, self._vault, self._scratch)
             self._open.move_to_end(path)
-        while len(self._open) > max(_MOST_OPEN, len(paths)):
+        while len(self._open) > max(_MAX_OPEN, len(paths)):
             self._open.popitem(last=False)[1].close()
         return [self._open[path] for path in paths]
 
     def forget(self, path: Path) -> None:
         """Closes a segment that is about to be removed, or all in a folder, before the next open."""
         self._forgotten.append(path)
-
-    def _close_forgotten(self) -> None:
-        while self._forgotten:
-            path = self._forgotten[0]
-            for each in [each for each in self._open if path in (each, each.parent)]:
-                self._open.pop(each).close()
-            self._forgotten.popleft()
 
     def close(self) -> None:
         """Closes all."""
@@ -255,10 +226,11 @@ class StoredContext:
     Attributes:
       record: record of the context.
       layers: number of layers of its chunks; 0 without chunks.
+      caching: the way of reads: "direct" or "buffered"; empty if nothing is stored.
     """
 
     def __init__(self, record: Record, segments: Mapping[str, Segment]) -> None:
-        """See the class; `segments` are the context's open segments.
+        """See the class; `segments` are the context's open segments, by name.
 
         Raises:
           CheckpointError: a segment is not the one that the record names.
@@ -269,16 +241,9 @@ class StoredContext:
                     f"{segment.path}: chunk {min(mismatched)} is not the one that the context's record means"
                 )
         self.record, self._segments = record, segments
-        self.layers = next((each.layers for each in segments.values()), 0)
-
-    @property
-    def caching(self) -> str:
-        """The way of reads: "direct" or "buffered"; empty if nothing is stored."""
-        return next((each.caching for each in self._segments.values()), "")
-
-    def has(self, chunk: int) -> bool:
-        """Whether a chunk is stored."""
-        return bool(self.record.files[chunk])
+        any_segment = next(iter(segments.values()), None)
+        self.layers = 0 if any_segment is None else any_segment.layers
+        self.caching = "" if any_segment is None else any_segment.caching
 
     def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
         """The blobs of some chunks in one layer, uint8, in few reads.
@@ -332,17 +297,16 @@ def write_segment(
             raise ConfigError(f"chunk {chunk} has blobs of other sizes than others at {bits} bits")
         if len(blobs) != layers:
             raise ConfigError(f"chunk {chunk} has {len(blobs)} layers, others {layers}")
-    seal = None if vault is None else vault.new_seal(path.parent.parent.name)
-    version = VERSION if seal is None else SEALED_VERSION
-    if seal is None:
-        text = _index(chunks, sources.__getitem__, lambda _, __, blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
+    named = {chunk: sources[chunk] for chunk in order}
+    if vault is None:
+        version, text = VERSION, _index(chunks, named, _checksums(chunks))
     else:
+        seal = vault.new_seal(path.parent.parent.name)
         chunks, tags = _sealed_chunks(chunks, seal)
-        text = _index(chunks, sources.__getitem__, lambda layer, chunk, _: tags[layer, chunk])
-        text = seal.key_id.encode() + seal.salt + seal.sealed(0, text, _named(path))
+        version, text = SEALED_VERSION, seal.head(_index(chunks, named, tags), _named(path))
     began = time.perf_counter()
     with atomic_file(path, flush=flush) as file:
-        file.write(_HEAD.pack(MAGIC, version, len(text), xxhash.xxh3_128_digest(text)) + text)
+        file.write(_HEAD.pack(SEGMENT_HEAD, version, len(text), xxhash.xxh3_128_digest(text)) + text)
         _pad(file)
         for layer in range(layers):
             for chunk in order:
@@ -358,13 +322,11 @@ def file_bytes(chunks: Chunks, *, encrypted: bool = False) -> int:
     """The size of the file that `write_segment` makes of some chunks; 0 for no chunks."""
     if not chunks:
         return 0
-    digest, checksum = "0" * _DIGEST_DIGITS, "0" * (_TAG_DIGITS if encrypted else _DIGEST_DIGITS)
-    around = _BEFORE_INDEX + TAG_BYTES if encrypted else 0
-    layers = zip(*(blobs for _, blobs in chunks.values()), strict=True)
-    parts = [
-        _HEAD.size + around + len(_index(chunks, lambda _: digest, lambda _, __, ___: checksum)),
-        *(sum(b.nbytes for b in each) for each in layers),
-    ]
+    checksum, more = ("0" * 2 * TAG_BYTES, HEAD_BYTES) if encrypted else ("0" * _DIGITS, 0)
+    layers = list(zip(*(blobs for _, blobs in chunks.values()), strict=True))
+    checksums = [[checksum] * len(chunks)] * len(layers)
+    text = _index(chunks, dict.fromkeys(chunks, "0" * _DIGITS), checksums)
+    parts = [_HEAD.size + more + len(text), *(sum(blob.nbytes for blob in each) for each in layers)]
     return sum(-(-part // PAGE) * PAGE for part in parts)
 
 
@@ -374,28 +336,26 @@ def mismatched_chunks(record: Record, name: str, segment: Segment) -> set[int]:
     own = {chunk for chunk, file in enumerate(record.files) if file == name}
     if segment.checksum != record.checksums.get(name):
         return own
-    wanted = {chunk: (record.bits[chunk], record.sources[chunk]) for chunk in own}
-    sizes = {bits: tuple(of) for bits, of in segment.blob_bytes.items()}
-    right = {bits for bits, of in sizes.items() if record.origin.layer_bytes.get(bits) == of}
-    there = {each.chunk for each in segment.chunks if wanted.get(each.chunk) == (each.bits, each.source)}
-    return {chunk for chunk in own if chunk not in there or record.bits[chunk] not in right}
+    sizes = record.origin.layer_bytes
+    right = {
+        each.chunk
+        for each in segment.chunks
+        if each.chunk in own
+        and (record.bits[each.chunk], record.sources[each.chunk]) == (each.bits, each.source)
+        and sizes.get(each.bits) == tuple(segment.blob_bytes[each.bits])
+    }
+    return own - right
 
 
-def row_chunks(rows: PromptRows) -> Chunks:
-    """Prompt embeddings as the one chunk of a segment."""
+def row_chunks(rows: PromptRows | None) -> Chunks:
+    """Prompt embeddings as the one chunk of a segment, of the source `ROWS_SOURCE`; no chunk for none."""
+    if rows is None:
+        return {}
     places, wide = rows.at.astype(_PLACE), np.ascontiguousarray(rows.rows, _ROW)
     return {0: (RAW, [each.reshape(-1).view(np.uint8) for each in (places, wide)])}
 
 
-def write_rows(
-    path: Path, rows: PromptRows, storage: Storage, vault: Vault | None, *, flush: bool = True
-) -> str:
-    """Writes the prompt embeddings of a context atomically; returns the checksum of the file's index.
-
-    Raises:
-      OSError: they cannot be written.
-    """
-    return write_segment(path, row_chunks(rows), ["rows"], storage, flush=flush, vault=vault)
+ROWS_SOURCE = ("rows",)
 
 
 def read_rows(
@@ -410,34 +370,44 @@ def read_rows(
     if not record.rows:
         return None
     path = folder / record.rows
+    damaged = CheckpointError(
+        f"{path}: the rows of the context's images are not what was written; make a new context"
+    )
     with Segment(path, storage, vault) as segment:
         known = [(each.chunk, each.bits) for each in segment.chunks] == [(0, RAW)]
         if segment.checksum != record.checksums.get(record.rows) or segment.layers != 2 or not known:
-            raise _damaged(path)
+            raise damaged
         places, wide = (segment.read(layer, [0])[0] for layer in range(2))
     count = places.size // _PLACE.itemsize
     if not count or places.size % _PLACE.itemsize or wide.size % (count * _ROW.itemsize):
-        raise _damaged(path)
+        raise damaged
     try:
         rows = PromptRows(places.copy().view(_PLACE), wide.copy().view(_ROW).reshape(count, -1))
     except ConfigError as error:
-        raise _damaged(path) from error
+        raise damaged from error
     return rows.before(len(record.tokens))
 
 
-def _sealed_chunks(chunks: Chunks, seal: Seal) -> tuple[Chunks, dict[tuple[int, int], str]]:
-    """Chunks with encrypted blobs of the same sizes, and the blobs' tags by layer and chunk."""
-    tags, found = {}, {}
-    for chunk, (bits, blobs) in chunks.items():
+def _checksums(chunks: Chunks) -> list[list[str]]:
+    """The checksum of each blob, by layer, in the order of chunks."""
+    layers = zip(*(chunks[chunk][1] for chunk in sorted(chunks)), strict=True)
+    return [[xxhash.xxh3_64_hexdigest(_bytes(blob)) for blob in blobs] for blobs in layers]
+
+
+def _sealed_chunks(chunks: Chunks, seal: Seal) -> tuple[Chunks, list[list[str]]]:
+    """Chunks with encrypted blobs of the same sizes, and the blobs' tags by layer."""
+    tags, found = [], {}
+    for chunk in sorted(chunks):
+        bits, blobs = chunks[chunk]
         coded = [seal.sealed(_number(layer, chunk), _bytes(blob)) for layer, blob in enumerate(blobs)]
-        tags |= {(layer, chunk): each[-TAG_BYTES:].hex() for layer, each in enumerate(coded)}
+        tags.append([each[-TAG_BYTES:].hex() for each in coded])
         found[chunk] = (bits, [np.frombuffer(each, np.uint8)[:-TAG_BYTES] for each in coded])
-    return found, tags
+    return found, [list(layer) for layer in zip(*tags, strict=True)]
 
 
 def _number(layer: int, chunk: int) -> int:
     """The number of a blob under a seal; the index is 0."""
-    return 1 + layer * _MOST_CHUNKS + chunk
+    return 1 + layer * _MAX_CHUNKS + chunk
 
 
 def _named(path: Path) -> str:
@@ -445,18 +415,11 @@ def _named(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def _index(
-    chunks: Chunks, source: Callable[[int], str], checksum: Callable[[int, int, np.ndarray], str]
-) -> bytes:
-    order = sorted(chunks)
-    sizes = {str(bits): [blob.nbytes for blob in blobs] for bits, blobs in chunks.values()}
-    layers = len(chunks[order[0]][1])
+def _index(chunks: Chunks, sources: Mapping[int, str], checksums: list[list[str]]) -> bytes:
     index = {
-        "chunks": [[chunk, chunks[chunk][0], source(chunk)] for chunk in order],
-        "blob_bytes": sizes,
-        "checksums": [
-            [checksum(layer, chunk, chunks[chunk][1][layer]) for chunk in order] for layer in range(layers)
-        ],
+        "chunks": [[chunk, chunks[chunk][0], sources[chunk]] for chunk in sorted(chunks)],
+        "blob_bytes": {str(bits): [blob.nbytes for blob in blobs] for bits, blobs in chunks.values()},
+        "checksums": checksums,
     }
     return json.dumps(index, separators=(",", ":")).encode()
 
@@ -466,69 +429,56 @@ def _read_index(path: Path, reader: PieceReader, vault: Vault | None) -> tuple[A
     if reader.size_bytes < PAGE:
         raise CheckpointError(f"{path} has {reader.size_bytes} bytes: it is not a segment of a context")
     magic, version, size, digest = _HEAD.unpack(reader.read(0, _HEAD.size).tobytes())
-    if magic != MAGIC:
+    if magic != SEGMENT_HEAD:
         raise CheckpointError(f"{path} is not a segment of a context")
     if version not in (VERSION, SEALED_VERSION):
         # Records of this version never name segments of another version.
         raise CheckpointError(f"{path} is of version {version}, this jaxllm reads {VERSION}")
-    if size > min(_MOST_INDEX_BYTES, reader.size_bytes - _HEAD.size):
+    if size > min(_MAX_INDEX_BYTES, reader.size_bytes - _HEAD.size):
         raise CheckpointError(f"{path}: its index of {size} bytes does not fit the file: it is truncated")
     text = reader.read(_HEAD.size, size).tobytes()
     if xxhash.xxh3_128_digest(text) != digest:
         raise CheckpointError(f"{path}: its index is corrupt")
-    end, seal = -(-(_HEAD.size + size) // PAGE) * PAGE, None
+    seal = None
     require_form(path, vault, encrypted=version == SEALED_VERSION)
     if version == SEALED_VERSION and vault is not None:
-        wanted, salt, sealed = text[:ID_DIGITS], text[ID_DIGITS:_BEFORE_INDEX], text[_BEFORE_INDEX:]
-        seal = vault.seal(path.parent.parent.name, wanted.decode("latin-1"), salt)
-        text = seal.opened(0, sealed, _named(path))
-    return json.loads(text), digest.hex(), end, seal
+        text, seal = vault.opened_head(path.parent.parent.name, text, _named(path))
+    return json.loads(text), digest.hex(), -(-(_HEAD.size + size) // PAGE) * PAGE, seal
 
 
 def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]], list[list[str]]]:
-    """The chunks of a index, the sizes of their blobs and the checksums of these.
+    """The chunks of an index, the sizes of their blobs and the checksums of these.
 
     Raises:
       ValueError: it is not an index, or its parts are inconsistent.
     """
     _require("fields", isinstance(index, dict) and index.keys() == {"chunks", "blob_bytes", "checksums"})
     chunks, sizes, checksums = index["chunks"], index["blob_bytes"], index["checksums"]
-    _require(
-        "chunks", isinstance(chunks, list) and 0 < len(chunks) <= _MOST_CHUNKS and all(map(_is_chunk, chunks))
-    )
-    numbers = [number for number, *_ in chunks]
-    _require("chunks", all(a < b for a, b in itertools.pairwise(numbers)))
-    widths = {bits for _, bits, _ in chunks}
-    _require("blob_bytes", isinstance(sizes, dict) and sizes.keys() == set(map(str, widths)))
-    _require("checksums", isinstance(checksums, list) and 0 < len(checksums) <= _MOST_LAYERS)
+    _require("chunks", isinstance(chunks, list) and 0 < len(chunks) <= _MAX_CHUNKS)
+    _require("chunks", all(map(_is_chunk, chunks)))
+    _require("chunks", all(a[0] < b[0] for a, b in itertools.pairwise(chunks)))
+    widths = {str(bits) for _, bits, _ in chunks}
+    _require("blob_bytes", isinstance(sizes, dict) and sizes.keys() == widths)
+    _require("checksums", isinstance(checksums, list) and 0 < len(checksums) <= _MAX_LAYERS)
     for of in sizes.values():
         _require("blob_bytes", isinstance(of, list) and len(of) == len(checksums))
-        _require("blob_bytes", all(type(size) is int and 0 < size <= _MOST_BLOB_BYTES for size in of))
+        _require("blob_bytes", all(type(size) is int and 0 < size <= _MAX_BLOB_BYTES for size in of))
     for of in checksums:
         _require("checksums", isinstance(of, list) and len(of) == len(chunks))
         _require("checksums", all(type(each) is str for each in of))
-    return (
-        tuple(StoredChunk(*each) for each in chunks),
-        {int(bits): of for bits, of in sizes.items()},
-        checksums,
-    )
+    stored = tuple(StoredChunk(*each) for each in chunks)
+    return stored, {int(bits): of for bits, of in sizes.items()}, checksums
 
 
 def _is_chunk(each: Any) -> bool:
-    if type(each) is not list or len(each) != 3:
+    if type(each) is not list or list(map(type, each)) != [int, int, str]:
         return False
-    number, bits, source = each
-    return (
-        type(number) is int
-        and 0 <= number < _MOST_CHUNKS
-        and type(bits) is int
-        and bits in (RAW, STATE, *WIDTHS)
-        and type(source) is str
-    )
+    number, bits, _ = each
+    return 0 <= number < _MAX_CHUNKS and bits in (RAW, STATE, *WIDTHS)
 
 
-def _require(name: str, good: bool) -> None:
-    if not good:
+def _require(name: str, valid: bool) -> None:
+    if not valid:
         raise ValueError(name)
 
 
@@ -549,9 +499,3 @@ def _bytes(blob: np.ndarray) -> memoryview:
 
 def _pad(file: BinaryIO) -> None:
     file.write(b"\0" * (-file.tell() % PAGE))
-
-
-def _damaged(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: the rows of the context's images are not what was written; make a new context"
-    )

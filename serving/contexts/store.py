@@ -9,7 +9,7 @@ at any moment leaves the older record with all of its segments; segments that no
 the context's next commit, or by `sweep`. Opening a store removes nothing: unreadable contexts stay and are
 listed, until `verify` sets damaged files aside on request. Only the owner may read it (0700).
 
-`commit_later` writes in a thread (`background`): until then the context's record is the future one, and
+`commit_later` writes in a thread (`WriteQueue`): until then the context's record is the future one, and
 accesses to its files wait.
 """
 
@@ -23,25 +23,13 @@ from types import MappingProxyType
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, one_line
 from jaxllm.files.atomic import sync
+from jaxllm.serving.contexts import layout
 from jaxllm.serving.contexts.background import WriteQueue
-from jaxllm.serving.contexts.catalog import Catalog, Damage, require_store
+from jaxllm.serving.contexts.catalog import Catalog, Damage, chunk_damage, require_store, verify
 from jaxllm.serving.contexts.encryption import Vault
-from jaxllm.serving.contexts.integrity import chunk_damage, verify
-from jaxllm.serving.contexts.layout import (
-    LOCK,
-    StoreLock,
-    file_size,
-    folder_bytes,
-    folder_name,
-    is_shared,
-    new_name,
-    next_segment,
-    remove_own,
-    require_real,
-    written,
-)
-from jaxllm.serving.contexts.record import SEGMENT, Linked, Origin, Record
+from jaxllm.serving.contexts.record import Linked, Origin, Record
 from jaxllm.serving.contexts.segment import (
+    ROWS_SOURCE,
     Chunks,
     OpenSegments,
     Segment,
@@ -49,7 +37,6 @@ from jaxllm.serving.contexts.segment import (
     file_bytes,
     read_rows,
     row_chunks,
-    write_rows,
     write_segment,
 )
 from jaxllm.serving.ground.prompt_rows import PromptRows
@@ -57,19 +44,6 @@ from jaxllm.serving.host.direct_io import Storage
 
 # Placeholder for the segment of a chunk that `commit_later` has yet to write.
 _COMING = "coming"
-
-
-@dataclasses.dataclass(frozen=True)
-class BrokenQuota:
-    """A quota that files would exceed.
-
-    Attributes:
-      app: app of the quota; None for that of all contexts.
-      reason: explanation as a sentence.
-    """
-
-    app: str | None
-    reason: str
 
 
 class ContextStore:
@@ -106,7 +80,7 @@ class ContextStore:
             # Check this before making anything in a folder that may be foreign.
             require_store(self.root)
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = StoreLock(self.root / LOCK)
+            self._lock = layout.StoreLock(self.root / layout.LOCK)
             try:
                 require_store(self.root)
                 self._catalog = Catalog(self.root, self._segments, self.vault)
@@ -135,7 +109,7 @@ class ContextStore:
             self._catalog.close()
         if self.vault is not None:
             self.vault.close()
-        self._lock.release()
+        self._lock.close()
 
     def __enter__(self) -> "ContextStore":
         return self
@@ -144,14 +118,10 @@ class ContextStore:
         self.close()
 
     def records(self, app: str | None = None) -> list[Record]:
-        """All contexts, or an app's, by name.
-
-        Raises:
-          ConfigError: the store was closed (see `StoreLock.require`); so do all methods below.
-        """
+        """All contexts, or an app's, by name."""
         self._require_settled()
-        there = {**self._catalog.records, **self._queue.coming()}
-        found = [each for each in there.values() if app in (None, each.app)]
+        current = {**self._catalog.records, **self._queue.coming()}
+        found = [each for each in current.values() if app in (None, each.app)]
         return sorted(found, key=lambda each: (each.app, each.name))
 
     def damage(self) -> list[Damage]:
@@ -176,7 +146,7 @@ class ContextStore:
           Unreadable: storage refuses, or a newer version wrote it.
         """
         folder, _ = self._unsettled.get(name, (None, False))
-        own = app is None or folder is None or folder.parent.name == folder_name(app)
+        own = app is None or folder is None or folder.parent.name == layout.folder_name(app)
         self._require_settled(name if own else "")
         coming = None if self._queue.inside else self._queue.coming().get(name)
         record = coming or self._catalog.records.get(name)
@@ -192,11 +162,7 @@ class ContextStore:
         self._queue.wait(name)
 
     def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
-        """Opens a context's segments for reads until the next call of the store.
-
-        Args:
-          name: name of the context.
-          chunks: chunks to read; None for all.
+        """Opens a context's segments for reads of some chunks, or of all, until the next call of the store.
 
         Raises:
           ContextGone: there is no such context.
@@ -205,43 +171,35 @@ class ContextStore:
         """
         self.wait(name)
         record = self.record(name)
-        folder, names = self._catalog.folder(record), record.segments
-        if chunks is not None:
-            names = sorted({record.files[chunk] for chunk in chunks} - {""})
-        segments = self._segments.open([folder / each for each in names])
+        names = sorted({record.files[n] for n in chunks} - {""}) if chunks is not None else record.segments
+        segments = self._segments.open([self.folder(record) / each for each in names])
         return StoredContext(record, dict(zip(names, segments, strict=True)))
 
-    @contextlib.contextmanager
-    def opened_apart(self, name: str) -> Iterator[StoredContext]:
-        """Opens a context's segments, which stay open during other calls of the store.
-
-        Raises:
-          ContextGone, CheckpointError, Unreadable: see `open`.
-        """
+    def read_chunks(self, name: str, chunks: Iterable[int] | None = None) -> Chunks:
+        """Some chunks of a context on storage, or all. Does not wait for pending writes. Raises: see
+        `open`."""
         record = self.record(name)
+        stored = [n for n, file in enumerate(record.files) if file]
+        wanted = stored if chunks is None else sorted(chunks)
         with contextlib.ExitStack() as stack:
+            # Apart from `open`, because this may be the writing thread.
             segments = {
-                each: stack.enter_context(
-                    Segment(self._catalog.folder(record) / each, self._storage, self.vault)
-                )
-                for each in record.segments
+                each: stack.enter_context(Segment(self.folder(record) / each, self._storage, self.vault))
+                for each in sorted({record.files[n] for n in wanted})
             }
-            yield StoredContext(record, segments)
+            opened = StoredContext(record, segments)
+            layers = [opened.read(layer, wanted) for layer in range(opened.layers)]
+        return {n: (record.bits[n], [blobs[at] for blobs in layers]) for at, n in enumerate(wanted)}
 
-    def stored_bytes(self, record: Record) -> int:
-        """Bytes of a context's unshared segments."""
-        return sum(file_size(self._catalog.folder(record) / each) for each in self.own_segments(record))
-
-    def own_segments(self, record: Record) -> set[str]:
-        """Names of a context's segments that no other context shares."""
-        folder = self._catalog.folder(record)
-        return {each for each in record.segments if not is_shared(folder / each)}
+    def own_segments(self, record: Record) -> dict[str, int]:
+        """Bytes of a context's segments that no other context shares, by name."""
+        return layout.own_bytes(self.folder(record), record.segments)
 
     def used_bytes(self, app: str | None = None) -> int:
         """Bytes of all files and records, or of an app's."""
         records = self.records(app)
         rows = sum(self._catalog.record_bytes.get(each.name, 0) for each in records)
-        return rows + folder_bytes({self._catalog.folder(each) for each in records})
+        return rows + layout.folder_bytes({self.folder(each) for each in records})
 
     def create(self, app: str, origin: Origin, *, pinned: bool = False, tokenizer: str = "") -> Record:
         """A new, empty context; see `Record`.
@@ -251,17 +209,17 @@ class ContextStore:
           BudgetExceeded: there is no space.
           CheckpointError: it cannot be written.
         """
-        folder_name(app)
+        layout.folder_name(app)
         self._require_settled()
         # Leftovers that cannot be removed do no harm.
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
-        name = new_name()
+        name = layout.new_name()
         record = Record(
             name=name, app=app, origin=origin, pinned=pinned, tokenizer=tokenizer,
             used=self._catalog.next_use(), created_s=max(0, int(time.time())),
         )  # fmt: skip
-        folder = self._catalog.folder(record)
+        folder = self.folder(record)
         try:
             with self._changing(record):
                 folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -294,15 +252,15 @@ class ContextStore:
             return found
         links: dict[str, str] = {}
         with contextlib.suppress(JaxllmError, OSError):
-            theirs, own = self.record(source), self._catalog.folder(record)
+            theirs, own = self.record(source), self.folder(record)
             for n, bits in sorted(chunks.items()):
                 file = (*theirs.files, *[""] * (n + 1))[n]
                 same = theirs.bits[n : n + 1] == (bits,) and theirs.sources[n] == record.sources[n]
                 if not same or file not in theirs.checksums:
                     continue
                 if file not in links:
-                    fresh = next_segment([*os.listdir(own), *self.record(record.name).own_files])
-                    os.link(self._catalog.folder(theirs) / file, own / fresh, follow_symlinks=False)
+                    fresh = layout.next_segment([*os.listdir(own), *self.record(record.name).own_files])
+                    os.link(self.folder(theirs) / file, own / fresh, follow_symlinks=False)
                     links[file] = fresh
                 found[n] = (links[file], theirs.checksums[file])
         return found
@@ -336,34 +294,29 @@ class ContextStore:
           CheckpointError: the device failed: `record` shows whether the state is the one before or after.
         """
         self.wait(record.name)
-        before = self.record(record.name)
-        chunks = dict(chunks or {})
-        folder, name = self._catalog.folder(record), record.name
-        with written(folder):
+        before = self.record(record.name).with_links(linked)
+        chunks, new_rows = dict(chunks or {}), row_chunks(rows)
+        folder, name = self.folder(record), record.name
+        with layout.written(folder):
             names = _names(folder)
-        before = before.with_links(linked)
         taken = [*names, *before.own_files]
-        fresh = next_segment(taken)
-        of_rows = before.rows if rows is None else next_segment([*taken, fresh])
-        files = [fresh if chunk in chunks else file for chunk, file in enumerate(record.kept_files(before))]
-        named = {"files": tuple(files), "rows": of_rows, "checksums": before.checksums}
-        record = dataclasses.replace(record, used=self._catalog.next_use(), **named)
-        record = record.lose({chunk for chunk, file in enumerate(files) if not file})
-        there = {*filter(SEGMENT.fullmatch, names), *before.own_files, fresh}
-        with written(folder):
-            more = self._more_bytes(record, chunks, there - record.own_files)
-            more += 0 if rows is None else file_bytes(row_chunks(rows), encrypted=self.vault is not None)
+        fresh = layout.next_segment(taken)
+        of_rows = layout.next_segment([*taken, fresh]) if new_rows else before.rows
+        record = self._with_files(record, before, dict.fromkeys(chunks, fresh), of_rows)
+        current = {*filter(layout.SEGMENT.fullmatch, names), *before.own_files, fresh}
+        with layout.written(folder):
+            more = self._more_bytes(record, chunks, current - record.own_files)
+            more += file_bytes(new_rows, encrypted=self.vault is not None)
         if (broken := self._broken_quota(record.app, more)) is not None:
-            raise BudgetExceeded(broken.reason)
+            raise BudgetExceeded(broken[1])
+        sources = record.sources if chunks else ()
         with self._changing(record):
-            if chunks:
-                checksum = write_segment(
-                    folder / fresh, chunks, record.sources, self._storage, flush=flush, vault=self.vault
-                )
-                record = dataclasses.replace(record, checksums={**record.checksums, fresh: checksum})
-            if rows is not None:
-                checksum = write_rows(folder / of_rows, rows, self._storage, self.vault, flush=flush)
-                record = dataclasses.replace(record, checksums={**record.checksums, of_rows: checksum})
+            for file, new, of in ((fresh, chunks, sources), (of_rows, new_rows, ROWS_SOURCE)):
+                if new:
+                    checksum = write_segment(
+                        folder / file, new, of, self._storage, flush=flush, vault=self.vault
+                    )
+                    record = dataclasses.replace(record, checksums={**record.checksums, file: checksum})
             if flush:
                 for each in self._unflushed.get(name, set()) & record.own_files:
                     sync(folder / each)
@@ -373,10 +326,10 @@ class ContextStore:
             self._catalog.records[name] = record
             if flush:
                 self._unflushed.pop(name, None)
-                for each in there - record.own_files:
+                for each in current - record.own_files:
                     self._catalog.discard(folder / each)
             else:
-                self._unflushed[name] = {*there, of_rows} - {""}
+                self._unflushed[name] = {*current, of_rows} - {""}
         return record
 
     def rows(self, name: str) -> PromptRows | None:
@@ -384,7 +337,7 @@ class ContextStore:
         `read_rows`."""
         self.wait(name)
         record = self.record(name)
-        return read_rows(self._catalog.folder(record), record, self._storage, self.vault)
+        return read_rows(self.folder(record), record, self._storage, self.vault)
 
     def write_later(self) -> None:
         """Starts the thread that writes for `commit_later`."""
@@ -392,19 +345,11 @@ class ContextStore:
 
     def note(self, record: Record) -> Record:
         """Stores a context's new tokens without waiting for the device: they survive a kill, while a power
-        cut may restore the state before. Obsolete files are removed by the next commit.
-
-        Args:
-          record: see `commit`; it has no new chunks.
-
-        Returns, Raises: see `commit`.
-        """
+        cut may restore the state before. Obsolete files are removed by the next commit. For arguments (no new
+        chunks), result and errors see `commit`."""
         self.wait(record.name)
         before = self.record(record.name)
-        files = tuple(record.kept_files(before))
-        record = dataclasses.replace(
-            record, files=files, rows=before.rows, checksums=before.checksums, used=self._catalog.next_use()
-        ).lose({chunk for chunk, file in enumerate(files) if not file})
+        record = self._with_files(record, before, {}, before.rows)
         with self._changing(record):
             self._catalog.put(record, flush=False)
             self._catalog.records[record.name] = record
@@ -418,7 +363,7 @@ class ContextStore:
         then: Callable[[str], object] = lambda _: None,
         *,
         linked: Linked = MappingProxyType({}),
-        ready: Callable[[], object] | None = None,
+        ready: Callable[[], object] = lambda: None,
     ) -> Record:
         """Stores a context's new state as `commit` does, in the writing thread (see `write_later`). Waits
         only if too many writes are pending.
@@ -427,8 +372,7 @@ class ContextStore:
           record, chunks, linked: see `commit`.
           failed: called in that thread with the context's name and the error; the state is the one before.
           then: called in that thread with the name, after the commit.
-          ready: called in that thread before the commit: waits until the chunks are encoded, or raises;
-            None if they are.
+          ready: called in that thread before the commit: waits until the chunks are encoded, or raises.
 
         Returns:
           The future record.
@@ -437,8 +381,7 @@ class ContextStore:
 
         def write() -> None:
             try:
-                if ready is not None:
-                    ready()
+                ready()
                 self.commit(record, chunks, linked=linked)
                 then(name)
             except JaxllmError as error:
@@ -446,21 +389,17 @@ class ContextStore:
             except Exception as error:
                 failed(name, CheckpointError(f"the context {name} cannot be written ({one_line(error)})"))
 
-        there = [*record.files, *[""] * len(record.bits)][: len(record.bits)]
-        files = (_COMING if n in chunks or n in linked else file for n, file in enumerate(there))
-        coming = dataclasses.replace(record, files=tuple(files), used=self.record(name).used)
-        self._queue.put(name, write, coming)
-        return coming
+        files = [*record.files, *[""] * len(record.bits)][: len(record.bits)]
+        coming = (_COMING if n in chunks or n in linked else file for n, file in enumerate(files))
+        future = dataclasses.replace(record, files=tuple(coming), used=self.record(name).used)
+        self._queue.put(name, write, future)
+        return future
 
-    def beyond_quota(self, record: Record, chunks: Chunks) -> BrokenQuota | None:
-        """The quota that a context's new chunks would exceed; None for none. Files being written may count
-        twice.
-
-        Args:
-          record, chunks: see `commit`.
-        """
-        files = set(record.kept_files(self.record(record.name))) - {""}
-        freed = set(self.record(record.name).segments) - files
+    def beyond_quota(self, record: Record, chunks: Chunks) -> tuple[str | None, str] | None:
+        """The app of the quota that a context's new chunks would exceed, None for that of all contexts, and
+        an explanation; None for no quota. Files being written may count twice."""
+        before = self.record(record.name)
+        freed = {*before.segments} - {*record.kept_files(before)}
         return self._broken_quota(record.app, self._more_bytes(record, chunks, freed))
 
     def sweep(self) -> None:
@@ -468,11 +407,11 @@ class ContextStore:
         folders of unfinished or deleted contexts. Files of contexts with damage stay."""
         self._require_settled()
         for record in self.records():
-            folder = self._catalog.folder(record)
+            folder = self.folder(record)
             if folder not in self._catalog.damage:
                 with contextlib.suppress(OSError, JaxllmError):
-                    require_real(self.root, folder)
-                    remove_own(folder, keep=record.own_files)
+                    layout.require_real(folder)
+                    layout.remove_own(folder, keep=record.own_files)
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
 
@@ -487,7 +426,7 @@ class ContextStore:
         record = self.record(name)
         with self._changing(record):
             self._catalog.delete(record)
-            self._segments.forget(self._catalog.folder(record))
+            self._segments.forget(self.folder(record))
             self._settle(name)
 
     def verify(self, *, repair: bool = False) -> list[Damage]:
@@ -520,39 +459,46 @@ class ContextStore:
         """
         self.wait(name)
         record = self.record(name)
-        chunks = chunk_damage(self._catalog.folder(record), record, self._storage, self.vault)
-        if chunks.corrupt:
-            record = self.commit(record.lose(chunks.corrupt))
-        return record.lose(chunks.unread)
+        corrupt, unread, _ = chunk_damage(self.folder(record), record, self._storage, self.vault)
+        if corrupt:
+            record = self.commit(record.lose(corrupt))
+        return record.lose(unread)
+
+    def _with_files(self, record: Record, before: Record, fresh: Mapping[int, str], rows: str) -> Record:
+        """A record with the next use, and each chunk's segment: the new one, or that of the record before;
+        chunks without one are lost."""
+        files = tuple(fresh.get(n, file) for n, file in enumerate(record.kept_files(before)))
+        record = dataclasses.replace(
+            record, files=files, rows=rows, checksums=before.checksums, used=self._catalog.next_use()
+        )
+        return record.lose({n for n, file in enumerate(files) if not file})
 
     def _more_bytes(self, record: Record, chunks: Chunks, freed: Set[str]) -> int:
         """The growth of the store by a commit of chunks that removes the files `freed`."""
-        folder = self._catalog.folder(record)
         size = file_bytes(chunks, encrypted=self.vault is not None)
-        return size - sum(file_size(folder / each) for each in freed if not is_shared(folder / each))
+        return size - sum(layout.own_bytes(self.folder(record), freed).values())
 
-    def _broken_quota(self, app: str, more_bytes: int) -> BrokenQuota | None:
-        """The quota that files of an app would exceed with `more_bytes` more; None for none. A change that
-        does not grow the store exceeds none."""
+    def _broken_quota(self, app: str, more_bytes: int) -> tuple[str | None, str] | None:
+        """The quota that files of an app would exceed with `more_bytes` more (see `beyond_quota`). A change
+        that does not grow the store exceeds none."""
         for quota, whose, owner in zip(
             self._quotas, (f"the contexts of {app}", "all contexts"), (app, None), strict=True
         ):
             if quota and more_bytes > 0 and self.used_bytes(owner) + more_bytes > quota:
-                reason = (
+                return owner, (
                     f"{whose} may take {quota:,} bytes on storage, and {more_bytes:,} more do not fit: "
                     "delete contexts, or raise the quota"
                 )
-                return BrokenQuota(owner, reason)
         return None
 
     @contextlib.contextmanager
     def _changing(self, record: Record) -> Iterator[None]:
         """Changes a context. After an error its state is reloaded from storage; if that fails, or after an
         interrupt, it is when the context is next used."""
-        name, folder = record.name, self._catalog.folder(record)
+        name, folder = record.name, self.folder(record)
         self._unsettled[name] = (folder, self._queue.inside)
         try:
-            with written(folder):
+            with layout.written(folder):
                 yield
         except JaxllmError:
             with contextlib.suppress(JaxllmError):
@@ -564,6 +510,7 @@ class ContextStore:
         """Checks that the store is open, and reloads contexts whose last change may be incomplete.
 
         Raises:
+          ConfigError: the store was closed, or belongs to another process.
           CheckpointError: the wanted context cannot be read.
         """
         self._lock.require()

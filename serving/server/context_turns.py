@@ -16,9 +16,8 @@ from jaxllm.config import WHOLE
 from jaxllm.contexts.codecs import RAW, STATE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.memory import ChunkMemory
-from jaxllm.serving.contexts.record import Record
+from jaxllm.serving.contexts.record import Record, TurnTokens
 from jaxllm.serving.contexts.store import ContextStore
-from jaxllm.serving.contexts.turn_ids import TurnTokens
 from jaxllm.serving.elastic.objectives import Cost, EnergyBudget
 from jaxllm.serving.elastic.planner import Load
 from jaxllm.serving.elastic.profile import DeviceProfile
@@ -178,7 +177,7 @@ class ContextTurns:
             # With ids in place of the rows.
             asked = dataclasses.replace(asked, prompt=request.prompt)
         # A source is encoded again unless its context ran last.
-        prompt = asked.told
+        prompt = asked.all_tokens
         computed = _computed(record, len(before), len(prompt))
 
         def cost(level: int, tokens: int) -> Cost:

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import JaxllmError, ObjectiveMissed
-from jaxllm.serving.contexts.record import Record
-from jaxllm.serving.contexts.turn_ids import TurnTokens
+from jaxllm.serving.contexts.record import Record, TurnTokens
 from jaxllm.serving.elastic.objectives import Cost
 from jaxllm.serving.elastic.planned_service import PlannedCall, PlannedService
 from jaxllm.serving.elastic.planner import IDLE, Load, Plan
@@ -260,7 +259,7 @@ class Job(Work):
     def take_turn(self, turn: ContextTurn) -> None:
         """Sets the turn of a call in a context, before it begins."""
         self.turn, self.adapter = turn, turn.adapter
-        self._expect(turn.asked.told, turn.whole)
+        self._expect(turn.asked.all_tokens, turn.whole)
         self._expected_tokens = turn.computed_tokens
 
     def begin(self, run: Run, plan: Plan | None = None, context_call: Any = None) -> None:

@@ -18,12 +18,11 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
 from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_shapes
 from jaxllm.serving.buckets.bucket import Bucket
-from jaxllm.serving.contexts.answer import ContextCall
 from jaxllm.serving.contexts.chunk_io import chunk_io_of
-from jaxllm.serving.contexts.context import fork
-from jaxllm.serving.contexts.growth import most_bytes
+from jaxllm.serving.contexts.context import ContextCall, fork
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.contexts.saving import most_bytes
 from jaxllm.serving.elastic.engine_profile import profile_path
 from jaxllm.serving.elastic.known_profile import known_profile
 from jaxllm.serving.elastic.profile import DeviceProfile, save_profile

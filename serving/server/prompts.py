@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
-from jaxllm.serving.contexts.turn_ids import conversation_turn_ids, turn_ids
+from jaxllm.serving.contexts.record import conversation_turn_ids, turn_ids
 from jaxllm.serving.elastic.objectives import Cost, EndToEnd, Latency, Objective
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.images.encoded import EncodedImage

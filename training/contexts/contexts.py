@@ -191,10 +191,12 @@ class _Steps:
     """The compiled parts of a model's forward pass over one text."""
 
     def __init__(self, cfg: ModelConfig, params: Params) -> None:
-        self._cfg, self._params = cfg, params
+        self._cfg = cfg
+        self._head = {name: each for name, each in params.items() if not name.startswith("layers.")}
+        prefixes = [f"layers.{layer}." for layer in range(cfg.layers)]
         self._layers = [
-            {name: each for name, each in params.items() if name.startswith(f"layers.{layer}.")}
-            for layer in range(cfg.layers)
+            {name.removeprefix(each): value for name, value in params.items() if name.startswith(each)}
+            for each in prefixes
         ]
         # Equal layers share compiled code: their parameters are named within a layer.
         self._like: dict[object, int] = {}
@@ -204,26 +206,19 @@ class _Steps:
 
     def begin(self, row: np.ndarray) -> jax.Array:
         """The first layer's input `[1, T, D]`."""
-        return self._begin(self._head(), np.asarray(row, np.int32)[None])
+        return self._begin(self._head, np.asarray(row, np.int32)[None])
 
     def layer(self, x: jax.Array, layer: int, coded: tuple[_Coded, ...]) -> tuple[jax.Array, jax.Array]:
         """The exact output of a layer, and the error of each of `coded`."""
-        return self._layer(self._own(layer), x, like=self._equal(layer), coded=coded, disturb=False)
+        return self._layer(self._layers[layer], x, like=self._equal(layer), coded=coded, disturb=False)
 
     def disturbed(self, x: jax.Array, layer: int, coded: _Coded) -> jax.Array:
         """Returns the output of a layer that attends to stored keys and values."""
-        return self._layer(self._own(layer), x, like=self._equal(layer), coded=(coded,), disturb=True)[0]
+        return self._layer(self._layers[layer], x, like=self._equal(layer), coded=(coded,), disturb=True)[0]
 
     def end(self, x: jax.Array) -> jax.Array:
         """Log-probabilities of next tokens `[T, V]`."""
-        return self._end(self._head(), x)
-
-    def _head(self) -> Params:
-        return {name: each for name, each in self._params.items() if not name.startswith("layers.")}
-
-    def _own(self, layer: int) -> Params:
-        prefix = f"layers.{layer}."
-        return {name.removeprefix(prefix): each for name, each in self._layers[layer].items()}
+        return self._end(self._head, x)
 
     def _equal(self, layer: int) -> int:
         cfg = self._cfg

@@ -14,7 +14,7 @@ from jaxllm.export.device.contexts import CHUNK_TOKENS, ProgramContexts
 from jaxllm.export.device.opening import open_device, profile_path
 from jaxllm.export.folder_format.files import LOOP, MAIN, StoredFile
 from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest
-from jaxllm.serving.contexts.segment import SUFFIX
+from jaxllm.serving.contexts.layout import SUFFIX
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from tests.export.sizes import CFG
 

@@ -15,7 +15,7 @@ SHARED = {
         "planner", "profile", "profiling", "coarse_profile", "objectives", "safety_margin", "reach",
         "tiny_proposer", "turns", "planned_service",
     ),
-    "jaxllm.serving.contexts": ("store", "segment", "record", "memory", "options", "turn_ids"),
+    "jaxllm.serving.contexts": ("store", "segment", "record", "memory", "options"),
     "jaxllm.contexts": ("codecs", "eviction", "tolerance", "recompute"),
     "jaxllm.serving.speculation": ("speculation", "host_tree", "payoff", "ngram_drafter", "lookup_drafter"),
     "jaxllm.serving.engine": ("engine", "step", "run", "answer", "request", "decoding"),

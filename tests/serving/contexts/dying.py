@@ -40,7 +40,7 @@ def use_contexts(
     try:
         draw = random.Random(seed)
         # Contexts of a few chunks are rewritten as one segment, too.
-        saving._MOST_SEGMENTS = 2
+        saving._MAX_SEGMENTS = 2
         engine = Engine.open(bundle, options=options)
         contexts = Contexts(engine, ContextOptions(folder=root, budget_bytes=1 << 18))
         said.send(("open",))

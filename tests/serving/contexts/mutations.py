@@ -14,8 +14,7 @@ import xxhash
 
 from jaxllm.serving.contexts import segment
 from jaxllm.serving.contexts.catalog import _checksum
-from jaxllm.serving.contexts.database import LOG_SUFFIX
-from jaxllm.serving.contexts.layout import CATALOG, app_of
+from jaxllm.serving.contexts.layout import CATALOG, LOG_SUFFIX, app_of
 from jaxllm.serving.contexts.record import Record, decoded
 from jaxllm.serving.host.direct_io import PAGE
 

@@ -22,9 +22,8 @@ import numpy as np
 
 from jaxllm.contexts.codecs import WIDTHS
 from jaxllm.serving.contexts import saving
-from jaxllm.serving.contexts.growth import agreeing_record
 from jaxllm.serving.contexts.record import Linked, Origin, Record
-from jaxllm.serving.contexts.saving import ChunkEncoder
+from jaxllm.serving.contexts.saving import ChunkEncoder, agreeing_record
 from jaxllm.serving.contexts.store import ContextStore
 from tests.faults import KillingDevice
 from tests.serving.contexts.killed import SERVER, Told, live_and_die
@@ -87,7 +86,7 @@ class _Life:
         self._encoder.start()
         store.write_later()
         # Often, not after eight calls.
-        saving._MOST_SEGMENTS = 2
+        saving._MAX_SEGMENTS = 2
         real = saving._rewritten
 
         def rewritten(store: ContextStore, name: str) -> Record:
@@ -140,7 +139,7 @@ class _Life:
         linked = self._linked(record, fresh) if not before.tokens else {}
         fresh = {n: each for n, each in fresh.items() if n not in linked}
         chunk_io = _Io(record, functools.partial(self._in, "encoding"))
-        encoding = self._encoder.later(chunk_io, name, None, fresh, {})  # pyright: ignore
+        coming, encoded = self._encoder.later(chunk_io, name, None, fresh, {})  # pyright: ignore
         with self._in("noting"):
             store.note(agreed)
         narrowed = {n for n in fresh if n < len(agreed.bits)}
@@ -149,7 +148,7 @@ class _Life:
         during = [*["storing at fewer bits"] * bool(narrowed), *["parting"] * bool(shared)]
 
         def ready() -> None:
-            encoding.require()
+            encoded()
             for each in during:
                 self._phases[PHASES.index(each)] = 1
 
@@ -158,7 +157,7 @@ class _Life:
                 self._phases[PHASES.index(each)] = 0
             saving.compact(store, name)
 
-        store.commit_later(record, encoding.chunks, _never, written, linked=linked, ready=ready)
+        store.commit_later(record, coming, _never, written, linked=linked, ready=ready)
         self._said.send(("end", name, tokens))
 
     def _widths(self, before: Sequence[int], count: int) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from benchmarks.contexts.switching import ABLATIONS, SYSTEMS
 from jaxllm.contexts.codecs import RAW
 from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.contexts.tolerance import allocate
-from jaxllm.serving.contexts.database import Database
+from jaxllm.serving.contexts.chunk_io import Delays
+from jaxllm.serving.contexts.layout import Database
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.contexts.restore import Delays
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, found, new, say
 
 COMPUTE = Delays(read=Delay(fixed_ms=9.0, per_unit_ms=9.0), compute=Delay(fixed_ms=0.0, per_unit_ms=1e-9))

@@ -8,13 +8,13 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, Unreadable
-from jaxllm.serving.contexts.database import LOG_SUFFIX, Database
-from jaxllm.serving.contexts.layout import CATALOG, folder_name
+from jaxllm.serving.contexts.layout import CATALOG, LOG_SUFFIX, Database, folder_name
 from jaxllm.serving.contexts.record import decoded, encoded
 from jaxllm.serving.contexts.store import ContextStore
 from tests.serving.contexts.mutations import catalog_document, rows, with_catalog_document, with_row
@@ -326,3 +326,35 @@ def test_a_database_that_is_closed_is_of_no_use(tmp_path):
     sqlite3.connect(tmp_path / "other.sqlite").execute("CREATE TABLE u (n)").connection.close()
     with pytest.raises(ConfigError, match="another program's file"):
         Database(tmp_path / "other.sqlite", schema, kind=7, version=3)
+
+
+SCHEMA = "CREATE TABLE things (name TEXT NOT NULL UNIQUE, value INTEGER NOT NULL);"
+THREADS, STATEMENTS = 6, 300
+
+
+def test_threads_share_no_statement(tmp_path):
+    database = Database(tmp_path / "things.sqlite", SCHEMA, kind=7, version=1)
+    errors = []
+
+    def write(number):
+        try:
+            for each in range(STATEMENTS):
+                name, value = f"{number} {each}", number * STATEMENTS + each
+                database.run("INSERT INTO things VALUES (?, ?)", name, value)
+                assert database.run("SELECT value FROM things WHERE name = ?", name) == [(value,)]
+                with pytest.raises((CheckpointError, Unreadable), match="UNIQUE"):
+                    database.run("INSERT INTO things VALUES (?, ?)", name, -1)
+                if each % 50 == 0:
+                    database.flush()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    values = [value for (value,) in database.run("SELECT value FROM things ORDER BY value")]
+    assert values == list(range(THREADS * STATEMENTS))
+    database.close()

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.contexts.codecs import CODECS
 from jaxllm.errors import ConfigError
-from jaxllm.serving.contexts import loading
+from jaxllm.serving.contexts import restore
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.ground.options import EngineOptions
 from tests.kernels.switching import needs_native
@@ -89,7 +89,7 @@ def test_chunks_that_leave_memory_are_freed(kept):
 
     say(first, TURNS[0][0])
     answers, blob = answered()
-    contexts.memory.drop(first.name, list(contexts.memory.chunks(first.name)))
+    contexts.memory.cut(first.name, 0)
     answers.append(say(second, TURNS[1][1]))
     assert blob() is None
     more, blob = answered()
@@ -122,7 +122,7 @@ def test_a_long_tail_is_left_behind(kept, monkeypatch):
     """The next call of the same context begins with chunks alone."""
     contexts, context, wanted = begun(kept, coded=True)
     assert contexts._last[1].cache.coded_tokens == 0
-    monkeypatch.setattr(loading, "_TAIL_TOKENS", 20)
+    monkeypatch.setattr(restore, "_TAIL_TOKENS", 20)
     answer = say(context, TURNS[0][1])
     assert answer.tokens == wanted[1]
     assert not answer.restoration.cached

@@ -28,7 +28,6 @@ pytestmark = needs_native
 # Engines by name: their weights, and what they do besides.
 KINDS = {
     "int8": ("int8", {"adapter_rank": 4, "batch_rows": (2, 4)}, None),
-    "int4": ("int4", {}, None),
     "int8-nested": ("int8-nested", {}, None),
     "drafts": ("int8", {}, SpeculationOptions(drafter="ngram")),
 }
@@ -147,7 +146,6 @@ def caches_of_ended_answers_that_are_copied(contexts):
 @pytest.mark.parametrize(
     ("kind", "talk"),
     [
-        ("int4", by_turns),
         ("int8-nested", by_turns),
         ("int8", together),
         ("int8", beginnings_that_are_shared),
@@ -192,7 +190,6 @@ def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(bundle_of, mo
             SpeculationOptions(drafter="nested"),
             "does not attend to stored chunks: leave out attend_coded",
         ),
-        ({"kv_codec": ""}, None, "name a kv_codec"),
         ({"cache_dtype": "bfloat16"}, None, "no native kernels here attend to caches of bfloat16"),
     ],
 )

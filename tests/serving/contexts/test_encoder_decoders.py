@@ -14,7 +14,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.contexts.turn_ids import conversation_turn_ids
+from jaxllm.serving.contexts.record import conversation_turn_ids
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.experts.store import ExpertStore
 from jaxllm.serving.ground.options import EngineOptions

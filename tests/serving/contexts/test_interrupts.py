@@ -30,9 +30,8 @@ FILES = (
     *(
         f"/serving/contexts/{name}.py"
         for name in (
-            "answer", "background", "catalog", "chunk_io", "claims", "context", "database", "growth",
-            "layout", "loading", "manager", "memory", "options", "record", "restore", "saving", "segment",
-            "store", "turn", "turn_ids",
+            "background", "catalog", "chunk_io", "context", "layout", "manager", "memory", "options",
+            "record", "restore", "saving", "segment", "store",
         )
     ),
     *(

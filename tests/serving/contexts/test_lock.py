@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError
-from jaxllm.serving.contexts.database import Database
-from jaxllm.serving.contexts.layout import StoreLock
+from jaxllm.serving.contexts.layout import Database
 from jaxllm.serving.contexts.saving import compact
 from jaxllm.serving.contexts.store import ContextStore
 from tests.faults import FailingDevice
@@ -94,15 +93,6 @@ def test_who_lost_the_folder_does_not_write_into_the_new_one(tmp_path):
             stale.commit(*grown(record, [8]))
         stale.close()
         assert holds(owner, record.name) == kept
-
-
-def test_a_lock_is_one_process_s_at_a_time(tmp_path):
-    lock = StoreLock(tmp_path / "lock")
-    with pytest.raises(ConfigError, match="in use by another process"):
-        StoreLock(tmp_path / "lock")
-    lock.release()
-    lock.release()
-    StoreLock(tmp_path / "lock").release()
 
 
 def test_the_device_knows_what_is_named_before_its_name_and_what_is_deleted_before_it_goes(

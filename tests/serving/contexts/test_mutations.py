@@ -12,8 +12,7 @@ import pytest
 
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.serving.contexts.layout import CATALOG
-from jaxllm.serving.contexts.segment import SUFFIX
+from jaxllm.serving.contexts.layout import CATALOG, SUFFIX
 from jaxllm.serving.contexts.store import ContextStore
 from tests.serving.contexts.test_store import ORIGIN, blobs, grown
 from tests.torture.codecs import CatalogFile, SegmentFile

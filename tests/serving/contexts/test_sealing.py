@@ -75,7 +75,7 @@ def test_what_a_sealed_store_wrote_is_there_again(opened: Opened, record: Record
         assert store.record(record.name).tokens == later.tokens
         store.delete(record.name)
         assert store.vault is not None
-        assert store.vault.ledger._database.run("SELECT * FROM newest") == []
+        assert store.vault.ledger.database.run("SELECT * FROM newest") == []
 
 
 @pytest.mark.parametrize("what", ["tokens", "a context", "an app", "another's"])

@@ -7,8 +7,10 @@ import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.contexts import segment
-from jaxllm.serving.contexts.segment import Segment, StoredChunk, write_segment
+from jaxllm.serving.contexts import segment as stored_module
+from jaxllm.serving.contexts.segment import OpenSegments, Segment, StoredChunk, write_segment
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
+from tests.serving.contexts.talking import TURNS, begun, found
 
 LAYERS, SOURCES = 3, [f"{chunk:x}" for chunk in range(64)]
 SIZES = {8: (5000, 3000, 100), 2: (700, 20, 30)}
@@ -42,7 +44,7 @@ def test_what_was_written_is_read(written, caching):
             StoredChunk(40, 2, "28"),
         )
         assert opened.layers == LAYERS
-        assert opened.verify() == []
+        assert opened.verify() == set()
         for layer in range(LAYERS):
             # In any order, some of them twice.
             for asked in ([2, 3, 7, 40], [40, 2], [3], [7, 7], []):
@@ -104,7 +106,7 @@ def test_a_corrupt_chunk_is_named_and_others_are_read(written):
     content[at] ^= 1
     path.write_bytes(content)
     with Segment(path) as opened:
-        assert opened.verify() == [7]
+        assert opened.verify() == {7}
         np.testing.assert_array_equal(opened.read(1, [3])[0], chunks[3][1][1])
         with pytest.raises(CheckpointError, match="chunk 7 of layer 1 is corrupt"):
             opened.read(1, [3, 7])
@@ -137,3 +139,57 @@ def test_blobs_must_agree(tmp_path):
     with pytest.raises(ConfigError, match="has 1 layers, others 2"):
         write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (4, blobs[:1])}, SOURCES)
     assert list(tmp_path.iterdir()) == []
+
+
+def write(path, value):
+    write_segment(path, {0: (8, [np.full(64, value, np.uint8)] * 2)}, ["s"])
+    return path
+
+
+def first_byte(segments, path):
+    (segment,) = segments.open([path])
+    return int(segment.read(0, [0])[0][0])
+
+
+def test_a_segment_is_opened_once(tmp_path):
+    segments, path = OpenSegments(Storage()), write(tmp_path / "0.kv", 3)
+    (first,) = segments.open([path])
+    assert segments.open([path]) == [first]
+    # Another file of the same name is another segment.
+    segments.forget(path)
+    path.unlink()
+    with pytest.raises(CheckpointError):
+        segments.open([path])
+    write(path, 5)
+    assert first_byte(segments, path) == 5
+    segments.forget(tmp_path)
+    write(path, 7)
+    assert first_byte(segments, path) == 7
+    segments.close()
+
+
+def test_no_more_segments_stay_open_than_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_module, "_MAX_OPEN", 2)
+    segments = OpenSegments(Storage())
+    paths = [write(tmp_path / f"{number}.kv", number) for number in range(4)]
+    # Those of one context are open together, however many there are.
+    assert [each.path for each in segments.open(paths)] == paths
+    for path in paths:
+        assert first_byte(segments, path) == int(path.stem)
+    assert len(segments._open) == 2
+    segments.close()
+    assert not segments._open
+
+
+def test_what_was_read_in_one_piece_is_not_kept_for_one_chunk(kept):
+    """Each chunk has memory of its own from the first token on."""
+    contexts, context, _ = begun(kept)
+    contexts = kept(read=True)
+    answer = found(contexts, context).generate(TURNS[0][1], max_tokens=6, ignore_eos=True)
+    next(answer)
+    assert len(answer.restoration.read) == 2
+    there = contexts.memory.chunks(context.name)
+    assert len(there) == 2
+    # With the room to begin at a line of the processor's caches.
+    assert all(blob.base.nbytes <= blob.nbytes + 64 for each in there.values() for blob in each.blobs)
+    answer.result()

@@ -126,7 +126,7 @@ def test_other_apps_share_nothing_unless_it_is_allowed(kept):
     assert answer.tokens == answers_without_contexts(contexts.engine, [PROMPTS[2]])[0]
     contexts.store.wait()
     assert inodes(contexts, notes) & (inodes(contexts, mail) | inodes(contexts, calendar))
-    with pytest.raises(ConfigError, match="share_across_apps takes share_beginnings"):
+    with pytest.raises(ConfigError, match="share_across_apps requires share_beginnings"):
         ContextOptions(folder="", share_beginnings=False, share_across_apps=True)
     contexts = kept(share_beginnings=False)
     assert say(new(contexts), PROMPTS[0]).restoration.shared == 0

@@ -204,14 +204,14 @@ def test_forks(kept, engine):
 
 def test_states_count(kept, engine):
     contexts = kept()
-    chunk_io, size = contexts.chunk_io(100), states_bytes(engine.cfg)
+    chunk_io, size = contexts._chunk_io[100], states_bytes(engine.cfg)
     assert chunk_io.chunk_bytes(STATE) == size + chunk_io.chunk_bytes(RAW)
     context = new(contexts)
     assert contexts.chunk_bytes(context.record, 40) == 3 * chunk_io.chunk_bytes(RAW) + size
     say(context, TURNS[0][0])
     assert contexts.memory.own_bytes(context.name) == 3 * chunk_io.chunk_bytes(RAW) + size
     contexts.store.wait()
-    assert contexts.store.stored_bytes(contexts.store.record(context.name)) > size
+    assert sum(contexts.store.own_segments(contexts.store.record(context.name)).values()) > size
     contexts = kept(budget_bytes=size)
     with pytest.raises(BudgetExceeded):
         say(new(contexts), [1, 2])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.contexts.turn_ids import conversation_turn_ids, turn_ids
+from jaxllm.serving.contexts.record import conversation_turn_ids, turn_ids
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import CHAT_TEMPLATE, END_ID, tiny_tokenizer
 

@@ -18,7 +18,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.contexts.restore import Reader, restore
+from jaxllm.serving.contexts.restore import restore
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.expert_options import PREDICTORS, ExpertOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
@@ -152,7 +152,7 @@ def test_contexts_come_back(bundle_of, resident_of, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         back = restore(
             chunk_io, streamed.runner.start(len(tokens)), tokens=tokens, bits=[RAW, LOST, RAW],
-            resident=stored, reader=Reader(lambda layer, chunks: [], pool), delays=READ,
+            resident=stored, read=lambda layer, chunks: [], pool=pool, delays=READ,
         )  # fmt: skip
     assert back.how.computed == (1,)
     for got, expected in zip([*back.cache.keys, *back.cache.values], rows, strict=True):
