@@ -234,7 +234,7 @@ def memory_facts(model: Path | None) -> dict[str, Any]:
     phases.end("model")
     engine, session = Engine(loaded), Session()
     runner = loaded.runner(engine.level)
-    runner.fill(runner.all_buckets())
+    runner.fill(runner.buckets_for())
     phases.end("buckets")
     runner.rehearse()
     config = GenerationConfig(max_tokens=2, ignore_eos=True)

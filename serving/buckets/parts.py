@@ -97,23 +97,20 @@ def any_expert(form: str) -> str:
 
 def router_params(params: Params, layer: int) -> dict[str, Any]:
     """The router of a sparse layer and the norm before it."""
-    prefix = f"layers.{layer}."
-    return {
-        name.removeprefix(prefix): each
-        for name, each in params.items()
-        if name.startswith((f"{prefix}router", f"{prefix}ffn_norm."))
-    }
+    return _of_layer(params, layer, "router", "ffn_norm.")
 
 
 def expert_norm(params: Params, layer: int) -> dict[str, Any]:
     """The norm before the experts of a sparse layer, and their biases if they have any, an argument of
     experts."""
+    return _of_layer(params, layer, "ffn_norm.", "expert_")
+
+
+def _of_layer(params: Params, layer: int, *beginnings: str) -> dict[str, Any]:
+    """Parameters of a layer by their names in it, which begin with one of `beginnings`."""
     prefix = f"layers.{layer}."
-    return {
-        name.removeprefix(prefix): each
-        for name, each in params.items()
-        if name.startswith((f"{prefix}ffn_norm.", f"{prefix}expert_"))
-    }
+    wanted = tuple(prefix + each for each in beginnings)
+    return {name.removeprefix(prefix): each for name, each in params.items() if name.startswith(wanted)}
 
 
 def used_heads(cfg: ModelConfig) -> np.ndarray:

@@ -181,7 +181,7 @@ def _write(engine: Engine, task: Task, examples: Sequence[TaskExample], progress
     prompts = [(example, prompt_ids(engine.tokenizer, example, now=datetime.now())) for example in examples]
     room = engine.options.context_tokens - task.answer_tokens
     prompts = [(example, ids) for example, ids in prompts if len(ids) <= room]
-    engine.runner.fill(engine.runner.all_buckets(), progress)
+    engine.runner.fill(engine.runner.buckets_for(), progress)
     config = GenerationConfig(max_tokens=task.answer_tokens)
     predictions, tokens = [], 0
     began = time.perf_counter()

@@ -14,22 +14,15 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.kv.states import SourceKV
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.context import RestoreBucket
-from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
-from jaxllm.serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
-from jaxllm.serving.experts.bucket import (
-    AttendBucket,
-    AttendRestoredBucket,
-    AttendTreeBucket,
-    CombineBucket,
-)
+from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket, RestoreBucket
+from jaxllm.serving.buckets.parts import expert_norm, layer_params, router_params
+from jaxllm.serving.experts.bucket import AttendBucket, AttendRestoredBucket, CombineBucket
 from jaxllm.serving.experts.expert_sources import ResidentSources, SparseEncoderLayers
 from jaxllm.serving.experts.expert_visits import Visit, Visits, make_visits, valid_ids
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.runners.layerwise import Chunk
+from jaxllm.serving.runners.layerwise import Chunk, LayerSource
 from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.prefetch import Meanwhile
@@ -54,28 +47,23 @@ class _Parts:
     norms: list[dict[str, Any]]
 
 
-class ExpertLayers:
-    """The layers of a mixture of which only experts are loaded from storage (see `LayerSource`).
+class ExpertLayers(LayerSource):
+    """The layers of a mixture of which only experts are loaded from storage, mostly before they are needed.
 
     Attributes:
-      head: provider of the head.
       experts: provider of the experts.
       visits: runs tokens through resident experts.
-      idle_read_s: 0: only experts are read, and mostly before they are needed.
     """
-
-    idle_read_s = 0.0
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
         """`model` is the whole model or a level; its parameters are all but the experts."""
-        self.head = self.experts = weights
-        self._model, self._buckets, self._how = model, buckets, weights.bucket_options
+        self.experts, self._how = weights, weights.bucket_options
         self.visits: Visits = make_visits(model, buckets, weights)
-        self._embedding = embedding_params(model.params)
-        self._sources: SourceLayers | None = None
+        sources = None
         if model.encoder is not None:
             sparse = SparseEncoderLayers(model, buckets, weights, self.visits)
-            self._sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
+            sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
+        super().__init__(model, buckets, weights, sources)
         self._known: tuple[tuple[int, int], _Parts] | None = None
         # The experts that a context visited in the sparse layers restored so far.
         self._restoring: list[np.ndarray] = []
@@ -87,32 +75,26 @@ class ExpertLayers:
         found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
         return [*found, *self.visits.buckets(tokens), self._combine_bucket(tokens)]
 
-    def source_buckets(self, tokens: int) -> list[Bucket]:
-        """See `LayerSource`."""
-        return [] if self._sources is None else self._sources.buckets(tokens)
-
     def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: the embedding is resident. All levels share the bucket."""
+        """See `LayerSource`: the embedding is resident."""
         return EmbedBucket(tokens=tokens)
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """See `LayerSource`."""
-        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level}
+        where = {"tokens": tokens, "cache_tokens": cache, "layer": layer}
         if self._model.cfg.is_sparse(layer):
-            return AttendRestoredBucket(tokens=tokens, cache_tokens=cache, **self._how, **where)
-        return RestoreBucket(tokens=tokens, cache_tokens=cache, **where)
+            return self._model.bucket(AttendRestoredBucket, **where, **self._how)
+        return self._model.bucket(RestoreBucket, **where)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         """The bucket of a layer; of a sparse layer up to its experts."""
-        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level, "cache_tokens": cache}
-        if not self._model.cfg.is_sparse(layer):
-            return LayerTreeBucket(nodes=tokens, **where) if tree else LayerBucket(tokens=tokens, **where)
-        if tree:
-            return AttendTreeBucket(nodes=tokens, **self._how, **where)
-        return AttendBucket(tokens=tokens, **self._how, **where)
+        where = {"tokens": tokens, "cache_tokens": cache, "layer": layer, "tree": tree}
+        if self._model.cfg.is_sparse(layer):
+            return self._model.bucket(AttendBucket, **where, **self._how)
+        return self._model.bucket(LayerBucket, **where)
 
     def _combine_bucket(self, tokens: int) -> Bucket:
-        return CombineBucket(tokens=tokens, level=self._model.bucket_level, **self._how)
+        return self._model.bucket(CombineBucket, tokens=tokens, **self._how)
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -148,11 +130,6 @@ class ExpertLayers:
             cache = cache.with_past(layer, past)
         self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
         return outputs, dataclasses.replace(cache, mass=mass)
-
-    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """See `LayerSource`."""
-        assert self._sources is not None
-        return self._sources.read(tokens, source)
 
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks

@@ -171,19 +171,20 @@ class LoadedModel:
         runner, tokens = self.runner(level), None
         if prompt_tokens is None:
             self.runners.prepare_all(self.levels if level == WHOLE else (level,), progress)
+            if speculation is not None:
+                runner.fill(runner.buckets_for(trees=speculation.options.trees.nodes), progress)
             # Loading and compiling buckets leaves gaps in memory.
             give_back_memory()
         elif 0 < prompt_tokens <= self.options.context_tokens:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
-            runner.prepare(prompt_tokens, answer, progress)
+            sizes = () if speculation is None else speculation.options.trees.nodes
+            runner.prepare(prompt_tokens, answer, progress, trees=sizes)
             # A source is not in the cache of tokens.
             begins = prompt_tokens if self.bundle.cfg.encoder is None else MAX_START_TOKENS
             tokens = begins + max_tokens if max_tokens else None
         else:
             return
         if speculation is not None:
-            room = None if tokens is None else speculation.cache_tokens(tokens)
-            runner.prepare_trees(speculation.options.trees.nodes, progress, tokens=room)
             speculation.drafter.warm_up(progress, tokens=tokens)
 
     def facts(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Runners:
     def prepare_all(self, levels: Iterable[int], progress: Progress | None = None) -> None:
         """Compiles all buckets of some levels and runs each once."""
         runners = [self.at(level) for level in levels]
-        runners[0].fill([bucket for each in runners for bucket in each.all_buckets()], progress)
+        runners[0].fill([bucket for each in runners for bucket in each.buckets_for()], progress)
         # One of the levels that share buckets, if possible with integer prefill, too.
         runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
         for runner in {each.model.bucket_level: each for each in runners}.values():
@@ -94,7 +94,7 @@ class Runners:
     def read_ahead(self) -> None:
         """Starts to read the buckets of a short request, which nearly every start needs."""
         if WHOLE in self.resident:
-            self.buckets.read_ahead(self.resident[WHOLE].request_buckets(1, _SHORT_ANSWER))
+            self.buckets.read_ahead(self.resident[WHOLE].buckets_for(1, _SHORT_ANSWER))
 
     def prepared(self, params: LevelParams) -> dict[int, LevelWeights]:
         """Other parameters of all levels, by level, ready for `put`.

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
-from jaxllm.serving.buckets.batch import BatchBucket
 from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.model import BatchBucket
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow
@@ -17,19 +17,22 @@ from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
 
 
 class Batch:
-    """Decodes answers of a runner together (see `BatchRunner`), also with those of the model's other levels,
-    unless a level has adapters of its own.
+    """Decodes answers of a runner in one dispatch, which reads the weights once for all of them; also with
+    those of the model's other levels, unless a level has adapters of its own.
 
     Attributes:
-      units: see `BatchRunner`.
+      family: runners of the same family can share a batch, decoded by any of them: levels that share
+        weights, else one level.
+      units: numbers of units of its level (see `BatchRow`).
     """
 
     def __init__(self, runner: LevelRunner) -> None:
-        self._runner = runner
-        self._mixes, cfg = can_mix_levels(runner.params), runner.cfg
+        self._runner, cfg = runner, runner.cfg
+        mixes = can_mix_levels(runner.params)
         sizes = [cfg.units(layer) for layer in range(cfg.layers)]
         counts = np.array([(each.kv_heads, each.neurons) for each in sizes], np.int32)
-        self.units = counts if self._mixes else None
+        self.units = counts if mixes else None
+        self.family: object = runner.buckets if mixes else runner
         # Of the last dispatch's padding rows, which never change them.
         self._padding: list[KVCache] = []
 
@@ -42,18 +45,15 @@ class Batch:
         exact = exact and cfg.states is None and cfg.mixed is None
         return cls(runner) if options.batch_rows and exact else None
 
-    @property
-    def family(self) -> object:
-        """See `BatchRunner`."""
-        return self._runner.buckets if self._mixes else self._runner
-
     def all_buckets(self) -> list[Bucket]:
         """The buckets of batches, of any number of rows and cache length."""
         options = self._runner.options
         return [self._bucket(rows, cache) for cache in options.cache_tokens for rows in options.batch_rows]
 
     def decode_batch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
-        """See `BatchRunner`. Caches of different lengths first become as long as the longest."""
+        """Decodes up to each row's limit in one dispatch, or in several if no bucket has enough rows; returns
+        results in the order of `rows`. Their caches and samplers are donated. Caches of different lengths
+        first become as long as the longest."""
         most = self._runner.options.batch_rows[-1]
         groups = [rows[first : first + most] for first in range(0, len(rows), most)]
         return [found for group in groups for found in self._dispatch(group)]
@@ -98,8 +98,8 @@ class Batch:
         return RowLimits(stop_ids, np.array([row.limit for row in rows], np.int32), units)
 
     def _bucket(self, rows: int, cache: int) -> BatchBucket:
-        block, level = self._runner.options.decode_block, self._runner.model.bucket_level
-        return BatchBucket(rows=rows, block_tokens=block, cache_tokens=cache, level=level)
+        block = self._runner.options.decode_block
+        return self._runner.model.bucket(BatchBucket, rows=rows, block_tokens=block, cache_tokens=cache)
 
     def _padding_caches(self, count: int, capacity: int) -> list[KVCache]:
         """Caches for `count` padding rows. Reuses those of the last dispatch; none are left after a

@@ -4,6 +4,7 @@ The layers come from a `LayerSource`: prefetched one after another (`streamed_la
 for experts (`expert_layers.py`).
 """
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -21,23 +22,19 @@ from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.cache import StartBucket
-from jaxllm.serving.buckets.decode import SampleBucket
 from jaxllm.serving.buckets.layer import HeadBucket, NormBucket
-from jaxllm.serving.buckets.parts import norm_params
-from jaxllm.serving.buckets.source import source_lengths
+from jaxllm.serving.buckets.parts import embedding_params, norm_params
 from jaxllm.serving.buckets.tree import KeepBucket, SettleBucket
 from jaxllm.serving.host.machine import give_back_memory
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.chunks import placed_chunks, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import PrefillChunk
-from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.runners.runner import PrefillChunk, Verdict
+from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.pieces import HeadPiece
 from jaxllm.serving.weights.prefetch import Meanwhile
 from jaxllm.speculation.tree import TokenTree
-from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 
 # Tokens `[T]` int32, padded, and their positions.
 Chunk = tuple[np.ndarray, TokenPositions]
@@ -59,7 +56,7 @@ class Head(Protocol):
         ...
 
 
-class LayerSource(Protocol):
+class LayerSource(abc.ABC):
     """Runs tokens through the layers of one level.
 
     Attributes:
@@ -67,37 +64,42 @@ class LayerSource(Protocol):
       idle_read_s: see `Runner`.
     """
 
-    @property
-    def head(self) -> Head: ...  # noqa: D102
+    idle_read_s: float = 0.0
 
-    @property
-    def idle_read_s(self) -> float: ...  # noqa: D102
+    def __init__(
+        self, model: ModelLevel, buckets: BucketTable, head: Head, sources: SourceLayers | None
+    ) -> None:
+        """See the class; `sources` encodes sources, None for models without an encoder."""
+        self.head, self._model, self._buckets, self._sources = head, model, buckets, sources
+        # All adapters share it.
+        self._embedding = embedding_params(model.params)
 
+    @abc.abstractmethod
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """The buckets of all layers for a chunk, or a token tree, of `tokens` tokens."""
-        ...
 
-    def source_buckets(self, tokens: int) -> list[Bucket]:
-        """The buckets that read a source of up to `tokens` tokens."""
-        ...
-
+    @abc.abstractmethod
     def embed_bucket(self, tokens: int) -> Bucket:
-        """The bucket that embeds tokens."""
-        ...
+        """The bucket that embeds tokens. All levels share it."""
 
+    @abc.abstractmethod
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """The bucket that restores one layer of a context, up to its experts if these are loaded one by
         one."""
-        ...
+
+    def source_buckets(self, tokens: int) -> list[Bucket]:
+        """The buckets that read a source of up to `tokens` tokens."""
+        return [] if self._sources is None else self._sources.buckets(tokens)
 
     def expect(self, tokens: np.ndarray) -> None:
-        """See `Runner`."""
-        ...
+        """See `Runner`; nothing to do where all layers are read for any tokens."""
+        del tokens
 
+    @abc.abstractmethod
     def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """The first layer's input `[1, T, D]` for tokens `[T]`; a pass over the layers begins."""
-        ...
 
+    @abc.abstractmethod
     def run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
@@ -111,17 +113,17 @@ class LayerSource(Protocol):
         Returns:
           The last layer's output `[1, T, D]` for each chunk, and the cache.
         """
-        ...
 
     def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
         """Encodes a source (see `Runner`); the previous one is donated."""
-        ...
+        assert self._sources is not None
+        return self._sources.read(tokens, source)
 
+    @abc.abstractmethod
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
-        """See `ContextRunner.restore_layer`."""
-        ...
+        """See `LevelRunner.restore_layer`."""
 
 
 class LayerwiseRunner(LevelRunner):
@@ -131,18 +133,13 @@ class LayerwiseRunner(LevelRunner):
       layers: the source of its layers.
     """
 
-    def __init__(
-        self,
-        model: ModelLevel,
-        buckets: BucketTable,
-        layers: LayerSource,
-    ) -> None:
+    def __init__(self, model: ModelLevel, buckets: BucketTable, layers: LayerSource) -> None:
         """See the class and `LevelRunner`."""
         super().__init__(model, buckets)
         if model.options.prompt_rows:
             raise ConfigError(
-                "images and other rows in place of tokens (prompt_rows) take all weights in memory; give "
-                "more --memory, or go without (for a service: images = false)"
+                "images and other prompt embeddings (prompt_rows) require resident weights; raise --memory, "
+                "or go without (for a service: images = false)"
             )
         self.layers = layers
         # All levels and adapters share them.
@@ -160,58 +157,37 @@ class LayerwiseRunner(LevelRunner):
 
     # -- which buckets it needs -------------------------------------------------------------------
 
-    def all_buckets(self) -> list[Bucket]:
-        """See `LevelRunner`."""
-        caches = self.options.cache_tokens
-        buckets = [SampleBucket(), *self._head_buckets(1)]
-        for tokens in source_lengths(self.cfg, self.options):
-            buckets += self.layers.source_buckets(tokens)
-        for tokens in (1, *self.options.chunk_tokens):
-            buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
-            buckets += [bucket for cache in caches for bucket in self.layers.buckets(tokens, cache)]
-        buckets += [self._start_bucket(cache) for cache in caches]
-        return [*buckets, *self.grow_buckets(), *self.context_buckets()]
+    def _source_buckets(self, tokens: int, cache: int) -> list[Bucket]:
+        del cache
+        return self.layers.source_buckets(tokens)
 
-    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """See `LevelRunner`."""
-        cache = self.request_cache(prompt_tokens, max_tokens)
-        prompt = []
-        if lengths := source_lengths(self.cfg, self.options):
-            # The prompt is the source; of the decoder it is the start tokens.
-            source = next(each for each in lengths if each >= min(prompt_tokens, lengths[-1]))
-            prompt, prompt_tokens = self.layers.source_buckets(source), MAX_START_TOKENS
-        lengths = [*dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens)), 1]
-        buckets = [*prompt, self._start_bucket(cache), SampleBucket(), *self._head_buckets(1)]
-        for tokens in lengths:
-            buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
-            buckets += self.layers.buckets(tokens, cache)
-        return buckets
+    def _chunk_buckets(self, tokens: int, cache: int, prompt_tokens: int | None) -> list[Bucket]:
+        del prompt_tokens
+        return self._pass_buckets(tokens, cache)
 
-    def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
-        """See `LevelRunner`."""
-        buckets = [self.embed_bucket(nodes), NormBucket(tokens=nodes, rows=nodes), *self._head_buckets(nodes)]
-        buckets.append(SettleBucket(nodes=nodes))
-        for cache in caches or self.options.cache_tokens:
-            buckets += [*self.layers.buckets(nodes, cache, tree=True), self._keep_bucket(nodes, cache)]
-        return buckets
+    def _decode_buckets(self, cache: int) -> list[Bucket]:
+        return self._pass_buckets(1, cache)
 
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LevelRunner`."""
+    def _tree_buckets(self, nodes: int, cache: int) -> list[Bucket]:
+        keep = self.model.bucket(KeepBucket, tokens=nodes, cache_tokens=cache)
+        return [*self._pass_buckets(nodes, cache, tree=True), SettleBucket(tokens=nodes), keep]
+
+    def _pass_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        """The buckets of a pass over the layers, and of logits after its last token, or each of a tree."""
+        rows = tokens if tree else 1
+        sizes = {each.count for each in self.layers.head.head}
+        return [
+            *self.layers.buckets(tokens, cache, tree=tree),
+            self._embed_bucket(tokens),
+            NormBucket(tokens=tokens, rows=rows),
+            *(HeadBucket(rows=rows, vocab_tokens=count) for count in sizes),
+        ]
+
+    def _embed_bucket(self, tokens: int) -> Bucket:
         return self.layers.embed_bucket(tokens)
 
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """See `LevelRunner`."""
+    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         return self.layers.restore_bucket(tokens, cache, layer)
-
-    def _head_buckets(self, rows: int) -> list[Bucket]:
-        sizes = {each.count for each in self.layers.head.head}
-        return [HeadBucket(rows=rows, vocab_tokens=count) for count in sizes]
-
-    def _start_bucket(self, cache: int) -> Bucket:
-        return StartBucket(cache_tokens=cache, level=self.model.bucket_level)
-
-    def _keep_bucket(self, nodes: int, cache: int) -> Bucket:
-        return KeepBucket(nodes=nodes, cache_tokens=cache, level=self.model.bucket_level)
 
     # -- getting ready ----------------------------------------------------------------------------
 
@@ -224,7 +200,7 @@ class LayerwiseRunner(LevelRunner):
 
     def rehearse(self) -> None:
         """See `LevelRunner`: a chunk of each length and one token, in each length of cache."""
-        for length in source_lengths(self.cfg, self.options):
+        for length in self.sources:
             self.read_source(self.start(1), [0] * length)
         for capacity in self.options.cache_tokens:
             cache = self.start(capacity)
@@ -300,7 +276,7 @@ class LayerwiseRunner(LevelRunner):
     ) -> tuple[Verdict, KVCache, SamplerState]:
         """See `Runner`."""
         logits, cache = self.tree_logits(tree, cache, meanwhile)
-        settle = self.buckets.get(SettleBucket(nodes=tree.room))
+        settle = self.buckets.get(SettleBucket(tokens=tree.room))
         fixed, progress = sampler.fixed, sampler.progress
         tokens, count, path, progress = settle(tree, logits, fixed, progress, np.int32(limit))
         return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler.after(progress)
@@ -319,7 +295,7 @@ class LayerwiseRunner(LevelRunner):
 
     def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
         """The cache with the path `[M]` of a tree, of `count` nodes, at the end of its sequence."""
-        keep = self.buckets.get(self._keep_bucket(len(path), cache.capacity_tokens))
+        keep = self._compiled(KeepBucket, tokens=len(path), cache_tokens=cache.capacity_tokens)
         return keep(dataclasses.replace(cache, mass=None), cache.mass, np.asarray(path), np.int32(count))
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
@@ -335,11 +311,11 @@ class LayerwiseRunner(LevelRunner):
     # -- contexts ---------------------------------------------------------------------------------
 
     def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """See `ContextRunner`."""
+        """See `LevelRunner`."""
         return self.layers.embed(tokens, at)
 
     def restore_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
-        """See `ContextRunner`."""
+        """See `LevelRunner`."""
         return self.layers.restore(layer, x, at, past, chunks)

@@ -9,49 +9,35 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.kv.states import SourceKV
 from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.context import RestoreBucket
-from jaxllm.serving.buckets.layer import (
-    EmbedRowsBucket,
-    LayerBucket,
-    LayersBucket,
-    LayersTreeBucket,
-    LayerTreeBucket,
-)
-from jaxllm.serving.buckets.parts import MOST_LAYERS, embedding_params, shared_by_layers
-from jaxllm.serving.runners.layerwise import Chunk
+from jaxllm.serving.buckets.layer import EmbedRowsBucket, LayerBucket, LayersBucket, RestoreBucket
+from jaxllm.serving.buckets.parts import MOST_LAYERS, shared_by_layers
+from jaxllm.serving.runners.layerwise import Chunk, LayerSource
 from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.prefetch import Meanwhile
 from jaxllm.serving.weights.streamed import StreamedWeights
 
 
-class StreamedLayers:
-    """The layers of one level, prefetched (see `LayerSource`).
-
-    Attributes:
-      head: provides the pieces of the head.
-    """
+class StreamedLayers(LayerSource):
+    """The layers of one level, prefetched."""
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: StreamedWeights) -> None:
         """See the class; `model` only has shapes of its layers and embedding (see
         `StreamedWeights.frozen`)."""
-        self.head = self._weights = weights
-        self._model, self._buckets = model, buckets
-        # All adapters share it.
-        self._embedding = embedding_params(model.params)
+        sources = None if model.encoder is None else SourceLayers(model, buckets, weights)
+        super().__init__(model, buckets, weights, sources)
+        self._weights = weights
         # Equal consecutive layers run together, in one loop over their addresses. Layers that are separate
         # arguments, for XLA's products, run one by one: each number of them would be another bucket, whose
         # size grows with it.
         self._together = isinstance(model.params.get(STACK), LayerStack)
         self._most = layers_together(model.alike, MOST_LAYERS if self._together else 1)
-        self._encoder = SourceLayers(model, buckets, weights) if model.encoder is not None else None
 
     @property
-    def idle_read_s(self) -> float:
+    def idle_read_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `Runner`."""
         return self._weights.idle_read_s
 
@@ -59,22 +45,13 @@ class StreamedLayers:
         """See `LayerSource`."""
         return [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
 
-    def source_buckets(self, tokens: int) -> list[Bucket]:
-        """See `LayerSource`."""
-        return [] if self._encoder is None else self._encoder.buckets(tokens)
-
     def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: by streamed rows of the embedding. All levels share the bucket."""
+        """See `LayerSource`: by streamed rows of the embedding."""
         return EmbedRowsBucket(tokens=tokens)
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """See `LayerSource`."""
-        like, level = self._model.alike[layer], self._model.bucket_level
-        return RestoreBucket(tokens=tokens, cache_tokens=cache, layer=like, level=level)
-
-    def expect(self, tokens: np.ndarray) -> None:
-        """See `LayerSource`: all layers are read for any tokens."""
-        del tokens
+        return self._model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `LayerSource`."""
@@ -106,11 +83,6 @@ class StreamedLayers:
             cache, layer = cache.with_past(layer, past), layer + len(layers)
         return outputs, dataclasses.replace(cache, mass=mass)
 
-    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """See `LayerSource`."""
-        assert self._encoder is not None
-        return self._encoder.read(tokens, source)
-
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
@@ -134,12 +106,8 @@ class StreamedLayers:
         return {STACK: by_address, **shared_by_layers(self._model.params)}, np.int32(len(layers))
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
-        like, level = self._model.alike[layer], self._model.bucket_level
-        if tree:
-            of_tree = LayersTreeBucket if self._together else LayerTreeBucket
-            return of_tree(nodes=tokens, cache_tokens=cache, layer=like, level=level)
-        of_chunk = LayersBucket if self._together else LayerBucket
-        return of_chunk(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+        family = LayersBucket if self._together else LayerBucket
+        return self._model.bucket(family, tokens=tokens, cache_tokens=cache, layer=layer, tree=tree)
 
 
 def layers_together(alike: Sequence[int], most: int) -> list[int]:

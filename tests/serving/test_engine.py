@@ -14,9 +14,7 @@ from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kernels.native import Kernels
 from jaxllm.models.decoder import forward, logits
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.cache import StartBucket
-from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
-from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.model import DecodeBucket, PrefillBucket, SampleBucket, StartBucket
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.opening.loading import LoadedModel
