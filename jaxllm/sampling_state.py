@@ -1,4 +1,4 @@
-"""Options of sampling, and the sampler's state as host arrays.
+"""Options of sampling, the sampler's state, and what samplers in JAX and in NumPy share.
 
 `Sampling` has a request's options; `SamplerState` has them as arrays, so that one bucket serves every
 request. This module imports no JAX, for devices without it; `jaxllm.sampling`, which samples with them in
@@ -7,7 +7,7 @@ compiled steps, registers the state with JAX.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,8 @@ MAX_BIAS = 1e6
 MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Placeholder token if the logits allow none.
 NO_TOKEN = -1
+# Of Threefry-2x32.
+_ROTATIONS, _PARITY = ((13, 15, 26, 6), (17, 29, 16, 24)), np.int32(0x1BD11BDA)
 # Processors may flush smaller floats to 0.
 _LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 
@@ -190,3 +192,40 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
     )
     # Host arrays: they are passed to the bucket, and nothing is dispatched here.
     return SamplerState(**host)
+
+
+def penalize(logits: Any, state: SamplerState, where: Callable[..., Any]) -> Any:
+    """Adds the bias and applies repetition, frequency and presence penalties to `[B, V]` float32 logits;
+    `where` is that of NumPy or JAX, like the arrays."""
+    logits = logits + state.bias
+    in_answer, penalty = state.counts > 0, state.repetition_penalty
+    repeated = where(logits > 0, logits / penalty, logits * penalty)
+    logits = where(state.in_prompt | in_answer, repeated, logits)
+    logits = logits - state.frequency_penalty * state.counts.astype(np.float32)
+    return logits - state.presence_penalty * in_answer.astype(np.float32)
+
+
+def threefry(
+    key: tuple[Any, Any], block: tuple[Any, Any], shifted: Callable[[Any, int], Any]
+) -> tuple[Any, Any]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011), in
+    int32 words of NumPy or JAX, which wrap around.
+
+    Args:
+      key: two words `[1]`.
+      block: the two words `[n]` of each counter.
+      shifted: shifts words right by a number of bits, with zeros on the left.
+
+    Returns:
+      Both words of each block.
+    """
+    words = (*key, key[0] ^ key[1] ^ _PARITY)
+    high, low = block[0] + words[0], block[1] + words[1]
+    for step in range(5):
+        for bits in _ROTATIONS[step % 2]:
+            high = high + low
+            # Rotated left: the two parts have no bit in common, so that their sum is their union.
+            low = high ^ (low * np.int32(1 << bits) + shifted(low, 32 - bits))
+        high = high + words[(step + 1) % 3]
+        low = low + words[(step + 2) % 3] + np.int32(step + 1)
+    return high, low
