@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import require_float
+from jaxllm.options import check_options, option
 
 if TYPE_CHECKING:
     import jax
@@ -46,53 +48,38 @@ class Sampling:
       seed: sampling seed; the same seed gives the same answer. None lets the engine choose one.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = option(0.0, low=0, high=100)
+    top_k: int = option(0, low=0, high=(1 << 31) - 1)
+    top_p: float = option(1.0, low=0, high=1)
+    min_p: float = option(0.0, low=0, high=1)
+    repetition_penalty: float = option(1.0, low=0.01, high=100)
+    presence_penalty: float = option(0.0, low=-100, high=100)
+    frequency_penalty: float = option(0.0, low=-100, high=100)
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
+    seed: int | None = option(None, low=0, high=(1 << 64) - 1)
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0, 100, "0 (greedy) to 100")
-        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 1 << 31:
-            raise ConfigError(f"top_k must be a whole number from 0 (off) up, got {self.top_k!r}")
-        _check("top_p", self.top_p, 0, 1, "above 0 and at most 1 (off)")
+        check_options(self)
         if self.top_p < _LEAST_TOP_P:
             raise ConfigError(
                 f"top_p must be above 0, at least {_LEAST_TOP_P:.2g}, got {self.top_p!r}; for the most "
                 "likely token use temperature 0"
             )
-        _check("min_p", self.min_p, 0, 1, "0 (off) to 1")
-        _check("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1 is off)")
-        _check("presence_penalty", self.presence_penalty, -100, 100, "-100 to 100 (0 is off)")
-        _check("frequency_penalty", self.frequency_penalty, -100, 100, "-100 to 100 (0 is off)")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ConfigError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
         for token, value in self.logit_bias:
             if not isinstance(token, int) or token < 0:
                 raise ConfigError(f"logit_bias takes (token id, number) pairs, got {(token, value)}")
             if value != -math.inf:
-                # An infinite logit leaves no finite distribution to sample from.
-                allowed = f"{-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to forbid the token"
-                _check(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, allowed)
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
-            raise ConfigError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
+                # An infinite logit leaves no finite distribution to sample from; -inf forbids the token.
+                name = f"logit_bias of token {token} (or -inf to forbid it)"
+                require_float(name, value, least=-MAX_BIAS, most=MAX_BIAS)
 
     @property
     def penalizes(self) -> bool:
         """Whether any logit changes before a token is chosen."""
         neutral = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return not neutral or bool(self.logit_bias)
-
-
-def _check(name: str, value: float, low: float, high: float, allowed: str) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not valid:
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
 # Counts and number of sampled tokens (see `SamplerState`).

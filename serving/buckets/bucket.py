@@ -21,7 +21,7 @@ from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.machine import Device
 
 if TYPE_CHECKING:
     from jaxllm.speculation.tree import TokenTree

@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
-from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.machine import Device
 from jaxllm.serving.host.user_cache import (
     cache_folder,
     clear_entry,

@@ -29,7 +29,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file, is_there, sync, temporary_file
 from jaxllm.serving.contexts.database import Database
-from jaxllm.serving.host.trusted_path import trusted_folder
+from jaxllm.serving.host.user_cache import trusted_folder
 
 SALT_BYTES = TAG_BYTES = 16
 ID_DIGITS = 16

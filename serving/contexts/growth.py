@@ -13,8 +13,7 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Record
-from jaxllm.serving.engine.request import Session, common_prefix
-from jaxllm.serving.ground.sliding import slid
+from jaxllm.serving.engine.request import Session, common_prefix, slid
 
 # Tolerance for products of ratios and bytes just below an integer.
 _ROUNDING = 1e-6
@@ -126,7 +125,7 @@ def _record_with_states(before: Record, tokens: Sequence[int], session: Session,
 def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
     """The record after dropping the middle of a context before a call: its first chunk and its newest
     tokens, `most` together. The newest are recomputed at their new positions (see
-    `jaxllm.serving.ground.sliding`)."""
+    `jaxllm.serving.engine.request`)."""
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
     if record.state_tokens:
         return dataclasses.replace(record.cut(0), tokens=tuple(tokens))

@@ -19,8 +19,8 @@ _MODES: tuple["PrefillMode", ...] = ("int8", "float")
 
 def has_both_modes(engine: Engine) -> bool:
     """Whether an engine has both integer and float prefill at some level."""
-    runners, modes = engine.model.runners, engine.model.runners.modes
-    return modes is not None and any(map(modes.both, runners.levels))
+    modes = engine.model.runners.modes
+    return modes is not None and any(map(modes.both, engine.model.levels))
 
 
 def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:

@@ -13,8 +13,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from jaxllm.errors import ConfigError, one_line
-from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.lark import bounded_space
+from jaxllm.serving.guided.grammar import Grammar, bounded_space
 from jaxllm.serving.guided.matcher import Matcher
 from jaxllm.serving.guided.workers import (
     CompiledGrammar,

@@ -30,7 +30,7 @@ from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from jaxllm.serving.buckets.model import StartBucket
 from jaxllm.serving.buckets.parts import embedding_params, norm_params
-from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.machine import Device
 from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
 from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
 from jaxllm.serving.int8_prefill.modes import PrefillMode

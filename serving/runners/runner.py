@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -11,9 +11,6 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import SamplerState
 from jaxllm.speculation.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from jaxllm.serving.runners.batch import Batch
 
 PrefillMode = Literal["int8", "float"]
 
@@ -74,8 +71,8 @@ class Runner(Protocol):
       weights_version: identifies the weights that computed a cache.
       idle_read_s: time by which a verification can start later without ending later, because it is bound by
         storage, which reads its weights meanwhile; 0 without read-ahead.
-      batch: batched decoding; None if answers are not batched, as with streamed weights: buckets of single
-        layers and experts have a batch of one.
+      batch: batched decoding, a `jaxllm.serving.runners.batch.Batch`; None if answers are not batched, as
+        with streamed weights: buckets of single layers and experts have a batch of one.
     """
 
     @property
@@ -98,7 +95,7 @@ class Runner(Protocol):
         return 0.0
 
     @property
-    def batch(self) -> "Batch | None":  # noqa: D102
+    def batch(self) -> Any:  # noqa: D102
         return None
 
     def require_usable(self) -> None:

@@ -22,7 +22,7 @@ from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import ChunkMemory
 from jaxllm.serving.engine.decoding import Drafts as Drafting
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.host.process_memory import resident_bytes
+from jaxllm.serving.host.machine import resident_bytes
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.server.memory import Governor, GovernorOptions, Holding, MemoryOptions, ServiceMemory
 from jaxllm.serving.server.service import LLMService

@@ -24,9 +24,7 @@ from typing import Any, Protocol
 
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.options import check_options, option
-from jaxllm.serving.host.machine import give_back_memory, memory_bytes
-from jaxllm.serving.host.pressure import memory_pressure
-from jaxllm.serving.host.process_memory import resident_bytes
+from jaxllm.serving.host.machine import give_back_memory, memory_bytes, memory_pressure, resident_bytes
 from jaxllm.serving.server.prefix_sessions import PrefixSessions
 
 _log = logging.getLogger(__name__)

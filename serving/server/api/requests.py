@@ -21,8 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.options import check_options, option
-from jaxllm.serving.images.files import IMAGES
-from jaxllm.serving.images.messages import taken_apart
+from jaxllm.serving.images.files import IMAGES, taken_apart
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.calls import Backend, Conversation, ModelFacts, Refused
 

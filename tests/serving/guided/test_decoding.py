@@ -15,7 +15,7 @@ from jaxllm import EngineOptions, GenerationConfig, Grammar, Sampling, Sliding
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
 from jaxllm.serving.engine import decoding as guided
-from jaxllm.serving.guided.logprobs import token_logprob
+from jaxllm.serving.engine.decoding import token_logprob
 from tests.serving.ways import opened
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
