@@ -13,8 +13,7 @@ from jaxllm.kernels import native
 from jaxllm.kv.chunks import reads_addresses
 from jaxllm.models.parameters import Params
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
-from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.level_runner import LevelRunner
@@ -120,8 +119,7 @@ def _prefill_modes(
 def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") -> "LayerwiseRunner":
     from jaxllm.serving.experts.expert_layers import ExpertLayers
     from jaxllm.serving.experts.weights import ExpertWeights
-    from jaxllm.serving.runners.layerwise import LayerwiseRunner
-    from jaxllm.serving.runners.streamed_layers import StreamedLayers
+    from jaxllm.serving.runners.layerwise import LayerwiseRunner, StreamedLayers
 
     if isinstance(streamed, ExpertWeights):
         return LayerwiseRunner(model, buckets, ExpertLayers(model, buckets, streamed))

@@ -71,7 +71,7 @@ class Runner(Protocol):
       weights_version: identifies the weights that computed a cache.
       idle_read_s: time by which a verification can start later without ending later, because it is bound by
         storage, which reads its weights meanwhile; 0 without read-ahead.
-      batch: batched decoding, a `jaxllm.serving.runners.batch.Batch`; None if answers are not batched, as
+      batch: batched decoding, a `jaxllm.serving.runners.resident.Batch`; None if answers are not batched, as
         with streamed weights: buckets of single layers and experts have a batch of one.
     """
 

@@ -19,13 +19,18 @@ from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.config import RopeConfig
 from jaxllm.quant import quantize
 from jaxllm.serving.buckets.bucket import Bucket
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
 from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket, SampleBucket, StartBucket
-from jaxllm.serving.buckets.scoring import ScoreBucket
-from jaxllm.serving.buckets.store import BucketStore, environment_facts, params_digest, source_digest
+from jaxllm.serving.buckets.store import (
+    BucketStore,
+    CompiledBucketFolder,
+    environment_facts,
+    params_digest,
+    source_digest,
+)
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.engine.step import batchable, decode_together, step
 from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.runners.scorer import ScoreBucket
 from tests.kernels.switching import needs_native
 from tests.tiny import TINY, random_params, write_tiny_bundle
 

@@ -15,8 +15,8 @@ from jaxllm.serving.buckets.layer import LayerBucket, LayersBucket
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.direct_io import Storage
-from jaxllm.serving.runners import streamed_layers
-from jaxllm.serving.runners.streamed_layers import layers_together
+from jaxllm.serving.runners import layerwise
+from jaxllm.serving.runners.layerwise import layers_together
 from jaxllm.serving.weights import streamed
 from jaxllm.speculation.tree import line_tree
 from tests import tiny, tiny_encdec
@@ -72,7 +72,7 @@ def groups_of(engine, most, monkeypatch):
     """Lets at most so many layers run together, those that storage has read by a moment later; returns a list
     to which the numbers of layers of dispatches are added."""
     stream, found = engine.model.streamed._stream, []
-    pieces, arguments = stream.pieces, streamed_layers.StreamedLayers._arguments
+    pieces, arguments = stream.pieces, layerwise.StreamedLayers._arguments
 
     def unhurried(*asked):
         until = time.monotonic() + (2 if stream._ahead else 0)
@@ -86,7 +86,7 @@ def groups_of(engine, most, monkeypatch):
         return arguments(self, layers)
 
     monkeypatch.setattr(stream, "pieces", unhurried)
-    monkeypatch.setattr(streamed_layers.StreamedLayers, "_arguments", counted)
+    monkeypatch.setattr(layerwise.StreamedLayers, "_arguments", counted)
     for runner in {engine.runner, *map(engine.runner_at, engine.levels)}:
         allowed = [min(most, each) for each in runner.layers._most]
         monkeypatch.setattr(runner.layers, "_most", allowed)
