@@ -22,7 +22,7 @@ from jaxllm.serving.experts.bucket import AttendBucket, AttendRestoredBucket, Co
 from jaxllm.serving.experts.expert_sources import ResidentSources, SparseEncoderLayers
 from jaxllm.serving.experts.expert_visits import Visit, Visits, make_visits, valid_ids
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.runners.layerwise import Chunk, LayerSource
+from jaxllm.serving.runners.layerwise import Chunk, LayerwiseRunner
 from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.prefetch import Meanwhile
@@ -47,8 +47,8 @@ class _Parts:
     norms: list[dict[str, Any]]
 
 
-class ExpertLayers(LayerSource):
-    """The layers of a mixture of which only experts are loaded from storage, mostly before they are needed.
+class ExpertRunner(LayerwiseRunner):
+    """Runs a mixture of which only experts are loaded from storage, mostly before they are needed.
 
     Attributes:
       experts: provider of the experts.
@@ -70,74 +70,71 @@ class ExpertLayers(LayerSource):
 
     # -- which buckets it needs -------------------------------------------------------------------
 
-    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
-        """See `LayerSource`."""
-        found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
+    def _layer_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self.model.layer_kinds]
         return [*found, *self.visits.buckets(tokens), self._combine_bucket(tokens)]
 
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: the embedding is resident."""
+    def _embed_bucket(self, tokens: int) -> Bucket:
         return EmbedBucket(tokens=tokens)
 
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """See `LayerSource`."""
+    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         where = {"tokens": tokens, "cache_tokens": cache, "layer": layer}
-        if self._model.cfg.is_sparse(layer):
-            return self._model.bucket(AttendRestoredBucket, **where, **self._how)
-        return self._model.bucket(RestoreBucket, **where)
+        if self.model.cfg.is_sparse(layer):
+            return self.model.bucket(AttendRestoredBucket, **where, **self._how)
+        return self.model.bucket(RestoreBucket, **where)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         """The bucket of a layer; of a sparse layer up to its experts."""
         where = {"tokens": tokens, "cache_tokens": cache, "layer": layer, "tree": tree}
-        if self._model.cfg.is_sparse(layer):
-            return self._model.bucket(AttendBucket, **where, **self._how)
-        return self._model.bucket(LayerBucket, **where)
+        if self.model.cfg.is_sparse(layer):
+            return self.model.bucket(AttendBucket, **where, **self._how)
+        return self.model.bucket(LayerBucket, **where)
 
     def _combine_bucket(self, tokens: int) -> Bucket:
-        return self._model.bucket(CombineBucket, tokens=tokens, **self._how)
+        return self.model.bucket(CombineBucket, tokens=tokens, **self._how)
 
     # -- running ----------------------------------------------------------------------------------
 
     def expect(self, tokens: np.ndarray) -> None:
-        """See `LayerSource`."""
+        """See `Runner`."""
         self.experts.expect(tokens)
 
-    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """See `LayerSource`."""
-        compiled = self._buckets.get(self.embed_bucket(len(tokens)))
+    def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
+        """See `LevelRunner`."""
+        compiled = self.buckets.get(self._embed_bucket(len(tokens)))
         return compiled(self._embedding, tokens[None], np.asarray(at.positions))
 
-    def run(
+    def _run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
-        """See `LayerSource`; `meanwhile` is never called: waits for experts are too short."""
+        # Waits for experts are too short for other work.
         del meanwhile
         self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
-        outputs = [self.embed(tokens, at) for tokens, at in chunks]
+        outputs = [self.begin_layers(tokens, at) for tokens, at in chunks]
         mass = cache.mass
         visited: list[np.ndarray] = []
-        for layer in range(self._model.cfg.layers):
+        for layer in range(self.model.cfg.layers):
             past = cache.past(layer)
-            if self._model.cfg.is_sparse(layer):
+            if self.model.cfg.is_sparse(layer):
                 outputs, past, mass = self._sparse_layer(layer, chunks, outputs, past, mass, visited)
             else:
                 weights = self._parts.layers[layer]
                 for number, (tokens, at) in enumerate(chunks):
                     tree = at.tree is not None
                     bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=tree)
-                    compiled = self._buckets.get(bucket)
+                    compiled = self.buckets.get(bucket)
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
             cache = cache.with_past(layer, past)
         self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
         return outputs, dataclasses.replace(cache, mass=mass)
 
-    def restore(
+    def restore_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
-        """See `LayerSource`."""
-        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past.capacity_tokens, layer))
+        """See `LevelRunner`."""
+        compiled = self.buckets.get(self._restore_bucket(len(at.positions), past.capacity_tokens, layer))
         weights = self._parts.layers[layer]
-        if not self._model.cfg.is_sparse(layer):
+        if not self.model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, chunks)
         index = self.experts.store.sparse.index(layer)
         before, out, past = compiled(weights, self._next_routers(index), x, at, past, chunks)
@@ -162,7 +159,7 @@ class ExpertLayers(LayerSource):
         weights, routers = self._parts.layers[layer], self._next_routers(len(visited))
         for (tokens, at), x in zip(chunks, inputs, strict=True):
             bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
-            each, out, past, mass = self._buckets.get(bucket)(weights, routers, x, at, past, mass)
+            each, out, past, mass = self.buckets.get(bucket)(weights, routers, x, at, past, mass)
             before.append(each)
             outs.append(out)
         self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
@@ -189,7 +186,7 @@ class ExpertLayers(LayerSource):
         index = self.experts.store.of_encoder + len(visited)
         visit = Visit.of(index, self._parts.norms[layer], before)
         visited.append(valid_ids(before, valid))
-        needs = visit.needs(self._model.cfg.experts)
+        needs = visit.needs(self.model.cfg.experts)
         # After the last layer come the first layers of the next token.
         seen = visited
         if len(visited) == len(self.experts.store.sparse):
@@ -201,12 +198,12 @@ class ExpertLayers(LayerSource):
             self.visits.run(visit, arrived, outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
-        return self._buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
+        return self.buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
 
     @property
     def _parts(self) -> _Parts:
         """The parameters by layer, sorted once per version of the weights."""
-        model = self._model
+        model = self.model
         if self._known is None or self._known[0] != model.weights_version:
             params = model.weights
             layers = [layer_params(model.params, layer, like) for layer, like in enumerate(model.alike)]

@@ -117,13 +117,13 @@ def _prefill_modes(
 
 
 def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") -> "LayerwiseRunner":
-    from jaxllm.serving.experts.expert_layers import ExpertLayers
+    from jaxllm.serving.experts.expert_layers import ExpertRunner
     from jaxllm.serving.experts.weights import ExpertWeights
-    from jaxllm.serving.runners.layerwise import LayerwiseRunner, StreamedLayers
+    from jaxllm.serving.runners.layerwise import StreamedRunner
 
     if isinstance(streamed, ExpertWeights):
-        return LayerwiseRunner(model, buckets, ExpertLayers(model, buckets, streamed))
-    return LayerwiseRunner(model, buckets, StreamedLayers(model, buckets, streamed))
+        return ExpertRunner(model, buckets, streamed)
+    return StreamedRunner(model, buckets, streamed)
 
 
 def _prefill(model: ModelLevel, buckets: BucketTable, shared: "Int8Shared | None") -> "Int8Prefill | None":

@@ -1,7 +1,7 @@
 """Runs a model layer by layer while its weights are loaded.
 
-The layers come from a `LayerSource`: prefetched one after another in each pass (`StreamedLayers`), or
-resident except for experts (`jaxllm.serving.experts.expert_layers`).
+Layers are prefetched one after another in each pass (`StreamedRunner`), or are resident except for experts
+(`jaxllm.serving.experts.expert_layers`).
 """
 
 import abc
@@ -65,51 +65,40 @@ class Head(Protocol):
         ...
 
 
-class LayerSource(abc.ABC):
-    """Runs tokens through the layers of one level.
+class LayerwiseRunner(LevelRunner):
+    """Runs one level of a model layer by layer.
 
     Attributes:
       head: provides the weight of the head.
-      idle_read_s: see `Runner`.
     """
-
-    idle_read_s: float = 0.0
 
     def __init__(
         self, model: ModelLevel, buckets: BucketTable, head: Head, sources: SourceLayers | None
     ) -> None:
-        """See the class; `sources` encodes sources, None for models without an encoder."""
-        self.head, self._model, self._buckets, self._sources = head, model, buckets, sources
-        # All adapters share it.
-        self._embedding = embedding_params(model.params)
+        """See the class and `LevelRunner`; `sources` encodes sources, None for models without an encoder."""
+        super().__init__(model, buckets)
+        if model.options.prompt_rows:
+            raise ConfigError(
+                "images and other prompt embeddings (prompt_rows) require resident weights; raise --memory, "
+                "or go without (for a service: images = false)"
+            )
+        self.head, self._source_layers = head, sources
+        # All levels and adapters share them.
+        self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
+        bias = model.params.get("head_bias")
+        self._head_biases = [
+            {} if bias is None else {"head_bias": np.asarray(bias)[each.first : each.first + each.count]}
+            for each in head.head
+        ]
+
+    # -- its layers -------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+    def _layer_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """The buckets of all layers for a chunk, or a token tree, of `tokens` tokens."""
 
     @abc.abstractmethod
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """The bucket that embeds tokens. All levels share it."""
-
-    @abc.abstractmethod
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """The bucket that restores one layer of a context, up to its experts if these are loaded one by
-        one."""
-
-    def source_buckets(self, tokens: int) -> list[Bucket]:
-        """The buckets that read a source of up to `tokens` tokens."""
-        return [] if self._sources is None else self._sources.buckets(tokens)
-
-    def expect(self, tokens: np.ndarray) -> None:
-        """See `Runner`; nothing to do where all layers are read for any tokens."""
-        del tokens
-
-    @abc.abstractmethod
-    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """The first layer's input `[1, T, D]` for tokens `[T]`; a pass over the layers begins."""
-
-    @abc.abstractmethod
-    def run(
+    def _run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
         """Runs chunks through all layers, layer by layer: all chunks through one before the next is needed.
@@ -123,52 +112,11 @@ class LayerSource(abc.ABC):
           The last layer's output `[1, T, D]` for each chunk, and the cache.
         """
 
-    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """Encodes a source (see `Runner`); the previous one is donated."""
-        assert self._sources is not None
-        return self._sources.read(tokens, source)
-
-    @abc.abstractmethod
-    def restore(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
-    ) -> tuple[jax.Array, Past]:
-        """See `LevelRunner.restore_layer`."""
-
-
-class LayerwiseRunner(LevelRunner):
-    """Runs one level of a model layer by layer (see `Runner`).
-
-    Attributes:
-      layers: the source of its layers.
-    """
-
-    def __init__(self, model: ModelLevel, buckets: BucketTable, layers: LayerSource) -> None:
-        """See the class and `LevelRunner`."""
-        super().__init__(model, buckets)
-        if model.options.prompt_rows:
-            raise ConfigError(
-                "images and other prompt embeddings (prompt_rows) require resident weights; raise --memory, "
-                "or go without (for a service: images = false)"
-            )
-        self.layers = layers
-        # All levels and adapters share them.
-        self._norm = norm_params(model.params)
-        bias = model.params.get("head_bias")
-        self._head_biases = [
-            {} if bias is None else {"head_bias": np.asarray(bias)[each.first : each.first + each.count]}
-            for each in layers.head.head
-        ]
-
-    @property
-    def idle_read_s(self) -> float:
-        """See `Runner`."""
-        return self.layers.idle_read_s
-
     # -- which buckets it needs -------------------------------------------------------------------
 
     def _source_buckets(self, tokens: int, cache: int) -> list[Bucket]:
         del cache
-        return self.layers.source_buckets(tokens)
+        return [] if self._source_layers is None else self._source_layers.buckets(tokens)
 
     def _chunk_buckets(self, tokens: int, cache: int, prompt_tokens: int | None) -> list[Bucket]:
         del prompt_tokens
@@ -184,19 +132,13 @@ class LayerwiseRunner(LevelRunner):
     def _pass_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """The buckets of a pass over the layers, and of logits after its last token, or each of a tree."""
         rows = tokens if tree else 1
-        sizes = {each.count for each in self.layers.head.head}
+        sizes = {each.count for each in self.head.head}
         return [
-            *self.layers.buckets(tokens, cache, tree=tree),
+            *self._layer_buckets(tokens, cache, tree=tree),
             self._embed_bucket(tokens),
             NormBucket(tokens=tokens, rows=rows),
             *(HeadBucket(rows=rows, vocab_tokens=count) for count in sizes),
         ]
-
-    def _embed_bucket(self, tokens: int) -> Bucket:
-        return self.layers.embed_bucket(tokens)
-
-    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        return self.layers.restore_bucket(tokens, cache, layer)
 
     # -- getting ready ----------------------------------------------------------------------------
 
@@ -221,15 +163,11 @@ class LayerwiseRunner(LevelRunner):
 
     # -- answering --------------------------------------------------------------------------------
 
-    def expect(self, tokens: np.ndarray) -> None:
-        """See `Runner`."""
-        self.layers.expect(tokens)
-
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`: reads the encoder's layers, then the decoder's parts for a source, each once."""
-        if not isinstance(cache.source, SourceKV):
+        if self._source_layers is None or not isinstance(cache.source, SourceKV):
             return super().read_source(cache, tokens)
-        return dataclasses.replace(cache, source=self.layers.read_source(tokens, cache.source))
+        return dataclasses.replace(cache, source=self._source_layers.read(tokens, cache.source))
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`: the whole prompt, so that each layer is read once."""
@@ -249,7 +187,7 @@ class LayerwiseRunner(LevelRunner):
         """Runs `tokens` from position `at` on, in chunks of these lengths: logits `[1, V]` after the last,
         and the cache."""
         chunks = placed_chunks(tokens, lengths, at)
-        outputs, cache = self.layers.run(chunks, cache)
+        outputs, cache = self._run(chunks, cache)
         last = np.array([int(chunks[-1][1].valid) - 1], np.int32)
         logits = self._logits(outputs[-1], last)
         return logits, dataclasses.replace(cache, length=np.int32(at + len(tokens)))  # pyright: ignore
@@ -299,7 +237,7 @@ class LayerwiseRunner(LevelRunner):
         rows = TreePositions(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
         at = TokenPositions(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
         cache = cache.counted_by_node(tree.room)
-        (x,), cache = self.layers.run([(np.asarray(tree.tokens), at)], cache, meanwhile)
+        (x,), cache = self._run([(np.asarray(tree.tokens), at)], cache, meanwhile)
         return self._logits(x, nodes, meanwhile), cache
 
     def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
@@ -309,7 +247,7 @@ class LayerwiseRunner(LevelRunner):
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
         """Logits `[N, V]` float32 after the N tokens `rows` of the last layer's output."""
-        found, head, name = [], self.layers.head, head_name(self.cfg)
+        found, head, name = [], self.head, head_name(self.cfg)
         hidden = self.buckets.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
         for number, piece in enumerate(head.head):
             compiled = self.buckets.get(HeadBucket(rows=len(rows), vocab_tokens=piece.count))
@@ -317,21 +255,9 @@ class LayerwiseRunner(LevelRunner):
                 found.append(np.asarray(compiled({name: weight, **self._head_biases[number]}, hidden)))
         return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
 
-    # -- contexts ---------------------------------------------------------------------------------
 
-    def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """See `LevelRunner`."""
-        return self.layers.embed(tokens, at)
-
-    def restore_layer(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
-    ) -> tuple[jax.Array, Past]:
-        """See `LevelRunner`."""
-        return self.layers.restore(layer, x, at, past, chunks)
-
-
-class StreamedLayers(LayerSource):
-    """The layers of one level, prefetched."""
+class StreamedRunner(LayerwiseRunner):
+    """Runs layers that are prefetched from storage one after another in each pass."""
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: StreamedWeights) -> None:
         """See the class; `model` only has shapes of its layers and embedding (see
@@ -346,64 +272,60 @@ class StreamedLayers(LayerSource):
         self._most = layers_together(model.alike, MOST_LAYERS if self._together else 1)
 
     @property
-    def idle_read_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def idle_read_s(self) -> float:
         """See `Runner`."""
         return self._weights.idle_read_s
 
-    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
-        """See `LayerSource`."""
-        return [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
+    def _layer_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        return [self._bucket(tokens, cache, layer, tree=tree) for layer in self.model.layer_kinds]
 
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: by streamed rows of the embedding."""
+    def _embed_bucket(self, tokens: int) -> Bucket:
         return EmbedRowsBucket(tokens=tokens)
 
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """See `LayerSource`."""
-        return self._model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
+    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
-    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """See `LayerSource`."""
-        self._weights.begin(self._model.cfg)
+    def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
+        """See `LevelRunner`."""
+        self._weights.begin(self.model.cfg)
         return self._embed(tokens, at)
 
-    def run(
+    def _run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
-        """See `LayerSource`."""
-        self._weights.begin(self._model.cfg)
+        self._weights.begin(self.model.cfg)
         outputs = [self._embed(tokens, at) for tokens, at in chunks]
         # Transferred once for all layers.
         placed = [(len(tokens), jax.device_put(at)) for tokens, at in chunks]
         mass, layer = cache.mass, 0
         # Sum attention mass layer by layer, independent of what is in memory.
         alone = mass is not None and len(chunks) > 1
-        while layer < self._model.cfg.layers:
+        while layer < self.model.cfg.layers:
             past, most = cache.past(layer), 1 if alone else self._most[layer]
-            with self._weights.layers(self._model, layer, most, meanwhile) as layers:
+            with self._weights.layers(self.model, layer, most, meanwhile) as layers:
                 weights, *count = self._arguments(layers)
                 for number, (tokens, at) in enumerate(placed):
                     tree = at.tree is not None
                     bucket = self._bucket(tokens, cache.capacity_tokens, layer, tree=tree)
-                    compiled = self._buckets.get(bucket)
+                    compiled = self.buckets.get(bucket)
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass, *count)
                 # The next pieces overwrite the memory of these.
                 jax.block_until_ready(outputs)
             cache, layer = cache.with_past(layer, past), layer + len(layers)
         return outputs, dataclasses.replace(cache, mass=mass)
 
-    def restore(
+    def restore_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
-        """See `LayerSource`."""
-        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past.capacity_tokens, layer))
-        with self._weights.layer(self._model, layer) as weights:
+        """See `LevelRunner`."""
+        compiled = self.buckets.get(self._restore_bucket(len(at.positions), past.capacity_tokens, layer))
+        with self._weights.layer(self.model, layer) as weights:
             # The next piece overwrites the memory of this one.
             return jax.block_until_ready(compiled(weights, x, at, past, chunks))
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         some, rows = self._weights.rows(tokens.tolist())
-        compiled = self._buckets.get(self.embed_bucket(len(tokens)))
+        compiled = self.buckets.get(self._embed_bucket(len(tokens)))
         return compiled({**self._embedding, "embed.tokens": some}, rows, np.asarray(at.positions))
 
     def _arguments(self, layers: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
@@ -412,11 +334,11 @@ class StreamedLayers(LayerSource):
             (one,) = layers
             return (one,)
         by_address = LayersAt.of([each[STACK] for each in layers], MOST_LAYERS)
-        return {STACK: by_address, **shared_by_layers(self._model.params)}, np.int32(len(layers))
+        return {STACK: by_address, **shared_by_layers(self.model.params)}, np.int32(len(layers))
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         family = LayersBucket if self._together else LayerBucket
-        return self._model.bucket(family, tokens=tokens, cache_tokens=cache, layer=layer, tree=tree)
+        return self.model.bucket(family, tokens=tokens, cache_tokens=cache, layer=layer, tree=tree)
 
 
 def layers_together(alike: Sequence[int], most: int) -> list[int]:

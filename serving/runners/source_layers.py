@@ -120,7 +120,7 @@ class SourceLayers:
         ]
 
     def read(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """See `LayerSource.read_source`."""
+        """See `LayerwiseRunner.read_source`."""
         lengths = source_lengths(self._model.cfg, self._model.options)
         length = next(each for each in lengths if each >= len(tokens))
         row, count = padded(tokens, length)

@@ -72,7 +72,7 @@ def groups_of(engine, most, monkeypatch):
     """Lets at most so many layers run together, those that storage has read by a moment later; returns a list
     to which the numbers of layers of dispatches are added."""
     stream, found = engine.model.streamed._stream, []
-    pieces, arguments = stream.pieces, layerwise.StreamedLayers._arguments
+    pieces, arguments = stream.pieces, layerwise.StreamedRunner._arguments
 
     def unhurried(*asked):
         until = time.monotonic() + (2 if stream._ahead else 0)
@@ -86,10 +86,10 @@ def groups_of(engine, most, monkeypatch):
         return arguments(self, layers)
 
     monkeypatch.setattr(stream, "pieces", unhurried)
-    monkeypatch.setattr(layerwise.StreamedLayers, "_arguments", counted)
+    monkeypatch.setattr(layerwise.StreamedRunner, "_arguments", counted)
     for runner in {engine.runner, *map(engine.runner_at, engine.levels)}:
-        allowed = [min(most, each) for each in runner.layers._most]
-        monkeypatch.setattr(runner.layers, "_most", allowed)
+        allowed = [min(most, each) for each in runner._most]
+        monkeypatch.setattr(runner, "_most", allowed)
     return found
 
 
@@ -163,7 +163,7 @@ def test_a_prompt_without_mass_runs_in_groups_too(path, native_kernels, monkeypa
     layers = [each for each in engine.runner.buckets.bucket_ms if isinstance(each, LayerBucket)]
     assert {type(each) for each in layers} == {LayersBucket if native_kernels else LayerBucket}
     assert any(each.tree for each in layers)
-    monkeypatch.setattr(engine.runner.layers, "_most", [1] * CFG.layers)
+    monkeypatch.setattr(engine.runner, "_most", [1] * CFG.layers)
     assert same(computed(engine.runner), found)
     engine.close()
 
