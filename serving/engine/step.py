@@ -29,7 +29,7 @@ from jaxllm.serving.runners.runner import BatchRow, DecodedRow
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import KVCache
-    from jaxllm.serving.guided.matcher import Matcher
+    from jaxllm.serving.guided.workers import Matcher
 
 
 def step(*running: Run) -> Run:

@@ -174,7 +174,7 @@ def test_processes_that_are_gone_are_started_again(fresh_compiler):
     matcher = fresh_compiler.matcher(grammar, STOPS)
     take_first(matcher)
     matcher.wait()
-    compiled = fresh_compiler.prepare(grammar, STOPS).result().compiled
+    compiled = fresh_compiler.prepare(grammar, STOPS).result()
     os.killpg(first_process(fresh_compiler), signal.SIGKILL)
     until(lambda: not compiled.alive)
     take_first(matcher)
@@ -237,7 +237,7 @@ def test_who_has_waited_long_enough_waits_no_longer(fresh_compiler):
     try:
         matcher.take([token])
         assert not matcher.ready
-        matcher._follower._asked_s -= workers.REPLY_S
+        matcher._asked_s -= workers.REPLY_S
         assert matcher.ready
         with pytest.raises(GrammarLate, match="no answer came within 10 seconds"):
             matcher.wait()
