@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,50 +30,9 @@ from jaxllm.serving.buckets.parts import used_heads
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.chunks import plan_chunks
-from jaxllm.serving.runners.runner import PrefillChunk, PrefillMode, Runner
+from jaxllm.serving.runners.runner import Runner
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
-
-
-class IntegerPrefill(Protocol):
-    """Prefills the prompts of one level in integers, into the caches of decoding.
-
-    Attributes:
-      possible: whether the level can prefill in integers.
-      floats_too: whether the level can prefill in floats, now or later.
-    """
-
-    @property
-    def possible(self) -> bool: ...  # noqa: D102
-
-    @property
-    def floats_too(self) -> bool: ...  # noqa: D102
-
-    def mode(self, tokens: int) -> PrefillMode:
-        """The prefill mode of a prompt of `tokens` tokens."""
-        ...
-
-    def chunk_buckets(self, tokens: int, cache: int) -> list[Bucket]:
-        """The buckets that prefill chunks of `tokens` tokens into caches of length `cache`."""
-        ...
-
-    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """See `Runner`."""
-        ...
-
-    def prefill(
-        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
-    ) -> tuple[jax.Array | None, KVCache]:
-        """See `Runner`."""
-        ...
-
-    def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Times the stages of one request's prompt, if two processors need it."""
-        ...
-
-    def rehearse(self) -> None:
-        """Runs each bucket once."""
-        ...
 
 
 class LevelRunner(Runner, abc.ABC):
@@ -83,13 +42,13 @@ class LevelRunner(Runner, abc.ABC):
     Attributes:
       model: the level.
       buckets: the compiled buckets of all levels.
-      int8: integer prefill; None for float prefill only.
+      int8: integer prefill, a `jaxllm.serving.int8_prefill.runner.Int8Prefill`; None for float prefill only.
       resident: whether all weights are in memory.
       sources: source lengths of an encoder-decoder with buckets, ascending; empty for other models.
     """
 
     resident = False
-    int8: IntegerPrefill | None = None
+    int8: Any = None
     sources: tuple[int, ...] = ()
 
     def __init__(self, model: ModelLevel, buckets: BucketTable) -> None:

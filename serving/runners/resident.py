@@ -21,7 +21,7 @@ from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_pa
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.chunks import padded, plan_chunks
-from jaxllm.serving.runners.level_runner import IntegerPrefill, LevelRunner
+from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, PrefillChunk, PrefillMode, Verdict, chunks_of
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
@@ -147,7 +147,7 @@ class ResidentRunner(LevelRunner):
         self,
         model: ModelLevel,
         buckets: BucketTable,
-        int8: IntegerPrefill | None = None,
+        int8: Any = None,
         *,
         encodes: bool = True,
     ) -> None:
