@@ -24,6 +24,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
 # Options that a model's files may recommend as defaults.
 MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Options that are float32 scalars of a sampler's state.
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # Placeholder token if the logits allow none.
 NO_TOKEN = -1
 # Of Threefry-2x32.
@@ -139,10 +141,7 @@ class SamplerState:
         axes.check(np.bool_, "* V", in_prompt=self.in_prompt)
         axes.check(np.int32, "B V", counts=self.counts)
         axes.check(np.uint32, "2", seed=self.seed)
-        axes.check(np.float32, "", temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
-        axes.check(np.float32, "", repetition_penalty=self.repetition_penalty)
-        axes.check(np.float32, "", presence_penalty=self.presence_penalty)
-        axes.check(np.float32, "", frequency_penalty=self.frequency_penalty)
+        axes.check(np.float32, "", **{name: getattr(self, name) for name in NUMBERS})
         axes.check(np.bool_, "", penalized=self.penalized)
         axes.check(np.int32, "", top_k=self.top_k, drawn=self.drawn)
 
@@ -163,13 +162,8 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
     in_prompt = np.zeros((1, vocab_size), np.bool_)
     in_prompt[0, np.asarray(prompt, np.int64)] = True
     host: dict[str, Any] = dict(
-        temperature=np.float32(sampling.temperature),
+        **{name: np.float32(getattr(sampling, name)) for name in NUMBERS},
         top_k=np.int32(min(sampling.top_k, vocab_size)),
-        top_p=np.float32(sampling.top_p),
-        min_p=np.float32(sampling.min_p),
-        repetition_penalty=np.float32(sampling.repetition_penalty),
-        presence_penalty=np.float32(sampling.presence_penalty),
-        frequency_penalty=np.float32(sampling.frequency_penalty),
         penalized=np.bool_(sampling.penalizes),
         bias=bias,
         in_prompt=in_prompt,
