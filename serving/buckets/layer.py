@@ -6,6 +6,7 @@ Layers of the same form share their buckets.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, encode_chunks, reads_addresses
 from jaxllm.models.decoder import embed_tokens
+from jaxllm.models.layer_stack import STACK, LayersAt
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.serving.buckets.bucket import (
+    SCALAR,
     Bucket,
     CacheBucket,
     ChunkBucket,
@@ -26,18 +29,21 @@ from jaxllm.serving.buckets.bucket import (
     ids,
     mass_shape,
     position_shapes,
+    shapes_of,
 )
 from jaxllm.serving.buckets.parts import (
+    MOST_LAYERS,
     embedding_params,
     head_params,
-    lowered_layer,
-    lowered_layers,
+    layer_shapes,
     norm_params,
     row_step,
+    shared_by_layers,
     some_rows,
 )
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.steps.layers import (
+    consecutive_layers,
     final_rows,
     head_piece,
     last_logits,
@@ -86,6 +92,14 @@ class OfLayerBucket(ChunkBucket):
 
     layer: int
 
+    def _lowered(
+        self, model: ModelShapes, step: Callable[..., Any], *rest: Any, donated: tuple[int, ...] = (1, 3, 4)
+    ) -> jax.stages.Lowered:
+        """Lowers a step of one layer, (layer's params, x, *rest), that also has `cfg` and `layer` as
+        arguments."""
+        part = model.jitted_part(functools.partial(step, cfg=model.cfg, layer=self.layer), *donated)
+        return part.lower(layer_shapes(model.params, self.layer), model.hidden(self.tokens), *rest)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBucket(OfLayerBucket):
@@ -99,7 +113,7 @@ class LayerBucket(OfLayerBucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass) -> x, keys and values, mass."""
-        return lowered_layer(model, one_layer, self.layer, self.tokens, *self._inputs(model))
+        return self._lowered(model, one_layer, *self._inputs(model))
 
     def _inputs(self, model: ModelShapes) -> tuple[TokenPositions, Past, Any]:
         """Shapes of its inputs after x."""
@@ -108,12 +122,21 @@ class LayerBucket(OfLayerBucket):
 
 
 class LayersBucket(LayerBucket):
-    """Runs consecutive layers that share their buckets (see `steps.layers.consecutive_layers`)."""
+    """Runs up to `MOST_LAYERS` consecutive layers that share their buckets (see
+    `steps.layers.consecutive_layers`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layers' params, x, positions, keys and values of the first, mass, count) -> x, keys and values,
         mass."""
-        return lowered_layers(model, self.layer, self.tokens, *self._inputs(model))
+        stack: Any = model.params[STACK]
+        handles: Any = jax.ShapeDtypeStruct((MOST_LAYERS, 2), np.uint32)
+        params = {
+            STACK: LayersAt(handles, stack.at(self.layer).form),
+            **shapes_of(shared_by_layers(model.params)),
+        }
+        step = functools.partial(consecutive_layers, cfg=model.cfg, layer=self.layer)
+        part = model.jitted_part(step, 1, 3, 4)
+        return part.lower(params, model.hidden(self.tokens), *self._inputs(model), SCALAR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,12 +198,9 @@ class RestoreBucket(OfLayerBucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, chunks) -> x, keys and values."""
-        at, past = (
-            position_shapes(self.tokens, consecutive=False),
-            model.past(self.layer, self.cache_tokens),
-        )
-        chunks = layer_chunk_shapes(model, self.layer, self.cache_tokens)
-        return lowered_layer(model, restore_layer, self.layer, self.tokens, at, past, chunks, donated=(1, 3))
+        at = position_shapes(self.tokens, consecutive=False)
+        past, chunks = _stored_shapes(model, self)
+        return self._lowered(model, restore_layer, at, past, chunks, donated=(1, 3))
 
 
 class PrefillRestoredBucket(OfLayerBucket):
@@ -189,10 +209,9 @@ class PrefillRestoredBucket(OfLayerBucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass, chunks) -> x, keys and values, mass."""
-        past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
-        chunks = layer_chunk_shapes(model, self.layer, self.cache_tokens)
-        inputs = position_shapes(self.tokens), past, mass, chunks
-        return lowered_layer(model, prefill_restored, self.layer, self.tokens, *inputs)
+        past, chunks = _stored_shapes(model, self)
+        mass = model.cache(self.cache_tokens).mass
+        return self._lowered(model, prefill_restored, position_shapes(self.tokens), past, mass, chunks)
 
 
 class LastLogitsBucket(TokensBucket):
@@ -237,6 +256,12 @@ def layer_chunk_shapes(model: ModelShapes, layer: int, cache_tokens: int) -> Lay
     source: Any = jax.ShapeDtypeStruct(*source_shape(model.cfg, model.options, layer, cache_tokens))
     bits: Any = _bits_shape(model, cache_tokens)
     return LayerChunks(source, bits, model.options.chunk_format)
+
+
+def _stored_shapes(model: ModelShapes, bucket: OfLayerBucket) -> tuple[Past, LayerChunks]:
+    """Shapes of a layer's keys and values, and of its stored chunks."""
+    layer, cache = bucket.layer, bucket.cache_tokens
+    return model.past(layer, cache), layer_chunk_shapes(model, layer, cache)
 
 
 def _bits_shape(model: ModelShapes, cache_tokens: int) -> jax.ShapeDtypeStruct:
