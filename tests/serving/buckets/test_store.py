@@ -279,14 +279,6 @@ def test_the_switch(tiny_bundle, cache, monkeypatch, how):
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_folder_that_is_not_ours_alone_costs_no_bucket(tiny_bundle, cache, caplog):
-    cache.mkdir(parents=True)
-    cache.chmod(0o777)
-    assert started(tiny_bundle, (StartBucket, SampleBucket)).runner.start(9).capacity_tokens == 32
-    assert list(cache.iterdir()) == []
-    assert len(caplog.records) == 1
-
-
 def test_weights_of_one_shape_share_buckets_and_others_do_not(tiny_bundle, tmp_path, filled):
     other = write_tiny_bundle(tmp_path / "other", params=random_params(TINY, seed=3))
     engine = started(other)
