@@ -255,17 +255,17 @@ class Embedding:
         Raises:
           NotFinite: the hidden states are not finite numbers.
         """
-        runner, length = self._runner, self._lengths.popleft()
-        tokens, self._rest = self._rest[:length], self._rest[length:]
+        runner, length = self._runner, self._lengths[0]
         needed = embedding_buckets(runner, [length])
         runner.fill(needed)
         with runner.lock:
             start, compiled = map(runner.buckets.get, needed)
-            row, valid = padded(tokens, length)
+            row, valid = padded(self._rest[:length], length)
             cache = start() if self._cache is None else self._cache
             found, self._cache = compiled(runner.params, row, np.int32(valid), cache)
         total = np.asarray(found)[0] if self._sum is None else self._sum + np.asarray(found)[0]
-        self._sum = total
+        self._sum, self._rest = total, self._rest[length:]
+        self._lengths.popleft()
         if self._lengths:
             return True
         self._cache = None
