@@ -43,16 +43,15 @@ if TYPE_CHECKING:
     from jaxllm.serving.contexts.options import ContextOptions
     from jaxllm.serving.elastic.objectives import EndToEnd, EnergyBudget, Latency
     from jaxllm.serving.engine.answer import Answer
-    from jaxllm.serving.engine.request import GenerationConfig, Session
+    from jaxllm.serving.engine.decoding import TokenLogprob
+    from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
     from jaxllm.serving.ground.expert_options import ExpertOptions
     from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.ground.plan import Plan
     from jaxllm.serving.ground.prompt_rows import PromptRows
-    from jaxllm.serving.ground.sliding import Sliding
     from jaxllm.serving.ground.speculation_options import SpeculationOptions
     from jaxllm.serving.guided.grammar import Grammar
-    from jaxllm.serving.guided.logprobs import TokenLogprob
     from jaxllm.serving.host.direct_io import Storage
     from jaxllm.serving.opening.engine import Engine
     from jaxllm.serving.server.service import LLMService
@@ -95,13 +94,13 @@ _HOMES = {
     "RopeConfig": "jaxllm.layer_configs",
     "Sampling": "jaxllm.sampling_state",
     "Session": "jaxllm.serving.engine.request",
-    "Sliding": "jaxllm.serving.ground.sliding",
+    "Sliding": "jaxllm.serving.engine.request",
     "Slo": "jaxllm.elastic.slo",
     "SpeculationOptions": "jaxllm.serving.ground.speculation_options",
     "Storage": "jaxllm.serving.host.direct_io",
     "TemplateError": "jaxllm.errors",
     "TlmConfig": "jaxllm.models.tiny_lm",
-    "TokenLogprob": "jaxllm.serving.guided.logprobs",
+    "TokenLogprob": "jaxllm.serving.engine.decoding",
     "Unreadable": "jaxllm.errors",
     "open_program": "jaxllm.export.programs.model",
     "write_bundle": "jaxllm.bundle.writer",

@@ -229,7 +229,7 @@ def _checked(name: str, kind: Any, declared: Declaration, value: Any) -> Any:
         choices = get_args(kind)
         listed = ", ".join(str(each) for each in choices if each != "")
         require(value in choices, f"{name} must be one of {listed}, got {value!r:.80}")
-    elif origin is tuple:
+    elif origin is tuple and Ellipsis in get_args(kind):
         require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r:.80}")
         value = tuple(_checked(f"each of {name}", get_args(kind)[0], declared, each) for each in value)
         enough = len(value) >= declared.entries

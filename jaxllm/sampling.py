@@ -1,29 +1,43 @@
-"""Samples tokens from logits: penalties, filters and sampling, as pure functions over arrays.
+"""Samples tokens from logits: penalties, filters and noise, as pure functions over arrays.
 
 Options and their state are those of `jaxllm.sampling_state`. Top-k and top-p find their threshold by
-bisection on the ordered bit patterns of the logits instead of sorting the vocabulary: 32 counting passes,
-exact, and far cheaper than a sort of 150k floats on a CPU. Tokens that tie with the last kept one are kept,
-too.
+bisection on the ordered bit patterns of the logits instead of sorting the vocabulary: 32 passes, exact, and
+far cheaper than a sort of 150k floats on a CPU. Tokens that tie with the last kept one are kept, too.
 
 Order, as in Hugging Face's logits processors: bias, penalties, temperature, top-k, top-p, min-p.
+
+Exported programs choose by the same functions (`jaxllm.export.steps.portable_sampling`), so these use only
+operations that every runtime of programs supports: no sorts and no scatters; of bit operations on integers
+only exclusive or and shifts, in int32 words. On a CPU native kernels compute the same, to the bit.
 """
 
 import dataclasses
-import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm import sampling_state
 from jaxllm.axes import Axes
 from jaxllm.kernels import native, native_attention
 from jaxllm.sampling_state import MAX_BIAS as MAX_BIAS
 from jaxllm.sampling_state import MAX_LOGIT_BIASES as MAX_LOGIT_BIASES
-from jaxllm.sampling_state import NO_TOKEN, SamplerState
+from jaxllm.sampling_state import NO_TOKEN, SamplerState, threefry
 from jaxllm.sampling_state import Progress as Progress
 from jaxllm.sampling_state import Sampling as Sampling
 from jaxllm.sampling_state import sampler_state as sampler_state
+
+# Applies a body `(bit, carry) -> carry` to 32 bits in turn.
+Repeat = Callable[[Callable[[Any, jax.Array], jax.Array], jax.Array], jax.Array]
+
+_ONE = np.float32(1).view(np.int32)
+_TINY = np.finfo(np.float32).tiny
+_MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.uint32(1 << 31)
+# 2^31, the minimum of int32, down to 1.
+BITS = (np.uint32(1) << np.arange(31, -1, -1, dtype=np.uint32)).view(np.int32)
 
 # Steps accept it as a tree of arrays.
 jax.tree_util.register_dataclass(SamplerState)
@@ -78,34 +92,6 @@ def _if_finite(logits: jax.Array, token: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(chosen), token, NO_TOKEN)
 
 
-def largest(logits: jax.Array) -> jax.Array:
-    """The index of each row's largest value or NaN, the first of equals, as `jnp.argmax`: `[B]` int32."""
-    Axes("largest").check(jnp.floating, "B V", logits=logits)
-
-    def in_two_passes(logits: jax.Array) -> jax.Array:
-        # XLA:CPU vectorizes both passes; they take a tenth of the time of its argmax.
-        top = jnp.max(logits, axis=-1, keepdims=True)
-        index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        return jnp.min(jnp.where((logits == top) | jnp.isnan(logits), index, logits.shape[-1]), axis=-1)
-
-    return _by_kernel(native_attention.largest, in_two_passes, logits)
-
-
-def gumbel_noise(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Gumbel noise of a shape, float32, equal to `jax.random.gumbel` with the threefry2x32 key `seed` `[2]`
-    uint32 into which `drawn`, an int32 scalar, is folded."""
-
-    def bits(seed: jax.Array, drawn: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
-        return jax.random.bits(key, shape, jnp.uint32)
-
-    drawn_bits = _by_kernel(functools.partial(native_attention.random_bits, shape=shape), bits, seed, drawn)
-    # 23 of the bits are the fraction of a number in [1, 2).
-    one = np.float32(1).view(np.uint32)
-    uniform = jax.lax.bitcast_convert_type((drawn_bits >> np.uint32(9)) | one, jnp.float32) - 1
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
-
-
 def _by_kernel(
     kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: jax.Array
 ) -> jax.Array:
@@ -115,57 +101,117 @@ def _by_kernel(
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=plain)
 
 
+def largest(logits: jax.Array, *, portable: bool = False) -> jax.Array:
+    """The index of each row's largest value or NaN, the first of equals, as `jnp.argmax`: `[B]` int32.
+    Without kernels if `portable`."""
+    Axes("largest").check(jnp.floating, "B V", logits=logits)
+
+    def in_two_passes(logits: jax.Array) -> jax.Array:
+        # XLA:CPU vectorizes both passes; they take a tenth of the time of its argmax.
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        # NaN differs from itself.
+        found = jnp.logical_or(logits == top, logits != logits)
+        return jnp.min(jnp.where(found, index, logits.shape[-1] - 1), axis=-1)
+
+    if portable:
+        return in_two_passes(logits)
+    return _by_kernel(native_attention.largest, in_two_passes, logits)
+
+
+def gumbel_noise(
+    seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...], *, portable: bool = False
+) -> jax.Array:
+    """Gumbel noise of a shape, float32, equal to `jax.random.gumbel` with a threefry2x32 key.
+
+    Args:
+      seed: `[2]` uint32, or the same bits as int32: the key.
+      drawn: an int32 scalar that is folded into the key.
+      shape: of the result.
+      portable: whether to use no kernels.
+    """
+
+    def kernel(seed: jax.Array, drawn: jax.Array) -> jax.Array:
+        return _words(native_attention.random_bits(seed, drawn, shape))
+
+    def bits(seed: jax.Array, drawn: jax.Array) -> jax.Array:
+        words, zero = _words(seed), jnp.zeros(1, jnp.int32)
+        key = threefry((words[:1], words[1:]), (zero, drawn[None]), _shifted)
+        index = jnp.arange(math.prod(shape), dtype=jnp.int32)
+        high, low = threefry(key, (jnp.zeros_like(index), index), _shifted)
+        return (high ^ low).reshape(shape)
+
+    words = bits(seed, drawn) if portable else _by_kernel(kernel, bits, seed, drawn)
+    # 23 of the bits are the fraction of a number in [1, 2).
+    uniform = jax.lax.bitcast_convert_type(_shifted(words, 9) + _ONE, jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, _TINY)))
+
+
 def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
     """Adds the bias and applies repetition, frequency and presence penalties to `[B, V]` logits."""
     axes = Axes("penalize")
     axes.check(jnp.float32, "B V", logits=logits)
     state.check(axes)
-    logits = logits + state.bias
-    in_answer = state.counts > 0
-    repeated = jnp.where(logits > 0, logits / state.repetition_penalty, logits * state.repetition_penalty)
-    logits = jnp.where(state.in_prompt | in_answer, repeated, logits)
-    logits = logits - state.frequency_penalty * state.counts.astype(jnp.float32)
-    return logits - state.presence_penalty * in_answer.astype(jnp.float32)
+    return sampling_state.penalize(logits, state, jnp.where)
 
 
-def filtered(logits: jax.Array, state: SamplerState) -> jax.Array:
-    """`[B, V]` logits, -inf for tokens dropped by top-k, top-p and min-p."""
-    axes = Axes("filtered")
-    axes.check(jnp.float32, "B V", logits=logits)
-    state.check(axes)
-    vocab = logits.shape[-1]
-    top_k_on = (state.top_k > 0) & (state.top_k < vocab)
-    logits = jax.lax.cond(top_k_on, lambda x: keep_top_k(x, state.top_k), lambda x: x, logits)
-    logits = jax.lax.cond(state.top_p < 1, lambda x: keep_top_p(x, state.top_p), lambda x: x, logits)
+def filtered(
+    logits: jax.Array, state: SamplerState, draws: jax.Array | bool = True, repeat: Repeat | None = None
+) -> jax.Array:
+    """`[B, V]` logits, -inf for tokens dropped by top-k, top-p and min-p; all of them if not `draws`, a
+    bool scalar. See `keep_top_k` for `repeat`."""
+    if repeat is None:
+        axes = Axes("filtered")
+        axes.check(jnp.float32, "B V", logits=logits)
+        state.check(axes)
+    top_k_on = draws & (state.top_k > 0) & (state.top_k < logits.shape[-1])
+    logits = only_if(top_k_on, lambda x: keep_top_k(x, state.top_k, repeat), logits)
+    logits = only_if(draws & (state.top_p < 1), lambda x: keep_top_p(x, state.top_p, repeat), logits)
     floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(state.min_p)
-    return jnp.where(logits >= floor, logits, -jnp.inf)
+    return jnp.where(jnp.logical_or(logits >= floor, jnp.logical_not(draws)), logits, -jnp.inf)
 
 
-def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
-    """Keeps the `k` largest logits of each row of `[B, V]`, and those equal to the k-th; `k` is an int32
-    scalar."""
+def only_if(wanted: jax.Array, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    """Changed logits if `wanted`, a bool scalar."""
+    return jax.lax.cond(wanted, change, lambda x: x, logits)
+
+
+def keep_top_k(logits: jax.Array, k: jax.Array, repeat: Repeat | None = None) -> jax.Array:
+    """Keeps the `k` largest logits of each row of `[B, V]`, and those equal to the k-th.
+
+    Args:
+      logits: `[B, V]` float32.
+      k: int32 scalar.
+      repeat: repeats a body for each bit without kernels; None for a loop, or a kernel on a CPU.
+    """
     axes = Axes("keep_top_k")
     axes.check(jnp.float32, "B V", logits=logits)
     axes.check(jnp.int32, "", k=k)
 
+    def kernel(logits: jax.Array, k: jax.Array) -> jax.Array:
+        return _words(native_attention.kth_largest(logits, k) ^ _SIGN)
+
     def threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
-        return _threshold(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k)
+        # Counts are floats, which are exact for any vocabulary.
+        return _threshold(logits, jnp.ones_like(logits), k.astype(jnp.float32), repeat or by_loop)
 
-    return _keep_from(logits, _by_kernel(native_attention.kth_largest, threshold, logits, k))
+    least = threshold(logits, k) if repeat else _by_kernel(kernel, threshold, logits, k)
+    return _keep_from(logits, least)
 
 
-def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
+def keep_top_p(logits: jax.Array, p: jax.Array, repeat: Repeat | None = None) -> jax.Array:
     """Keeps the fewest largest logits of each row of `[B, V]` whose total probability is at least `p`, a
-    float32 scalar."""
+    float32 scalar. See `keep_top_k` for `repeat`."""
     axes = Axes("keep_top_p")
     axes.check(jnp.float32, "B V", logits=logits)
     axes.check(jnp.float32, "", p=p)
-    probabilities = jax.nn.softmax(logits, axis=-1)
+    return _keep_from(logits, _threshold(logits, jax.nn.softmax(logits, axis=-1), p, repeat or by_loop))
 
-    def enough(kept: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1) >= p
 
-    return _keep_from(logits, _threshold(logits, enough))
+def by_loop(body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+    """Repeats a body for each bit in a loop."""
+    bits = jnp.asarray(BITS)
+    return jax.lax.fori_loop(0, 32, lambda step, carry: body(bits[step], carry), start)
 
 
 def _keep_from(logits: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -173,24 +219,32 @@ def _keep_from(logits: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.where(ordered_bits(logits) >= threshold[:, None], logits, -jnp.inf)
 
 
-def _threshold(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The highest threshold of each row, in `ordered_bits`, for which the logits from it on are `enough`.
-
-    `enough` maps a `[B, V]` mask to `[B]` bool and must stay true as the mask grows. The threshold is
-    built bit by bit, from the highest.
-    """
+def _threshold(logits: jax.Array, shares: jax.Array, wanted: jax.Array, repeat: Repeat) -> jax.Array:
+    """The highest threshold of each row, in `ordered_bits`, for which the `shares` `[B, V]` of the logits
+    from it on sum to at least `wanted`. It is built bit by bit, from the highest."""
     ordered = ordered_bits(logits)
 
-    def try_bit(step: jax.Array, threshold: jax.Array) -> jax.Array:
-        bit = jnp.left_shift(np.uint32(1), np.uint32(31) - step.astype(jnp.uint32))
-        candidate = threshold | bit
-        return jnp.where(enough(ordered >= candidate[:, None]), candidate, threshold)
+    def try_bit(bit: Any, threshold: jax.Array) -> jax.Array:
+        # Begins at the minimum of int32; the first bit, 2^31, wraps around to 0.
+        candidate = threshold + bit
+        total = jnp.sum(jnp.where(ordered >= candidate[:, None], shares, 0.0), axis=-1)
+        return jnp.where(total >= wanted, candidate, threshold)
 
-    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(logits.shape[0], jnp.uint32))
+    return repeat(try_bit, jnp.full(logits.shape[0], BITS[0], jnp.int32))
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:
-    """uint32 keys in the order of the float32 values."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    negative = bits >> np.uint32(31) == 1
-    return jnp.where(negative, ~bits, bits | np.uint32(1 << 31))
+    """int32 keys in the order of the float32 values: of negative ones all bits but the sign are inverted."""
+    bits = _words(x)
+    return bits ^ (_shifted(bits, 31) * _MAGNITUDE)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of numbers of 32 bits, as int32."""
+    return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _shifted(word: jax.Array, bits: int) -> jax.Array:
+    """Words shifted right, with zeros on the left: LiteRT fills signed ones with their sign."""
+    unsigned = jax.lax.bitcast_convert_type(word, jnp.uint32)
+    return _words(jax.lax.shift_right_logical(unsigned, jnp.full_like(unsigned, bits)))

@@ -1,4 +1,4 @@
-"""Options of sampling, and the sampler's state as host arrays.
+"""Options of sampling, the sampler's state, and what samplers in JAX and in NumPy share.
 
 `Sampling` has a request's options; `SamplerState` has them as arrays, so that one bucket serves every
 request. This module imports no JAX, for devices without it; `jaxllm.sampling`, which samples with them in
@@ -7,13 +7,15 @@ compiled steps, registers the state with JAX.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import require_float
+from jaxllm.options import check_options, option
 
 if TYPE_CHECKING:
     import jax
@@ -22,8 +24,12 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
 # Options that a model's files may recommend as defaults.
 MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Options that are float32 scalars of a sampler's state.
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # Placeholder token if the logits allow none.
 NO_TOKEN = -1
+# Of Threefry-2x32.
+_ROTATIONS, _PARITY = ((13, 15, 26, 6), (17, 29, 16, 24)), np.int32(0x1BD11BDA)
 # Processors may flush smaller floats to 0.
 _LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 
@@ -44,53 +50,38 @@ class Sampling:
       seed: sampling seed; the same seed gives the same answer. None lets the engine choose one.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = option(0.0, low=0, high=100)
+    top_k: int = option(0, low=0, high=(1 << 31) - 1)
+    top_p: float = option(1.0, low=0, high=1)
+    min_p: float = option(0.0, low=0, high=1)
+    repetition_penalty: float = option(1.0, low=0.01, high=100)
+    presence_penalty: float = option(0.0, low=-100, high=100)
+    frequency_penalty: float = option(0.0, low=-100, high=100)
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
+    seed: int | None = option(None, low=0, high=(1 << 64) - 1)
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0, 100, "0 (greedy) to 100")
-        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 1 << 31:
-            raise ConfigError(f"top_k must be a whole number from 0 (off) up, got {self.top_k!r}")
-        _check("top_p", self.top_p, 0, 1, "above 0 and at most 1 (off)")
+        check_options(self)
         if self.top_p < _LEAST_TOP_P:
             raise ConfigError(
                 f"top_p must be above 0, at least {_LEAST_TOP_P:.2g}, got {self.top_p!r}; for the most "
                 "likely token use temperature 0"
             )
-        _check("min_p", self.min_p, 0, 1, "0 (off) to 1")
-        _check("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1 is off)")
-        _check("presence_penalty", self.presence_penalty, -100, 100, "-100 to 100 (0 is off)")
-        _check("frequency_penalty", self.frequency_penalty, -100, 100, "-100 to 100 (0 is off)")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ConfigError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
         for token, value in self.logit_bias:
             if not isinstance(token, int) or token < 0:
                 raise ConfigError(f"logit_bias takes (token id, number) pairs, got {(token, value)}")
             if value != -math.inf:
-                # An infinite logit leaves no finite distribution to sample from.
-                allowed = f"{-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to forbid the token"
-                _check(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, allowed)
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
-            raise ConfigError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
+                # An infinite logit leaves no finite distribution to sample from; -inf forbids the token.
+                name = f"logit_bias of token {token} (or -inf to forbid it)"
+                require_float(name, value, least=-MAX_BIAS, most=MAX_BIAS)
 
     @property
     def penalizes(self) -> bool:
         """Whether any logit changes before a token is chosen."""
         neutral = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return not neutral or bool(self.logit_bias)
-
-
-def _check(name: str, value: float, low: float, high: float, allowed: str) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not valid:
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
 # Counts and number of sampled tokens (see `SamplerState`).
@@ -150,10 +141,7 @@ class SamplerState:
         axes.check(np.bool_, "* V", in_prompt=self.in_prompt)
         axes.check(np.int32, "B V", counts=self.counts)
         axes.check(np.uint32, "2", seed=self.seed)
-        axes.check(np.float32, "", temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
-        axes.check(np.float32, "", repetition_penalty=self.repetition_penalty)
-        axes.check(np.float32, "", presence_penalty=self.presence_penalty)
-        axes.check(np.float32, "", frequency_penalty=self.frequency_penalty)
+        axes.check(np.float32, "", **{name: getattr(self, name) for name in NUMBERS})
         axes.check(np.bool_, "", penalized=self.penalized)
         axes.check(np.int32, "", top_k=self.top_k, drawn=self.drawn)
 
@@ -174,13 +162,8 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
     in_prompt = np.zeros((1, vocab_size), np.bool_)
     in_prompt[0, np.asarray(prompt, np.int64)] = True
     host: dict[str, Any] = dict(
-        temperature=np.float32(sampling.temperature),
+        **{name: np.float32(getattr(sampling, name)) for name in NUMBERS},
         top_k=np.int32(min(sampling.top_k, vocab_size)),
-        top_p=np.float32(sampling.top_p),
-        min_p=np.float32(sampling.min_p),
-        repetition_penalty=np.float32(sampling.repetition_penalty),
-        presence_penalty=np.float32(sampling.presence_penalty),
-        frequency_penalty=np.float32(sampling.frequency_penalty),
         penalized=np.bool_(sampling.penalizes),
         bias=bias,
         in_prompt=in_prompt,
@@ -190,3 +173,40 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
     )
     # Host arrays: they are passed to the bucket, and nothing is dispatched here.
     return SamplerState(**host)
+
+
+def penalize(logits: Any, state: SamplerState, where: Callable[..., Any]) -> Any:
+    """Adds the bias and applies repetition, frequency and presence penalties to `[B, V]` float32 logits;
+    `where` is that of NumPy or JAX, like the arrays."""
+    logits = logits + state.bias
+    in_answer, penalty = state.counts > 0, state.repetition_penalty
+    repeated = where(logits > 0, logits / penalty, logits * penalty)
+    logits = where(state.in_prompt | in_answer, repeated, logits)
+    logits = logits - state.frequency_penalty * state.counts.astype(np.float32)
+    return logits - state.presence_penalty * in_answer.astype(np.float32)
+
+
+def threefry(
+    key: tuple[Any, Any], block: tuple[Any, Any], shifted: Callable[[Any, int], Any]
+) -> tuple[Any, Any]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011), in
+    int32 words of NumPy or JAX, which wrap around.
+
+    Args:
+      key: two words `[1]`.
+      block: the two words `[n]` of each counter.
+      shifted: shifts words right by a number of bits, with zeros on the left.
+
+    Returns:
+      Both words of each block.
+    """
+    words = (*key, key[0] ^ key[1] ^ _PARITY)
+    high, low = block[0] + words[0], block[1] + words[1]
+    for step in range(5):
+        for bits in _ROTATIONS[step % 2]:
+            high = high + low
+            # Rotated left: the two parts have no bit in common, so that their sum is their union.
+            low = high ^ (low * np.int32(1 << bits) + shifted(low, 32 - bits))
+        high = high + words[(step + 1) % 3]
+        low = low + words[(step + 2) % 3] + np.int32(step + 1)
+    return high, low

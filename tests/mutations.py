@@ -99,13 +99,13 @@ MUTATIONS = (
         "nodes + 1, mass.shape[1])", "nodes, mass.shape[1])", "tests/steps/test_trees.py",
     ),
     _mutation(
-        "sampling: frequent tokens are rewarded", "jaxllm/sampling.py",
+        "sampling: frequent tokens are rewarded", "jaxllm/sampling_state.py",
         "logits = logits - state.frequency_penalty", "logits = logits + state.frequency_penalty",
         "tests/test_sampling.py",
     ),
     _mutation(
         "sampling: top-k keeps one token too many", "jaxllm/sampling.py",
-        "dtype=jnp.int32) >= k)", "dtype=jnp.int32) > k)", "tests/kernels/test_sampling.py",
+        "jnp.where(total >= wanted,", "jnp.where(total > wanted,", "tests/kernels/test_sampling.py",
     ),
     _mutation(
         "speculation: all nodes of a tree are sampled with the root's draw",

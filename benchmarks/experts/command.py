@@ -180,8 +180,7 @@ def _tasks(
 ) -> "list[TaskPairs]":
     """What is answered: the pairs of two files, or tasks of the model."""
     from benchmarks.experts.seq2seq import TaskPairs
-    from jaxllm.serving.ground.bundles import open_model
-    from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
+    from jaxllm.serving.ground.bundles import open_model, open_tokenizer
 
     if pairs is not None:
         return [TaskPairs.read(*pairs, prefix)]

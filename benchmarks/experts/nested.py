@@ -200,7 +200,7 @@ def predicted(engine: Engine, windows: Sequence[Sequence[int]]) -> Predicted:
     """
     # Layer by layer, for experts are streamed.
     runner: Any = engine.runner
-    runner.fill([*runner.request_buckets(PROMPT, NODES), *runner.tree_buckets(NODES)])
+    runner.fill(runner.buckets_for(PROMPT, NODES, trees=[NODES]))
     loss, likeliest = 0.0, list[np.ndarray]()
     for window in windows:
         start = runner.start(runner.cache_for(PROMPT + NODES))

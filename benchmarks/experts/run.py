@@ -346,7 +346,7 @@ class _Watching(Predictor):
 def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int) -> Watched:
     """Observes the experts that an engine visits in its answers; its experts are streamed."""
     watching = _Watching(counts, read_token_experts(engine.model.bundle))
-    engine.runner.layers.experts.predictor = watching  # pyright: ignore
+    engine.runner.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
         engine.generate(list(prompt), drawn(tokens)(number))
     hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}

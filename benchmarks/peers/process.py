@@ -13,7 +13,7 @@ for prefill and for decode: a baseline is shown at its best.
 
 Computes the perplexity of every system on the same token ids, to compare the quality of formats.
 
-Text is cut as `jaxllm.serving.evaluation.perplexity` cuts it, by the model's tokenizer, and every system gets
+Text is cut as `jaxllm.serving.evaluation.texts` cuts it, by the model's tokenizer, and every system gets
 the ids: no tokenizer of a peer takes part. `float` is our engine with the checkpoint's weights in float32.
 """
 

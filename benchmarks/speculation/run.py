@@ -41,10 +41,9 @@ from jaxllm.bundle import Bundle
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.bundles import open_model, open_tokenizer
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.speculation.speculation import SpeculationCounts
 from jaxllm.text.tokenizer import Tokenizer

@@ -40,7 +40,7 @@ from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.layerwise import LayerwiseRunner
-from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.runners.runner import Verdict
 from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.drafters import make_drafter
 from jaxllm.serving.speculation.speculation import Speculation

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.sampling_state import NO_TOKEN, SamplerState
+from jaxllm.sampling_state import NO_TOKEN, SamplerState, penalize, threefry
 from jaxllm.speculation.token_tree import TokenTree
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = np.uint32(0x1BD11BDA)
-_ONE = np.float32(1).view(np.uint32)
+_ONE = np.float32(1).view(np.int32)
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -38,7 +36,7 @@ def choose(logits: np.ndarray, state: SamplerState) -> int:
     # Logits may be infinite, or no numbers: then no token is chosen.
     with np.errstate(all="ignore"):
         if bool(state.penalized):
-            logits = penalized(logits, state)
+            logits = penalize(logits, state, np.where)[0]
         if float(state.temperature) <= 0:
             return _if_finite(logits, int(logits.argmax()))
         # Relative to the largest, so that division by a small temperature gives no positive infinity.
@@ -49,17 +47,6 @@ def choose(logits: np.ndarray, state: SamplerState) -> int:
             return NO_TOKEN
         noise = gumbel_noise(np.asarray(state.seed), int(state.drawn), left)
         return _if_finite(kept, int(left[(kept[left] + noise).argmax()]))
-
-
-def penalized(logits: np.ndarray, state: SamplerState) -> np.ndarray:
-    """`[V]` logits with the bias, and with repetition, frequency and presence penalties."""
-    logits = logits + np.asarray(state.bias)
-    counts = np.asarray(state.counts)[0]
-    in_answer, penalty = counts > 0, np.float32(state.repetition_penalty)
-    repeated = np.where(logits > 0, logits / penalty, logits * penalty)
-    logits = np.where(np.asarray(state.in_prompt)[0] | in_answer, repeated, logits)
-    logits = logits - np.float32(state.frequency_penalty) * counts.astype(np.float32)
-    return logits - np.float32(state.presence_penalty) * in_answer.astype(np.float32)
 
 
 def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
@@ -85,34 +72,20 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
 def gumbel_noise(seed: np.ndarray, drawn: int, tokens: np.ndarray) -> np.ndarray:
     """Gumbel noise `[n]` float32 of `tokens` `[n]` (see `jaxllm.sampling.gumbel_noise`); `seed` is `[2]`
     uint32."""
-    key = threefry(seed, np.zeros(1, np.uint32), np.array([drawn], np.uint32))
-    high, low = threefry(np.concatenate(key), np.zeros(len(tokens), np.uint32), tokens.astype(np.uint32))
-    uniform = (((high ^ low) >> np.uint32(9)) | _ONE).view(np.float32) - np.float32(1)
+    uniform = (_shifted(random_bits(seed, drawn, tokens), 9) + _ONE).view(np.float32) - np.float32(1)
     return -np.log(-np.log(np.maximum(uniform, _TINY)))
 
 
-def threefry(key: np.ndarray, high: np.ndarray, low: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011).
+def random_bits(seed: np.ndarray, drawn: int, tokens: np.ndarray) -> np.ndarray:
+    """Random words `[n]` int32 of `tokens` `[n]`: those of `jax.random.bits`."""
+    words, zero = seed.view(np.int32), np.zeros(1, np.int32)
+    key = threefry((words[:1], words[1:]), (zero, np.array([drawn], np.int32)), _shifted)
+    high, low = threefry(key, (zero, tokens.astype(np.int32)), _shifted)
+    return high ^ low
 
-    Args:
-      key: `[2]` uint32.
-      high, low: `[n]` uint32, the two words of each counter.
 
-    Returns:
-      Both words of each block.
-    """
-    # Arrays of one number, because those wrap around without a warning.
-    first, second = key[:1], key[1:]
-    words = (first, second, first ^ second ^ _PARITY)
-    high, low = high + words[0], low + words[1]
-    for step in range(5):
-        for bits in _ROTATIONS[step % 2]:
-            high = high + low
-            low = (low << np.uint32(bits)) | (low >> np.uint32(32 - bits))
-            low = high ^ low
-        high = high + words[(step + 1) % 3]
-        low = low + (words[(step + 2) % 3] + np.uint32(step + 1))
-    return high, low
+def _shifted(word: np.ndarray, bits: int) -> np.ndarray:
+    return (word.view(np.uint32) >> np.uint32(bits)).view(np.int32)
 
 
 def _if_finite(logits: np.ndarray, token: int) -> int:

@@ -16,10 +16,10 @@ only if `penalized`.
 
 import numpy as np
 
-from jaxllm.sampling_state import SamplerState
+from jaxllm.sampling_state import NUMBERS, SamplerState
 
 STOP_IDS = 16
-OPTIONS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+OPTIONS = NUMBERS
 TOP_K, PENALIZED, DRAWN, SEED = 0, 1, 2, slice(3, 5)
 # Read only if a sampler penalizes.
 PENALTIES = ("bias", "in_prompt", "counts")

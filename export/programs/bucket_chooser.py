@@ -9,8 +9,7 @@ import numpy as np
 from jaxllm.export.programs.exported_bucket import ChoiceBucket
 from jaxllm.sampling import SamplerState
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
-from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
 from jaxllm.speculation.token_tree import TokenTree
 
 

@@ -19,7 +19,7 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import buckets_bytes
 
 if TYPE_CHECKING:
-    from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+    from jaxllm.serving.buckets.store import CompiledBucketFolder
 
 
 class Executor(Protocol):
@@ -213,7 +213,7 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
 def kept_buckets() -> "CompiledBucketFolder | None":
     """This user's folder of compiled buckets; None if its limit is 0."""
     # Here, because LiteRT's programs run without JAX.
-    from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+    from jaxllm.serving.buckets.store import CompiledBucketFolder
 
     return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
 

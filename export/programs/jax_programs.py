@@ -22,8 +22,7 @@ from jaxllm.export.programs.exported_bucket import (
 )
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
-from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
 from jaxllm.serving.host.progress import Progress
 
 

@@ -20,8 +20,7 @@ from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.forked import require_not_forked
 from jaxllm.serving.runners.chunks import padded, plan_chunks
-from jaxllm.serving.runners.runner import PrefillChunk
-from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.runners.runner import PrefillChunk, Verdict
 from jaxllm.serving.speculation.host_tree import accepted_path
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS

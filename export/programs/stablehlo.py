@@ -21,7 +21,7 @@ from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.adapters import FolderAdapters
 from jaxllm.export.programs.bounds import Bounds, program_bounds
 from jaxllm.export.programs.jax_programs import JaxPrograms
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
+from jaxllm.serving.buckets.store import CompiledBucketFolder
 
 # JAX's name of a platform -> the name in manifests.
 _PLATFORMS = {"gpu": "cuda"}

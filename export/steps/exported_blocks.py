@@ -20,7 +20,8 @@ from jaxllm.export.folder_format.adapters import AdapterInputs
 from jaxllm.export.folder_format.controls import COUNT, NEXT_TOKENS
 from jaxllm.export.folder_format.manifest import Signature
 from jaxllm.export.steps.exported import Arrays, ParamsOf, run_encode, run_step, run_tree
-from jaxllm.export.steps.portable_sampling import by_loop, choose, one_by_one
+from jaxllm.export.steps.portable_sampling import choose, one_by_one
+from jaxllm.sampling import by_loop
 from jaxllm.sampling_state import NO_TOKEN
 
 

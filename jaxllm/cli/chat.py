@@ -70,7 +70,7 @@ def converse(
     """
     # Imported here, so that --help does not wait for the imports.
     from jaxllm.serving.engine.request import Session
-    from jaxllm.serving.images.messages import image_part, read_image_file
+    from jaxllm.serving.images.files import image_part, read_image_file
 
     if not engine.tokenizer.has_chat_template:
         raise ConfigError(f"{engine.name} has no chat template; use `jaxllm generate` for a base model")

@@ -80,7 +80,7 @@ def perplexity_command(
     Example:
       jaxllm eval perplexity text.txt --model model.jaxllm
     """
-    from jaxllm.serving.evaluation.perplexity import perplexity
+    from jaxllm.serving.evaluation.texts import perplexity
 
     documents = _documents(text, separator)
     with progress_bars() as progress:
@@ -122,7 +122,7 @@ def agreement_command(
     Example:
       jaxllm eval agreement text.txt draft --model default
     """
-    from jaxllm.serving.evaluation.agreement import greedy_agreement
+    from jaxllm.serving.evaluation.texts import greedy_agreement
 
     documents = _documents(text, separator)
     with progress_bars() as progress:
@@ -155,7 +155,7 @@ def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_j
     Example:
       jaxllm eval routing text.txt --model moe
     """
-    from jaxllm.serving.evaluation.routing import expert_use
+    from jaxllm.serving.evaluation.texts import expert_use
 
     documents = _documents(text, separator)
     with progress_bars() as progress:
@@ -220,9 +220,14 @@ def tasks_command(
     Example:
       jaxllm eval tasks --data DIR --task sentiment --task news --limit 200
     """
-    from jaxllm.serving.evaluation.report import as_json as results_json
-    from jaxllm.serving.evaluation.report import check_predictions, write_predictions
-    from jaxllm.serving.evaluation.tasks import ALL, read_questions, run_task
+    from jaxllm.serving.evaluation.tasks import (
+        ALL,
+        check_predictions,
+        read_questions,
+        run_task,
+        write_predictions,
+    )
+    from jaxllm.serving.evaluation.tasks import as_json as results_json
     from jaxllm.tasks import find_task
     from jaxllm.tasks.rouge import require_rouge
 

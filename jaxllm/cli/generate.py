@@ -53,7 +53,7 @@ def generate_command(
       jaxllm generate --model t5-small --task translation_en_to_de --prompt "Good morning."
     """
     from jaxllm.serving.host.machine import process_age_ms
-    from jaxllm.serving.images.messages import read_image_file, with_places
+    from jaxllm.serving.images.files import read_image_file, with_places
 
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")

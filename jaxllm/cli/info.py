@@ -11,8 +11,7 @@ import click
 from jaxllm.cli.console import print_json
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import json_option
-from jaxllm.serving.host.machine import give_back_memory
-from jaxllm.serving.host.process_memory import ProcessMemory, process_memory
+from jaxllm.serving.host.machine import ProcessMemory, give_back_memory, process_memory
 from jaxllm.version import __version__
 
 if TYPE_CHECKING:
@@ -234,7 +233,7 @@ def memory_facts(model: Path | None) -> dict[str, Any]:
     phases.end("model")
     engine, session = Engine(loaded), Session()
     runner = loaded.runner(engine.level)
-    runner.fill(runner.all_buckets())
+    runner.fill(runner.buckets_for())
     phases.end("buckets")
     runner.rehearse()
     config = GenerationConfig(max_tokens=2, ignore_eos=True)

@@ -211,8 +211,8 @@ def random_bits(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> ja
 
 def kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
     """Returns the `k`-th largest value (int32 scalar, from 0 up) of each row of `x` `[M, V]` float32, as
-    keys `[M]` uint32 whose order is that of the floats (see `sampling.ordered_bits`); 0 if a row has
-    fewer."""
+    keys `[M]` uint32 whose order is that of the floats (see `sampling.ordered_bits`, which are 2^31 less); 0
+    if a row has fewer."""
     return _call("kth_largest", jax.ShapeDtypeStruct(x.shape[:1], jnp.uint32), x, k)
 
 

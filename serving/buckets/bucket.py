@@ -21,7 +21,7 @@ from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.machine import Device
 
 if TYPE_CHECKING:
     from jaxllm.speculation.tree import TokenTree
@@ -79,6 +79,39 @@ class Bucket(abc.ABC):
     def placement(self) -> Placement | None:
         """The device and compiler options; None for the first device and the default options."""
         return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheBucket(Bucket):
+    """A family with a cache.
+
+    Attributes:
+      cache_tokens: length of the cache (S).
+    """
+
+    cache_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokensBucket(Bucket):
+    """A family that runs tokens without a cache.
+
+    Attributes:
+      tokens: number of tokens, including padding (T).
+    """
+
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkBucket(CacheBucket):
+    """A family that runs a chunk of tokens, or a token tree, after the sequence in a cache.
+
+    Attributes:
+      tokens: length of the chunk, including padding, or of a source (T); or capacity of the tree (M).
+    """
+
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +179,10 @@ class ModelShapes:
         return dataclasses.replace(past, slot=slot, coded=coded, source=source)  # pyright: ignore
 
     @property
-    def sampler(self) -> Any:
-        """Shapes of a sampler's state."""
-        return shapes_of(sampler_state(Sampling(), [], self.cfg.vocab_size, 0))
+    def sampler(self) -> tuple[Any, Any]:
+        """Shapes of a sampler's fixed part and of its progress, the arguments of `with_sampler`."""
+        state = shapes_of(sampler_state(Sampling(), [], self.cfg.vocab_size, 0))
+        return state.fixed, state.progress
 
     def hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape of a layer's input, `[1, T, D]`."""
@@ -167,6 +201,12 @@ class ModelShapes:
 
         return jax.jit(run, donate_argnums=donated)
 
+    def lowered(
+        self, step: Callable[..., Any], *shapes: Any, donated: tuple[int, ...] = ()
+    ) -> jax.stages.Lowered:
+        """Lowers `jitted` for shapes of its arguments after the parameters."""
+        return self.jitted(step, *donated).lower(self.params, *shapes)
+
     def jitted_part(self, step: Callable[..., Any], *donated: int) -> Any:
         """Jits a step `(params, *rest)` of some of the parameters, such as one layer's."""
 
@@ -177,6 +217,24 @@ class ModelShapes:
 
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
+FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
+
+
+def with_sampler(step: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """A step that samples, as a bucket's function: a sampler's state is two arguments, its fixed part and its
+    progress, which alone is returned and can be donated.
+
+    Args:
+      step: a function whose last result is the sampler's next state.
+      at: index of its argument that is the sampler's state.
+    """
+
+    def run(*arguments: Any, **static: Any) -> Any:
+        fixed, progress = arguments[at : at + 2]
+        *found, state = step(*arguments[:at], fixed.after(progress), *arguments[at + 2 :], **static)
+        return *found, state.progress
+
+    return run
 
 
 def no_chunks(options: EngineOptions) -> CodedChunks:
@@ -200,10 +258,11 @@ def position_shapes(tokens: int, *, tree: bool = False, consecutive: bool = True
     return TokenPositions(ids(tokens), SCALAR, rows)  # pyright: ignore[reportArgumentType]
 
 
-def mass_by_node(cache: KVCache, nodes: int) -> Any:
-    """Shape of a cache's attention mass by node, `[B, 1 + M, S]` (see `KVCache`); None without mass."""
-    if cache.mass is None:
-        return None
+def mass_shape(cache: KVCache, nodes: int | None = None) -> Any:
+    """Shape of a cache's attention mass, or of that by node of a tree, `[B, 1 + M, S]` (see `KVCache`); None
+    without mass."""
+    if cache.mass is None or nodes is None:
+        return cache.mass
     rows, capacity = cache.mass.shape
     return jax.ShapeDtypeStruct((rows, 1 + nodes, capacity), cache.mass.dtype)
 

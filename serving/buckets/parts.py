@@ -1,20 +1,16 @@
 """Selects the parameters of buckets of one layer, of an embedding or of an expert."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack, StackedLayers
+from jaxllm.models.layer_stack import STACK, LayerStack, StackedLayers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
-from jaxllm.serving.buckets.bucket import SCALAR, ModelShapes, shapes_of
-from jaxllm.steps.layers import consecutive_layers
+from jaxllm.serving.buckets.bucket import shapes_of
 
 # Layers that one dispatch runs at most.
 MOST_LAYERS = 4
@@ -54,41 +50,6 @@ def layer_shapes(params: Params, layer: int) -> dict[str, Any]:
     return shapes_of(layer_params(params, layer, layer))
 
 
-def lowered_layer(
-    model: ModelShapes,
-    step: Callable[..., Any],
-    layer: int,
-    tokens: int,
-    *rest: Any,
-    donated: tuple[int, ...] = (1, 3, 4),
-) -> jax.stages.Lowered:
-    """Lowers a step of one layer, (layer's params, x, *rest), with x of so many `tokens`.
-
-    Args:
-      model: model of the layer.
-      step: step that also has `cfg` and `layer` as arguments.
-      layer: its index.
-      tokens: number of tokens, with padding.
-      rest: shapes.
-      donated: donated arguments of the step.
-    """
-    part = model.jitted_part(functools.partial(step, cfg=model.cfg, layer=layer), *donated)
-    return part.lower(layer_shapes(model.params, layer), model.hidden(tokens), *rest)
-
-
-def lowered_layers(
-    model: ModelShapes, layer: int, tokens: int, at: TokenPositions, past: Past, mass: Any
-) -> jax.stages.Lowered:
-    """Lowers `consecutive_layers`, up to `MOST_LAYERS` of those that equal `layer`, with x of so many
-    `tokens`."""
-    stack: Any = model.params[STACK]
-    handles = jax.ShapeDtypeStruct((MOST_LAYERS, 2), np.uint32)
-    params = {STACK: LayersAt(handles, stack.at(layer).form), **shapes_of(shared_by_layers(model.params))}  # pyright: ignore
-    step = functools.partial(consecutive_layers, cfg=model.cfg, layer=layer)
-    part = model.jitted_part(step, 1, 3, 4)
-    return part.lower(params, model.hidden(tokens), at, past, mass, SCALAR)
-
-
 def any_expert(form: str) -> str:
     """Prefix of the names of parameters that stand for any expert of a form."""
     return f"any_expert.{form}"
@@ -96,23 +57,20 @@ def any_expert(form: str) -> str:
 
 def router_params(params: Params, layer: int) -> dict[str, Any]:
     """The router of a sparse layer and the norm before it."""
-    prefix = f"layers.{layer}."
-    return {
-        name.removeprefix(prefix): each
-        for name, each in params.items()
-        if name.startswith((f"{prefix}router", f"{prefix}ffn_norm."))
-    }
+    return _of_layer(params, layer, "router", "ffn_norm.")
 
 
 def expert_norm(params: Params, layer: int) -> dict[str, Any]:
     """The norm before the experts of a sparse layer, and their biases if they have any, an argument of
     experts."""
+    return _of_layer(params, layer, "ffn_norm.", "expert_")
+
+
+def _of_layer(params: Params, layer: int, *beginnings: str) -> dict[str, Any]:
+    """Parameters of a layer by their names in it, which begin with one of `beginnings`."""
     prefix = f"layers.{layer}."
-    return {
-        name.removeprefix(prefix): each
-        for name, each in params.items()
-        if name.startswith((f"{prefix}ffn_norm.", f"{prefix}expert_"))
-    }
+    wanted = tuple(prefix + each for each in beginnings)
+    return {name.removeprefix(prefix): each for name, each in params.items() if name.startswith(wanted)}
 
 
 def used_heads(cfg: ModelConfig) -> np.ndarray:

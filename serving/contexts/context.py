@@ -21,10 +21,9 @@ from jaxllm.serving.contexts.memory import Turn
 from jaxllm.serving.contexts.record import Record, TurnTokens, turn_ids
 from jaxllm.serving.contexts.saving import slid_record
 from jaxllm.serving.engine.answer import Answer
-from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig
+from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig, Sliding, kept_tokens
 from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.ground.prompt_rows import PromptRows
-from jaxllm.serving.ground.sliding import Sliding, kept_tokens
 
 
 class Context:
@@ -87,7 +86,7 @@ class Context:
           stop: strings that end the answer.
           ignore_eos: whether to continue past the model's end tokens.
           slide: whether to drop the middle of the context if context, prompt and answer exceed the model's
-            window (see `jaxllm.serving.ground.sliding`). The stored context changes only after the answer.
+            window (see `jaxllm.serving.engine.request`). The stored context changes only after the answer.
           sampling: sampling parameters; greedy by default.
           rows: embeddings in place of some of the prompt's ids, at positions relative to its first. They
             are stored with the context, which then can neither slide nor move to another model.

@@ -29,8 +29,7 @@ from jaxllm.serving.contexts.options import ContextOptions, Writing
 from jaxllm.serving.contexts.record import Linked, Record
 from jaxllm.serving.contexts.segment import Chunks, file_bytes
 from jaxllm.serving.contexts.store import ContextStore
-from jaxllm.serving.engine.request import Session, common_prefix
-from jaxllm.serving.ground.sliding import slid
+from jaxllm.serving.engine.request import Session, common_prefix, slid
 
 _LOG = logging.getLogger("jaxllm")
 # A context with more segments than this is rewritten as one.

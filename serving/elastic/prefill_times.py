@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxllm.serving.elastic.profile import DeviceProfile, PrefillTimes
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.runners.runner import prefill_in_chunks
+from jaxllm.serving.runners.runner import prefill_prompt
 
 if TYPE_CHECKING:
     from jaxllm.serving.int8_prefill.modes import PrefillMode
@@ -19,8 +19,8 @@ _MODES: tuple["PrefillMode", ...] = ("int8", "float")
 
 def has_both_modes(engine: Engine) -> bool:
     """Whether an engine has both integer and float prefill at some level."""
-    runners, modes = engine.model.runners, engine.model.runners.modes
-    return modes is not None and any(map(modes.both, runners.levels))
+    modes = engine.model.runners.modes
+    return modes is not None and any(map(modes.both, engine.model.levels))
 
 
 def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
@@ -64,7 +64,7 @@ def measure_prefill(
             prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
             cache = jax.block_until_ready(runner.start(length))
             began = time.perf_counter()
-            logits, _ = prefill_in_chunks(runner, cache, prompt, 0, runner.chunks_in(mode, length))
+            logits, _ = prefill_prompt(runner, cache, prompt, 0, runner.chunks_in(mode, length))
             jax.block_until_ready(logits)
             if number >= 0:
                 times[mode, level, length].append(1000 * (time.perf_counter() - began))

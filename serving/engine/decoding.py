@@ -1,4 +1,5 @@
-"""Decodes further tokens: plain blocks, with drafts (`jaxllm.serving.speculation`), or under a grammar."""
+"""Decodes further tokens: plain blocks, with drafts (`jaxllm.serving.speculation`), or under a grammar, with
+log-probabilities."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,17 +10,33 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.guided.logprobs import TokenLogprob, token_logprob
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, prefill_prompt
 
 if TYPE_CHECKING:
-    from jaxllm.serving.guided.matcher import Matcher
+    from jaxllm.serving.guided.workers import Matcher
 
+# As OpenAI's interface.
+MAX_TOP_LOGPROBS = 20
 # A dispatch decodes as many tokens as fit this time, so that text streams, a cancel takes effect soon, and
 # few tokens are discarded after a stop string; small models still decode whole blocks.
 _DISPATCH_MS = 50.0
 # Longer runs of forced tokens are fed in several dispatches, so that text streams.
 _MOST_FORCED = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its log-probability (natural, of the model's own logits).
+
+    Attributes:
+      token: its id.
+      logprob: its log-probability.
+      top: the likeliest tokens and theirs, likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Decoding:
@@ -187,6 +204,26 @@ class GuidedDecoding(Decoding):
 def pace(tpot_ms: float) -> int:
     """Tokens per dispatch for a time per token."""
     return max(1, int(_DISPATCH_MS / max(tpot_ms, 1e-3)))
+
+
+def token_logprob(logits: np.ndarray, token: int, top: int) -> TokenLogprob:
+    """The log-probability of a token and those of the likeliest ones.
+
+    Args:
+      logits: `[V]` float32, all finite or -inf, before bias, penalties and temperature.
+      token: id of the token.
+      top: number of most likely tokens; of equal ones those of lower ids.
+    """
+    largest = logits.max()
+    shift = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
+    likeliest = []
+    if top:
+        least = np.partition(logits, -top)[-top] if top < len(logits) else logits.min()
+        candidates = np.flatnonzero(logits >= least)
+        likeliest = candidates[np.argsort(-logits[candidates], kind="stable")][:top].tolist()
+    return TokenLogprob(
+        token, float(logits[token]) - shift, tuple((each, float(logits[each]) - shift) for each in likeliest)
+    )
 
 
 def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:

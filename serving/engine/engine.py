@@ -11,9 +11,8 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.decoding import Decoding, Drafts, GuidedDecoding
-from jaxllm.serving.engine.request import GenerationConfig, Request, Session, start_ids
+from jaxllm.serving.engine.request import GenerationConfig, Request, Session, Sliding, start_ids
 from jaxllm.serving.ground.prompt_rows import PromptRows
-from jaxllm.serving.ground.sliding import Sliding
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import Runner
 from jaxllm.text.prompts import prompt_ids, source_prompt
@@ -243,13 +242,13 @@ class Engine(Generic[AnyModel]):
     ) -> Answer:
         """Answers a conversation of {"role", "content"} messages through the model's chat template; an
         encoder-decoder one message (see `jaxllm.text.prompts.source_prompt`). Contents may be lists of texts
-        and images (see `jaxllm.serving.images.messages.taken_apart`)."""
+        and images (see `jaxllm.serving.images.files.taken_apart`)."""
         tokenizer, rows = self.tokenizer.limited(self.options.context_tokens), None
         if self.cfg.encoder is not None:
             task = "" if config is None else config.task
             prompt = prompt_ids(tokenizer, source_prompt(messages, task=task))
         else:
-            from jaxllm.serving.images.messages import taken_apart
+            from jaxllm.serving.images.files import taken_apart
 
             plain, files = taken_apart(messages)
             prompt, rows = self.image_rows(tokenizer.encode_chat(plain, now=datetime.now()), files)

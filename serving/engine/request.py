@@ -9,19 +9,29 @@ import numpy as np
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling_state import Sampling
+from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.ground.prompt_rows import PromptRows
-from jaxllm.serving.ground.sliding import Sliding, kept_tokens
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.logprobs import require_top_logprobs
 from jaxllm.serving.runners.runner import PrefillChunk, Runner
 from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 
 if TYPE_CHECKING:
     from jaxllm.kernels.native import ChunkTable
     from jaxllm.kv.cache import KVCache
+    from jaxllm.serving.guided.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sliding:
+    """Options of continuing an answer past the window.
+
+    Attributes:
+      sink_tokens: number of first tokens that stay; less than half of the window.
+    """
+
+    sink_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,13 +57,21 @@ class GenerationConfig:
     ignore_eos: bool = False
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     task: str = ""
-    grammar: Grammar | None = None
+    grammar: "Grammar | None" = None
     top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        require_top_logprobs(self.top_logprobs)
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise ConfigError(f"grammar must be a Grammar, got {type(self.grammar).__name__}")
+        top = self.top_logprobs
+        if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
+            raise ConfigError(
+                f"top_logprobs must be a whole number from 0 to {MAX_TOP_LOGPROBS}, or None; got {top!r}"
+            )
+        if self.grammar is not None:
+            # Here, because few requests need its import.
+            from jaxllm.serving.guided.grammar import Grammar
+
+            if not isinstance(self.grammar, Grammar):
+                raise ConfigError(f"grammar must be a Grammar, got {type(self.grammar).__name__}")
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
         for token in self.stop_token_ids:
@@ -272,3 +290,14 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     if list(a[:most]) == list(b[:most]):
         return most
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+def slid(tokens: Sequence[int], *, sink_tokens: int, most: int) -> list[int]:
+    """The first `sink_tokens` tokens and the newest ones, `most` together."""
+    newest = max(0, most - sink_tokens)
+    return [*tokens[:sink_tokens], *tokens[len(tokens) - newest :]]
+
+
+def kept_tokens(window: int) -> int:
+    """Number of tokens that stay when a sequence outgrows the window."""
+    return window // 2

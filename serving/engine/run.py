@@ -10,11 +10,10 @@ import numpy as np
 from jaxllm.errors import JaxllmError
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling_state import sampler_state
-from jaxllm.serving.engine.decoding import Decoding, pace
+from jaxllm.serving.engine.decoding import Decoding, TokenLogprob, pace
 from jaxllm.serving.engine.request import Request, Session
 from jaxllm.serving.ground.plan import Cost, Plan, Restoration
 from jaxllm.serving.ground.text_stream import TextStream
-from jaxllm.serving.guided.logprobs import TokenLogprob
 from jaxllm.serving.runners.runner import PrefillChunk, Runner
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -22,15 +22,14 @@ import numpy as np
 from jaxllm.errors import ContextGone, JaxllmError, NotFinite
 from jaxllm.sampling_state import NO_TOKEN
 from jaxllm.serving.engine.decoding import pace
-from jaxllm.serving.engine.request import Fed
+from jaxllm.serving.engine.request import Fed, Sliding, kept_tokens, slid
 from jaxllm.serving.engine.run import Dispatched, Run
-from jaxllm.serving.ground.sliding import Sliding, kept_tokens, slid
 from jaxllm.serving.host.forked import require_not_forked
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import KVCache
-    from jaxllm.serving.guided.matcher import Matcher
+    from jaxllm.serving.guided.workers import Matcher
 
 
 def step(*running: Run) -> Run:

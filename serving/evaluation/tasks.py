@@ -1,10 +1,11 @@
-"""Runs a model on tasks: options scored in batches, free answers generated greedily one by one."""
+"""Runs a model on tasks: options scored in batches, free answers generated greedily; writes results."""
 
 import dataclasses
+import json
 import string
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.files.atomic import atomic_file
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.evaluation.scoring import score_options
@@ -181,7 +183,7 @@ def _write(engine: Engine, task: Task, examples: Sequence[TaskExample], progress
     prompts = [(example, prompt_ids(engine.tokenizer, example, now=datetime.now())) for example in examples]
     room = engine.options.context_tokens - task.answer_tokens
     prompts = [(example, ids) for example, ids in prompts if len(ids) <= room]
-    engine.runner.fill(engine.runner.all_buckets(), progress)
+    engine.runner.fill(engine.runner.buckets_for(), progress)
     config = GenerationConfig(max_tokens=task.answer_tokens)
     predictions, tokens = [], 0
     began = time.perf_counter()
@@ -217,3 +219,29 @@ def _sample(examples: list[TaskExample], limit: int) -> list[TaskExample]:
 def _first_word(text: str) -> str:
     words = text.split()
     return words[0].strip(string.punctuation + "“”‘’") if words else ""
+
+
+def as_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
+    """Results as plain dicts, with scores next to the other fields."""
+    facts = []
+    for result in results:
+        fields = dataclasses.asdict(result)
+        facts.append({"task": fields.pop("task"), **fields.pop("scores"), **fields})
+    return facts
+
+
+def check_predictions(path: Path) -> None:
+    """Checks that predictions can be written to a path, before the evaluation.
+
+    Raises:
+      ConfigError: the folder is missing, or `path` is a folder.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--predictions {path}: name a file in a folder that is there")
+
+
+def write_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
+    """Writes one JSON object a line, all or nothing."""
+    with atomic_file(path) as file:
+        for prediction in predictions:
+            file.write(json.dumps(prediction, ensure_ascii=False).encode() + b"\n")

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.kernels.native_products import StoredExperts, begun_shape
-from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
-from jaxllm.serving.buckets.context import layer_chunk_shapes
+from jaxllm.serving.buckets.bucket import SCALAR, ModelShapes, TokensBucket, mass_shape, position_shapes
+from jaxllm.serving.buckets.layer import OfLayerBucket, layer_chunk_shapes
 from jaxllm.serving.buckets.parts import any_expert, expert_norm, expert_parts, layer_params, router_params
 from jaxllm.steps.sparse_layers import (
     SparseLayer,
@@ -24,65 +23,48 @@ from jaxllm.steps.sparse_layers import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _BeforeExperts(Bucket):
+class _BeforeExperts(OfLayerBucket):
     """Runs a sparse layer up to its experts.
 
     Attributes:
-      cache_tokens: length of the cache.
-      layer: the first of the layers that share the bucket.
       loss: see `ExpertOptions`.
       ahead: number of layers whose routers run ahead.
     """
 
-    cache_tokens: int
-    layer: int
     loss: float = 0.0
     ahead: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendBucket(_BeforeExperts):
-    """Runs a sparse layer over a chunk, up to its experts (see `steps.sparse_layers.attend_layer`).
+    """Runs a sparse layer over a chunk or a token tree, up to its experts (see
+    `steps.sparse_layers.attend_layer`).
 
     Attributes:
-      tokens: length of the chunk, including padding.
+      tree: whether the tokens are a tree; then attention mass is counted by node.
     """
 
-    tokens: int
+    tree: bool = False
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
         buffer for their outputs, keys and values, mass."""
-        past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
-        return _lower_attend(model, self, position_shapes(self.tokens), past, mass)
+        at, past = position_shapes(self.tokens, tree=self.tree), model.past(self.layer, self.cache_tokens)
+        mass = mass_shape(model.cache(self.cache_tokens), self.tokens if self.tree else None)
+        attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, self.layer, self.loss))
+        return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
+            layer_params(model.params, self.layer, self.layer),
+            [router_params(model.weights, self.layer)] * self.ahead,
+            model.hidden(self.tokens),
+            at,
+            past,
+            mass,
+        )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttendTreeBucket(_BeforeExperts):
-    """`AttendBucket` over a token tree.
-
-    Attributes:
-      nodes: capacity of the tree (M).
-    """
-
-    nodes: int
-
-    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """See `AttendBucket`; the mass is by node."""
-        past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
-        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
-        return _lower_attend(model, self, at, past, mass)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendRestoredBucket(_BeforeExperts):
-    """Restores a sparse layer of a context, up to its experts (see `steps.sparse_layers.attend_restored`).
-
-    Attributes:
-      tokens: number of tokens of recomputed chunks.
-    """
-
-    tokens: int
+    """Restores a sparse layer of a context, of which `tokens` tokens are recomputed, up to its experts (see
+    `steps.sparse_layers.attend_restored`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
@@ -104,20 +86,32 @@ class AttendRestoredBucket(_BeforeExperts):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertBucket(Bucket):
+class CombineBucket(TokensBucket):
+    """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`). All layers share it.
+
+    Attributes:
+      loss, ahead: see `AttendBucket`.
+    """
+
+    loss: float = 0.0
+    ahead: int = 1
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(tokens at experts, out) -> x."""
+        # Nothing is donated: no result has the shape of the outputs of all tiles.
+        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss, self.ahead))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertBucket(CombineBucket):
     """Runs one tile of tokens through one expert (see `steps.sparse_layers.expert_tile`), if no native
     kernel finds experts by address. All layers share it.
 
     Attributes:
-      tokens: length of the tile's chunk.
       form: format of the expert.
-      loss, ahead: see `AttendBucket`.
     """
 
-    tokens: int
     form: str
-    loss: float = 0.0
-    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
@@ -129,20 +123,15 @@ class ExpertBucket(Bucket):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredExpertsBucket(Bucket):
+class StoredExpertsBucket(CombineBucket):
     """Runs tiles of tokens through resident experts, in one call of a native kernel (see
     `steps.sparse_layers.stored_tiles`). All layers share it.
 
     Attributes:
-      tokens: length of the tiles' chunk.
       early: whether tiles can begin with only the high plane of their expert.
-      loss, ahead: see `AttendBucket`.
     """
 
-    tokens: int
     early: bool
-    loss: float = 0.0
-    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(experts, norm, tokens at experts, actions, out, partial results) -> out, partial results."""
@@ -156,41 +145,6 @@ class StoredExpertsBucket(Bucket):
         step = jax.jit(functools.partial(stored_tiles, cfg=cfg), donate_argnums=(4, 5))
         actions, begun = shape((tiles,), jnp.int32), shape(kept, jnp.int32)
         return step.lower(weights, norm, before, actions, out, begun)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CombineBucket(Bucket):
-    """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`). All layers share it.
-
-    Attributes:
-      tokens: number of tokens of the chunk.
-      loss, ahead: see `AttendBucket`.
-    """
-
-    tokens: int
-    loss: float = 0.0
-    ahead: int = 1
-
-    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(tokens at experts, out) -> x."""
-        # Nothing is donated: no result has the shape of the outputs of all tiles.
-        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss, self.ahead))
-
-
-def _lower_attend(
-    model: ModelShapes, bucket: _BeforeExperts, at: TokenPositions, past: Past, mass: Any
-) -> jax.stages.Lowered:
-    layer = bucket.layer
-    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, bucket.loss))
-    x = model.hidden(at.positions.shape[0])
-    return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
-        layer_params(model.params, layer, layer),
-        [router_params(model.weights, layer)] * bucket.ahead,
-        x,
-        at,
-        past,
-        mass,
-    )
 
 
 def _at_experts(model: ModelShapes, tokens: int, loss: float, ahead: int) -> tuple[Any, Any]:

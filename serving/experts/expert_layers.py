@@ -14,22 +14,15 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.kv.states import SourceKV
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.context import RestoreBucket
-from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
-from jaxllm.serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
-from jaxllm.serving.experts.bucket import (
-    AttendBucket,
-    AttendRestoredBucket,
-    AttendTreeBucket,
-    CombineBucket,
-)
+from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket, RestoreBucket
+from jaxllm.serving.buckets.parts import expert_norm, layer_params, router_params
+from jaxllm.serving.experts.bucket import AttendBucket, AttendRestoredBucket, CombineBucket
 from jaxllm.serving.experts.expert_sources import ResidentSources, SparseEncoderLayers
 from jaxllm.serving.experts.expert_visits import Visit, Visits, make_visits, valid_ids
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.runners.layerwise import Chunk
+from jaxllm.serving.runners.layerwise import Chunk, LayerwiseRunner
 from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.prefetch import Meanwhile
@@ -54,113 +47,94 @@ class _Parts:
     norms: list[dict[str, Any]]
 
 
-class ExpertLayers:
-    """The layers of a mixture of which only experts are loaded from storage (see `LayerSource`).
+class ExpertRunner(LayerwiseRunner):
+    """Runs a mixture of which only experts are loaded from storage, mostly before they are needed.
 
     Attributes:
-      head: provider of the head.
       experts: provider of the experts.
       visits: runs tokens through resident experts.
-      idle_read_s: 0: only experts are read, and mostly before they are needed.
     """
-
-    idle_read_s = 0.0
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
         """`model` is the whole model or a level; its parameters are all but the experts."""
-        self.head = self.experts = weights
-        self._model, self._buckets, self._how = model, buckets, weights.bucket_options
+        self.experts, self._how = weights, weights.bucket_options
         self.visits: Visits = make_visits(model, buckets, weights)
-        self._embedding = embedding_params(model.params)
-        self._sources: SourceLayers | None = None
+        sources = None
         if model.encoder is not None:
             sparse = SparseEncoderLayers(model, buckets, weights, self.visits)
-            self._sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
+            sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
+        super().__init__(model, buckets, weights, sources)
         self._known: tuple[tuple[int, int], _Parts] | None = None
         # The experts that a context visited in the sparse layers restored so far.
         self._restoring: list[np.ndarray] = []
 
     # -- which buckets it needs -------------------------------------------------------------------
 
-    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
-        """See `LayerSource`."""
-        found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
+    def _layer_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self.model.layer_kinds]
         return [*found, *self.visits.buckets(tokens), self._combine_bucket(tokens)]
 
-    def source_buckets(self, tokens: int) -> list[Bucket]:
-        """See `LayerSource`."""
-        return [] if self._sources is None else self._sources.buckets(tokens)
-
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: the embedding is resident. All levels share the bucket."""
+    def _embed_bucket(self, tokens: int) -> Bucket:
         return EmbedBucket(tokens=tokens)
 
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """See `LayerSource`."""
-        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level}
-        if self._model.cfg.is_sparse(layer):
-            return AttendRestoredBucket(tokens=tokens, cache_tokens=cache, **self._how, **where)
-        return RestoreBucket(tokens=tokens, cache_tokens=cache, **where)
+    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        where = {"tokens": tokens, "cache_tokens": cache, "layer": layer}
+        if self.model.cfg.is_sparse(layer):
+            return self.model.bucket(AttendRestoredBucket, **where, **self._how)
+        return self.model.bucket(RestoreBucket, **where)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         """The bucket of a layer; of a sparse layer up to its experts."""
-        where = {"layer": self._model.alike[layer], "level": self._model.bucket_level, "cache_tokens": cache}
-        if not self._model.cfg.is_sparse(layer):
-            return LayerTreeBucket(nodes=tokens, **where) if tree else LayerBucket(tokens=tokens, **where)
-        if tree:
-            return AttendTreeBucket(nodes=tokens, **self._how, **where)
-        return AttendBucket(tokens=tokens, **self._how, **where)
+        where = {"tokens": tokens, "cache_tokens": cache, "layer": layer, "tree": tree}
+        if self.model.cfg.is_sparse(layer):
+            return self.model.bucket(AttendBucket, **where, **self._how)
+        return self.model.bucket(LayerBucket, **where)
 
     def _combine_bucket(self, tokens: int) -> Bucket:
-        return CombineBucket(tokens=tokens, level=self._model.bucket_level, **self._how)
+        return self.model.bucket(CombineBucket, tokens=tokens, **self._how)
 
     # -- running ----------------------------------------------------------------------------------
 
     def expect(self, tokens: np.ndarray) -> None:
-        """See `LayerSource`."""
+        """See `Runner`."""
         self.experts.expect(tokens)
 
-    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """See `LayerSource`."""
-        compiled = self._buckets.get(self.embed_bucket(len(tokens)))
+    def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
+        """See `LevelRunner`."""
+        compiled = self.buckets.get(self._embed_bucket(len(tokens)))
         return compiled(self._embedding, tokens[None], np.asarray(at.positions))
 
-    def run(
+    def _run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
-        """See `LayerSource`; `meanwhile` is never called: waits for experts are too short."""
+        # Waits for experts are too short for other work.
         del meanwhile
         self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
-        outputs = [self.embed(tokens, at) for tokens, at in chunks]
+        outputs = [self.begin_layers(tokens, at) for tokens, at in chunks]
         mass = cache.mass
         visited: list[np.ndarray] = []
-        for layer in range(self._model.cfg.layers):
+        for layer in range(self.model.cfg.layers):
             past = cache.past(layer)
-            if self._model.cfg.is_sparse(layer):
+            if self.model.cfg.is_sparse(layer):
                 outputs, past, mass = self._sparse_layer(layer, chunks, outputs, past, mass, visited)
             else:
                 weights = self._parts.layers[layer]
                 for number, (tokens, at) in enumerate(chunks):
                     tree = at.tree is not None
                     bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=tree)
-                    compiled = self._buckets.get(bucket)
+                    compiled = self.buckets.get(bucket)
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
             cache = cache.with_past(layer, past)
         self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
         return outputs, dataclasses.replace(cache, mass=mass)
 
-    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """See `LayerSource`."""
-        assert self._sources is not None
-        return self._sources.read(tokens, source)
-
-    def restore(
+    def restore_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
-        """See `LayerSource`."""
-        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past.capacity_tokens, layer))
+        """See `LevelRunner`."""
+        compiled = self.buckets.get(self._restore_bucket(len(at.positions), past.capacity_tokens, layer))
         weights = self._parts.layers[layer]
-        if not self._model.cfg.is_sparse(layer):
+        if not self.model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, chunks)
         index = self.experts.store.sparse.index(layer)
         before, out, past = compiled(weights, self._next_routers(index), x, at, past, chunks)
@@ -185,7 +159,7 @@ class ExpertLayers:
         weights, routers = self._parts.layers[layer], self._next_routers(len(visited))
         for (tokens, at), x in zip(chunks, inputs, strict=True):
             bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
-            each, out, past, mass = self._buckets.get(bucket)(weights, routers, x, at, past, mass)
+            each, out, past, mass = self.buckets.get(bucket)(weights, routers, x, at, past, mass)
             before.append(each)
             outs.append(out)
         self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
@@ -212,7 +186,7 @@ class ExpertLayers:
         index = self.experts.store.of_encoder + len(visited)
         visit = Visit.of(index, self._parts.norms[layer], before)
         visited.append(valid_ids(before, valid))
-        needs = visit.needs(self._model.cfg.experts)
+        needs = visit.needs(self.model.cfg.experts)
         # After the last layer come the first layers of the next token.
         seen = visited
         if len(visited) == len(self.experts.store.sparse):
@@ -224,12 +198,12 @@ class ExpertLayers:
             self.visits.run(visit, arrived, outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
-        return self._buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
+        return self.buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
 
     @property
     def _parts(self) -> _Parts:
         """The parameters by layer, sorted once per version of the weights."""
-        model = self._model
+        model = self.model
         if self._known is None or self._known[0] != model.weights_version:
             params = model.weights
             layers = [layer_params(model.params, layer, like) for layer, like in enumerate(model.alike)]

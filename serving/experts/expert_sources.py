@@ -49,7 +49,7 @@ class ResidentSources:
 
 
 class SparseEncoderLayers:
-    """The layers of an encoder with individually loaded experts (see `SparseEncoder`)."""
+    """The layers of an encoder with individually loaded experts."""
 
     def __init__(
         self, model: ModelLevel, buckets: BucketTable, experts: ExpertWeights, visits: Visits
@@ -67,7 +67,7 @@ class SparseEncoderLayers:
         self._total = model.cfg.experts
 
     def buckets(self, tokens: int, layer: int) -> list[Bucket]:
-        """See `SparseEncoder`."""
+        """The buckets of layers like one, for sources of up to `tokens` tokens."""
         return [
             AttendEncoderBucket(tokens=tokens, layer=layer, **self._how),
             *self._visits.buckets(tokens),
@@ -81,7 +81,8 @@ class SparseEncoderLayers:
         weights: dict[str, Any],
         inputs: tuple[jax.Array, jax.Array | None, np.int32],
     ) -> jax.Array:
-        """See `SparseEncoder`."""
+        """Runs a layer, with `weights` besides its experts, over its input, the bias and the number of valid
+        tokens: returns the next layer's input."""
         tokens, index = inputs[0].shape[1], self._sparse.index(layer)
         attend = self._buckets.get(AttendEncoderBucket(tokens=tokens, layer=like, **self._how))
         before, out = attend(weights, *inputs)

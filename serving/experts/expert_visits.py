@@ -132,7 +132,7 @@ class VisitsByAddress:
 
     def _bucket(self, tokens: int) -> StoredExpertsBucket:
         early = self._nested and tokens == 1
-        return StoredExpertsBucket(tokens=tokens, early=early, level=self._model.bucket_level, **self._how)
+        return self._model.bucket(StoredExpertsBucket, tokens=tokens, early=early, **self._how)
 
     def _begun_of(self, before: AtExperts) -> jax.Array | np.ndarray:
         count, cfg = len(before.tiles.expert), self._model.cfg

@@ -1,13 +1,13 @@
 """Options of the expert buffer: eviction and prediction."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
-from jaxllm.errors import ConfigError
 from jaxllm.options import check_options, option
 
 Eviction = Literal["frequency-nearness", "fifo", "lru", "lfu", "lfru"]
-PREDICTORS = ("router", "paths", "tokens", "frequency", "none")
+Predictor = Literal["router", "paths", "tokens", "frequency", "none"]
+PREDICTORS: tuple[str, ...] = get_args(Predictor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,9 @@ class ExpertOptions:
     """
 
     eviction: Eviction = "frequency-nearness"
-    predictor: str = "router"
+    predictor: Predictor = "router"
     layers_ahead: int = option(2, low=1)
     loss: float = option(0.0, low=0, high=1)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.predictor not in PREDICTORS:
-            raise ConfigError(f"predictor must be one of {', '.join(PREDICTORS)}, got {self.predictor!r:.80}")

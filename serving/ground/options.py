@@ -1,6 +1,7 @@
 """Options of an engine: shapes of its buckets and caches, dtypes, memory, and on-disk caches."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 
@@ -82,8 +83,8 @@ class EngineOptions:
     decode_block: int = option(16, low=1, high=256)
     batch_rows: tuple[int, ...] = option((), ascending=True)
     score_tokens: int = option(0, low=0)
-    activation_dtype: str = ""
-    cache_dtype: str = ""
+    activation_dtype: Literal["", "float32", "bfloat16"] = ""
+    cache_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     kv_codec: str = ""
@@ -106,12 +107,8 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be among {allowed}, got {getattr(self, name)}")
         # The whole model is always served.
         object.__setattr__(self, "levels", tuple(level for level in self.levels if level != WHOLE))
-        if self.activation_dtype not in ("", "float32", "bfloat16"):
-            raise ConfigError(f"activation_dtype must be float32 or bfloat16, got {self.activation_dtype!r}")
-        if self.cache_dtype not in ("", "float32", "bfloat16", "float16"):
-            raise ConfigError(f"cache_dtype must be float32, bfloat16 or float16, got {self.cache_dtype!r}")
         if self.attend_coded and not self.kv_codec:
-            raise ConfigError("attend_coded takes chunks of contexts: name a kv_codec, too")
+            raise ConfigError("attend_coded requires chunks of contexts: name a kv_codec, too")
         if self.kv_codec:
             # Validates the name.
             self.chunk_format  # noqa: B018

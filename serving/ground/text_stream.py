@@ -117,6 +117,9 @@ class StopMatcher:
     the one that began first. So the result does not depend on how the text was split. Text that may begin a
     stop string is withheld.
 
+    Attributes:
+      matched: the stop string that was found, or None.
+
     Raises:
       ConfigError: there are more than 16 strings, or one is empty or longer than 256 characters.
     """
@@ -133,23 +136,18 @@ class StopMatcher:
                 )
         self._stops = tuple(dict.fromkeys(stops))
         self._withheld = ""
-        self._matched: str | None = None
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found, or None."""
-        return self._matched
+        self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that can be shown now, and whether a stop string was found (no text follows)."""
-        if self._matched is not None:
+        if self.matched is not None:
             return "", True
         text = self._withheld + text
         # The withheld text has no complete stop string, so each first match is the first of the answer.
         found = [(text.find(stop), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if ends:
-            _, start, self._matched = min(ends)
+            _, start, self.matched = min(ends)
             self._withheld = ""
             return text[:start], True
         shown = len(text) - self._open_length(text)
@@ -175,6 +173,10 @@ class StopMatcher:
 class TextStream:
     """Turns the token ids of one answer into text, up to the first stop string.
 
+    Attributes:
+      consumed_tokens: number of consumed ids, up to and including the one that completed a stop string; ids
+        pushed after that one are not part of the answer.
+
     Raises:
       ConfigError: as `StopMatcher`.
     """
@@ -182,7 +184,7 @@ class TextStream:
     def __init__(self, tokenizer: Decoder, stops: Sequence[str] = ()) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(stops)
-        self._consumed_tokens = 0
+        self.consumed_tokens = 0
 
     @property
     def stopped(self) -> bool:
@@ -194,21 +196,13 @@ class TextStream:
         """The stop string that was found, or None."""
         return self._matcher.matched
 
-    @property
-    def consumed_tokens(self) -> int:
-        """Number of consumed ids, up to and including the one that completed a stop string.
-
-        Ids pushed after that one are not part of the answer.
-        """
-        return self._consumed_tokens
-
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` add, without withheld text; "" once stopped."""
         pieces = []
         for token in ids:
             if self.stopped:
                 break
-            self._consumed_tokens += 1
+            self.consumed_tokens += 1
             piece, _ = self._matcher.push(self._detokenizer.push((token,)))
             pieces.append(piece)
         return "".join(pieces)

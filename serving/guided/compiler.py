@@ -1,6 +1,5 @@
 """Compiles grammars for a model's tokenizer, apart from the engine's process and threads."""
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -13,13 +12,12 @@ from concurrent.futures import Future
 import numpy as np
 
 from jaxllm.errors import ConfigError, one_line
-from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.lark import bounded_space
-from jaxllm.serving.guided.matcher import Matcher
+from jaxllm.serving.guided.grammar import Grammar, bounded_space
 from jaxllm.serving.guided.workers import (
     CompiledGrammar,
     GrammarLate,
     GrammarWorkers,
+    Matcher,
     WorkerEnded,
     WorkerLate,
 )
@@ -32,25 +30,7 @@ _KEPT, _KEPT_BYTES = 8, 32 << 20
 _AT_ONCE = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """The initial state of answers that follow one compiled grammar.
-
-    Attributes:
-      compiled: the grammar.
-      text_tokens, stops: see `Matcher`.
-    """
-
-    compiled: CompiledGrammar
-    text_tokens: np.ndarray
-    stops: np.ndarray
-
-    def matcher(self, most_tokens: int | None = None) -> Matcher:
-        """Begins an answer (see `Matcher`)."""
-        return Matcher(self.compiled, self.text_tokens, self.stops, most_tokens)
-
-
-class PreparedGrammar(Future[Beginning]):
+class PreparedGrammar(Future[CompiledGrammar]):
     """A grammar that is or was compiled in the background: a future."""
 
     @property
@@ -59,7 +39,7 @@ class PreparedGrammar(Future[Beginning]):
         if not self.done():
             return False
         error = self.exception()
-        return not self.result().compiled.alive if error is None else not isinstance(error, ConfigError)
+        return not self.result().alive if error is None else not isinstance(error, ConfigError)
 
 
 class GrammarCompiler:
@@ -131,7 +111,7 @@ class GrammarCompiler:
         self._kept.move_to_end(key)
         for each, other in list(self._kept.items()):
             there = other.done() and other.exception() is None
-            large = there and other.result().compiled.grew_bytes > _KEPT_BYTES
+            large = there and other.result().grew_bytes > _KEPT_BYTES
             if large or (len(self._kept) > _KEPT and each != key):
                 del self._kept[each]
 
@@ -145,7 +125,7 @@ class GrammarCompiler:
             if prepared is None:
                 return
             try:
-                prepared.set_result(self._beginning(grammar, stop_ids))
+                prepared.set_result(self._compiled(grammar, stop_ids))
             except WorkerLate as error:
                 text = f"the grammar could not be compiled now: {error}; ask again"
                 prepared.set_exception(GrammarLate(text))
@@ -154,19 +134,17 @@ class GrammarCompiler:
             with self._lock:
                 self._keep(key, prepared)
 
-    def _beginning(self, grammar: Grammar, stop_ids: np.ndarray) -> Beginning:
-        stops = stop_ids[stop_ids >= 0]
+    def _compiled(self, grammar: Grammar, stop_ids: np.ndarray) -> CompiledGrammar:
         text = bounded_space(grammar.text) if grammar.kind == "lark" else grammar.text
         request = {
             "kind": grammar.kind,
             "text": text,
-            "stop_ids": stops.tolist(),
             "text_tokens": self._tokenizer.vocab_size,
             "completed": grammar.completed,
         }
         workers = self._started()
         try:
-            compiled = workers.compile(request)
+            compiled = workers.compile(request, stop_ids[stop_ids >= 0])
         except WorkerLate:
             raise
         except ValueError as error:
@@ -179,12 +157,8 @@ class GrammarCompiler:
                 f"the grammar ({grammar.kind}) is too complex: {error}; use a smaller one, with fewer "
                 "definitions, repetitions and alternatives"
             ) from error
-        rows = np.zeros(self._vocab_size, np.bool_)
-        rows[: self._tokenizer.vocab_size] = True
-        rows[list(self._tokenizer.files.eos_ids)] = False
-        found = Beginning(compiled, rows, stops)
-        found.matcher().require_text()
-        return found
+        compiled.matcher().require_text()
+        return compiled
 
     def _started(self) -> GrammarWorkers:
         with self._lock:

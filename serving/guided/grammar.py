@@ -2,8 +2,9 @@
 
 llguidance, which compiles grammars, limits most of its work itself (see `jaxllm.serving.guided.compiler`).
 It does not limit the search whether an intersection of expressions matches anything: some lines keep it
-busy for hours, when they are compiled or in the middle of an answer. Causes of such searches are refused
-here.
+busy for hours, when they are compiled or in the middle of an answer. It also follows the definitions of a
+grammar by recursion. Causes of such searches, and long chains of definitions, are refused here; Lark grammars
+are read as far as that needs: which rules name which, and the schemas inside.
 """
 
 import dataclasses
@@ -11,19 +12,34 @@ import decimal
 import json
 import math
 import re
-from typing import Any, Literal, get_args
+import urllib.parse
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Literal, TypeVar, get_args
 
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.serving.guided.worker import WHITE_SPACE
 
 GrammarKind = Literal["json", "json_schema", "regex", "lark"]
-
 # Compiling this much takes at most some seconds.
 MAX_GRAMMAR_BYTES = 1 << 16
 # Multiples are matched by remainders: the maximum number of states.
 MAX_COMMON_MULTIPLE = 10_000
-
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([^\s,}\]]*)')
+# Schemas of users have some 50; a compiler's stack holds some 2,500.
+MAX_PATH = 1500
+# Their values are no schemas.
+_PLAIN = frozenset({"const", "enum", "default", "examples", "example"})
+Node = TypeVar("Node", bound=Hashable)
+# Strings, special tokens, comments and expressions, in which nothing is a name; a schema follows `%json`. As
+# llguidance reads them: an expression may have line breaks, and special tokens slashes. What does not end
+# goes on as far as it may, and all are possessive, because these texts are made to cost time.
+_OPAQUE = re.compile(
+    r'"(?:\\.|[^"\\\n])*+"?|<[^<>\s]++>|(?://|#)[^\n]*+|/(?:\\[\s\S]|[^/\\])++/?|%json\b\s*+'
+)
+_DEFINITION = re.compile(r"^[ \t]*+[?!]?([A-Za-z_]\w*+)[^\n:|]*+:", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_SPACE_KEYS = frozenset({"whitespace_pattern", "whitespace_flexible"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +82,6 @@ class Grammar:
                     "use json_schema"
                 )
             return
-        from jaxllm.serving.guided.paths import require_short_lark, require_short_schema
-
         _require_bounded_text(self.text, self.kind)
         if self.kind == "json_schema":
             require_short_schema(parsed_schema(self.text))
@@ -93,6 +107,115 @@ def parsed_schema(text: str) -> dict[str, Any] | bool:
     return schema
 
 
+def require_short_lark(text: str) -> None:
+    """Checks a Lark grammar, and the schemas inside.
+
+    Raises:
+      ConfigError: its rules name each other in too long a chain, or a schema does.
+    """
+    names = references(text)
+    longest = _longest(names, lambda name: (each for each in names[name] if each in names))
+    if longest > MAX_PATH:
+        raise ConfigError(
+            f"the grammar's rules name each other in a chain of {longest}; at most {MAX_PATH} are supported: "
+            "write some of them out"
+        )
+    for each in schemas(text):
+        require_short_schema(each)
+
+
+def require_short_schema(schema: Any) -> None:
+    """Checks a JSON schema.
+
+    Raises:
+      ConfigError: its parts and definitions lead through one another too deep.
+    """
+    values: dict[int, Any] = {}
+
+    def following(number: int) -> Iterable[int]:
+        for each in _parts(values[number], schema):
+            values[id(each)] = each
+            yield id(each)
+
+    values[id(schema)] = schema
+    longest = _longest([id(schema)], following)
+    if longest > MAX_PATH:
+        raise ConfigError(
+            f"the schema's parts and definitions lead through one another {longest} deep; at most {MAX_PATH} "
+            "are supported: write some of them out"
+        )
+
+
+def pointed(schema: Any, reference: str) -> Any:
+    """The target of a reference within a schema; None if there is none."""
+    if not reference.startswith("#"):
+        return None
+    found = schema
+    for part in urllib.parse.unquote(reference[1:]).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            return None
+    return found
+
+
+def schemas(text: str) -> list[Any]:
+    """The schemas inside a grammar, as JSON values.
+
+    Raises:
+      ConfigError: the text after `%json` is not JSON.
+    """
+    return [value for *_, value in _opaque(text) if value is not None]
+
+
+def without_schemas(text: str) -> str:
+    """A grammar with spaces in place of its schemas.
+
+    Raises:
+      ConfigError: see `schemas`.
+    """
+    parts, at = [], 0
+    for start, end, value in _opaque(text):
+        if value is not None:
+            parts += [text[at:start], " " * (end - start)]
+            at = end
+    return "".join([*parts, text[at:]])
+
+
+def references(text: str) -> dict[str, set[str]]:
+    """The names in the definition of each rule and terminal of a grammar."""
+    parts, at = [], 0
+    for start, end, _ in _opaque(text):
+        parts.append(text[at:start])
+        at = end
+    plain = " ".join([*parts, text[at:]])
+    found: dict[str, set[str]] = {}
+    definitions = list(_DEFINITION.finditer(plain))
+    ends = [*(each.start() for each in definitions[1:]), len(plain)]
+    for each, end in zip(definitions, ends, strict=False):
+        body = plain[each.end() : end]
+        found.setdefault(each[1], set()).update(_NAME.findall(body))
+    return found
+
+
+def bounded_space(text: str) -> str:
+    """A grammar whose schemas limit the white space between their values like `json_schema`, unless they
+    define it themselves."""
+    parts, at = [], 0
+    for start, end, value in _opaque(text):
+        if not isinstance(value, dict):
+            continue
+        own = value.get("x-guidance", {})
+        if isinstance(own, dict) and not _SPACE_KEYS & own.keys():
+            bounded = {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | own}
+            parts += [text[at:start], "%json ", json.dumps(value | bounded)]
+            at = end
+    return "".join([*parts, text[at:]])
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
@@ -114,8 +237,6 @@ def _require_bounded_text(text: str, kind: GrammarKind) -> None:
 def _require_plain_lark(text: str) -> None:
     if text.lstrip().startswith("{"):
         raise ConfigError("a Lark grammar cannot begin with '{'; for a JSON schema say json_schema")
-    from jaxllm.serving.guided.lark import without_schemas
-
     plain = without_schemas(text)
     operator = next((each for each in "&~" if each in plain), None)
     if operator:
@@ -144,3 +265,55 @@ def _require_small_multiples(text: str) -> None:
                 f"the schema's multipleOf, {match[1]} the last, have a common multiple of {common} (without "
                 f"points and zeros); at most {MAX_COMMON_MULTIPLE} is supported"
             )
+
+
+def _parts(value: Any, schema: Any) -> list[Any]:
+    """The objects and lists inside a value, and the targets of its references."""
+    inside: list[Any] = []
+    if isinstance(value, list):
+        inside = value
+    elif isinstance(value, dict):
+        inside = [each for key, each in value.items() if key not in _PLAIN]
+        if isinstance(reference := value.get("$ref"), str):
+            inside.append(pointed(schema, reference))
+    return [each for each in inside if isinstance(each, dict | list)]
+
+
+def _longest(beginnings: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> int:
+    """The number of nodes on the longest path of a depth-first search, which does not return to nodes being
+    searched."""
+    length: dict[Node, int] = {}
+    for first in beginnings:
+        if first in length:
+            continue
+        length[first] = 1
+        stack = [(first, iter(following(first)))]
+        while stack:
+            node, rest = stack[-1]
+            each = next(rest, None)
+            if each is None:
+                stack.pop()
+                if stack:
+                    above = stack[-1][0]
+                    length[above] = max(length[above], 1 + length[node])
+            elif each not in length:
+                length[each] = 1
+                stack.append((each, iter(following(each))))
+            else:
+                length[node] = max(length[node], 1 + length[each])
+    return max(length.values(), default=0)
+
+
+def _opaque(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Start and end of strings, expressions, comments and schemas, and the values of schemas."""
+    at, decoder = 0, json.JSONDecoder()
+    while match := _OPAQUE.search(text, at):
+        at, value = match.end(), None
+        if match[0].startswith("%"):
+            try:
+                value, at = decoder.raw_decode(text, match.end())
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"what follows %json at character {match.start()} is not JSON: {one_line(error)}"
+                ) from error
+        yield match.start(), at, value

@@ -1,7 +1,14 @@
-"""Starts the processes that compile and follow grammars (see `worker.py`), and reports how they end."""
+"""Runs the processes that compile and follow grammars (see `worker.py`), and reports how they end.
+
+`GrammarWorkers` compiles a grammar, and a `Matcher` follows one answer through it: which tokens may come
+next, and which must.
+"""
 
 import array
+import collections
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import select
@@ -12,10 +19,13 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import ConfigError, JaxllmError
+import numpy as np
+
+from jaxllm.errors import ConfigError, JaxllmError, one_line
 from jaxllm.serving.guided.worker import COMPILE_S, NO_LIMIT, STEP_S, parsed_state, receive, send
 
 # The first process starts in 0.3 seconds, with a large vocabulary in a second; longer on a busy machine.
@@ -42,6 +52,204 @@ class GrammarLate(JaxllmError):
     """The machine has no time, processes or files for a grammar now; it may have them later."""
 
 
+@dataclasses.dataclass(eq=False)
+class CompiledGrammar:
+    """A compiled grammar, whose process waits for answers.
+
+    Attributes:
+      control: socket of its process.
+      counts: see `GrammarWorkers`.
+      first: initial state of an answer.
+      text_tokens: `[V]` bool, tokens that a grammar may allow: all of the tokenizer but its end tokens.
+      stops: tokens that end the answer.
+      grew_bytes: memory needed to compile it.
+    """
+
+    control: socket.socket
+    counts: Counter[str]
+    first: bytes
+    text_tokens: np.ndarray
+    stops: np.ndarray
+    grew_bytes: int
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.control.close)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs: it sends nothing any more."""
+        return not _readable(self.control, 0.0)
+
+    def matcher(self, most_tokens: int | None = None) -> "Matcher":
+        """Begins an answer (see `Matcher`)."""
+        return Matcher(self, most_tokens)
+
+    def fork(self) -> socket.socket:
+        """The socket of a new process that follows one answer; readable when a state has arrived.
+
+        Raises:
+          WorkerEnded: the grammar's process is gone.
+          WorkerLate: this process has no file left.
+        """
+        try:
+            return _handed(self.control)
+        except OSError as error:
+            raise WorkerEnded(f"its process has ended ({error})") from error
+
+
+class Matcher:
+    """The state of one answer in its grammar. Used by one thread at a time.
+
+    Tokens that end the answer are allowed exactly where the text may end. If the grammar allows only one
+    text, its tokens are *forced*: the tokenizer's encoding of it. Masks are computed in another process
+    while the engine does other work: after `take`, `ready` tells whether they have arrived, and earlier
+    uses wait.
+
+    Attributes:
+      channel: socket of its process, readable when the matcher is ready; None before it has one.
+      completed: whether the end of the text was forced because the answer would have reached its length.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, most_tokens: int | None = None) -> None:
+        """Begins an answer.
+
+        Args:
+          compiled: the grammar.
+          most_tokens: maximum length of the answer. Before it is reached, the end of a text in JSON is forced
+            (see `completed`); None for no limit.
+        """
+        self.completed, self._most_tokens = False, most_tokens
+        self.channel: socket.socket | None = None
+        self._compiled, self._text_tokens, self._stops = compiled, compiled.text_tokens, compiled.stops
+        self._failure: WorkerEnded | None = None
+        self._stop_set = frozenset(compiled.stops.tolist())
+        self._taken = 0
+        # When the state that has not been read yet was requested.
+        self._asked_s: float | None = None
+        self._forced: collections.deque[int] = collections.deque()
+        self._set(*parsed_state(compiled.first))
+
+    @property
+    def ready(self) -> bool:
+        """Whether its other methods need not wait."""
+        if self._asked_s is None or self.channel is None or time.monotonic() > self._asked_s + REPLY_S:
+            return True
+        return bool(_readable(self.channel, 0.0))
+
+    def wait(self) -> None:
+        """Waits until it is ready.
+
+        Raises:
+          ConfigError: the grammar does not allow the tokens so far, has become too complex, or is a dead end.
+          GrammarLate: the machine is too busy.
+        """
+        if self._asked_s is None:
+            return
+        waited_s, self._asked_s = time.monotonic() - self._asked_s, None
+        try:
+            self._set(*self._state(waited_s))
+        except WorkerLate as error:
+            raise GrammarLate(
+                f"the grammar cannot be followed after {self._taken} tokens now: {error}; ask again"
+            ) from error
+        except (ValueError, WorkerEnded) as error:
+            raise ConfigError(
+                f"the grammar cannot be followed after {self._taken} tokens: {one_line(error)}; use a "
+                "simpler one"
+            ) from error
+
+    def _state(self, waited_s: float) -> tuple[bool, bool, list[int], bytes]:
+        """The state after the sent tokens (see `parsed_state`), after waiting for it for `waited_s`."""
+        if self.channel is None:
+            raise self._failure or WorkerEnded("its process has ended")
+        try:
+            reply = _reply(self.channel, STEP_S, "a token was taken", waited_s)
+        except WorkerEnded:
+            self._compiled.counts["ended"] += 1
+            raise
+        if not reply[0]:
+            raise ValueError(reply[1:].decode())
+        return parsed_state(reply[1:])
+
+    def require_text(self) -> None:
+        """Checks at the start of an answer that the grammar matches a text.
+
+        Raises:
+          ConfigError: it matches only the empty text, or none that the model has tokens for.
+        """
+        if self.complete:
+            raise ConfigError("the grammar matches the empty text alone; ask for no grammar, or another one")
+        self.allowed()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text matches the grammar and nothing may follow."""
+        self.wait()
+        return not self._forced and not self._mask.any() and self._may_end
+
+    def forced(self, most: int) -> list[int]:
+        """The next forced tokens, at most `most`."""
+        self.wait()
+        return list(itertools.islice(self._forced, most))
+
+    def allowed(self) -> np.ndarray:
+        """`[V]` bool, the allowed next tokens, including those that end the answer.
+
+        Raises:
+          ConfigError: the grammar has become too complex, or no token can continue it.
+        """
+        self.wait()
+        if self._forced:
+            allowed = np.zeros_like(self._text_tokens)
+            allowed[self._forced[0]] = True
+            return allowed
+        if not self._may_end and not self._mask.any():
+            raise ConfigError(
+                f"after {self._taken} tokens no token of the model can go on with the grammar, and the "
+                "text may not end there; use another grammar"
+            )
+        allowed = self._mask.copy()
+        if self._may_end:
+            allowed[self._stops] = True
+        return allowed
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Advances by allowed tokens of the answer."""
+        for token in tokens:
+            if token in self._stop_set:
+                return
+            self.wait()
+            self._taken += 1
+            if self._forced:
+                # The process is past them already.
+                self._forced.popleft()
+            else:
+                self._send(token)
+
+    def _send(self, token: int) -> None:
+        """Requests the mask after a token; if that fails, `wait` raises the error."""
+        if self.channel is None:
+            try:
+                self.channel = self._compiled.fork()
+                weakref.finalize(self, self.channel.close)
+            except WorkerEnded as error:
+                self._failure = error
+        self._asked_s = time.monotonic()
+        if self.channel is not None:
+            # A process that has ended is found by `wait`.
+            left = NO_LIMIT if self._most_tokens is None else max(0, self._most_tokens - self._taken)
+            with contextlib.suppress(OSError):
+                send(self.channel, array.array("I", [left, token]).tobytes())
+
+    def _set(self, may_end: bool, completed: bool, forced: list[int], mask: bytes) -> None:
+        self.completed = completed
+        self._forced.extend(forced)
+        bits = np.frombuffer(mask, np.uint8)
+        unpacked = np.unpackbits(bits, bitorder="little", count=len(self._text_tokens))
+        self._mask, self._may_end = unpacked.view(np.bool_) & self._text_tokens, may_end
+        self._mask[self._stops] = False
+
+
 class GrammarWorkers:
     """The processes of one tokenizer; none runs before the first grammar. Threads may share it.
 
@@ -61,12 +269,12 @@ class GrammarWorkers:
         self._finalizer: weakref.finalize[..., GrammarWorkers] | None = None
         self._owner = 0
 
-    def compile(self, request: dict[str, Any]) -> "CompiledGrammar":
+    def compile(self, request: dict[str, Any], stops: np.ndarray) -> CompiledGrammar:
         """Compiles a grammar in a separate process.
 
         Args:
-          request: its `kind` and `text`, `stop_ids`, the number of `text_tokens`, whose ids come first, and
-            whether answers are `completed` before they reach their length.
+          request: its `kind` and `text`, and the number of `text_tokens`, whose ids come first.
+          stops: tokens that end the answer.
 
         Raises:
           ValueError: the compiler refuses it.
@@ -78,7 +286,7 @@ class GrammarWorkers:
             control = self._forked()
             try:
                 with contextlib.suppress(OSError):  # A process that has ended is found by `_reply`.
-                    send(control, json.dumps(request).encode())
+                    send(control, json.dumps({**request, "stop_ids": stops.tolist()}).encode())
                 reply = json.loads(_reply(control, COMPILE_S, "it was compiled"))
                 if "error" in reply:
                     raise ValueError(reply["error"])
@@ -93,7 +301,10 @@ class GrammarWorkers:
             self.counts["ended"] += 1
             raise
         self.counts["compiled"] += 1
-        return CompiledGrammar(control, first, self.counts, grew_bytes=reply["grew_bytes"])
+        allowed = np.zeros(self._setup["vocab_size"], np.bool_)
+        allowed[: request["text_tokens"]] = True
+        allowed[list(self._setup["eos_ids"])] = False
+        return CompiledGrammar(control, self.counts, first, allowed, stops, reply["grew_bytes"])
 
     def _forked(self) -> socket.socket:
         """The socket of a new process for a grammar; starts the first process if necessary."""
@@ -161,86 +372,6 @@ class GrammarWorkers:
                 "tokens are bytes or fall back to bytes"
             )
         return ours
-
-
-class CompiledGrammar:
-    """A compiled grammar, whose process waits for answers.
-
-    Attributes:
-      first: initial state of an answer.
-      grew_bytes: memory needed to compile it.
-    """
-
-    def __init__(
-        self, control: socket.socket, first: bytes, counts: Counter[str], *, grew_bytes: int
-    ) -> None:
-        self.first, self.grew_bytes = first, grew_bytes
-        self._control, self._counts = control, counts
-        weakref.finalize(self, control.close)
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process runs: it sends nothing any more."""
-        return not _readable(self._control, 0.0)
-
-    def follow(self) -> "Follower":
-        """Forks the process of one answer.
-
-        Raises:
-          WorkerEnded: the grammar's process is gone.
-          WorkerLate: this process has no file left.
-        """
-        try:
-            return Follower(_handed(self._control), self._counts)
-        except OSError as error:
-            raise WorkerEnded(f"its process has ended ({error})") from error
-
-
-class Follower:
-    """The process that follows one answer. Used by one thread at a time.
-
-    Attributes:
-      channel: socket, readable when a state has arrived.
-    """
-
-    def __init__(self, channel: socket.socket, counts: Counter[str]) -> None:
-        self.channel, self._counts = channel, counts
-        self._asked_s: float | None = None
-        weakref.finalize(self, channel.close)
-
-    @property
-    def ready(self) -> bool:
-        """Whether `state` need not wait."""
-        if self._asked_s is None or time.monotonic() > self._asked_s + REPLY_S:
-            return True
-        return bool(_readable(self.channel, 0.0))
-
-    def take(self, tokens: list[int], left: int | None = None) -> None:
-        """Sends tokens of the answer and how many may follow them (None for any number), and does not wait
-        for the state after them."""
-        self._asked_s = time.monotonic()
-        # A process that has ended is found by `state`.
-        with contextlib.suppress(OSError):
-            send(self.channel, array.array("I", [NO_LIMIT if left is None else left, *tokens]).tobytes())
-
-    def state(self) -> tuple[bool, bool, list[int], bytes]:
-        """The state after the sent tokens (see `parsed_state`); waits for it.
-
-        Raises:
-          ValueError: the grammar does not allow them, or has become too complex.
-          WorkerEnded: it needs too much time, memory or stack.
-          WorkerLate: it did not arrive in time.
-        """
-        waited_s = 0.0 if self._asked_s is None else time.monotonic() - self._asked_s
-        try:
-            reply = _reply(self.channel, STEP_S, "a token was taken", waited_s)
-        except WorkerEnded:
-            self._counts["ended"] += 1
-            raise
-        self._asked_s = None
-        if not reply[0]:
-            raise ValueError(reply[1:].decode())
-        return parsed_state(reply[1:])
 
 
 def _handed(control: socket.socket) -> socket.socket:

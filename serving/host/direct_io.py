@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import math
 import mmap
 import os
 import stat
@@ -19,7 +20,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxllm.errors import CheckpointError, ConfigError, Unreadable
+from jaxllm.errors import CheckpointError, Unreadable
+from jaxllm.options import check_options, option
 
 PAGE = 4096
 Caching = Literal["direct", "buffered"]
@@ -57,17 +59,12 @@ class Storage:
     """
 
     caching: Caching = "direct"
-    bytes_per_s: float = 0.0
-    latency_ms: float = 0.0
-    write_bytes_per_s: float = 0.0
+    bytes_per_s: float = option(0.0, low=0, below=math.inf)
+    latency_ms: float = option(0.0, low=0, below=math.inf)
+    write_bytes_per_s: float = option(0.0, low=0, below=math.inf)
 
     def __post_init__(self) -> None:
-        if self.caching not in ("direct", "buffered"):
-            raise ConfigError(f"caching must be direct or buffered, got {self.caching!r:.80}")
-        if not all(
-            0 <= each < float("inf") for each in (self.bytes_per_s, self.latency_ms, self.write_bytes_per_s)
-        ):
-            raise ConfigError("an emulated device's speed and latency must be finite and not negative")
+        check_options(self)
         # Not a field: it is the device's state, which equality and `replace` must ignore.
         object.__setattr__(self, "_turn", _Turn())
 

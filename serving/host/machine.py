@@ -1,11 +1,17 @@
-"""Queries the machine and the process: cores, instruction sets, memory, and the process's age."""
+"""Queries the machine and the process: devices, cores, instruction sets, memory, open files."""
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import platform
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
+
+from jaxllm.errors import ConfigError
 
 _CPUINFO, _PROCESS_FACTS = Path("/proc/cpuinfo"), Path("/proc/self/stat")
 # Enough for the first processor's entry; the whole file of a large server takes long to generate.
@@ -18,6 +24,55 @@ _CPUINFO_KEYS = {
     "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
     "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features",
 }  # fmt: skip
+_SMAPS, _STATUS = Path("/proc/self/smaps"), Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
+# The first line of a mapping: addresses, rights, offset, device, inode, and the path of its file.
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s*(.*)")
+_KILOBYTE = 1024
+_PRESSURE = Path("/proc/pressure/memory")
+_SOME_WAIT = re.compile(r"some avg10=(\d+(?:\.\d+)?) ")
+_PERCENT = 100
+# Reserved for files of the store, models and adapters, which must open when all connections are in use.
+RESERVED_FILES = 256
+_MOST_CONNECTIONS = 4096
+_LEAST_CONNECTIONS = 16
+
+
+class Device(Protocol):
+    """A device of `jax.devices()`. Type checkers do not support `jax.Device`: it comes from an extension
+    module without stubs.
+
+    Attributes:
+      platform: `cpu`, `gpu` or `tpu`.
+      device_kind: model of the device.
+      id: number among devices of its platform.
+      client: its runtime.
+    """
+
+    platform: str
+    device_kind: str
+    id: int
+    client: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessMemory:
+    """Resident memory of this process, in bytes.
+
+    Attributes:
+      anonymous: pages without a file, and changed pages of private mappings.
+      files: path -> unchanged pages of that mapped file, shared by all processes.
+      peak: peak resident memory; 0 if the system does not report it.
+    """
+
+    anonymous: int
+    files: Mapping[str, int]
+    peak: int
+
+    @property
+    def resident(self) -> int:
+        """All resident pages."""
+        return self.anonymous + sum(self.files.values())
 
 
 def usable_cores() -> int:
@@ -84,3 +139,96 @@ def process_age_ms() -> float | None:
         return 1000 * (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
     except (OSError, AttributeError, IndexError, ValueError):
         return None
+
+
+def process_memory() -> ProcessMemory:
+    """The memory of this process now.
+
+    Raises:
+      ConfigError: the system has no /proc/self/smaps.
+    """
+    try:
+        return parsed_memory(_SMAPS.read_text(), _STATUS.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: cannot be read ({error.strerror}); what holds memory is known on Linux "
+            "alone, with /proc mounted"
+        ) from error
+
+
+def resident_bytes() -> int:
+    """All resident pages of this process, in microseconds where `process_memory` needs milliseconds.
+
+    Raises:
+      ConfigError: the system has no /proc/self/statm.
+    """
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError as error:
+        raise ConfigError(
+            f"{_STATM}: cannot be read ({error.strerror}); the memory of the process is known on Linux "
+            "alone, with /proc mounted"
+        ) from error
+
+
+def parsed_memory(smaps: str, status: str) -> ProcessMemory:
+    """Parses the texts of /proc/self/smaps and /proc/self/status."""
+    anonymous, files, path = 0, {}, ""
+    for line in smaps.splitlines():
+        mapping = _MAPPING.fullmatch(line)
+        if mapping is not None:
+            path = mapping[1]
+            continue
+        name, _, value = line.partition(":")
+        if name == "Rss":
+            files[path] = files.get(path, 0) + _bytes(value)
+        elif name == "Anonymous":
+            anonymous += _bytes(value)
+            files[path] -= _bytes(value)
+    peaks = [_bytes(line.partition(":")[2]) for line in status.splitlines() if line.startswith("VmHWM:")]
+    return ProcessMemory(anonymous, {each: size for each, size in files.items() if size}, sum(peaks))
+
+
+def memory_pressure() -> float | None:
+    """The share of the last ten seconds in which some task waited for memory; None if the system does not
+    report it."""
+    try:
+        return parsed_pressure(_PRESSURE.read_text())
+    except OSError:
+        # Another system, or a kernel without it (`psi=1` on its command line).
+        return None
+
+
+def parsed_pressure(text: str) -> float | None:
+    """Parses the share in the text of /proc/pressure/memory; None if it has none."""
+    found = _SOME_WAIT.match(text)
+    return None if found is None else float(found[1]) / _PERCENT
+
+
+def raise_open_files() -> None:
+    """Raises the limit of open files to the hard limit."""
+    if resource is not None:
+        with contextlib.suppress(OSError, ValueError):
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_connections() -> int:
+    """Maximum number of concurrent connections of a server that leaves enough files for everything else."""
+    if resource is None:
+        return _MOST_CONNECTIONS
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return max(_LEAST_CONNECTIONS, min(_MOST_CONNECTIONS, files - RESERVED_FILES))
+
+
+def _bytes(value: str) -> int:
+    """Bytes of a value such as "12 kB"."""
+    return int(value.split()[0]) * _KILOBYTE
+
+
+try:
+    import resource
+except ImportError:  # Systems without limits of this kind.
+    resource = None

@@ -1,2 +1,2 @@
-"""Images in prompts: reads files (`files`), cuts them (`tiles`), encodes them (`encoder`), and puts their
-rows into prompts (`prompt`, `messages`)."""
+"""Images in prompts: reads and cuts files (`files`), encodes tiles (`encoder`), and puts rows into prompts
+(`prompt`)."""

@@ -1,11 +1,14 @@
 """Encodes images as rows of the text model, tile by tile, and caches those of repeated images."""
 
 import collections
+import dataclasses
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 
@@ -13,13 +16,12 @@ from jaxllm.bundle.images import StoredImageEncoder, read_image_encoder_part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.models.encoder.image_input import ImageInput, tiles_of
-from jaxllm.serving.buckets.bucket import shapes_of
+from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_rows
+from jaxllm.serving.buckets.bucket import Bucket, shapes_of
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.image import ImageBucket, ImageShapes
 from jaxllm.serving.buckets.store import BucketStore
-from jaxllm.serving.images.encoded import EncodedImage
-from jaxllm.serving.images.files import open_image
-from jaxllm.serving.images.tiles import Tiles, normalized, tiles
+from jaxllm.serving.images.files import Tiles, normalized, open_image, tiles
+from jaxllm.serving.images.prompt import EncodedImage
 
 # Size limit of cached rows: some 25 images of 13 tiles of SmolVLM-256M's 64 rows.
 MOST_BYTES = 48 << 20
@@ -124,6 +126,30 @@ class ImageEncoder:
     def joined(self, found: Tiles, rows: Sequence[np.ndarray]) -> EncodedImage:
         """An image of the rows of its tiles."""
         return EncodedImage(found.grid, np.concatenate(rows), self.input.image_id)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageShapes:
+    """Shapes from which the bucket of an encoder is lowered.
+
+    Attributes:
+      cfg: the encoder.
+      params: shapes of its parameters.
+    """
+
+    cfg: ImageEncoderConfig
+    params: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageBucket(Bucket):
+    """Computes the rows of one tile."""
+
+    def lower(self, model: ImageShapes, /) -> jax.stages.Lowered:
+        """(params, pixels) -> rows."""
+        cfg = model.cfg
+        pixels = jax.ShapeDtypeStruct((1, cfg.channels, cfg.image_size, cfg.image_size), jnp.float32)
+        return jax.jit(functools.partial(image_rows, cfg=cfg)).lower(model.params, pixels)
 
 
 def require_room(rows: int, window_tokens: int) -> None:

@@ -1,12 +1,20 @@
-"""Reads untrusted images: formats by name, limited bytes and pixels, nothing from the network."""
+"""Reads untrusted images: formats by name, limited bytes and pixels, nothing from the network. Takes images
+out of messages, and cuts them into tiles as transformers' SmolVLMImageProcessor does with Pillow.
+"""
 
 import base64
 import binascii
+import dataclasses
 import io
 import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.models.encoder.image_input import IMAGE, ImageInput
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,6 +29,19 @@ IMAGES = 8
 # Maximum aspect ratio: a longer image is thinner than a pixel once it is resized.
 _MOST_RATIO = 200
 _DATA = "data:"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tiles:
+    """An image in tiles.
+
+    Attributes:
+      grid: rows and columns of tiles; (0, 0) for only the whole image.
+      pixels: `[n, size, size, 3]` uint8; the last tile is the whole image.
+    """
+
+    grid: tuple[int, int]
+    pixels: np.ndarray
 
 
 def image_bytes(url: Any) -> bytes:
@@ -78,6 +99,85 @@ def open_image(content: bytes) -> "Image":
         raise ConfigError(f"an image is broken ({one_line(error):.100}); send it whole") from error
 
 
+def image_part(content: bytes) -> dict[str, Any]:
+    """The message part of an image's file."""
+    return {"type": "image", "image": content}
+
+
+def read_image_file(path: Path) -> bytes:
+    """The bytes of an image's file, which `open_image` decodes.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(IMAGE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: the image cannot be read ({error.strerror}); check the path") from error
+
+
+def with_places(text: str, images: int) -> str:
+    """A text to continue with a placeholder for each image: before it, unless it has placeholders."""
+    return text if IMAGE in text else IMAGE * images + text
+
+
+def taken_apart(
+    messages: Sequence[Mapping[str, Any]], *, parts: bool = False
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Splits messages into those for chat templates, and the files of their images in order.
+
+    Args:
+      messages: JSON objects, whose contents may be lists of parts: `{"type": "text", "text": TEXT}` and
+        parts from `image_part`.
+      parts: whether all contents become lists of parts, as templates of models with images require; else
+        texts stay texts.
+
+    Raises:
+      ConfigError: a part has another type.
+    """
+    plain, files = [], []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [_part(each, index, files) for each in content]
+        elif parts and isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        plain.append({**message, "content": content} if "content" in message else dict(message))
+    return plain, files
+
+
+def tiles(image: "Image", of: ImageInput) -> Tiles:
+    """The tiles of an image in RGB."""
+    from PIL.Image import Resampling
+
+    size, by = of.tile, Resampling(of.resample)
+    grid = of.grid(image.height, image.width)
+
+    def resized(image: "Image", height: int, width: int) -> "Image":
+        return image.resize((width, height), resample=by)
+
+    image = resized(image, *of.resized(image.height, image.width))
+    if not of.splits:
+        return Tiles(grid, np.asarray(resized(image, size, size))[None])
+    image = resized(image, *of.filled(image.height, image.width))
+    pixels = np.asarray(image)
+    found = [
+        pixels[row * size : (row + 1) * size, column * size : (column + 1) * size]
+        for row in range(grid[0])
+        for column in range(grid[1])
+    ]
+    found.append(np.asarray(resized(image, size, size)) if found else pixels)
+    return Tiles(grid, np.stack(found))
+
+
+def normalized(pixels: np.ndarray, of: ImageInput) -> np.ndarray:
+    """Pixels `[n, size, size, 3]` uint8 as the encoder reads them, `[n, 3, size, size]` float32."""
+    scaled = (pixels.astype(np.float64) * of.scale).astype(np.float32)
+    mean, std = np.asarray(of.mean, np.float32), np.asarray(of.std, np.float32)
+    return np.ascontiguousarray(((scaled - mean) / std).transpose(0, 3, 1, 2))
+
+
 def _opaque(found: "Image", module: Any) -> "Image":
     """In RGB, over white, as transformers converts images."""
     if "A" in found.getbands() or found.info.get("transparency") is not None:
@@ -100,3 +200,13 @@ def _too_large(size: int) -> ConfigError:
     return ConfigError(
         f"an image has {size:,} bytes, more than {IMAGE_BYTES:,}; compress it or make it smaller"
     )
+
+
+def _part(part: Any, index: int, files: list[bytes]) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image" and isinstance(part.get("image"), bytes):
+        files.append(part["image"])
+        return {"type": "image"}
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise ConfigError(f"message {index} has a part of the type {kind!r:.40}; parts are texts and images")

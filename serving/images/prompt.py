@@ -1,20 +1,38 @@
-"""Puts images into prompts: their tokens and their rows."""
+"""Puts images into prompts: their tokens and their rows. Imports no JAX."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.models.encoder.image_input import IMAGE, image_text
+from jaxllm.models.encoder.image_input import IMAGE, image_text, tiles_of
 from jaxllm.serving.ground.prompt_rows import PromptRows
-from jaxllm.serving.images.encoded import EncodedImage
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from jaxllm.serving.images.encoder import ImageEncoder
+AnyEncoder = TypeVar("AnyEncoder")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """An image as input of a text model.
+
+    Attributes:
+      grid: rows and columns of its tiles (see `ImageInput.grid`).
+      rows: `[tiles · R, D]` float32, embeddings; never changed.
+      image_id: the prompt token for an image, and for each row.
+    """
+
+    grid: tuple[int, int]
+    rows: np.ndarray
+    image_id: int
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of each tile (R)."""
+        return len(self.rows) // tiles_of(self.grid)
 
 
 def with_images(
@@ -69,7 +87,7 @@ def image_ids(tokenizer: Tokenizer, image: EncodedImage) -> np.ndarray:
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-def require_encoder(encoder: "ImageEncoder | None", name: str, *, served: bool = True) -> "ImageEncoder":
+def require_encoder(encoder: AnyEncoder | None, name: str, *, served: bool = True) -> AnyEncoder:
     """Checks and returns the image encoder of a model.
 
     Args:

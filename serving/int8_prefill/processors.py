@@ -19,7 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.schedule import Processor
 from jaxllm.kernels import native
 from jaxllm.serving.ground.int8_prefill_options import IntegerDevice
-from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.machine import Device
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
 
 

@@ -27,10 +27,10 @@ from jaxllm.models.layer_stack import STACK, by_address
 from jaxllm.models.parameters import head_name
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.cache import StartBucket
 from jaxllm.serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
+from jaxllm.serving.buckets.model import StartBucket
 from jaxllm.serving.buckets.parts import embedding_params, norm_params
-from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.machine import Device
 from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
 from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
 from jaxllm.serving.int8_prefill.modes import PrefillMode
@@ -159,7 +159,7 @@ class Int8Prefill:
         )
 
     def _embed_bucket(self, tokens: int) -> Bucket:
-        return EmbedBucket(tokens=tokens, level=self.model.bucket_level)
+        return self.model.bucket(EmbedBucket, tokens=tokens)
 
     def _last_buckets(self, tokens: int) -> tuple[Bucket, Bucket]:
         """The buckets that compute logits after the last token of a chunk."""
@@ -232,7 +232,7 @@ class Int8Prefill:
 
     def empty_cache(self, capacity: int) -> KVCache:
         """An empty cache of one of `EngineOptions.cache_tokens`."""
-        return self._buckets.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
+        return self._buckets.get(self.model.bucket(StartBucket, cache_tokens=capacity))()
 
     # -- answering --------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, from_blocks
 from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
 from jaxllm.serving.buckets.parts import layer_params, layer_shapes
-from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.machine import Device
 
 # Indices in `PRODUCTS` of the products whose shadow a stage computes: always, or if its layer has a shadow.
 _SHADOWS: Mapping[Stage, tuple[int, ...]] = {

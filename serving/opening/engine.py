@@ -110,13 +110,14 @@ def load_model(
     options = _with_levels(options or EngineOptions(), [level])
     if speculation is not None:
         speculation = speculation.within(options.context_tokens or bundle.cfg.window_tokens)
-    if speculation is None or not speculation.optional:
-        return _loaded(bundle, options, adapter, level, speculation, progress), speculation
-    if not drafts_by_itself(bundle, level, options):
-        return _loaded(bundle, options, adapter, level, None, progress), None
+    optional = speculation is not None and speculation.optional
+    if optional and not drafts_by_itself(bundle, level, options):
+        speculation = None
     try:
         return _loaded(bundle, options, adapter, level, speculation, progress), speculation
     except BudgetExceeded:
+        if not optional or speculation is None:
+            raise
         _log.info("%s does not draft: the memory has no room for its high planes", bundle.path)
         return _loaded(bundle, options, adapter, level, None, progress), None
 

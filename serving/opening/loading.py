@@ -19,11 +19,11 @@ from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.engine.decoding import Drafts
+from jaxllm.serving.ground.bundles import open_tokenizer
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
 from jaxllm.serving.host.machine import give_back_memory
 from jaxllm.serving.host.progress import Progress, loading
-from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
 from jaxllm.serving.opening.make_runners import make_runners
 from jaxllm.serving.opening.weight_source import streamed_weights
 from jaxllm.serving.runners.level_runner import LevelRunner
@@ -34,6 +34,8 @@ from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 if TYPE_CHECKING:
     from jaxllm.serving.images.encoder import ImageEncoder
 
+# Length of an answer that fits the shortest cache, and needs more than the first token's buckets.
+_SHORT_ANSWER = 2
 _log = logging.getLogger("jaxllm")
 
 
@@ -107,7 +109,7 @@ class LoadedModel:
         )
         try:
             if read_ahead:
-                self.runners.read_ahead()
+                self._read_ahead()
             self.tokenizer = open_tokenizer(bundle.tokenizer_files())
             if checked_later:
                 _check(bundle, progress)
@@ -124,7 +126,7 @@ class LoadedModel:
     @property
     def levels(self) -> tuple[int, ...]:
         """Levels with runners, in percent, ascending."""
-        return self.runners.levels
+        return tuple(sorted(self.runners.by_level))
 
     @property
     def images(self) -> "ImageEncoder | None":
@@ -141,7 +143,13 @@ class LoadedModel:
         Raises:
           ConfigError: the model was not opened for this level.
         """
-        return self.runners.at(level)
+        found = self.runners.by_level.get(level)
+        if found is None:
+            raise ConfigError(
+                f"level {level} is not served; the engine was opened for "
+                f"{', '.join(map(str, self.levels))}: name it in EngineOptions.levels"
+            )
+        return found
 
     def resident_runner(self, level: int) -> ResidentRunner:
         """The runner of a level with resident weights.
@@ -149,7 +157,10 @@ class LoadedModel:
         Raises:
           ConfigError: weights are streamed, or the model was not opened for this level.
         """
-        return self.runners.resident_at(level)
+        self.runner(level)
+        if level not in self.runners.resident:
+            raise ConfigError("this requires resident weights; raise --memory")
+        return self.runners.resident[level]
 
     def beside(self, bundle: Bundle, options: EngineOptions, progress: Progress | None) -> "LoadedModel":
         """Opens another model, such as a drafter for this one."""
@@ -169,21 +180,26 @@ class LoadedModel:
         """Prepares buckets (see `jaxllm.serving.engine.engine.Engine.warm_up`); for all levels if `level`
         is the whole model."""
         runner, tokens = self.runner(level), None
+        trees = () if speculation is None else speculation.options.trees.nodes
         if prompt_tokens is None:
-            self.runners.prepare_all(self.levels if level == WHOLE else (level,), progress)
+            runners = [self.runner(each) for each in (self.levels if level == WHOLE else (level,))]
+            needed = [bucket for each in runners for bucket in each.buckets_for()]
+            runner.fill([*needed, *runner.buckets_for(trees=trees)], progress)
+            # One of the levels that share buckets, if possible with integer prefill, too.
+            runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
+            for each in {each.model.bucket_level: each for each in runners}.values():
+                each.rehearse()
             # Loading and compiling buckets leaves gaps in memory.
             give_back_memory()
         elif 0 < prompt_tokens <= self.options.context_tokens:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
-            runner.prepare(prompt_tokens, answer, progress)
+            runner.prepare(prompt_tokens, answer, progress, trees=trees)
             # A source is not in the cache of tokens.
             begins = prompt_tokens if self.bundle.cfg.encoder is None else MAX_START_TOKENS
             tokens = begins + max_tokens if max_tokens else None
         else:
             return
         if speculation is not None:
-            room = None if tokens is None else speculation.cache_tokens(tokens)
-            runner.prepare_trees(speculation.options.trees.nodes, progress, tokens=room)
             speculation.drafter.warm_up(progress, tokens=tokens)
 
     def facts(self) -> dict[str, Any]:
@@ -200,9 +216,16 @@ class LoadedModel:
         buckets."""
         if self.streamed is not None:
             self.streamed.close()
-        self.runners.close()
+        if self.runners.processors is not None:
+            self.runners.processors.close()
+        self.runners.buckets.close()
         # Compiling leaves gaps in memory, which grow with every model.
         give_back_memory()
+
+    def _read_ahead(self) -> None:
+        """Starts to read the buckets of a short request, which nearly every start needs."""
+        if (runner := self.runners.resident.get(WHOLE)) is not None:
+            runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
 
     # -- adapters ---------------------------------------------------------------------------------
 
@@ -220,9 +243,15 @@ class LoadedModel:
     def use_adapter(self, adapter: LoadedAdapter | None) -> None:
         """Replaces the adapter of all levels at negligible cost; None for none. A sequence can only
         continue with the adapter of its cache."""
-        adapter = self._plain if adapter is None else adapter
+        adapter, modes = self._plain if adapter is None else adapter, self.runners.modes
+        adapted = bool(adapter.digest)
         with self.runner(WHOLE).lock:
-            self.runners.put(adapter.levels, adapted=bool(adapter.digest))
+            if modes is not None and adapted:
+                modes.require_adaptable()
+            for level, weights in adapter.levels.items():
+                self.runner(level).model.put(weights)
+            if modes is not None:
+                modes.adapt(adapted)
             self.adapter_digest = adapter.digest
 
     def set_adapter(self, folder: str | Path | None) -> None:
@@ -242,7 +271,7 @@ class LoadedModel:
     def _loaded(self, adapter: Adapter, scaling: float) -> LoadedAdapter:
         params = self._adapted(adapter, scaling)
         # Make all levels' parameters before changing any: an adapter that does not fit changes nothing.
-        levels = self.runners.prepared(params)
+        levels = {level: self.runner(level).model.prepared(each) for level, each in params.items()}
         size = factor_bytes(params.values())
         return LoadedAdapter(adapter_digest(adapter, scaling) if adapter else "", levels, size)
 

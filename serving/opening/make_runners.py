@@ -1,7 +1,7 @@
 """Makes a runner for each level of a model, by the location of its weights and the mode of its prefill."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ from jaxllm.kernels import native
 from jaxllm.kv.chunks import reads_addresses
 from jaxllm.models.parameters import Params
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
-from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.resident import ResidentRunner
-from jaxllm.serving.weights.model_level import LevelWeights, ModelLevel
+from jaxllm.serving.weights.model_level import ModelLevel
 
 if TYPE_CHECKING:
     from jaxllm.serving.int8_prefill.modes import PrefillModes
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from jaxllm.serving.runners.layerwise import LayerwiseRunner
 
 LevelParams = Mapping[int, Params]
-# Length of an answer that fits the shortest cache, and needs more than the first token's buckets.
-_SHORT_ANSWER = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,80 +48,6 @@ class Runners:
     buckets: BucketTable
     modes: "PrefillModes | None" = None
     processors: "TwoProcessors | None" = None
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The levels in percent, ascending."""
-        return tuple(sorted(self.by_level))
-
-    def at(self, level: int) -> LevelRunner:
-        """The runner of a level.
-
-        Raises:
-          ConfigError: the level is not served.
-        """
-        if level not in self.by_level:
-            raise ConfigError(
-                f"level {level} is not served; the engine was opened for "
-                f"{', '.join(map(str, self.levels))}: name it in EngineOptions.levels"
-            )
-        return self.by_level[level]
-
-    def resident_at(self, level: int) -> ResidentRunner:
-        """The runner of a level with resident weights.
-
-        Raises:
-          ConfigError: its weights are not resident, or the level is not served.
-        """
-        self.at(level)
-        if level not in self.resident:
-            raise ConfigError("this takes all weights in memory; give more --memory")
-        return self.resident[level]
-
-    def prepare_all(self, levels: Iterable[int], progress: Progress | None = None) -> None:
-        """Compiles all buckets of some levels and runs each once."""
-        runners = [self.at(level) for level in levels]
-        runners[0].fill([bucket for each in runners for bucket in each.all_buckets()], progress)
-        # One of the levels that share buckets, if possible with integer prefill, too.
-        runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
-        for runner in {each.model.bucket_level: each for each in runners}.values():
-            runner.rehearse()
-
-    def read_ahead(self) -> None:
-        """Starts to read the buckets of a short request, which nearly every start needs."""
-        if WHOLE in self.resident:
-            self.buckets.read_ahead(self.resident[WHOLE].request_buckets(1, _SHORT_ANSWER))
-
-    def prepared(self, params: LevelParams) -> dict[int, LevelWeights]:
-        """Other parameters of all levels, by level, ready for `put`.
-
-        Raises:
-          ConfigError: they have another form.
-        """
-        return {level: self.at(level).model.prepared(each) for level, each in params.items()}
-
-    def put(self, weights: Mapping[int, LevelWeights], *, adapted: bool) -> None:
-        """Replaces the parameters of all levels, without compiling.
-
-        Args:
-          weights: weights by level, from `prepared`.
-          adapted: whether they have an adapter.
-
-        Raises:
-          ConfigError: integer prefill is requested, which does not support adapters.
-        """
-        if self.modes is not None and adapted:
-            self.modes.require_adaptable()
-        for level, each in weights.items():
-            self.at(level).model.put(each)
-        if self.modes is not None:
-            self.modes.adapt(adapted)
-
-    def close(self) -> None:
-        """Stops the processors of integer prefill and releases all buckets."""
-        if self.processors is not None:
-            self.processors.close()
-        self.buckets.close()
 
 
 def make_runners(
@@ -195,14 +117,13 @@ def _prefill_modes(
 
 
 def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") -> "LayerwiseRunner":
-    from jaxllm.serving.experts.expert_layers import ExpertLayers
+    from jaxllm.serving.experts.expert_layers import ExpertRunner
     from jaxllm.serving.experts.weights import ExpertWeights
-    from jaxllm.serving.runners.layerwise import LayerwiseRunner
-    from jaxllm.serving.runners.streamed_layers import StreamedLayers
+    from jaxllm.serving.runners.layerwise import StreamedRunner
 
     if isinstance(streamed, ExpertWeights):
-        return LayerwiseRunner(model, buckets, ExpertLayers(model, buckets, streamed))
-    return LayerwiseRunner(model, buckets, StreamedLayers(model, buckets, streamed))
+        return ExpertRunner(model, buckets, streamed)
+    return StreamedRunner(model, buckets, streamed)
 
 
 def _prefill(model: ModelLevel, buckets: BucketTable, shared: "Int8Shared | None") -> "Int8Prefill | None":

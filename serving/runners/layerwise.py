@@ -1,13 +1,14 @@
 """Runs a model layer by layer while its weights are loaded.
 
-The layers come from a `LayerSource`: prefetched one after another (`streamed_layers.py`), or resident except
-for experts (`expert_layers.py`).
+Layers are prefetched one after another in each pass (`StreamedRunner`), or are resident except for experts
+(`jaxllm.serving.experts.expert_layers`).
 """
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,28 +17,33 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.states import SourceKV
+from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.cache import StartBucket
-from jaxllm.serving.buckets.decode import SampleBucket
-from jaxllm.serving.buckets.layer import HeadBucket, NormBucket
-from jaxllm.serving.buckets.parts import norm_params
-from jaxllm.serving.buckets.source import source_lengths
+from jaxllm.serving.buckets.layer import (
+    EmbedRowsBucket,
+    HeadBucket,
+    LayerBucket,
+    LayersBucket,
+    NormBucket,
+    RestoreBucket,
+)
+from jaxllm.serving.buckets.parts import MOST_LAYERS, embedding_params, norm_params, shared_by_layers
 from jaxllm.serving.buckets.tree import KeepBucket, SettleBucket
 from jaxllm.serving.host.machine import give_back_memory
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.chunks import placed_chunks, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import PrefillChunk
-from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.runners.runner import PrefillChunk, Verdict
+from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.pieces import HeadPiece
 from jaxllm.serving.weights.prefetch import Meanwhile
+from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.tree import TokenTree
-from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 
 # Tokens `[T]` int32, padded, and their positions.
 Chunk = tuple[np.ndarray, TokenPositions]
@@ -59,46 +65,40 @@ class Head(Protocol):
         ...
 
 
-class LayerSource(Protocol):
-    """Runs tokens through the layers of one level.
+class LayerwiseRunner(LevelRunner):
+    """Runs one level of a model layer by layer.
 
     Attributes:
       head: provides the weight of the head.
-      idle_read_s: see `Runner`.
     """
 
-    @property
-    def head(self) -> Head: ...  # noqa: D102
+    def __init__(
+        self, model: ModelLevel, buckets: BucketTable, head: Head, sources: SourceLayers | None
+    ) -> None:
+        """See the class and `LevelRunner`; `sources` encodes sources, None for models without an encoder."""
+        super().__init__(model, buckets)
+        if model.options.prompt_rows:
+            raise ConfigError(
+                "images and other prompt embeddings (prompt_rows) require resident weights; raise --memory, "
+                "or go without (for a service: images = false)"
+            )
+        self.head, self._source_layers = head, sources
+        # All levels and adapters share them.
+        self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
+        bias = model.params.get("head_bias")
+        self._head_biases = [
+            {} if bias is None else {"head_bias": np.asarray(bias)[each.first : each.first + each.count]}
+            for each in head.head
+        ]
 
-    @property
-    def idle_read_s(self) -> float: ...  # noqa: D102
+    # -- its layers -------------------------------------------------------------------------------
 
-    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+    @abc.abstractmethod
+    def _layer_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
         """The buckets of all layers for a chunk, or a token tree, of `tokens` tokens."""
-        ...
 
-    def source_buckets(self, tokens: int) -> list[Bucket]:
-        """The buckets that read a source of up to `tokens` tokens."""
-        ...
-
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """The bucket that embeds tokens."""
-        ...
-
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """The bucket that restores one layer of a context, up to its experts if these are loaded one by
-        one."""
-        ...
-
-    def expect(self, tokens: np.ndarray) -> None:
-        """See `Runner`."""
-        ...
-
-    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """The first layer's input `[1, T, D]` for tokens `[T]`; a pass over the layers begins."""
-        ...
-
-    def run(
+    @abc.abstractmethod
+    def _run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
         """Runs chunks through all layers, layer by layer: all chunks through one before the next is needed.
@@ -111,107 +111,34 @@ class LayerSource(Protocol):
         Returns:
           The last layer's output `[1, T, D]` for each chunk, and the cache.
         """
-        ...
-
-    def read_source(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """Encodes a source (see `Runner`); the previous one is donated."""
-        ...
-
-    def restore(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
-    ) -> tuple[jax.Array, Past]:
-        """See `ContextRunner.restore_layer`."""
-        ...
-
-
-class LayerwiseRunner(LevelRunner):
-    """Runs one level of a model layer by layer (see `Runner`).
-
-    Attributes:
-      layers: the source of its layers.
-    """
-
-    def __init__(
-        self,
-        model: ModelLevel,
-        buckets: BucketTable,
-        layers: LayerSource,
-    ) -> None:
-        """See the class and `LevelRunner`."""
-        super().__init__(model, buckets)
-        if model.options.prompt_rows:
-            raise ConfigError(
-                "images and other rows in place of tokens (prompt_rows) take all weights in memory; give "
-                "more --memory, or go without (for a service: images = false)"
-            )
-        self.layers = layers
-        # All levels and adapters share them.
-        self._norm = norm_params(model.params)
-        bias = model.params.get("head_bias")
-        self._head_biases = [
-            {} if bias is None else {"head_bias": np.asarray(bias)[each.first : each.first + each.count]}
-            for each in layers.head.head
-        ]
-
-    @property
-    def idle_read_s(self) -> float:
-        """See `Runner`."""
-        return self.layers.idle_read_s
 
     # -- which buckets it needs -------------------------------------------------------------------
 
-    def all_buckets(self) -> list[Bucket]:
-        """See `LevelRunner`."""
-        caches = self.options.cache_tokens
-        buckets = [SampleBucket(), *self._head_buckets(1)]
-        for tokens in source_lengths(self.cfg, self.options):
-            buckets += self.layers.source_buckets(tokens)
-        for tokens in (1, *self.options.chunk_tokens):
-            buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
-            buckets += [bucket for cache in caches for bucket in self.layers.buckets(tokens, cache)]
-        buckets += [self._start_bucket(cache) for cache in caches]
-        return [*buckets, *self.grow_buckets(), *self.context_buckets()]
+    def _source_buckets(self, tokens: int, cache: int) -> list[Bucket]:
+        del cache
+        return [] if self._source_layers is None else self._source_layers.buckets(tokens)
 
-    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """See `LevelRunner`."""
-        cache = self.request_cache(prompt_tokens, max_tokens)
-        prompt = []
-        if lengths := source_lengths(self.cfg, self.options):
-            # The prompt is the source; of the decoder it is the start tokens.
-            source = next(each for each in lengths if each >= min(prompt_tokens, lengths[-1]))
-            prompt, prompt_tokens = self.layers.source_buckets(source), MAX_START_TOKENS
-        lengths = [*dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens)), 1]
-        buckets = [*prompt, self._start_bucket(cache), SampleBucket(), *self._head_buckets(1)]
-        for tokens in lengths:
-            buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
-            buckets += self.layers.buckets(tokens, cache)
-        return buckets
+    def _chunk_buckets(self, tokens: int, cache: int, prompt_tokens: int | None) -> list[Bucket]:
+        del prompt_tokens
+        return self._pass_buckets(tokens, cache)
 
-    def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
-        """See `LevelRunner`."""
-        buckets = [self.embed_bucket(nodes), NormBucket(tokens=nodes, rows=nodes), *self._head_buckets(nodes)]
-        buckets.append(SettleBucket(nodes=nodes))
-        for cache in caches or self.options.cache_tokens:
-            buckets += [*self.layers.buckets(nodes, cache, tree=True), self._keep_bucket(nodes, cache)]
-        return buckets
+    def _decode_buckets(self, cache: int) -> list[Bucket]:
+        return self._pass_buckets(1, cache)
 
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LevelRunner`."""
-        return self.layers.embed_bucket(tokens)
+    def _tree_buckets(self, nodes: int, cache: int) -> list[Bucket]:
+        keep = self.model.bucket(KeepBucket, tokens=nodes, cache_tokens=cache)
+        return [*self._pass_buckets(nodes, cache, tree=True), SettleBucket(tokens=nodes), keep]
 
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """See `LevelRunner`."""
-        return self.layers.restore_bucket(tokens, cache, layer)
-
-    def _head_buckets(self, rows: int) -> list[Bucket]:
-        sizes = {each.count for each in self.layers.head.head}
-        return [HeadBucket(rows=rows, vocab_tokens=count) for count in sizes]
-
-    def _start_bucket(self, cache: int) -> Bucket:
-        return StartBucket(cache_tokens=cache, level=self.model.bucket_level)
-
-    def _keep_bucket(self, nodes: int, cache: int) -> Bucket:
-        return KeepBucket(nodes=nodes, cache_tokens=cache, level=self.model.bucket_level)
+    def _pass_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        """The buckets of a pass over the layers, and of logits after its last token, or each of a tree."""
+        rows = tokens if tree else 1
+        sizes = {each.count for each in self.head.head}
+        return [
+            *self._layer_buckets(tokens, cache, tree=tree),
+            self._embed_bucket(tokens),
+            NormBucket(tokens=tokens, rows=rows),
+            *(HeadBucket(rows=rows, vocab_tokens=count) for count in sizes),
+        ]
 
     # -- getting ready ----------------------------------------------------------------------------
 
@@ -224,7 +151,7 @@ class LayerwiseRunner(LevelRunner):
 
     def rehearse(self) -> None:
         """See `LevelRunner`: a chunk of each length and one token, in each length of cache."""
-        for length in source_lengths(self.cfg, self.options):
+        for length in self.sources:
             self.read_source(self.start(1), [0] * length)
         for capacity in self.options.cache_tokens:
             cache = self.start(capacity)
@@ -236,15 +163,11 @@ class LayerwiseRunner(LevelRunner):
 
     # -- answering --------------------------------------------------------------------------------
 
-    def expect(self, tokens: np.ndarray) -> None:
-        """See `Runner`."""
-        self.layers.expect(tokens)
-
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`: reads the encoder's layers, then the decoder's parts for a source, each once."""
-        if not isinstance(cache.source, SourceKV):
+        if self._source_layers is None or not isinstance(cache.source, SourceKV):
             return super().read_source(cache, tokens)
-        return dataclasses.replace(cache, source=self.layers.read_source(tokens, cache.source))
+        return dataclasses.replace(cache, source=self._source_layers.read(tokens, cache.source))
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """See `Runner`: the whole prompt, so that each layer is read once."""
@@ -264,7 +187,7 @@ class LayerwiseRunner(LevelRunner):
         """Runs `tokens` from position `at` on, in chunks of these lengths: logits `[1, V]` after the last,
         and the cache."""
         chunks = placed_chunks(tokens, lengths, at)
-        outputs, cache = self.layers.run(chunks, cache)
+        outputs, cache = self._run(chunks, cache)
         last = np.array([int(chunks[-1][1].valid) - 1], np.int32)
         logits = self._logits(outputs[-1], last)
         return logits, dataclasses.replace(cache, length=np.int32(at + len(tokens)))  # pyright: ignore
@@ -300,7 +223,7 @@ class LayerwiseRunner(LevelRunner):
     ) -> tuple[Verdict, KVCache, SamplerState]:
         """See `Runner`."""
         logits, cache = self.tree_logits(tree, cache, meanwhile)
-        settle = self.buckets.get(SettleBucket(nodes=tree.room))
+        settle = self.buckets.get(SettleBucket(tokens=tree.room))
         fixed, progress = sampler.fixed, sampler.progress
         tokens, count, path, progress = settle(tree, logits, fixed, progress, np.int32(limit))
         return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler.after(progress)
@@ -314,17 +237,17 @@ class LayerwiseRunner(LevelRunner):
         rows = TreePositions(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
         at = TokenPositions(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
         cache = cache.counted_by_node(tree.room)
-        (x,), cache = self.layers.run([(np.asarray(tree.tokens), at)], cache, meanwhile)
+        (x,), cache = self._run([(np.asarray(tree.tokens), at)], cache, meanwhile)
         return self._logits(x, nodes, meanwhile), cache
 
     def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
         """The cache with the path `[M]` of a tree, of `count` nodes, at the end of its sequence."""
-        keep = self.buckets.get(self._keep_bucket(len(path), cache.capacity_tokens))
+        keep = self._compiled(KeepBucket, tokens=len(path), cache_tokens=cache.capacity_tokens)
         return keep(dataclasses.replace(cache, mass=None), cache.mass, np.asarray(path), np.int32(count))
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
         """Logits `[N, V]` float32 after the N tokens `rows` of the last layer's output."""
-        found, head, name = [], self.layers.head, head_name(self.cfg)
+        found, head, name = [], self.head, head_name(self.cfg)
         hidden = self.buckets.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
         for number, piece in enumerate(head.head):
             compiled = self.buckets.get(HeadBucket(rows=len(rows), vocab_tokens=piece.count))
@@ -332,14 +255,97 @@ class LayerwiseRunner(LevelRunner):
                 found.append(np.asarray(compiled({name: weight, **self._head_biases[number]}, hidden)))
         return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
 
-    # -- contexts ---------------------------------------------------------------------------------
+
+class StreamedRunner(LayerwiseRunner):
+    """Runs layers that are prefetched from storage one after another in each pass."""
+
+    def __init__(self, model: ModelLevel, buckets: BucketTable, weights: StreamedWeights) -> None:
+        """See the class; `model` only has shapes of its layers and embedding (see
+        `StreamedWeights.frozen`)."""
+        sources = None if model.encoder is None else SourceLayers(model, buckets, weights)
+        super().__init__(model, buckets, weights, sources)
+        self._weights = weights
+        # Equal consecutive layers run together, in one loop over their addresses. Layers that are separate
+        # arguments, for XLA's products, run one by one: each number of them would be another bucket, whose
+        # size grows with it.
+        self._together = isinstance(model.params.get(STACK), LayerStack)
+        self._most = layers_together(model.alike, MOST_LAYERS if self._together else 1)
+
+    @property
+    def idle_read_s(self) -> float:
+        """See `Runner`."""
+        return self._weights.idle_read_s
+
+    def _layer_buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        return [self._bucket(tokens, cache, layer, tree=tree) for layer in self.model.layer_kinds]
+
+    def _embed_bucket(self, tokens: int) -> Bucket:
+        return EmbedRowsBucket(tokens=tokens)
+
+    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """See `ContextRunner`."""
-        return self.layers.embed(tokens, at)
+        """See `LevelRunner`."""
+        self._weights.begin(self.model.cfg)
+        return self._embed(tokens, at)
+
+    def _run(
+        self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[list[jax.Array], KVCache]:
+        self._weights.begin(self.model.cfg)
+        outputs = [self._embed(tokens, at) for tokens, at in chunks]
+        # Transferred once for all layers.
+        placed = [(len(tokens), jax.device_put(at)) for tokens, at in chunks]
+        mass, layer = cache.mass, 0
+        # Sum attention mass layer by layer, independent of what is in memory.
+        alone = mass is not None and len(chunks) > 1
+        while layer < self.model.cfg.layers:
+            past, most = cache.past(layer), 1 if alone else self._most[layer]
+            with self._weights.layers(self.model, layer, most, meanwhile) as layers:
+                weights, *count = self._arguments(layers)
+                for number, (tokens, at) in enumerate(placed):
+                    tree = at.tree is not None
+                    bucket = self._bucket(tokens, cache.capacity_tokens, layer, tree=tree)
+                    compiled = self.buckets.get(bucket)
+                    outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass, *count)
+                # The next pieces overwrite the memory of these.
+                jax.block_until_ready(outputs)
+            cache, layer = cache.with_past(layer, past), layer + len(layers)
+        return outputs, dataclasses.replace(cache, mass=mass)
 
     def restore_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
-        """See `ContextRunner`."""
-        return self.layers.restore(layer, x, at, past, chunks)
+        """See `LevelRunner`."""
+        compiled = self.buckets.get(self._restore_bucket(len(at.positions), past.capacity_tokens, layer))
+        with self._weights.layer(self.model, layer) as weights:
+            # The next piece overwrites the memory of this one.
+            return jax.block_until_ready(compiled(weights, x, at, past, chunks))
+
+    def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
+        some, rows = self._weights.rows(tokens.tolist())
+        compiled = self.buckets.get(self._embed_bucket(len(tokens)))
+        return compiled({**self._embedding, "embed.tokens": some}, rows, np.asarray(at.positions))
+
+    def _arguments(self, layers: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+        """The parameters of some layers as inputs of their bucket, and their number if it is an input."""
+        if not self._together:
+            (one,) = layers
+            return (one,)
+        by_address = LayersAt.of([each[STACK] for each in layers], MOST_LAYERS)
+        return {STACK: by_address, **shared_by_layers(self.model.params)}, np.int32(len(layers))
+
+    def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
+        family = LayersBucket if self._together else LayerBucket
+        return self.model.bucket(family, tokens=tokens, cache_tokens=cache, layer=layer, tree=tree)
+
+
+def layers_together(alike: Sequence[int], most: int) -> list[int]:
+    """Per layer, the number of layers that run together from it on: equal consecutive ones, at most
+    `most`."""
+    found = [1] * len(alike)
+    for layer in reversed(range(len(alike) - 1)):
+        if alike[layer] == alike[layer + 1]:
+            found[layer] = min(most, found[layer + 1] + 1)
+    return found

@@ -1,10 +1,12 @@
-"""Runs a model whose weights are all resident."""
+"""Runs a model whose weights are all resident, and decodes several of its answers in one dispatch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
@@ -13,27 +15,127 @@ from jaxllm.models.layer import InputRows
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.cache import StartBucket
-from jaxllm.serving.buckets.context import LastLogitsBucket, PrefillRestoredBucket, RestoreBucket
-from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
-from jaxllm.serving.buckets.layer import EmbedBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, LastLogitsBucket, PrefillRestoredBucket, RestoreBucket
+from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket
 from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_params
-from jaxllm.serving.buckets.prefill import PrefillBucket
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-from jaxllm.serving.runners.batch import Batch
 from jaxllm.serving.runners.chunks import padded, plan_chunks
-from jaxllm.serving.runners.level_runner import IntegerPrefill, LevelRunner
-from jaxllm.serving.runners.runner import BatchRunner, PrefillChunk, PrefillMode, chunks_of
-from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, PrefillChunk, PrefillMode, Verdict, chunks_of
 from jaxllm.serving.weights.model_level import ModelLevel
+from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
 from jaxllm.steps.model import BlockEnd
 
-# What not every model needs is imported where it is used, because a start waits for imports.
 if TYPE_CHECKING:
-    from jaxllm.serving.buckets.source import SourceBucket
-    from jaxllm.serving.buckets.tree import VerifyBucket
     from jaxllm.speculation.tree import TokenTree
+
+
+class Batch:
+    """Decodes answers of a runner in one dispatch, which reads the weights once for all of them; also with
+    those of the model's other levels, unless a level has adapters of its own.
+
+    Attributes:
+      family: runners of the same family can share a batch, decoded by any of them: levels that share
+        weights, else one level.
+      units: numbers of units of its level (see `BatchRow`).
+    """
+
+    def __init__(self, runner: LevelRunner) -> None:
+        self._runner, cfg = runner, runner.cfg
+        mixes = can_mix_levels(runner.params)
+        sizes = [cfg.units(layer) for layer in range(cfg.layers)]
+        counts = np.array([(each.kv_heads, each.neurons) for each in sizes], np.int32)
+        self.units = counts if mixes else None
+        self.family: object = runner.buckets if mixes else runner
+        # Of the last dispatch's padding rows, which never change them.
+        self._padding: list[KVCache] = []
+
+    @classmethod
+    def of(cls, runner: LevelRunner) -> "Batch | None":
+        """The batch of a runner; None if the options disable it, if batched answers would not be bitwise
+        equal to unbatched ones (see `can_decode_rows`), and for models with state or mixed layers."""
+        options, params, cfg = runner.options, runner.params, runner.cfg
+        exact = can_decode_rows(params, jnp.dtype(options.cache_dtype))
+        exact = exact and cfg.states is None and cfg.mixed is None
+        return cls(runner) if options.batch_rows and exact else None
+
+    def all_buckets(self) -> list[Bucket]:
+        """The buckets of batches, of any number of rows and cache length."""
+        options = self._runner.options
+        return [self._bucket(rows, cache) for cache in options.cache_tokens for rows in options.batch_rows]
+
+    def decode_batch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
+        """Decodes up to each row's limit in one dispatch, or in several if no bucket has enough rows; returns
+        results in the order of `rows`. Their caches and samplers are donated. Caches of different lengths
+        first become as long as the longest."""
+        most = self._runner.options.batch_rows[-1]
+        groups = [rows[first : first + most] for first in range(0, len(rows), most)]
+        return [found for group in groups for found in self._dispatch(group)]
+
+    def rehearse(self) -> None:
+        """Runs each bucket once (see `LevelRunner.rehearse`)."""
+        runner = self._runner
+        for capacity in runner.options.cache_tokens:
+            for rows in runner.options.batch_rows:
+                if self._bucket(rows, capacity) in runner.buckets:
+                    caches = [runner.empty_cache(capacity) for _ in range(rows)]
+                    self._dispatch([self._idle_row(each, limit=1) for each in caches])
+
+    def _dispatch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
+        runner = self._runner
+        size = next(each for each in runner.options.batch_rows if each >= len(rows))
+        capacity = max(row.cache.capacity_tokens for row in rows)
+        compiled = runner.buckets.get(self._bucket(size, capacity))
+        padding = self._padding_caches(size - len(rows), capacity)
+        filled = [*rows, *(self._idle_row(each, limit=0) for each in padding)]
+        tokens, counts, caches, progress = compiled(
+            runner.params,
+            np.array([int(np.asarray(row.token)[0]) for row in filled], np.int32),
+            tuple(runner.make_room(row.cache, capacity) for row in filled),
+            tuple(row.sampler.fixed for row in filled),
+            tuple(row.sampler.progress for row in filled),
+            self._limits(filled),
+        )
+        # Both transfers wait for the device.
+        drawn, taken = np.asarray(tokens), np.asarray(counts)
+        self._padding = list(caches[len(rows) :])
+        return [
+            DecodedRow(drawn[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
+            for at, row in enumerate(rows)
+        ]
+
+    def _limits(self, rows: Sequence[BatchRow]) -> RowLimits:
+        units = None
+        if self.units is not None:
+            units = np.stack([self.units if row.units is None else row.units for row in rows])
+        stop_ids = np.stack([row.stop_ids for row in rows])
+        return RowLimits(stop_ids, np.array([row.limit for row in rows], np.int32), units)
+
+    def _bucket(self, rows: int, cache: int) -> BatchBucket:
+        block = self._runner.options.decode_block
+        return self._runner.model.bucket(BatchBucket, rows=rows, block_tokens=block, cache_tokens=cache)
+
+    def _padding_caches(self, count: int, capacity: int) -> list[KVCache]:
+        """Caches for `count` padding rows. Reuses those of the last dispatch; none are left after a
+        failure."""
+        there, self._padding = self._padding, []
+        found = [each for each in there if each.capacity_tokens == capacity][:count]
+        return found + [self._runner.empty_cache(capacity) for _ in range(count - len(found))]
+
+    def _idle_row(self, cache: KVCache, *, limit: int) -> BatchRow:
+        """A row of no answer."""
+        return BatchRow(
+            token=np.zeros(1, np.int32),
+            cache=cache,
+            sampler=self._idle_sampler,
+            stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
+            limit=limit,
+        )
+
+    @functools.cached_property
+    def _idle_sampler(self) -> SamplerState:
+        return sampler_state(Sampling(), [], self._runner.cfg.vocab_size, 0)
 
 
 class ResidentRunner(LevelRunner):
@@ -45,18 +147,15 @@ class ResidentRunner(LevelRunner):
         self,
         model: ModelLevel,
         buckets: BucketTable,
-        int8: IntegerPrefill | None = None,
+        int8: Any = None,
         *,
         encodes: bool = True,
     ) -> None:
         """See the class and `LevelRunner`; `int8` prefills in integers. Without `encodes` it reads no
         sources, but has those of others in its caches."""
         super().__init__(model, buckets)
-        self._sources: tuple[int, ...] = ()
-        if encodes and model.cfg.encoder is not None:
-            from jaxllm.serving.buckets.source import source_lengths
-
-            self._sources = source_lengths(model.cfg, model.options)
+        if not encodes:
+            self.sources = ()
         # Answers of an encoder-decoder are decoded one by one: their sources differ in length.
         self.int8, self._batch = int8, Batch.of(self) if model.cfg.encoder is None else None
         # The version of the weights in `_layers` and `_embedding`.
@@ -64,128 +163,50 @@ class ResidentRunner(LevelRunner):
 
     # -- which buckets it needs -------------------------------------------------------------------
 
-    def all_buckets(self) -> list[Bucket]:
-        """See `LevelRunner`."""
-        answering = self.answer_buckets(self.options.cache_tokens)
-        together = [] if self._batch is None else self._batch.all_buckets()
-        return [*answering, *together, *self.grow_buckets(), *self.context_buckets()]
-
-    def context_buckets(self) -> list[Bucket]:
-        """See `LevelRunner`."""
-        buckets = super().context_buckets()
-        for tokens in self.options.chunk_tokens if self.prefills_restored else ():
-            buckets += [self.embed_bucket(tokens), LastLogitsBucket(tokens=tokens)]
-            buckets += [
-                self._restored_bucket(tokens, cache, layer)
-                for cache in self.options.cache_tokens
-                for layer in self.model.layer_kinds
-            ]
-        return list(dict.fromkeys(buckets))
-
-    @property
-    def prefills_restored(self) -> bool:
-        """See `LevelRunner`."""
-        return bool(self.options.kv_codec) and self.cfg.encoder is None and self.cfg.states is None
-
-    def answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
-        """The buckets of any request in caches of these lengths."""
-        buckets: dict[Bucket, None] = {SampleBucket(): None}
-        for cache in caches:
-            buckets |= dict.fromkeys(self._source_bucket(each, cache) for each in self._sources)
-            buckets[StartBucket(cache_tokens=cache, level=self.model.bucket_level)] = None
-            buckets[self._decode_bucket(cache)] = None
-            for chunk in self.options.chunk_tokens:
-                if self.options.prompt_rows:
-                    buckets[dataclasses.replace(self._prefill_bucket(chunk, cache), rows=True)] = None
-                if self.int8 is None or self.int8.floats_too:
-                    buckets[self._prefill_bucket(chunk, cache)] = None
-                if self.int8 is not None:
-                    buckets |= dict.fromkeys(self.int8.chunk_buckets(chunk, cache))
-        return list(buckets)
-
-    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """See `LevelRunner`."""
-        cache = self.request_cache(prompt_tokens, max_tokens)
-        lengths, prompt = self._sources, []
-        if lengths:
-            # The prompt is the source; of the decoder it is the start tokens.
-            source = next(each for each in lengths if each >= min(prompt_tokens, lengths[-1]))
-            prompt, prompt_tokens = [self._source_bucket(source, cache)], 1
-        return [
-            *prompt,
-            *self._prompt_buckets(prompt_tokens, cache),
-            SampleBucket(),
-            StartBucket(cache_tokens=cache, level=self.model.bucket_level),
-            *self.later_buckets(prompt_tokens, max_tokens),
-        ]
-
-    def later_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """See `LevelRunner`: the decode bucket."""
-        cache = self.request_cache(prompt_tokens, max_tokens)
-        return [] if max_tokens == 1 else [self._decode_bucket(cache)]
-
-    def _prompt_buckets(self, tokens: int, cache: int) -> list[Bucket]:
-        chunks = dict.fromkeys(plan_chunks(tokens, self.options.chunk_tokens))
-        rows = [dataclasses.replace(self._prefill_bucket(chunk, cache), rows=True) for chunk in chunks]
-        rows = rows if self.options.prompt_rows else []
-        if self.int8 is None or self.int8.mode(tokens) == "float":
-            return [*rows, *(self._prefill_bucket(chunk, cache) for chunk in chunks)]
-        return list(
-            dict.fromkeys(
-                [*rows, *(each for chunk in chunks for each in self.int8.chunk_buckets(chunk, cache))]
-            )
-        )
-
-    def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
-        """See `LevelRunner`."""
-        return [self._verify_bucket(nodes, cache) for cache in caches or self.options.cache_tokens]
-
-    def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LevelRunner`."""
-        return EmbedBucket(tokens=tokens, level=self.model.bucket_level)
-
-    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """See `LevelRunner`."""
-        model = self.model
-        return RestoreBucket(
-            tokens=tokens, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level
-        )
-
-    def _restored_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        model = self.model
-        return PrefillRestoredBucket(
-            tokens=tokens, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level
-        )
-
-    def _source_bucket(self, tokens: int, cache: int) -> "SourceBucket":
+    def _source_buckets(self, tokens: int, cache: int) -> list[Bucket]:
+        # Here and below, because few models need their import.
         from jaxllm.serving.buckets.source import SourceBucket
 
-        return SourceBucket(tokens=tokens, cache_tokens=cache, level=self.model.bucket_level)
+        return [self.model.bucket(SourceBucket, tokens=tokens, cache_tokens=cache)]
 
-    def _prefill_bucket(self, chunk: int, cache: int) -> PrefillBucket:
-        return PrefillBucket(tokens=chunk, cache_tokens=cache, level=self.model.bucket_level)
+    def _chunk_buckets(self, tokens: int, cache: int, prompt_tokens: int | None) -> list[Bucket]:
+        int8, found = self.int8, []
+        mode = None if int8 is None or prompt_tokens is None else int8.mode(prompt_tokens)
+        if self.options.prompt_rows:
+            found.append(self.model.bucket(PrefillBucket, tokens=tokens, cache_tokens=cache, rows=True))
+        if int8 is None or mode == "float" or (mode is None and int8.floats_too):
+            found.append(self.model.bucket(PrefillBucket, tokens=tokens, cache_tokens=cache))
+        return found if int8 is None or mode == "float" else [*found, *int8.chunk_buckets(tokens, cache)]
 
-    def _decode_bucket(self, cache: int) -> DecodeBucket:
-        block, level = self.options.decode_block, self.model.bucket_level
-        return DecodeBucket(block_tokens=block, cache_tokens=cache, level=level)
+    def _decode_buckets(self, cache: int) -> list[Bucket]:
+        block = self.options.decode_block
+        return [self.model.bucket(DecodeBucket, block_tokens=block, cache_tokens=cache)]
 
-    def _verify_bucket(self, nodes: int, cache: int) -> "VerifyBucket":
+    def _tree_buckets(self, nodes: int, cache: int) -> list[Bucket]:
         from jaxllm.serving.buckets.tree import VerifyBucket
 
-        return VerifyBucket(nodes=nodes, cache_tokens=cache, level=self.model.bucket_level)
+        return [self.model.bucket(VerifyBucket, tokens=nodes, cache_tokens=cache)]
+
+    def _embed_bucket(self, tokens: int) -> Bucket:
+        return self.model.bucket(EmbedBucket, tokens=tokens)
+
+    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     # -- answering --------------------------------------------------------------------------------
 
     @property
-    def batch(self) -> BatchRunner | None:
-        """See `LevelRunner`, and `Batch.of`."""
+    def batch(self) -> Batch | None:
+        """See `Runner`, and `Batch.of`."""
         return self._batch
 
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`."""
-        length = next(each for each in self._sources if each >= len(tokens))
-        compiled = self.buckets.get(self._source_bucket(length, cache.capacity_tokens))
-        row, valid = padded(tokens, length)
+        if not self.sources:
+            return super().read_source(cache, tokens)
+        length = next(each for each in self.sources if each >= len(tokens))
+        (bucket,) = self._source_buckets(length, cache.capacity_tokens)
+        compiled, (row, valid) = self.buckets.get(bucket), padded(tokens, length)
         return compiled(self.model.params, self.model.encoder, row, np.int32(valid), cache)
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
@@ -217,9 +238,10 @@ class ResidentRunner(LevelRunner):
     def _prefill(
         self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, *inputs: InputRows
     ) -> tuple[jax.Array, KVCache]:
-        cache = dataclasses.replace(cache, length=np.int32(at))
-        bucket = self._prefill_bucket(chunk.tokens, cache.capacity_tokens)
-        compiled = self.buckets.get(dataclasses.replace(bucket, rows=bool(inputs)))
+        cache, capacity = dataclasses.replace(cache, length=np.int32(at)), cache.capacity_tokens
+        compiled = self._compiled(
+            PrefillBucket, tokens=chunk.tokens, cache_tokens=capacity, rows=bool(inputs)
+        )
         row, valid = padded(tokens, chunk.tokens)
         return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache, *inputs)
 
@@ -234,7 +256,8 @@ class ResidentRunner(LevelRunner):
     ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
         del cached
-        compiled = self.buckets.get(self._decode_bucket(cache.capacity_tokens))
+        (bucket,) = self._decode_buckets(cache.capacity_tokens)
+        compiled = self.buckets.get(bucket)
         end = BlockEnd(stop_ids, np.int32(limit))
         params, fixed = self.model.params, sampler.fixed
         tokens, count, cache, progress = compiled(params, token, cache, fixed, sampler.progress, end)
@@ -248,31 +271,30 @@ class ResidentRunner(LevelRunner):
         limit: int,
         meanwhile: Callable[[float], bool] | None = None,
     ) -> tuple[Verdict, KVCache, SamplerState]:
-        """See `Runner`; `meanwhile` is never called: no weights are loaded."""
+        """See `Runner`."""
         del meanwhile
-        compiled = self.buckets.get(self._verify_bucket(tree.room, cache.capacity_tokens))
-        tokens, count, path, cache, progress = compiled(
+        (bucket,) = self._tree_buckets(tree.room, cache.capacity_tokens)
+        tokens, count, path, cache, progress = self.buckets.get(bucket)(
             self.model.params, tree, cache, sampler.fixed, sampler.progress, np.int32(limit)
         )
         return Verdict.of(tokens, count, path), cache, sampler.after(progress)
 
     def rehearse(self) -> None:
         """See `LevelRunner`; on two processors the stages of integer prefill are timed, too."""
-        for cache_tokens in self.options.cache_tokens:
-            for length in self._sources:
-                if self._source_bucket(length, cache_tokens) in self.buckets:
-                    cache = self.read_source(self.empty_cache(cache_tokens), [0] * length)
+        for capacity in self.options.cache_tokens:
+            for length in self.sources:
+                if self._source_buckets(length, capacity)[0] in self.buckets:
+                    cache = self.read_source(self.empty_cache(capacity), [0] * length)
                     jax.block_until_ready(cache.source)
             for chunk in self.options.chunk_tokens:
-                if self._prefill_bucket(chunk, cache_tokens) in self.buckets:
-                    cache = self.empty_cache(cache_tokens)
-                    logits, _ = self.prefill(cache, [0], 0, PrefillChunk(tokens=chunk, last=True))
-                    jax.block_until_ready(logits)
-            if self._decode_bucket(cache_tokens) in self.buckets:
+                if self.model.bucket(PrefillBucket, tokens=chunk, cache_tokens=capacity) in self.buckets:
+                    one = PrefillChunk(tokens=chunk, last=True)
+                    jax.block_until_ready(self.prefill(self.empty_cache(capacity), [0], 0, one)[0])
+            if self._decode_buckets(capacity)[0] in self.buckets:
                 sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
                 token, sampler = self.sample(np.zeros((1, self.cfg.vocab_size), np.float32), sampler)
-                cache = self.empty_cache(cache_tokens)
-                tokens, *_ = self.decode(token, cache, sampler, np.full(MAX_STOP_IDS, -1, np.int32), 1)
+                stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
+                tokens, *_ = self.decode(token, self.empty_cache(capacity), sampler, stop_ids, 1)
                 tokens.block_until_ready()
         if self._batch is not None:
             self._batch.rehearse()
@@ -281,25 +303,31 @@ class ResidentRunner(LevelRunner):
 
     # -- contexts ---------------------------------------------------------------------------------
 
+    @property
+    def prefills_restored(self) -> bool:
+        """See `LevelRunner`."""
+        return bool(self.options.kv_codec) and self.cfg.encoder is None and self.cfg.states is None
+
     def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """See `ContextRunner`."""
-        return self._embed(tokens, at)
+        """See `LevelRunner`."""
+        self._sort_parameters()
+        embed = self.buckets.get(self._embed_bucket(len(tokens)))
+        return embed(self._embedding, tokens[None], np.asarray(at.positions))
 
     def restore_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
-        """See `ContextRunner`."""
-        bucket = self.restore_bucket(len(at.positions), past.capacity_tokens, layer)
+        """See `LevelRunner`."""
+        bucket = self._restore_bucket(len(at.positions), past.capacity_tokens, layer)
         return self.buckets.get(bucket)(self.layer_params(layer), x, at, past, chunks)
 
     def prefill_restored(
         self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerChunks
     ) -> tuple[jax.Array, KVCache]:
         """See `LevelRunner`."""
-        bucket = self._restored_bucket(len(at.positions), cache.capacity_tokens, layer)
-        x, past, mass = self.buckets.get(bucket)(
-            self.layer_params(layer), x, at, cache.past(layer), cache.mass, chunks
-        )
+        where = {"tokens": len(at.positions), "cache_tokens": cache.capacity_tokens, "layer": layer}
+        compiled, params = self._compiled(PrefillRestoredBucket, **where), self.layer_params(layer)
+        x, past, mass = compiled(params, x, at, cache.past(layer), cache.mass, chunks)
         return x, dataclasses.replace(cache.with_past(layer, past), mass=mass)
 
     def restored_logits(self, x: jax.Array, row: int) -> jax.Array:
@@ -311,11 +339,6 @@ class ResidentRunner(LevelRunner):
         """The parameters of a layer, as inputs of a layer's buckets."""
         self._sort_parameters()
         return self._layers[layer]
-
-    def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        self._sort_parameters()
-        embed = self.buckets.get(self.embed_bucket(len(tokens)))
-        return embed(self._embedding, tokens[None], np.asarray(at.positions))
 
     def _sort_parameters(self) -> None:
         """Sorts the parameters by layer, once per version of the weights."""

@@ -3,25 +3,16 @@
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import SamplerState
-from jaxllm.serving.runners.verdict import Verdict
 from jaxllm.speculation.token_tree import TokenTree
 
 PrefillMode = Literal["int8", "float"]
-
-
-class Window(Protocol):
-    """The part of `EngineOptions` that every runner has."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Maximum number of tokens of prompt and answer together."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +38,24 @@ def chunks_of(lengths: Sequence[int], mode: PrefillMode = "float") -> list[Prefi
     ]
 
 
+class Verdict(NamedTuple):
+    """The accepted tokens of a token tree, and the target's next token after them.
+
+    Attributes:
+      tokens: `[n]` int32, the next tokens of the answer, at least one; the last is sampled from the target.
+      path: `[n]` int32, the accepted nodes from the root on; `tokens[i]` follows `path[i]`.
+    """
+
+    tokens: np.ndarray
+    path: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Any, count: Any, path: Any) -> Self:
+        """The first `count` tokens and nodes of a bucket's results."""
+        n = int(count)
+        return cls(np.asarray(tokens)[:n], np.asarray(path)[:n])
+
+
 class Runner(Protocol):
     """Runs one level of a model. One call at a time: the caller acquires `lock`.
 
@@ -56,12 +65,14 @@ class Runner(Protocol):
     Attributes:
       lock: lock of the model, shared by all of its levels and their drafters.
       cfg: config of the model or the level's sub-model.
-      options: resolved options of the engine.
+      options: resolved options of the engine; every runner has `context_tokens`, the maximum number of tokens
+        of prompt and answer together.
       level: level in percent; 100 is the whole model.
       weights_version: identifies the weights that computed a cache.
       idle_read_s: time by which a verification can start later without ending later, because it is bound by
-        storage, which reads its weights meanwhile.
-      batch: batched decoding; None if answers are not batched.
+        storage, which reads its weights meanwhile; 0 without read-ahead.
+      batch: batched decoding, a `jaxllm.serving.runners.resident.Batch`; None if answers are not batched, as
+        with streamed weights: buckets of single layers and experts have a batch of one.
     """
 
     @property
@@ -71,7 +82,7 @@ class Runner(Protocol):
     def cfg(self) -> ModelConfig: ...  # noqa: D102
 
     @property
-    def options(self) -> Window: ...  # noqa: D102
+    def options(self) -> Any: ...  # noqa: D102
 
     @property
     def level(self) -> int: ...  # noqa: D102
@@ -80,10 +91,12 @@ class Runner(Protocol):
     def weights_version(self) -> tuple[int, int]: ...  # noqa: D102
 
     @property
-    def idle_read_s(self) -> float: ...  # noqa: D102
+    def idle_read_s(self) -> float:  # noqa: D102
+        return 0.0
 
     @property
-    def batch(self) -> "BatchRunner | None": ...  # noqa: D102
+    def batch(self) -> Any:  # noqa: D102
+        return None
 
     def require_usable(self) -> None:
         """Raises a JaxllmError if the model's file was changed in place, or if this process was forked from
@@ -108,7 +121,7 @@ class Runner(Protocol):
         Raises:
           ConfigError: the model has no encoder.
         """
-        ...
+        raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source")
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """The chunks of a prompt of `tokens` tokens: they cover it, and the last may be padded. A single one
@@ -131,7 +144,8 @@ class Runner(Protocol):
 
     def chunks_in(self, mode: PrefillMode, tokens: int) -> list[PrefillChunk]:
         """`prefill_chunks` in a given mode."""
-        ...
+        del mode
+        return self.prefill_chunks(tokens)
 
     def prefill_rows(
         self, cache: Any, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: Any
@@ -142,10 +156,10 @@ class Runner(Protocol):
         Raises:
           ConfigError: the weights are not resident.
         """
-        ...
+        raise ConfigError("prompt embeddings require resident weights; raise --memory")
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
-        """Draws the first token `[1]` of an answer; and the sampler's next state."""
+        """Samples the first token `[1]` of an answer; and the sampler's next state."""
         ...
 
     def decode_limit(self, pace: int, remaining: int) -> int:
@@ -179,7 +193,6 @@ class Runner(Protocol):
 
     def expect(self, tokens: np.ndarray) -> None:
         """Announces the tokens `[M]` of the next pass, so that the runner can prefetch weights for them."""
-        ...
 
     def verify(
         self,
@@ -197,7 +210,7 @@ class Runner(Protocol):
           sampler: sampler state; donated.
           limit: maximum number of tokens of the verdict.
           meanwhile: callback for the seconds until weights are loaded; does other work and returns whether
-            it did any.
+            it did any. Never called if all weights are resident.
 
         Returns:
           The verdict, the cache with the accepted path at the end of its sequence, and the sampler after the
@@ -240,84 +253,17 @@ class DecodedRow:
     accepted: int | None = None
 
 
-class BatchRunner(Protocol):
-    """Batched decoding of several answers, which reads the weights once for all of them.
-
-    Attributes:
-      family: runners of the same family can share a batch, decoded by any of them: levels that share
-        weights, else one level.
-      units: numbers of units of its level (see `BatchRow`).
-    """
-
-    @property
-    def family(self) -> object: ...  # noqa: D102
-
-    @property
-    def units(self) -> np.ndarray | None: ...  # noqa: D102
-
-    def decode_batch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
-        """Decodes up to each row's limit in one dispatch, in the order of `rows`. Their caches and samplers
-        are donated. If no bucket has enough rows, there are several dispatches."""
-        ...
-
-
-class ContextRunner(Protocol):
-    """Encodes chunks of caches for storage, and restores them into other caches (see
-    `jaxllm.serving.contexts`)."""
-
-    def load_chunks(self, cache: Any, sources: Any, bits: np.ndarray) -> Any:
-        """Loads stored chunks into a cache, in one dispatch.
-
-        Args:
-          cache: donated.
-          sources, bits: see `jaxllm.steps.layers.load_cache`.
-        """
-        ...
-
-    def encode_chunks(self, cache: Any, layer: int, bits: int, numbers: Sequence[int]) -> Any:
-        """Encodes chunks of one layer of a cache as consecutive bytes.
-
-        Args:
-          cache: cache; unchanged.
-          layer: index of the layer.
-          bits: bit width of the chunks.
-          numbers: numbers of the chunks, at most `ENCODED_CHUNKS`; the bytes after theirs are undefined.
-        """
-        ...
-
-    def begin_layers(self, tokens: np.ndarray, at: Any) -> Any:
-        """The first layer's input `[1, T, D]` for the tokens `[T]` of recomputed chunks, which then run
-        through `restore_layer` of each layer in turn."""
-        ...
-
-    def restore_layer(self, layer: int, x: Any, at: Any, past: Any, chunks: Any) -> tuple[Any, Any]:
-        """Restores one layer of a context: loads its stored chunks and recomputes others (see
-        `jaxllm.steps.layers.restore_layer`).
-
-        Args:
-          layer: its index.
-          x: its input for the recomputed chunks, `[1, T, D]`; donated.
-          at: positions of their tokens.
-          past: its keys and values; donated.
-          chunks: the stored ones, `jaxllm.kv.chunks.LayerChunks`.
-
-        Returns:
-          The next layer's input, and this layer's keys and values.
-        """
-        ...
-
-
-def prefill_prompt(runner: Runner, cache: Any, tokens: Sequence[int], at: int) -> tuple[Any, Any]:
-    """Prefills a whole prompt at position `at`: logits `[1, V]` after the last token, and the cache."""
-    return prefill_in_chunks(runner, cache, tokens, at, runner.prefill_chunks(len(tokens)))
-
-
-def prefill_in_chunks(
-    runner: Runner, cache: Any, tokens: Sequence[int], at: int, chunks: Sequence[PrefillChunk]
+def prefill_prompt(
+    runner: Runner,
+    cache: Any,
+    tokens: Sequence[int],
+    at: int,
+    chunks: Sequence[PrefillChunk] | None = None,
 ) -> tuple[Any, Any]:
-    """`prefill_prompt` in given chunks, which cover the prompt."""
+    """Prefills a whole prompt at position `at`, in `chunks` that cover it (default: the runner's own): logits
+    `[1, V]` after the last token, and the cache."""
     logits, fed = None, 0
-    for chunk in chunks:
+    for chunk in runner.prefill_chunks(len(tokens)) if chunks is None else chunks:
         logits, cache = runner.prefill(cache, tokens[fed : fed + chunk.tokens], at + fed, chunk)
         fed += chunk.tokens
     return logits, cache

@@ -3,20 +3,68 @@
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.nn.documents import Branches
-from jaxllm.serving.buckets.bucket import Bucket
-from jaxllm.serving.buckets.cache import StartBucket
-from jaxllm.serving.buckets.scoring import BranchesBucket, EmbedBucket, RoutingBucket, ScoreBucket
+from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ChunkBucket, ModelShapes, TokensBucket, ids
+from jaxllm.serving.buckets.model import StartBucket
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.chunks import padded, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.steps.branching import Packed
+from jaxllm.steps.branching import Packed, target_room
+from jaxllm.steps.model import ScoredTokens, embed_chunk, route_documents, score_branches, score_chunk
+
+
+class ScoreBucket(ChunkBucket):
+    """Scores one chunk of a text after a cache (see `steps.model.score_chunk`)."""
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, row, targets, valid, cache) -> log-probabilities, likeliest tokens, cache."""
+        row, cache = ids(1, self.tokens), model.cache(self.cache_tokens)
+        return model.lowered(score_chunk, row, row, SCALAR, cache, donated=(4,))
+
+
+class EmbedTextBucket(ChunkBucket):
+    """Sums the hidden states of one chunk of a text after a cache (see `steps.model.embed_chunk`)."""
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, row, valid, cache) -> sum, cache."""
+        row, cache = ids(1, self.tokens), model.cache(self.cache_tokens)
+        return model.lowered(embed_chunk, row, SCALAR, cache, donated=(3,))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingBucket(TokensBucket):
+    """Computes the experts that the tokens of packed documents visit (see `steps.model.route_documents`).
+
+    Attributes:
+      rows: number of rows per dispatch (B).
+    """
+
+    rows: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, tokens, starts) -> ids of experts."""
+        rows = ids(self.rows, self.tokens)
+        return model.lowered(route_documents, rows, rows)
+
+
+class BranchesBucket(RoutingBucket):
+    """Scores tokens of packed documents with many ends (see `steps.model.score_branches`)."""
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, tokens, starts, branches, scored) -> log-probabilities."""
+        rows: Any = ids(self.rows, self.tokens)
+        flat: Any = ids(target_room(self.rows, self.tokens))
+        count: Any = SCALAR
+        scored = ScoredTokens(flat, flat, count)
+        return model.lowered(score_branches, rows, rows, Branches(rows, rows), scored)
 
 
 class Scorer:
@@ -43,13 +91,13 @@ class Scorer:
         """Prepares the buckets that score text in windows of `window_tokens` tokens."""
         runner = self.runner
         cache = next(each for each in runner.options.cache_tokens if each >= window_tokens)
-        start = StartBucket(cache_tokens=cache, level=runner.model.bucket_level)
+        start = runner.model.bucket(StartBucket, cache_tokens=cache)
         runner.fill([start, self._score_bucket(cache)], progress)
 
     def prepare_ends(self, cache: int, progress: Progress | None = None) -> None:
         """Prepares the buckets that prefill a prompt and score its ends in a cache of length `cache`."""
         ends = [self._score_bucket(cache, chunk) for chunk in self.runner.options.chunk_tokens]
-        self.runner.fill([*self.runner.all_buckets(), *ends], progress)
+        self.runner.fill([*self.runner.buckets_for(), *ends], progress)
 
     def prepare_branches(self, lengths: Iterable[int], progress: Progress | None = None) -> dict[int, int]:
         """Prepares the buckets that score packed documents: length of a row -> number of rows per
@@ -71,18 +119,22 @@ class Scorer:
     def score(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
     ) -> np.ndarray:
-        """Natural log-probability `[T]` float32 of each target after its token and all tokens before it.
-
-        Args:
-          tokens, targets: ids of equal length T.
-          cache: cache of the preceding tokens; donated. None for an empty one.
-        """
+        """Natural log-probability of each target (see `predict`)."""
         return self.predict(tokens, targets, cache)[0]
 
     def predict(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`score`, and the most likely token after each token, `[T]` int32."""
+        """Scores targets, each after its token and all tokens before it.
+
+        Args:
+          tokens, targets: ids of equal length T.
+          cache: cache of the preceding tokens; donated. None for an empty one.
+
+        Returns:
+          The natural log-probability `[T]` float32 of each target, and the most likely token after each
+          token, `[T]` int32.
+        """
         options, buckets = self.runner.options, self.runner.buckets
         chunk = options.chunk_tokens[-1]
         # Not the shortest compiled cache: other requests may have compiled shorter ones without scoring.
@@ -102,7 +154,7 @@ class Scorer:
     def score_end(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache
     ) -> tuple[np.ndarray, KVCache]:
-        """`score` of one of several ends of the text in `cache`, and the cache for the next end.
+        """`predict` of one of several ends of the text in `cache`, and the cache for the next end.
 
         `cache` is donated; the result differs from it only in the attention mass.
         """
@@ -114,7 +166,7 @@ class Scorer:
         return scores, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
 
     def embedding(self, tokens: Sequence[int]) -> "Embedding":
-        """Function that computes the embedding of a text of so many tokens, chunk by chunk.
+        """The embedding of a text, chunk by chunk.
 
         Raises:
           ConfigError: the text is empty, or longer than the window.
@@ -123,17 +175,10 @@ class Scorer:
 
     def score_branches(self, packed: Packed) -> np.ndarray:
         """Natural log-probability of each of `packed`'s targets, `[count]` float32."""
-        compiled = self.runner.buckets.get(
-            self._branches_bucket(packed.tokens.shape[1], packed.tokens.shape[0])
-        )
+        rows, length = packed.tokens.shape
+        compiled = self.runner.buckets.get(self._branches_bucket(length, rows))
         branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
-        out = compiled(
-            self.runner.params,
-            packed.tokens,
-            packed.starts,
-            branches,
-            packed.scored,
-        )
+        out = compiled(self.runner.params, packed.tokens, packed.starts, branches, packed.scored)
         return np.asarray(out)[: packed.count]
 
     def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -159,21 +204,15 @@ class Scorer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _score_bucket(self, cache: int, chunk: int | None = None) -> ScoreBucket:
-        tokens, level = chunk or self.runner.options.chunk_tokens[-1], self.runner.model.bucket_level
-        return ScoreBucket(tokens=tokens, cache_tokens=cache, level=level)
+        tokens = chunk or self.runner.options.chunk_tokens[-1]
+        return self.runner.model.bucket(ScoreBucket, tokens=tokens, cache_tokens=cache)
 
     def _branches_bucket(self, tokens: int, rows: int | None = None) -> BranchesBucket:
         rows = rows or max(1, self.runner.options.score_tokens // tokens)
-        return BranchesBucket(rows=rows, tokens=tokens, level=self.runner.model.bucket_level)
+        return self.runner.model.bucket(BranchesBucket, rows=rows, tokens=tokens)
 
     def _routing_bucket(self, rows: int, tokens: int) -> RoutingBucket:
-        return RoutingBucket(rows=rows, tokens=tokens, level=self.runner.model.bucket_level)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    tokens: Sequence[int]
-    bucket: EmbedBucket
+        return self.runner.model.bucket(RoutingBucket, rows=rows, tokens=tokens)
 
 
 class Embedding:
@@ -201,11 +240,8 @@ class Embedding:
                 f"a text to embed must have 1 to {options.context_tokens} tokens, got {len(tokens)}"
             )
         self.vector: np.ndarray | None = None
-        self._runner, self._count, at = runner, len(tokens), 0
-        self._chunks: collections.deque[_Chunk] = collections.deque()
-        for length in plan_chunks(len(tokens), options.chunk_tokens):
-            self._chunks.append(_Chunk(tokens[at : at + length], _bucket(runner, length)))
-            at += length
+        self._runner, self._rest = runner, tokens
+        self._lengths = collections.deque(plan_chunks(len(tokens), options.chunk_tokens))
         self._sum: np.ndarray | None = None
         self._cache: KVCache | None = None
 
@@ -219,44 +255,33 @@ class Embedding:
         Raises:
           NotFinite: the hidden states are not finite numbers.
         """
-        runner, chunk = self._runner, self._chunks[0]
-        runner.fill([_start(runner), chunk.bucket])
+        runner, length = self._runner, self._lengths[0]
+        needed = embedding_buckets(runner, [length])
+        runner.fill(needed)
         with runner.lock:
-            cache = runner.empty_cache(_capacity(runner)) if self._cache is None else self._cache
-            row, valid = padded(chunk.tokens, chunk.bucket.tokens)
-            compiled = runner.buckets.get(chunk.bucket)
+            start, compiled = map(runner.buckets.get, needed)
+            row, valid = padded(self._rest[:length], length)
+            cache = start() if self._cache is None else self._cache
             found, self._cache = compiled(runner.params, row, np.int32(valid), cache)
         total = np.asarray(found)[0] if self._sum is None else self._sum + np.asarray(found)[0]
-        self._sum = total
-        self._chunks.popleft()
-        if self._chunks:
+        self._sum, self._rest = total, self._rest[length:]
+        self._lengths.popleft()
+        if self._lengths:
             return True
         self._cache = None
-        self.vector = _of_length_one(total)
+        norm = float(np.linalg.norm(total.astype(np.float64)))
+        if not np.isfinite(norm) or not norm:
+            raise NotFinite("the hidden states of a text are not finite numbers: prepare the model again")
+        self.vector = (total / norm).astype(np.float32)
         return False
 
 
-def embedding_buckets(runner: LevelRunner) -> list[Bucket]:
-    """The buckets of all texts: caches have the longest length, so that there is one for each length of a
-    chunk."""
-    return [_start(runner), *(_bucket(runner, length) for length in runner.options.chunk_tokens)]
-
-
-def _capacity(runner: LevelRunner) -> int:
-    return runner.options.cache_tokens[-1]
-
-
-def _start(runner: LevelRunner) -> StartBucket:
-    return StartBucket(cache_tokens=_capacity(runner), level=runner.model.bucket_level)
-
-
-def _bucket(runner: LevelRunner, tokens: int) -> EmbedBucket:
-    level = runner.model.bucket_level
-    return EmbedBucket(tokens=tokens, cache_tokens=_capacity(runner), level=level)
-
-
-def _of_length_one(vector: np.ndarray) -> np.ndarray:
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    if not np.isfinite(length) or not length:
-        raise NotFinite("the hidden states of a text are not finite numbers: prepare the model again")
-    return (vector / length).astype(np.float32)
+def embedding_buckets(runner: LevelRunner, chunks: Sequence[int] = ()) -> list[Bucket]:
+    """The buckets that embed texts, in chunks of these lengths or of all: caches have the longest length, so
+    that there is one for each length of a chunk."""
+    capacity, bucket = runner.options.cache_tokens[-1], runner.model.bucket
+    embeds = [
+        bucket(EmbedTextBucket, tokens=each, cache_tokens=capacity)
+        for each in chunks or runner.options.chunk_tokens
+    ]
+    return [bucket(StartBucket, cache_tokens=capacity), *embeds]

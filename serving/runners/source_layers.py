@@ -52,25 +52,6 @@ class SourceWeights(Protocol):
         ...
 
 
-class SparseEncoder(Protocol):
-    """Runs the layers of an encoder that have experts."""
-
-    def buckets(self, tokens: int, layer: int) -> list[Bucket]:
-        """The buckets of layers like one, for sources of up to `tokens` tokens."""
-        ...
-
-    def run(
-        self,
-        layer: int,
-        like: int,
-        weights: dict[str, Any],
-        inputs: tuple[jax.Array, jax.Array | None, np.int32],
-    ) -> jax.Array:
-        """Runs a layer, with `weights` besides its experts, over its input, the bias and the number of valid
-        tokens: returns the next layer's input."""
-        ...
-
-
 class SourceLayers:
     """The layers that encode sources."""
 
@@ -81,7 +62,7 @@ class SourceLayers:
         weights: SourceWeights,
         *,
         by_rows: bool = True,
-        sparse: SparseEncoder | None = None,
+        sparse: Any = None,
     ) -> None:
         """Makes the layers.
 
@@ -90,7 +71,8 @@ class SourceLayers:
           buckets: compiled buckets.
           weights: provider of the layers.
           by_rows: whether the embedding is passed by rows, or as a whole.
-          sparse: runs the encoder's layers with experts, if these are loaded individually.
+          sparse: runs the encoder's layers with experts, if these are loaded individually: a
+            `jaxllm.serving.experts.expert_sources.SparseEncoderLayers`.
         """
         # Of a level: buckets are the whole model's, and its parameters have counts.
         encoder = model.bucket_cfg.encoder
@@ -120,7 +102,7 @@ class SourceLayers:
         ]
 
     def read(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
-        """See `LayerSource.read_source`."""
+        """See `LayerwiseRunner.read_source`."""
         lengths = source_lengths(self._model.cfg, self._model.options)
         length = next(each for each in lengths if each >= len(tokens))
         row, count = padded(tokens, length)

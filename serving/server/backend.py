@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
 from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.engine.engine import Engine
-from jaxllm.serving.images.encoded import EncodedImage
-from jaxllm.serving.images.prompt import require_encoder
+from jaxllm.serving.images.prompt import EncodedImage, require_encoder
 from jaxllm.serving.server.calls import (
     AdapterBusy,
     AdapterFacts,

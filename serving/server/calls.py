@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.elastic.objectives import Objective
+from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.logprobs import TokenLogprob
-from jaxllm.serving.images.encoded import EncodedImage
+from jaxllm.serving.guided.grammar import Grammar as Grammar
+from jaxllm.serving.guided.grammar import GrammarKind as GrammarKind
+from jaxllm.serving.images.prompt import EncodedImage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

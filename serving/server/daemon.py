@@ -25,7 +25,7 @@ import uvicorn
 import uvloop
 
 from jaxllm.errors import JaxllmError, one_line
-from jaxllm.serving.host.open_files import raise_open_files
+from jaxllm.serving.host.machine import raise_open_files
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.identity import Identity, KeyFile, default_keys_file
 from jaxllm.serving.server.limits import Bindings

@@ -25,9 +25,7 @@ from typing import Any
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.options import check_options, option
 from jaxllm.serving.engine.request import Session
-from jaxllm.serving.host.machine import give_back_memory, memory_bytes
-from jaxllm.serving.host.pressure import memory_pressure
-from jaxllm.serving.host.process_memory import resident_bytes
+from jaxllm.serving.host.machine import give_back_memory, memory_bytes, memory_pressure, resident_bytes
 
 _log = logging.getLogger(__name__)
 PREFIX_BYTES = 256 << 20

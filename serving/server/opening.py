@@ -33,7 +33,7 @@ from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.ground.bundles import levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.host.process_memory import resident_bytes
+from jaxllm.serving.host.machine import resident_bytes
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine

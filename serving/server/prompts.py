@@ -10,8 +10,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.record import conversation_turn_ids, turn_ids
 from jaxllm.serving.elastic.objectives import Cost, EndToEnd, Latency, Objective
 from jaxllm.serving.ground.prompt_rows import PromptRows
-from jaxllm.serving.images.encoded import EncodedImage
-from jaxllm.serving.images.prompt import with_images
+from jaxllm.serving.images.prompt import EncodedImage, with_images
 from jaxllm.serving.server.calls import Call, Conversation
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt

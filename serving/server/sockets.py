@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.options import check_options, option
-from jaxllm.serving.host.open_files import most_connections
+from jaxllm.serving.host.machine import most_connections
 
 if TYPE_CHECKING:
     import asyncio

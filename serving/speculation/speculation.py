@@ -14,8 +14,7 @@ import numpy as np
 from jaxllm.sampling_state import NO_TOKEN
 from jaxllm.serving.engine.decoding import Decoding, Drafts
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner
-from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, Verdict
 from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
 from jaxllm.serving.speculation.lookup_drafter import LookupDrafter

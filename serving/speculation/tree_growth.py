@@ -1,6 +1,7 @@
 """Grows token trees with a resident model, and follows the accepted paths."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,10 +11,12 @@ from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.tree import DraftBucket, FollowBucket, PruneBucket
 from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.runners.resident import ResidentRunner
+from jaxllm.serving.weights.model_level import AnyBucket
 from jaxllm.speculation.tree import TokenTree
 from jaxllm.steps.trees import DraftEnd
 
 Nodes = jax.Array | np.ndarray
+_FOLLOWING = (FollowBucket, PruneBucket)
 
 
 class TreeGrowth:
@@ -29,11 +32,10 @@ class TreeGrowth:
 
     def buckets(self, caches: Sequence[int] | None = None) -> list[Bucket]:
         """The buckets that draft in caches of the lengths `caches`, or of all lengths."""
-        runner = self.runner
-        buckets = runner.all_buckets() if caches is None else runner.answer_buckets(caches)
-        for cache in caches or runner.options.cache_tokens:
-            buckets += [self._draft_bucket(cache), self._follow_bucket(cache), self._prune_bucket(cache)]
-        return buckets
+        found = self.runner.buckets_for(caches=caches or ())
+        for cache in caches or self.runner.options.cache_tokens:
+            found += [self._draft_bucket(cache), *(self._bucket(each, cache) for each in _FOLLOWING)]
+        return found
 
     def growing_buckets(self, caches: Sequence[int]) -> list[Bucket]:
         """The buckets that grow token trees in caches of these lengths, which are filled by others."""
@@ -72,7 +74,7 @@ class TreeGrowth:
         """
         nodes = np.full(self.shape.room, path[-1], np.int32)
         nodes[: len(path)] = path
-        compiled = self.runner.buckets.get(self._follow_bucket(cache.capacity_tokens))
+        compiled = self.runner.buckets.get(self._bucket(FollowBucket, cache.capacity_tokens))
         cache, tree, fed, missing = compiled(cache, tree, fed, nodes, np.int32(len(path)), np.int32(token))
         return tree, fed, cache, int(missing)  # pyright: ignore[reportReturnType]: of the device
 
@@ -81,20 +83,12 @@ class TreeGrowth:
     ) -> tuple[TokenTree, jax.Array, KVCache, np.ndarray]:
         """Keeps the `most` most confident nodes of a tree of `draft` (see `steps.trees.prune`); the cache is
         donated. Returns the tree, `fed`, the cache, and each node's new index, -1 if it was dropped."""
-        compiled = self.runner.buckets.get(self._prune_bucket(cache.capacity_tokens))
+        compiled = self.runner.buckets.get(self._bucket(PruneBucket, cache.capacity_tokens))
         cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
         return left, fed_then, cache, np.asarray(places)
 
-    def _prune_bucket(self, cache: int) -> PruneBucket:
-        return PruneBucket(nodes=self.shape.room, cache_tokens=cache, level=self.runner.model.bucket_level)
-
     def _draft_bucket(self, cache: int) -> DraftBucket:
-        return DraftBucket(
-            nodes=self.shape.room,
-            cache_tokens=cache,
-            growth=self.shape.growth,
-            level=self.runner.model.bucket_level,
-        )
+        return self._bucket(DraftBucket, cache, growth=self.shape.growth)
 
-    def _follow_bucket(self, cache: int) -> FollowBucket:
-        return FollowBucket(nodes=self.shape.room, cache_tokens=cache, level=self.runner.model.bucket_level)
+    def _bucket(self, family: type[AnyBucket], cache: int, **fields: Any) -> AnyBucket:
+        return self.runner.model.bucket(family, tokens=self.shape.room, cache_tokens=cache, **fields)

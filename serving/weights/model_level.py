@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
@@ -17,10 +17,12 @@ from jaxllm.models.layer_stack import (
     can_be_addressed,
 )
 from jaxllm.models.parameters import ENCODER, Params
-from jaxllm.serving.buckets.bucket import ModelShapes
+from jaxllm.serving.buckets.bucket import Bucket, ModelShapes
 from jaxllm.serving.buckets.parts import layer_params
 from jaxllm.serving.buckets.store import params_digest
 from jaxllm.serving.ground.options import EngineOptions
+
+AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,6 +136,12 @@ class ModelLevel:
             for layer in range(cfg.layers)
         ]
         return tuple(firsts.setdefault(kind, layer) for layer, kind in enumerate(kinds))
+
+    def bucket(self, family: type[AnyBucket], **fields: Any) -> AnyBucket:
+        """A bucket of this level's; of a `layer`, that of all layers like it."""
+        if "layer" in fields:
+            fields["layer"] = self.alike[fields["layer"]]
+        return family(level=self.bucket_level, **fields)
 
     def _of_encoder(self, weights: Params) -> Params | None:
         cfg = self.bucket_cfg.encoder

@@ -17,7 +17,7 @@ from jaxllm import Engine, EngineOptions
 from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
-from jaxllm.serving.evaluation.perplexity import perplexity
+from jaxllm.serving.evaluation.texts import perplexity
 from tests.tiny import TINY, tiny_params, write_tiny_bundle, write_tiny_folder
 
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=8)

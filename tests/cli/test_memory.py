@@ -50,5 +50,5 @@ def test_what_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     done = run("info", "--memory", "--verify")
     assert done.code == 2
     assert "give --verify or --memory, not both" in done.err
-    monkeypatch.setattr("jaxllm.serving.host.process_memory._SMAPS", tmp_path / "smaps")
+    monkeypatch.setattr("jaxllm.serving.host.machine._SMAPS", tmp_path / "smaps")
     failed(run("info", "--memory"), "Linux alone")

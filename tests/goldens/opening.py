@@ -19,11 +19,10 @@ from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
-from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.ground.sliding import Sliding
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.opening.weight_source import budget_with_experts
 from jaxllm.serving.server.service import LLMService

@@ -16,7 +16,7 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.models.features import room_refusal
 from jaxllm.models.parameters import param_specs
-from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
+from jaxllm.serving.buckets.model import DecodeBucket, SampleBucket
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import prefill_prompt
 from tests import tiny, tiny_hf
@@ -91,7 +91,7 @@ class Family:
         engine = Engine.open(path or self.path, options=options, warm_up=False)
         self._opened.callback(engine.close)
         runner = engine.at(filled).runner
-        wanted = runner.request_buckets(CONTEXT // 2, CONTEXT // 2)
+        wanted = runner.buckets_for(CONTEXT // 2, CONTEXT // 2)
         runner.fill([each for each in wanted if not isinstance(each, DecodeBucket | SampleBucket)])
         return engine
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxllm import Engine
-from jaxllm.serving.evaluation.perplexity import perplexity
+from jaxllm.serving.evaluation.texts import perplexity
 from tests import tiny_hf
 
 torch = pytest.importorskip("torch")

@@ -38,7 +38,7 @@ from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.features import ROOMS, room_refusal
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.models.parameters import sparse_layers
-from jaxllm.serving.buckets.decode import DecodeBucket
+from jaxllm.serving.buckets.model import DecodeBucket
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
@@ -236,7 +236,7 @@ def drafter(family):
 def contexts(family):
     """Opened again, chunks are read; those that were lost are computed again."""
     engine, cfg = family.engine, family.cfg
-    wanted = [each for each in engine.runner.all_buckets() if not isinstance(each, DecodeBucket)]
+    wanted = [each for each in engine.runner.buckets_for() if not isinstance(each, DecodeBucket)]
     engine.runner.fill(wanted)
     # By measured times some chunks would be computed, others read.
     options = ContextOptions(folder=family.folder / "contexts", writing="ahead", recompute=False)

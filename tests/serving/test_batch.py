@@ -12,11 +12,10 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine import answer as answers
-from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
 from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.engine.step import batchable, close, decode_together, step
 from jaxllm.serving.ground.options import BATCH_ROWS, EngineOptions
-from jaxllm.serving.ground.sliding import Sliding
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from tests.elastic.models import scaled_params
 from tests.kernels.switching import fall_back, needs_native

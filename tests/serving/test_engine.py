@@ -14,9 +14,7 @@ from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kernels.native import Kernels
 from jaxllm.models.decoder import forward, logits
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.cache import StartBucket
-from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
-from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.model import DecodeBucket, PrefillBucket, SampleBucket, StartBucket
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.opening.loading import LoadedModel
@@ -201,6 +199,20 @@ def test_a_missing_bucket_raises_instead_of_compiling(engine):
     some = engine.runner.start(10)
     with pytest.raises(BucketMissing, match="PrefillBucket"):
         prefill_prompt(empty, some, PROMPT, 0)
+
+
+def test_the_buckets_of_a_request_are_among_those_of_any(engine):
+    runner = engine.runner
+    every = set(runner.buckets_for())
+    for prompt, answer in itertools.product((1, 16, 33, 128), (0, 1, 40)):
+        needed = runner.buckets_for(prompt, answer)
+        assert set(needed) <= every
+        # The first token needs all but the bucket of further ones, in the same cache.
+        (cache,) = {each.cache_tokens for each in needed if isinstance(each, StartBucket)}
+        first = runner.buckets_for(prompt, 1, caches=[cache])
+        assert {type(each) for each in set(needed) - set(first)} == ({DecodeBucket} if answer != 1 else set())
+    trees = set(runner.buckets_for(8, 8, trees=[4])) - set(runner.buckets_for(8, 8))
+    assert [(each.tokens, each.cache_tokens) for each in trees] == [(4, 32)]
 
 
 def test_nothing_compiles_after_warm_up(engine, compiles):

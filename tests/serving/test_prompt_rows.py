@@ -7,8 +7,7 @@ import pytest
 
 from jaxllm import Engine, GenerationConfig, PromptRows, Sampling
 from jaxllm.errors import ConfigError
-from jaxllm.serving.engine.request import Session
-from jaxllm.serving.ground.sliding import Sliding
+from jaxllm.serving.engine.request import Session, Sliding
 from tests.serving.conftest import OPTIONS
 from tests.tiny import tiny_params
 

@@ -20,9 +20,8 @@ from jaxllm.models import decoder
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
 from jaxllm.serving.elastic.coarse_profile import measure_coarsely
-from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.ground.sliding import Sliding
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.service import LLMService, planner_of

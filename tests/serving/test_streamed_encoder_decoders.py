@@ -115,7 +115,7 @@ def test_every_family_streams(tmp_path, cfg, weights):
     streamed = opened(path, whole, warm_up=False)
     assert streamed.model.streamed.plan.slots == 2
     for engine in (whole, streamed):
-        engine.runner.fill(engine.runner.request_buckets(40, TOKENS))
+        engine.runner.fill(engine.runner.buckets_for(40, TOKENS))
     # Sources of one length of buckets.
     for place in (each for each in range(30) if len(source(each)) > 32):
         assert streamed.generate(source(place), config(place)).tokens == (

@@ -11,7 +11,8 @@ import pytest
 from jaxllm import sampling
 from jaxllm.export.folder_format.controls import STOP_IDS, control_shapes, controls
 from jaxllm.export.steps import portable_sampling
-from jaxllm.export.steps.portable_sampling import by_loop, one_by_one
+from jaxllm.export.steps.portable_sampling import one_by_one
+from jaxllm.sampling import by_loop
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 
@@ -60,13 +61,6 @@ def test_logits_that_are_no_numbers_give_no_token(chosen):
     for options in (Sampling(), Sampling(temperature=1.0)):
         given = controls(sampler_state(options, [], VOCAB, 1), STOPS, 1)
         assert looped(row, given, jnp.int32(0)) == unrolled(row, given, jnp.int32(0)) == NO_TOKEN
-
-
-def test_noise_has_the_bits_of_jax():
-    seed = np.array([0xDEADBEEF, 7], np.uint32)
-    got = portable_sampling.gumbel_noise(jnp.asarray(seed.view(np.int32)), jnp.int32(5), VOCAB)
-    wanted = sampling.gumbel_noise(jnp.asarray(seed), jnp.int32(5), (VOCAB,))
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 def test_controls_have_their_shapes():

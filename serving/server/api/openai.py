@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jaxllm.serving.guided.logprobs import MAX_TOP_LOGPROBS, TokenLogprob
+from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS, TokenLogprob
 from jaxllm.serving.server.api.errors import ApiError, openai_body
 from jaxllm.serving.server.api.messages import messages_of, tools_of
 from jaxllm.serving.server.api.params import (

@@ -23,8 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.options import check_options, option
 from jaxllm.serving.contexts.encryption import Vault
-from jaxllm.serving.images.files import IMAGES
-from jaxllm.serving.images.messages import taken_apart
+from jaxllm.serving.images.files import IMAGES, taken_apart
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.stored_responses import ResponseStore
 from jaxllm.serving.server.backend import Backend

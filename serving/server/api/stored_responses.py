@@ -11,9 +11,8 @@ import msgspec
 import xxhash
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.serving.contexts.database import Database
 from jaxllm.serving.contexts.encryption import ID_DIGITS, SALT_BYTES, KeyErased, Vault, require_form
-from jaxllm.serving.contexts.layout import folder_name
+from jaxllm.serving.contexts.layout import Database, folder_name
 from jaxllm.serving.server.api.errors import ApiError
 
 RESPONSES = "responses.sqlite"

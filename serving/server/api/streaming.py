@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
-from jaxllm.serving.guided.logprobs import TokenLogprob
+from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server.api.errors import ApiError, api_error
 from jaxllm.serving.server.api.requests import ApiState, Streamed
 from jaxllm.serving.server.api.tools import ToolCall, ToolScanner

@@ -27,7 +27,7 @@ SHARED = {
     "jaxllm.text": ("tokenizer", "chat_template", "prompts"),
     "jaxllm": (
         "tasks.tiny_reader", "elastic.slo", "speculation.token_tree", "serving.ground.text_stream",
-        "serving.guided.compiler", "sampling_state", "serving.ground.sliding", "serving.runners.runner",
+        "serving.guided.compiler", "sampling_state", "serving.runners.runner",
         "serving.runners.chunks", "export.folder_format.manifest", "cli.device.command",
     ),
 }  # fmt: skip

@@ -11,8 +11,7 @@ import pytest
 from jaxllm.errors import BucketMissing, ConfigError, JaxllmError
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
-from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
 

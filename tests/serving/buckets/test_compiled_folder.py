@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import xxhash
 
-import jaxllm.serving.buckets.compiled_folder
+import jaxllm.serving.buckets.store
 import jaxllm.serving.host.user_cache
 from jaxllm.files.atomic import atomic_file
-from jaxllm.serving.buckets.compiled_folder import SUFFIX, CompiledBucketFolder
+from jaxllm.serving.buckets.store import SUFFIX, CompiledBucketFolder
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
 
@@ -111,7 +111,7 @@ def test_what_is_not_kept(folder, place, graph, notices, monkeypatch):
         raise NotImplementedError("const_args")
 
     # It has no serialized form.
-    monkeypatch.setattr(jaxllm.serving.buckets.compiled_folder.serialize_executable, "serialize", refuse)
+    monkeypatch.setattr(jaxllm.serving.buckets.store.serialize_executable, "serialize", refuse)
     folder.store(KEY, compiled())
     assert folder.load(KEY) is None
     assert not place.exists()
@@ -165,7 +165,7 @@ def test_no_flipped_bit_is_overlooked(folder, entry, monkeypatch):
     entry.write_bytes(whole)
     assert folder.load(KEY) is not None
     # A file too large to be an entry is not read.
-    monkeypatch.setattr(jaxllm.serving.buckets.compiled_folder, "MAX_ENTRY_BYTES", len(whole) - 1)
+    monkeypatch.setattr(jaxllm.serving.buckets.store, "MAX_ENTRY_BYTES", len(whole) - 1)
     assert folder.load(KEY) is None
 
 
@@ -174,7 +174,7 @@ def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, noti
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            jaxllm.serving.buckets.compiled_folder.serialize_executable,
+            jaxllm.serving.buckets.store.serialize_executable,
             "serialize",
             lambda _: (b"x", None, None),
         )
@@ -214,7 +214,7 @@ def test_code_of_another_user_is_never_run(tmp_path, monkeypatch, hole):
     """Who may write to a folder puts a link there, to a folder of the user's with a file of theirs."""
     cache, theirs, made = tmp_path / "above" / "cache", tmp_path / "clone", tmp_path / "made"
     payload = pickle.dumps(Attack(made))
-    header = jaxllm.serving.buckets.compiled_folder._HEADER.pack(
+    header = jaxllm.serving.buckets.store._HEADER.pack(
         b"jaxllmGX", 1, bytes.fromhex(KEY), len(payload), xxhash.xxh3_128_digest(payload)
     )
     for folder in (theirs, cache):

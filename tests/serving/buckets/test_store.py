@@ -18,17 +18,19 @@ import jaxllm.serving.buckets.store
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.config import RopeConfig
 from jaxllm.quant import quantize
-from jaxllm.serving.buckets.batch import BatchBucket
 from jaxllm.serving.buckets.bucket import Bucket
-from jaxllm.serving.buckets.cache import StartBucket
-from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
-from jaxllm.serving.buckets.decode import DecodeBucket, SampleBucket
-from jaxllm.serving.buckets.prefill import PrefillBucket
-from jaxllm.serving.buckets.scoring import ScoreBucket
-from jaxllm.serving.buckets.store import BucketStore, environment_facts, params_digest, source_digest
+from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket, SampleBucket, StartBucket
+from jaxllm.serving.buckets.store import (
+    BucketStore,
+    CompiledBucketFolder,
+    environment_facts,
+    params_digest,
+    source_digest,
+)
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.engine.step import batchable, decode_together, step
 from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.runners.scorer import ScoreBucket
 from tests.kernels.switching import needs_native
 from tests.tiny import TINY, random_params, write_tiny_bundle
 
@@ -206,7 +208,7 @@ def filled(cache: Path, first: tuple[Engine, Path]) -> Path:
 def started(bundle: Path, families: tuple[type[Bucket], ...] = (Bucket,), **options: Any) -> Engine:
     """An engine with buckets of these families, or with all."""
     engine = Engine.open(bundle, options=dataclasses.replace(OPTIONS, **options), warm_up=False)
-    engine.runner.fill(each for each in engine.runner.all_buckets() if isinstance(each, families))
+    engine.runner.fill(each for each in engine.runner.buckets_for() if isinstance(each, families))
     return engine
 
 
@@ -224,8 +226,8 @@ def test_a_second_engine_compiles_nothing_and_says_the_same_to_the_bit(tiny_bund
     assert answers[0] == answers[1]
     assert count() == 0
     buckets = second.runner.buckets
-    assert buckets.loaded == set(second.runner.all_buckets()) == set(buckets.bucket_ms)
-    assert len(list(filled.iterdir())) == len(engine.runner.all_buckets())
+    assert buckets.loaded == set(second.runner.buckets_for()) == set(buckets.bucket_ms)
+    assert len(list(filled.iterdir())) == len(engine.runner.buckets_for())
     logits = [prefill_prompt(each.runner, each.runner.start(9), PROMPT, 0)[0] for each in (engine, second)]
     assert np.asarray(logits[0]).tobytes() == np.asarray(logits[1]).tobytes()
     # It updates its cache in place.
@@ -277,18 +279,10 @@ def test_the_switch(tiny_bundle, cache, monkeypatch, how):
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_folder_that_is_not_ours_alone_costs_no_bucket(tiny_bundle, cache, caplog):
-    cache.mkdir(parents=True)
-    cache.chmod(0o777)
-    assert started(tiny_bundle, (StartBucket, SampleBucket)).runner.start(9).capacity_tokens == 32
-    assert list(cache.iterdir()) == []
-    assert len(caplog.records) == 1
-
-
 def test_weights_of_one_shape_share_buckets_and_others_do_not(tiny_bundle, tmp_path, filled):
     other = write_tiny_bundle(tmp_path / "other", params=random_params(TINY, seed=3))
     engine = started(other)
-    assert engine.runner.buckets.loaded == set(engine.runner.all_buckets())
+    assert engine.runner.buckets.loaded == set(engine.runner.buckets_for())
     narrow = started(write_tiny_bundle(tmp_path / "narrow", "int8"), (StartBucket,))
     assert narrow.runner.buckets.loaded == set()
 

@@ -5,8 +5,7 @@ import pytest
 
 from jaxllm.contexts.codecs import RAW, ChunkFormat, ChunkShape
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.serving.buckets.context import EncodeBucket, LoadBucket, RestoreBucket
-from jaxllm.serving.buckets.layer import EmbedBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, EncodeBucket, LoadBucket, RestoreBucket
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import prefill_prompt
@@ -117,7 +116,7 @@ def test_all_of_them_are_in_the_table(engine_of):
     buckets = runner.buckets.bucket_ms
     assert {LoadBucket, RestoreBucket, EmbedBucket, EncodeBucket} <= {type(bucket) for bucket in buckets}
     assert len([bucket for bucket in buckets if isinstance(bucket, RestoreBucket)]) == 2 * 2 * 2
-    assert not buckets.keys() - {*runner.all_buckets()}
+    assert not buckets.keys() - {*runner.buckets_for()}
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import pytest
 
 from jaxllm.contexts.tolerance import sightings
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.ground.sliding import Sliding, slid
+from jaxllm.serving.engine.request import GenerationConfig, Sliding, slid
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, found, new, say
 
 PROMPT = TURNS[0][0]

@@ -17,9 +17,7 @@ from jaxllm.kernels import native
 from jaxllm.models.decoder import forward, logits
 from jaxllm.quant import dequantize
 from jaxllm.quant.parts import high_planes
-from jaxllm.serving.evaluation.agreement import greedy_agreement
-from jaxllm.serving.evaluation.perplexity import perplexity
-from jaxllm.serving.evaluation.routing import expert_use
+from jaxllm.serving.evaluation.texts import expert_use, greedy_agreement, perplexity
 from jaxllm.serving.runners.scorer import Scorer
 from tests.models.test_lora import MOE
 from tests.serving.conftest import OPTIONS

@@ -144,7 +144,7 @@ def test_a_layer_is_one_call_and_one_more_for_late_experts(bundle_of, resident_o
     for experts in (SPARSE * E - 1, 2 * K):
         engine = nested(bundle_of, resident_of, experts, experts=ExpertOptions(predictor="none"))
         assert answer(engine) == expected
-        layers, counts = engine.runner.layers, engine.model.streamed.counts
+        layers, counts = engine.runner, engine.model.streamed.counts
         layers.visits.calls = counts.visits = counts.hits = 0
         assert answer(engine) == expected
         late, calls = counts.visits - counts.hits, layers.visits.calls

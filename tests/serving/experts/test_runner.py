@@ -47,7 +47,7 @@ def open_streamed(path, engine, room=6, **options):
 
 
 def answer(engine, config=CONFIG, prompt=PROMPT, **more):
-    engine.runner.fill(engine.runner.request_buckets(len(engine.tokenizer.encode(prompt)), config.max_tokens))
+    engine.runner.fill(engine.runner.buckets_for(len(engine.tokenizer.encode(prompt)), config.max_tokens))
     return engine.stream(prompt, config, **more).result().tokens
 
 
@@ -82,7 +82,7 @@ def test_logits_are_the_same_and_a_conversation_goes_on(bundle_of, resident_of):
     tokens, scores, texts = np.random.default_rng(0).integers(0, CFG.vocab_size, 40).tolist(), [], []
     for engine in (streamed, whole):
         runner = engine.runner
-        runner.fill(runner.request_buckets(len(tokens), CONFIG.max_tokens))
+        runner.fill(runner.buckets_for(len(tokens), CONFIG.max_tokens))
         # Behind a prompt of two chunks, and behind one more token.
         first, cache = prefill_prompt(runner, runner.start(128), tokens, 0)
         second, _ = prefill_prompt(runner, cache, [3], len(tokens))
@@ -232,7 +232,7 @@ def test_a_tree_is_read_as_its_tokens_one_by_one(bundle_of, width, weights, loss
     runner, draws = engine.runner, np.random.default_rng(1)
     assert isinstance(runner, LayerwiseRunner)
     prompt, tokens = (draws.integers(0, CFG.vocab_size, nodes).tolist() for _ in range(2))
-    runner.fill([*runner.request_buckets(len(prompt), 2 * nodes), *runner.tree_buckets(nodes)])
+    runner.fill(runner.buckets_for(len(prompt), 2 * nodes, trees=[nodes]))
     _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)
     together, _ = runner.tree_logits(line_tree(tokens), cache)
     _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)

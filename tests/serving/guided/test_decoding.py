@@ -15,7 +15,7 @@ from jaxllm import EngineOptions, GenerationConfig, Grammar, Sampling, Sliding
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
 from jaxllm.serving.engine import decoding as guided
-from jaxllm.serving.guided.logprobs import token_logprob
+from jaxllm.serving.engine.decoding import token_logprob
 from tests.serving.ways import opened
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
@@ -86,12 +86,15 @@ def test_json_is_completed_before_an_answer_reaches_its_length(engine):
     for seed in range(4):
         answer = engine.generate(PROMPT, config(schema, "json_schema", seed=seed, max_tokens=60))
         value = json.loads(answer.text)
-        assert len(answer.tokens) <= 60 and len(value) >= 2
+        assert len(answer.tokens) <= 60
+        assert len(value) >= 2
         assert answer.finish_reason == "length" or len(answer.tokens) < 40
     long = engine.generate(PROMPT, config(schema, "json_schema", seed=1, max_tokens=1000))
-    assert json.loads(long.text) and len(long.tokens) <= 128 - len(PROMPT) + 1
+    assert json.loads(long.text)
+    assert len(long.tokens) <= 128 - len(PROMPT) + 1
     cut = engine.generate(PROMPT, config(schema, "json_schema", max_tokens=3))
-    assert cut.finish_reason == "length" and len(cut.tokens) == 3
+    assert cut.finish_reason == "length"
+    assert len(cut.tokens) == 3
 
 
 def test_an_answer_ends_by_length_in_the_middle_of_forced_tokens(engine):

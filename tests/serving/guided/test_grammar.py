@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided import paths, workers
+from jaxllm.serving.guided import grammar, workers
 from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
 from jaxllm.serving.guided.workers import GrammarLate
@@ -131,7 +131,7 @@ def followed(matcher):
 
 @pytest.mark.parametrize("kind", KILLERS)
 def test_a_grammar_that_ends_its_process_ends_its_call_alone(fresh_compiler, monkeypatch, kind):
-    monkeypatch.setattr(paths, "MAX_PATH", 10**6)
+    monkeypatch.setattr(grammar, "MAX_PATH", 10**6)
     # They have a second of the processor, which may take many on a machine that tests keep busy.
     monkeypatch.setattr(workers, "REPLY_S", 120.0)
     begun = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}[cd]"), STOPS)
@@ -174,7 +174,7 @@ def test_processes_that_are_gone_are_started_again(fresh_compiler):
     matcher = fresh_compiler.matcher(grammar, STOPS)
     take_first(matcher)
     matcher.wait()
-    compiled = fresh_compiler.prepare(grammar, STOPS).result().compiled
+    compiled = fresh_compiler.prepare(grammar, STOPS).result()
     os.killpg(first_process(fresh_compiler), signal.SIGKILL)
     until(lambda: not compiled.alive)
     take_first(matcher)
@@ -237,7 +237,7 @@ def test_who_has_waited_long_enough_waits_no_longer(fresh_compiler):
     try:
         matcher.take([token])
         assert not matcher.ready
-        matcher._follower._asked_s -= workers.REPLY_S
+        matcher._asked_s -= workers.REPLY_S
         assert matcher.ready
         with pytest.raises(GrammarLate, match="no answer came within 10 seconds"):
             matcher.wait()

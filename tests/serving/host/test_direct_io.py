@@ -106,8 +106,8 @@ def test_what_may_not_be_opened_is_told(file, tmp_path):
     with pytest.raises(CheckpointError, match="No such file"):
         PieceReader(tmp_path / "missing")
     for wrong, message in (
-        ({"caching": "mapped"}, "direct or buffered"),
-        ({"bytes_per_s": -1}, "not negative"),
+        ({"caching": "mapped"}, "one of direct, buffered"),
+        ({"bytes_per_s": -1}, "bytes_per_s must be a number at least 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             Storage(**wrong)

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.host import pressure
-from jaxllm.serving.host.machine import cpu_features, process_age_ms, usable_cores
-from jaxllm.serving.host.process_memory import ProcessMemory, parsed, process_memory
+from jaxllm.serving.host import machine
+from jaxllm.serving.host.machine import (
+    ProcessMemory,
+    cpu_features,
+    parsed_memory,
+    process_age_ms,
+    process_memory,
+    usable_cores,
+)
 
 
 def test_cores_are_those_that_this_process_may_use():
@@ -79,7 +85,7 @@ STATUS = "Name:\tpython\nVmHWM:\t     512 kB\nVmRSS:\t     180 kB\n"
 
 
 def test_pages_are_of_files_or_anonymous():
-    memory = parsed(SMAPS, STATUS)
+    memory = parsed_memory(SMAPS, STATUS)
     files = {"/models/with a space.jaxllm": 40 << 10, "/lib/code.so": 16 << 10}
     assert memory == ProcessMemory(anonymous=124 << 10, files=files, peak=512 << 10)
     assert memory.resident == 180 << 10
@@ -87,7 +93,7 @@ def test_pages_are_of_files_or_anonymous():
 
 _WRITING = """
 import numpy as np
-from jaxllm.serving.host.process_memory import process_memory
+from jaxllm.serving.host.machine import process_memory
 before = process_memory()
 written = np.ones(8 << 20, np.uint8)
 after = process_memory()
@@ -113,15 +119,15 @@ def test_what_is_written_is_seen():
     ],
 )  # fmt: skip
 def test_the_share_of_waiting_tasks(text, share):
-    assert pressure.parsed(text) == share
+    assert machine.parsed_pressure(text) == share
 
 
 def test_a_system_that_does_not_tell(tmp_path, monkeypatch):
-    monkeypatch.setattr(pressure, "_FILE", tmp_path / "memory")
-    assert pressure.memory_pressure() is None
+    monkeypatch.setattr(machine, "_PRESSURE", tmp_path / "memory")
+    assert machine.memory_pressure() is None
     (tmp_path / "memory").write_text("some avg10=40.00 avg60=0 avg300=0 total=1\n")
-    assert pressure.memory_pressure() == 0.4
-    monkeypatch.setattr("jaxllm.serving.host.process_memory._SMAPS", tmp_path / "smaps")
+    assert machine.memory_pressure() == 0.4
+    monkeypatch.setattr("jaxllm.serving.host.machine._SMAPS", tmp_path / "smaps")
     with pytest.raises(ConfigError, match=r"smaps: cannot be read .* on Linux"):
         process_memory()
     monkeypatch.setattr("jaxllm.serving.host.machine._PROCESS_FACTS", tmp_path / "absent")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.serving.host import tokenizer_verdicts
-from jaxllm.serving.host.tokenizer_verdicts import open_tokenizer
+from jaxllm.serving.ground import bundles
+from jaxllm.serving.ground.bundles import open_tokenizer
 from jaxllm.text import tokenizer, tokenizer_bounds
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.tiny import tiny_tokenizer
@@ -14,7 +14,7 @@ from tests.tiny import tiny_tokenizer
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenizerFiles:
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokenizer_verdicts, "_MIN_TEXT_BYTES", 0)
+    monkeypatch.setattr(bundles, "_MIN_TEXT_BYTES", 0)
     return tiny_tokenizer()
 
 
@@ -70,6 +70,6 @@ def test_where_nothing_is_kept(files, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("")
     assert open_tokenizer(files).same_tokens(Tokenizer(files))
     (tmp_path / "cache").unlink()
-    monkeypatch.setattr(tokenizer_verdicts, "_MIN_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr(bundles, "_MIN_TEXT_BYTES", 1 << 20)
     open_tokenizer(files)
     assert not (tmp_path / "cache").exists()

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.host import trusted_path
-from jaxllm.serving.host.trusted_path import others_write, trusted_folder
-from jaxllm.serving.host.user_cache import cache_folder, make_private_folder, private_file, private_folder
+from jaxllm.serving.host.user_cache import (
+    cache_folder,
+    make_private_folder,
+    others_write,
+    private_file,
+    private_folder,
+    trusted_folder,
+)
 
 OTHER = 65534
 
@@ -140,5 +145,5 @@ def test_the_group_of_a_user_alone_has_no_others(tmp_path, monkeypatch):
     tmp_path.chmod(0o772)
     assert others_write(tmp_path.stat())
     # Where files have no owners nothing is checked.
-    monkeypatch.delattr(trusted_path.os, "geteuid")
+    monkeypatch.delattr(os, "geteuid")
     assert trusted_folder(tmp_path) == tmp_path

@@ -17,11 +17,8 @@ from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
 from jaxllm.models.encoder.image_input import ImageInput, image_text, tiles_of
 from jaxllm.prepare import prepare
 from jaxllm.serving.images import files
-from jaxllm.serving.images.encoded import EncodedImage
-from jaxllm.serving.images.files import image_bytes, open_image
-from jaxllm.serving.images.messages import image_part, taken_apart
-from jaxllm.serving.images.prompt import with_images
-from jaxllm.serving.images.tiles import normalized, tiles
+from jaxllm.serving.images.files import image_bytes, image_part, normalized, open_image, taken_apart, tiles
+from jaxllm.serving.images.prompt import EncodedImage, with_images
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny_images import SIZES, TILE, image_id, image_tokenizer, picture, save_smolvlm

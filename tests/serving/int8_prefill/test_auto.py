@@ -9,14 +9,14 @@ from click.testing import CliRunner
 from jaxllm import Engine
 from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
-from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.model import PrefillBucket
 from jaxllm.serving.elastic import profiling
 from jaxllm.serving.elastic.prefill_times import choose_prefill
 from jaxllm.serving.elastic.profile import DeviceProfile, load_profile
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
-from jaxllm.serving.runners.runner import prefill_in_chunks, prefill_prompt
+from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.server.service import LLMService
 from tests.tiny import TINY, WINDOW_TOKENS
 
@@ -61,7 +61,7 @@ def test_the_faster_one_is_taken(service):
 
     def logits_in(mode):
         chunks = runner.chunks_in(mode, len(PROMPT))
-        return np.asarray(prefill_in_chunks(runner, runner.start(60), PROMPT, 0, chunks)[0])
+        return np.asarray(prefill_prompt(runner, runner.start(60), PROMPT, 0, chunks)[0])
 
     modes = {mode: logits_in(mode) for mode in ("int8", "float")}
     assert not np.array_equal(modes["int8"], modes["float"])
@@ -88,7 +88,7 @@ def test_the_answer_says_which(service):
 def test_what_is_not_measured_or_loses_too_much_is_read_in_floats(calibrated_bundle):
     engine = Engine.open(calibrated_bundle, options=OPTIONS, warm_up=False)
     assert engine.runner.int8 is not None
-    families = {type(bucket) for bucket in engine.runner.request_buckets(60, 2)}
+    families = {type(bucket) for bucket in engine.runner.buckets_for(60, 2)}
     assert PrefillBucket in families
     assert IntegerChunkBucket not in families
     how = PrefillOptions(mode="auto", most_loss=0.0001)

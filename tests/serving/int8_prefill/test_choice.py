@@ -17,7 +17,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.models.decoder import logits
 from jaxllm.models.lora import LoraConfig
-from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.model import PrefillBucket
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.int8_prefill.choice import chosen_prefill
@@ -123,7 +123,7 @@ def opened(path, calibration, **more):
 @pytest.mark.parametrize("level", [50, 100])
 def test_each_level_is_read_as_calibrated(engine, known, level):
     runner = engine.runner_at(level)
-    runner.fill(runner.request_buckets(32, 1))
+    runner.fill(runner.buckets_for(32, 1))
     found, _ = prefill_prompt(runner, runner.start(32), PROMPT, 0)
     cfg = sub_config(TINY, LADDER, level)
     layers, params = known.layers(level, cfg), sub_model(stored(), cfg)
@@ -146,7 +146,7 @@ def test_a_lossy_level_is_read_in_floats_beside_the_others(known, tmp_path, capl
     assert "prompts of level 50 (2.00%) are prefilled in floats" in caplog.text
     integers, floats = IntegerChunkBucket, PrefillBucket
     for level, own, other in ((50, floats, integers), (100, integers, floats)):
-        families = {type(each) for each in engine.runner_at(level).all_buckets()}
+        families = {type(each) for each in engine.runner_at(level).buckets_for()}
         assert own in families
         assert other not in families
     with pytest.raises(ConfigError, match=r"lose 2\.00% of level 50's perplexity"):
@@ -197,6 +197,6 @@ def test_prompts_are_read_in_floats_while_there_is_one(calibrated_bundle, adapte
     engine.set_adapter(adapter)
     assert engine.prefill_mode(20) == "float"
     assert caplog.text.count("while the model has an adapter") == 1
-    assert {PrefillBucket, IntegerChunkBucket} <= {type(each) for each in engine.runner.all_buckets()}
+    assert {PrefillBucket, IntegerChunkBucket} <= {type(each) for each in engine.runner.buckets_for()}
     engine.set_adapter(None)
     assert engine.prefill_mode(20) == "int8"

@@ -12,7 +12,7 @@ from jaxllm.bundle.calibrations import prefill_parts
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.models.decoder import logits
-from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.model import PrefillBucket
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
@@ -87,7 +87,7 @@ def test_every_length_is_read_as_calibrated(engine, compiles):
     assert count() == 0
     assert engine.runner.buckets.bucket_ms == built
     # A chunk is one bucket: of all layers, for all chunks of its length, one for each length of the cache.
-    buckets = engine.runner.all_buckets()
+    buckets = engine.runner.buckets_for()
     chunks = [each for each in buckets if isinstance(each, IntegerChunkBucket)]
     lengths = [(each.tokens, each.cache_tokens) for each in chunks]
     assert sorted(lengths) == [(16, 64), (16, WINDOW_TOKENS), (32, 64), (32, WINDOW_TOKENS)]

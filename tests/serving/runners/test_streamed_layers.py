@@ -11,12 +11,12 @@ from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.kernels import native
-from jaxllm.serving.buckets.layer import LayersBucket, LayersTreeBucket, LayerTreeBucket
+from jaxllm.serving.buckets.layer import LayerBucket, LayersBucket
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.direct_io import Storage
-from jaxllm.serving.runners import streamed_layers
-from jaxllm.serving.runners.streamed_layers import layers_together
+from jaxllm.serving.runners import layerwise
+from jaxllm.serving.runners.layerwise import layers_together
 from jaxllm.serving.weights import streamed
 from jaxllm.speculation.tree import line_tree
 from tests import tiny, tiny_encdec
@@ -72,7 +72,7 @@ def groups_of(engine, most, monkeypatch):
     """Lets at most so many layers run together, those that storage has read by a moment later; returns a list
     to which the numbers of layers of dispatches are added."""
     stream, found = engine.model.streamed._stream, []
-    pieces, arguments = stream.pieces, streamed_layers.StreamedLayers._arguments
+    pieces, arguments = stream.pieces, layerwise.StreamedRunner._arguments
 
     def unhurried(*asked):
         until = time.monotonic() + (2 if stream._ahead else 0)
@@ -86,10 +86,10 @@ def groups_of(engine, most, monkeypatch):
         return arguments(self, layers)
 
     monkeypatch.setattr(stream, "pieces", unhurried)
-    monkeypatch.setattr(streamed_layers.StreamedLayers, "_arguments", counted)
+    monkeypatch.setattr(layerwise.StreamedRunner, "_arguments", counted)
     for runner in {engine.runner, *map(engine.runner_at, engine.levels)}:
-        allowed = [min(most, each) for each in runner.layers._most]
-        monkeypatch.setattr(runner.layers, "_most", allowed)
+        allowed = [min(most, each) for each in runner._most]
+        monkeypatch.setattr(runner, "_most", allowed)
     return found
 
 
@@ -104,7 +104,7 @@ def computed(runner):
 
 
 def ready(runner):
-    runner.fill([*runner.request_buckets(20, 8), *runner.tree_buckets(ROOM)])
+    runner.fill(runner.buckets_for(20, 8, trees=[ROOM]))
 
 
 def same(found, expected):
@@ -130,8 +130,8 @@ def test_a_layers_bits_are_the_same_in_groups_of_any_size(path, monkeypatch):
         assert sizes == 3 * [*[1] * CFG.layers, *of_tree]
     assert engine.runner.buckets.bucket_ms == built
     # One for all layers and all groups, per shape of tokens.
-    kinds = [type(each) for each in built]
-    assert (kinds.count(LayersBucket), kinds.count(LayersTreeBucket)) == (2, 1)
+    of_trees = [each.tree for each in built if isinstance(each, LayersBucket)]
+    assert sorted(of_trees) == [False, False, True]
     engine.close()
 
 
@@ -160,10 +160,10 @@ def test_a_prompt_without_mass_runs_in_groups_too(path, native_kernels, monkeypa
     assert found[1] is None
     assert sum(sizes) == 2 * CFG.layers
     assert (max(sizes) == 2) == native_kernels
-    kinds = {type(each) for each in engine.runner.buckets.bucket_ms}
-    assert (LayersTreeBucket in kinds) == native_kernels
-    assert (LayerTreeBucket in kinds) != native_kernels
-    monkeypatch.setattr(engine.runner.layers, "_most", [1] * CFG.layers)
+    layers = [each for each in engine.runner.buckets.bucket_ms if isinstance(each, LayerBucket)]
+    assert {type(each) for each in layers} == {LayersBucket if native_kernels else LayerBucket}
+    assert any(each.tree for each in layers)
+    monkeypatch.setattr(engine.runner, "_most", [1] * CFG.layers)
     assert same(computed(engine.runner), found)
     engine.close()
 
@@ -174,7 +174,7 @@ def test_layers_that_attend_to_a_source_run_together(tmp_path, monkeypatch):
         tmp_path / "t5.jaxllm", "int8", cfg=T5, params=sharp(T5), tokenizer=tiny_encdec.tokenizer()
     )
     engine = opened(path, 0.9, slots=4, kv_codec="", levels=(), context_tokens=48, cache_tokens=())
-    engine.runner.fill(engine.runner.request_buckets(20, 8))
+    engine.runner.fill(engine.runner.buckets_for(20, 8))
     answers, asked = [], [3 + each for each in range(20)]
     config = GenerationConfig(max_tokens=8, ignore_eos=True)
     for most in (1, 2, 4):

@@ -10,7 +10,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.serving.guided.compiler import PreparedGrammar
 from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.workers import Follower, GrammarLate
+from jaxllm.serving.guided.workers import GrammarLate, Matcher
 from jaxllm.serving.server.api.errors import api_error
 from jaxllm.serving.server.calls import Ended
 from jaxllm.serving.server.executor import compile_grammars
@@ -52,11 +52,13 @@ def test_no_call_waits_while_the_grammar_of_another_is_compiled(executor, servic
 def test_no_call_waits_for_the_mask_of_another(executor, monkeypatch):
     asked, ended = [], []
 
-    def ready(follower):
-        asked.append(follower)
+    def ready(matcher):
+        if matcher._asked_s is None:
+            return True
+        asked.append(matcher)
         return bool(ended)
 
-    monkeypatch.setattr(Follower, "ready", property(ready))
+    monkeypatch.setattr(Matcher, "ready", property(ready))
 
     async def run():
         loop = asyncio.get_running_loop()

@@ -15,7 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.memory import ChunkMemory
 from jaxllm.serving.experts.counts import ExpertCounts
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.host.process_memory import process_memory, resident_bytes
+from jaxllm.serving.host.machine import process_memory, resident_bytes
 from jaxllm.serving.server.memory import Division, MemoryOptions, Observed, ServiceMemory, divide
 from jaxllm.serving.server.opening import of_contexts, of_drafts, of_experts, of_layers, storage_figures
 

@@ -182,7 +182,7 @@ def test_idle_connections_give_way_to_new_ones(tmp_path: Path) -> None:
 def test_files_are_left_for_more_than_connections() -> None:
     code = """
 import resource
-from jaxllm.serving.host.open_files import most_connections, raise_open_files
+from jaxllm.serving.host.machine import most_connections, raise_open_files
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, min(hard, 900) if hard > 0 else 900))
 print(most_connections())

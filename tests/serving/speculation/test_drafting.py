@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.runners.runner import BatchRow
-from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.runners.runner import BatchRow, Verdict
 from jaxllm.serving.speculation import grower as grower_module
 from jaxllm.serving.speculation.confidence import Confidence
 from jaxllm.serving.speculation.drafter import Growing

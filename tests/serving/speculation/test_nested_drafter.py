@@ -47,7 +47,7 @@ def plain(path):
 
 def answer(engine, config, prompt=PROMPT):
     runner = engine.runner
-    runner.fill(runner.request_buckets(len(engine.tokenizer.encode(prompt)), config.max_tokens))
+    runner.fill(runner.buckets_for(len(engine.tokenizer.encode(prompt)), config.max_tokens))
     return engine.generate(prompt, config).tokens
 
 
@@ -61,7 +61,7 @@ def drafts(**more):
 def opened(path, options):
     engine = Engine.open(path, options=options, speculation=drafts(), warm_up=False)
     engine.warm_up(prompt_tokens=80, max_tokens=48)
-    engine.runner.fill(engine.runner.request_buckets(80, engine.speculation.cache_tokens(48)))
+    engine.runner.fill(engine.runner.buckets_for(80, engine.speculation.cache_tokens(48)))
     return engine
 
 
@@ -105,7 +105,7 @@ def test_a_context_keeps_the_attention_of_the_target_alone(path, plain):
     masses = []
     for engine in (whole, drafted):
         run = engine.stream(PROMPT, GREEDY)
-        engine.runner.fill(engine.runner.request_buckets(80, 48))
+        engine.runner.fill(engine.runner.buckets_for(80, 48))
         run.result()
         assert run.session.cache is not None
         masses.append(run.session.cache.mass[0, : len(run.session.tokens) - 1])
@@ -164,7 +164,7 @@ def test_whether_drafts_pay_is_said(path):
     engine = Engine.open(path, options=OPTIONS, speculation=drafts(pausing=True), warm_up=False)
     assert draft_facts(engine.speculation)["drafts"]["pays"] is None
     engine.warm_up(prompt_tokens=80, max_tokens=48)
-    engine.runner.fill(engine.runner.request_buckets(80, engine.speculation.cache_tokens(48)))
+    engine.runner.fill(engine.runner.buckets_for(80, engine.speculation.cache_tokens(48)))
     engine.generate(PROMPT, GREEDY)
     facts = draft_facts(engine.speculation)["drafts"]
     assert facts["pays"] == (facts["drafted_token_ms"] <= facts["plain_token_ms"])
@@ -233,7 +233,7 @@ def drafted(whole, cfg, path, level, share):
 def ready(engine):
     engine.warm_up(prompt_tokens=12, max_tokens=TOKENS)
     room = engine.speculation.cache_tokens(TOKENS) if engine.speculation else TOKENS
-    engine.runner.fill(engine.runner.request_buckets(12, room))
+    engine.runner.fill(engine.runner.buckets_for(12, room))
 
 
 @pytest.mark.usefixtures("shipped_compilations")

@@ -80,7 +80,7 @@ def open_drafted(folder, plain, options, share=0.0, *, warm_up=False):
     if not warm_up:
         engine.warm_up(prompt_tokens=80, max_tokens=48)
         # Those that a request would not wait for, too.
-        engine.runner.fill(engine.runner.request_buckets(80, engine.speculation.cache_tokens(48)))
+        engine.runner.fill(engine.runner.buckets_for(80, engine.speculation.cache_tokens(48)))
     return engine
 
 

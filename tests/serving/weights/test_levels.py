@@ -17,8 +17,7 @@ from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.kernels import native
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
-from jaxllm.serving.buckets.decode import SampleBucket
-from jaxllm.serving.buckets.prefill import PrefillBucket
+from jaxllm.serving.buckets.model import PrefillBucket, SampleBucket
 from jaxllm.serving.elastic import levels
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.options import EngineOptions

@@ -35,7 +35,7 @@ def open_streamed(path, engine, share=0.6, **options):
 
 def answer(engine, config=CONFIG, prompt=PROMPT, **more):
     runner = engine.runner if (level := more.get("level")) is None else engine.runner_at(level)
-    runner.fill(runner.request_buckets(len(engine.tokenizer.encode(prompt)), config.max_tokens))
+    runner.fill(runner.buckets_for(len(engine.tokenizer.encode(prompt)), config.max_tokens))
     return engine.stream(prompt, config, **more).result().tokens
 
 
@@ -85,7 +85,7 @@ def test_a_conversation_goes_on_and_a_stop_string_ends_it(resident_of, shared):
     shared.warm_up()
     built = dict(shared.runner.buckets.bucket_ms)
     for engine in (resident_of(), shared):
-        engine.runner.fill(engine.runner.all_buckets())
+        engine.runner.fill(engine.runner.buckets_for())
         session = Session()
         first = engine.stream(PROMPT, CONFIG, session=session).result()
         stop = dataclasses.replace(CONFIG, stop=(first.text[5:7],))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextGone
 from jaxllm.serving.elastic.objectives import Binding
-from jaxllm.serving.guided.logprobs import TokenLogprob
+from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server import calls
 from jaxllm.serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, Event, ModelFacts
 from jaxllm.serving.server.limits import Bindings

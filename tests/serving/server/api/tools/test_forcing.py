@@ -9,8 +9,7 @@ import pytest
 
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.narrowing import closed, narrowed
-from jaxllm.serving.guided.recursion import unrolled
+from jaxllm.serving.guided.narrowing import closed, narrowed, unrolled
 from jaxllm.serving.server.api.tools import HERMES, JSON, LLAMA3, MISTRAL, ToolScanner, forced
 
 
@@ -135,12 +134,14 @@ def test_calls_are_completed_before_they_reach_their_length(compiler, tokenizer)
             tokens.append(token)
         scanner = ToolScanner(family, names)
         shown, calls = scanner.feed(tokenizer.decode(tokens))
-        assert calls and not (shown + scanner.finish(cut=False)[0]).strip()
+        assert calls
+        assert not (shown + scanner.finish(cut=False)[0]).strip()
         for each in calls:
             arguments = json.loads(each.arguments)
             if each.name == "write":
                 assert {"text", "names", "size"} <= arguments.keys() <= open_ended["properties"].keys()
-                assert arguments["size"] >= 25 and all(len(name) >= 2 for name in arguments["names"])
+                assert arguments["size"] >= 25
+                assert all(len(name) >= 2 for name in arguments["names"])
             else:
                 require_arguments(each.name, arguments)
         endings[matcher.completed] += 1
