@@ -14,6 +14,7 @@ from jaxllm.cli.training_options import (
     name_option,
     one_device_option,
     output_option,
+    pairs_options,
     run_option,
     set_devices,
     text_option,
@@ -22,7 +23,6 @@ from jaxllm.cli.training_options import (
 from jaxllm.formats import EXPERT_BITS
 from jaxllm.option_types import Share
 from jaxllm.options import click_option
-from jaxllm.tasks.pair_options import pairs_options
 from jaxllm.training.calibration import ContextRecipe, ExpertWidthsRecipe, NestedRecipe, PrefillRecipe
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from jaxllm.cli.console import print_json, progress_bars
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.model_choice import ModelChoice
 from jaxllm.cli.shared_options import json_option, model_options
-from jaxllm.tasks import api_choice, labels, ui_steps
+from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.free_text import SHORTEN, TELL
+from jaxllm.tasks.readers import SHORTEN, TELL
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.answer import Answer
@@ -204,9 +204,9 @@ class DemoPrompt:
 def demo_prompts() -> list[DemoPrompt]:
     """All questions, by task."""
     labelled = (
-        ("sentiment", labels.SENTIMENT, _REVIEWS),
-        ("news", labels.NEWS, _NEWS),
-        ("emotion", labels.EMOTION, _MESSAGES),
+        ("sentiment", readers.SENTIMENT, _REVIEWS),
+        ("news", readers.NEWS, _NEWS),
+        ("emotion", readers.EMOTION, _MESSAGES),
     )
     prompts = [
         DemoPrompt(task, kind.example({"text": text, "label": label}))
@@ -335,7 +335,7 @@ _OPENINGS = (
 
 def _step(app: str, goal: str, done: str, screen: tuple[str, ...], chosen: int) -> TaskExample:
     step = {"label": [chosen, "null"], "history": done, "state": "\n".join(screen)}
-    return ui_steps.example(app, goal, step)
+    return readers.ui_step(app, goal, step)
 
 
 def _call(request: str, answer: str, functions: dict[str, str]) -> TaskExample:
@@ -344,4 +344,4 @@ def _call(request: str, answer: str, functions: dict[str, str]) -> TaskExample:
         "question": [[{"role": "user", "content": request}]],
         "function": [{"name": name, "description": text} for name, text in functions.items()],
     }
-    return api_choice.example(record, answer, api_choice.lines([record]), 0)
+    return readers.api_choice(record, answer, readers.function_lines([record]), 0)

@@ -20,6 +20,7 @@ from jaxllm.cli.training_options import (
     loop_options,
     name_option,
     output_option,
+    pairs_options,
     process_options,
     profile_option,
     recipe_option,
@@ -32,7 +33,6 @@ from jaxllm.cli.training_options import (
     weights_option,
 )
 from jaxllm.option_types import Levels, Share
-from jaxllm.tasks.pair_options import pairs_options
 
 if TYPE_CHECKING:
     from jaxllm.formats import WeightFormat

@@ -151,6 +151,35 @@ chat_options = _all(
 )
 
 
+def pairs_options(use: str, *, several: bool = False) -> Callable[[Command], Command]:
+    """--pairs and --prefix of commands that accept encoder-decoders.
+
+    Args:
+      use: purpose of the pairs, such as "measure on".
+      several: whether both may be repeated. Parameter `pairs` is then a tuple of (source, target), and
+        `prefix` one of texts; else `pairs` is (source, target) and `prefix` a text, or each None.
+    """
+    again = " Repeatable." if several else ""
+    each = ". Repeatable, one for each --pairs" if several else ""
+    file = click.Path(path_type=Path)
+    return _all(
+        click.option(
+            "--pairs",
+            type=(file, file),
+            metavar="SOURCE TARGET",
+            multiple=several,
+            help=f"For an encoder-decoder: two UTF-8 text files to {use}, whose lines of the same number "
+            f"are a source and its target.{again}",
+        ),
+        click.option(
+            "--prefix",
+            metavar="TEXT",
+            multiple=several,
+            help=f"With --pairs: what tells the model the task{each}.  [default: the model's own prefix]",
+        ),
+    )
+
+
 def given_sources(
     texts: Sequence[Path | str],
     chats: Sequence[Path | str],

@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks import TASKS
-from jaxllm.tasks.files import DataMissing, read_jsonl
+from jaxllm.tasks.example import DataMissing, read_jsonl
 from tests.tasks.writing import call, write_calls, write_lines, write_steps
 
 
@@ -21,13 +21,13 @@ def test_a_missing_file_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "expected an object"),
         ('{"text": 1, "label": "positive"}', "text under 'text'"),
         ('{"text": "a"}', "text under 'label'"),
         ('{"text": "a", "label": "fine"}', "'fine' is none of positive, negative"),
         ('{"text": "\\ud800", "label": "positive"}', "lone surrogate"),
-        ("\udcff", "is no JSON"),
+        ("\udcff", "is not JSON"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, part):

@@ -51,7 +51,7 @@ def test_a_bad_line_is_named(change, message, tmp_path):
 def test_what_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl"):
         list(find_task("none.jsonl").read(tmp_path, "train"))
-    with pytest.raises(ConfigError, match="to train on alone, none of the split valid"):
+    with pytest.raises(ConfigError, match="only questions to train on, none of the split valid"):
         list(find_task("none.jsonl").read(tmp_path, "valid"))
     with pytest.raises(ConfigError, match=r"no task 'mine'.*files of questions \(\*\.jsonl\)"):
         find_task("mine")

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxllm.tasks import TASKS
-from jaxllm.tasks.files import DataMissing
+from jaxllm.tasks.example import DataMissing
 
 VALIDATION_ALONE = ("chat-summary", "lambada")
 
