@@ -9,14 +9,14 @@ import click
 
 from jaxllm.cli.console import print_json
 from jaxllm.cli.lazy import EngineCommand
-from jaxllm.cli.shared_options import json_option
+from jaxllm.cli.shared_options import json_option, path_argument
 from jaxllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from jaxllm.serving.contexts.catalog import Damage
     from jaxllm.serving.contexts.store import ContextStore
 
-_folder_argument = click.argument("folder", type=click.Path(path_type=Path))
+_folder_argument = path_argument("folder")
 _keys_option = click.option(
     "--keys",
     type=click.Path(path_type=Path, exists=True, file_okay=False),

@@ -14,6 +14,7 @@ from jaxllm.cli.shared_options import (
     image_option,
     json_option,
     model_options,
+    path_option,
     running_options,
     sampling_options,
     task_option,
@@ -22,9 +23,7 @@ from jaxllm.cli.shared_options import (
 
 @click.command("generate", cls=EngineCommand)
 @click.option("-p", "--prompt", metavar="TEXT", help="The text to continue.  [default: standard input]")
-@click.option(
-    "--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read the prompt from a file."
-)
+@path_option("--prompt-file", help="Read the prompt from a file.")
 @image_option
 @model_options
 @running_options

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jaxllm.cli.shared_options import path_argument, path_option
 from jaxllm.cli.training_options import (
     LOOP_SETTINGS,
     changed,
@@ -51,19 +52,16 @@ _FROM_RECIPE = "  [default: the recipe's]"
 @data_option
 @text_option("train on, for a recipe without sources", "Python's language reference")
 @chat_options
-@click.option(
+@path_option(
     "--init-from",
     "model",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="A Hugging Face folder to continue from, with its own tokenizer, instead of a new model.",
 )
-@click.option(
+@path_option(
     "--valid-text",
     "valid_paths",
     multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="A text file to report the final loss on, never trained on. Repeatable.",
 )
 @tokenizer_option
@@ -128,7 +126,7 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
 
 
 @click.command("lora")
-@click.argument("model", type=click.Path(path_type=Path))
+@path_argument("model")
 @run_option
 @checkpoints_option
 @recipe_option("mood")
@@ -191,7 +189,7 @@ def lora_command(
 
 
 @click.command("elasticize")
-@click.argument("model", type=click.Path(path_type=Path))
+@path_argument("model")
 @output_option
 @run_option
 @checkpoints_option
@@ -241,18 +239,12 @@ def lora_command(
     metavar="RECIPE",
     help="Recipe of the tiny LM that plans requests; none makes a bundle without one.",
 )
-@click.option(
-    "--tiny-lm-encoder",
-    "encoder",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A MobileBERT folder for the tiny LM to start from.",
+@path_option(
+    "--tiny-lm-encoder", "encoder", metavar="DIR", help="A MobileBERT folder for the tiny LM to start from."
 )
-@click.option(
+@path_option(
     "--questions",
     multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="JSON lines of question, options and answer that the tiny LM learns decisions from. Repeatable.  "
     "[default: the recipe's tasks]",
 )

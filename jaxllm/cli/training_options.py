@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from jaxllm.cli.shared_options import path_option
 from jaxllm.formats import WEIGHT_FORMATS
 from jaxllm.options import click_option
 from jaxllm.training.settings import TrainSettings
@@ -89,9 +90,8 @@ data_option = click.option(
 name_option = click.option(
     "--name", default="", metavar="NAME", help="The model's display name.  [default: the folder's own]"
 )
-teacher_option = click.option(
+teacher_option = path_option(
     "--teacher",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="A Hugging Face folder of a teacher with the same tokenizer, for a recipe with a teacher_share.",
 )
@@ -204,11 +204,8 @@ def given_sources(
     return (*plain, *talks, *read)
 
 
-tokenizer_option = click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A tokenizer.json of another run, to share its tokens.  [default: train one]",
+tokenizer_option = path_option(
+    "--tokenizer", help="A tokenizer.json of another run, to share its tokens.  [default: train one]"
 )
 
 

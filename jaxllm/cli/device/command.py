@@ -19,6 +19,8 @@ from jaxllm.cli.shared_options import (
     answer_options,
     json_option,
     model_sampling_option,
+    path_argument,
+    path_option,
     sampling_options,
     task_option,
 )
@@ -111,13 +113,7 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
         default=_BUDGET,
         help=f"Memory limit of contexts' chunks.  [default: {_BUDGET}]",
     )
-    place = click.option(
-        "--contexts",
-        "folder",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="Store contexts there.",
-    )
+    place = path_option("--contexts", "folder", metavar="DIR", help="Store contexts there.")
     return place(budget(bits(command)))
 
 
@@ -155,7 +151,7 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Answer with this adapter, which was exported with the model (--adapter-input); for `serve` calls "
     "name it instead.  [default: none]",
 )
-@click.argument("folder", type=click.Path(path_type=Path))
+@path_argument("folder")
 @click.pass_context
 def device(
     context: click.Context,
