@@ -22,7 +22,6 @@ from jaxllm.checkpoints.safetensors_folder import (
     Tensors,
     check_parameters,
     has_weights,
-    some,
     write_checkpoint,
 )
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
@@ -201,11 +200,8 @@ class Checkpoint:
                 if each.params != ("head",) or stored in names
             }
         packed = {each: self._packed(each) for each in located}
-        if missing := {each for each in located if not packed[each]} - names:
-            raise CheckpointError(
-                f"{self.folder} lacks {some(missing)} of a {self.cfg.model_type} model with this config; the "
-                "weights belong to another config, or are incomplete"
-            )
+        kind = f"a {self.cfg.model_type} model"
+        self.weights.require_complete({each for each in located if not packed[each]} - names, (), kind)
         # `cfg` has compared it with the embedding.
         tied = {
             _stored_name(tensor, prefix, head)
@@ -221,11 +217,7 @@ class Checkpoint:
             for name in names - located.keys() - tied - unread - copies - set().union(*packed.values())
             if not name.endswith(family.buffers) and not name.startswith(skipped)
         }
-        if extra:
-            raise CheckpointError(
-                f"{self.folder} holds {some(extra)}, which a {self.cfg.model_type} model with this config "
-                "does not have; the weights belong to another config"
-            )
+        self.weights.require_complete((), extra, kind)
         return located
 
     def _check_copies(self, family: Architecture, prefix: str, located: Mapping[str, Tensor]) -> set[str]:

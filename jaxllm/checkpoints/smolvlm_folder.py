@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoints.huggingface import Checkpoint
-from jaxllm.checkpoints.safetensors_folder import some
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models.config_reader import ConfigReader
@@ -153,18 +152,14 @@ def read_image_encoder(
     reader.finish(inert_keys={"attention_dropout", "size", "max_image_size", "use_base_siglip"})
     weights, shapes = checkpoint.weights, image_encoder_shapes(cfg)
     own_names = {name for name in weights.names() if name.startswith((_LEAD, _CONNECTOR))}
+    stored_names = {name: _stored(name) for name in shapes}
+    wanted = set(stored_names.values())
     # Older folders store numbers of positions, which are counted here.
-    unread = own_names - {_stored(name) for name in shapes} - {f"{_LEAD}embeddings.position_ids"}
-    if unread:
-        raise CheckpointError(
-            f"{folder} holds {some(unread)}, which an encoder of images with this config does not have; the "
-            "weights belong to another config"
-        )
+    extra = own_names - wanted - {f"{_LEAD}embeddings.position_ids"}
+    weights.require_complete(wanted - own_names, extra, "an encoder of images")
     params = {}
     for name, shape in shapes.items():
-        stored = _stored(name)
-        if stored not in weights.names():
-            raise CheckpointError(f"{folder} lacks {stored} of the encoder of images; download it again")
+        stored = stored_names[name]
         square = (cfg.channels, cfg.patch_size, cfg.patch_size)
         own = (cfg.hidden_size, *square) if name == "patches" else shape
         weights.check(stored, own)
