@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from jaxllm.cli.answer_facts import answer_facts, draft_facts
-from jaxllm.cli.console import print_json, progress_bars, read_text
+from jaxllm.cli.console import answer_facts, draft_facts, print_json, progress_bars, read_text
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.model_choice import ModelChoice
 from jaxllm.cli.shared_options import (

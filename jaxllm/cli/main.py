@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from jaxllm.cli.errors import run_command
-from jaxllm.cli.lazy import LazyGroup
+from jaxllm.cli.lazy import LazyGroup, run_command
 from jaxllm.version import __version__
 
 SECTIONS = {

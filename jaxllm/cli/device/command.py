@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from jaxllm.cli.answer_facts import answer_facts, draft_facts
 from jaxllm.cli.chat import converse
-from jaxllm.cli.console import print_json, progress_bars, read_text
-from jaxllm.cli.errors import run_command
+from jaxllm.cli.console import answer_facts, draft_facts, print_json, progress_bars, read_text
+from jaxllm.cli.lazy import run_command
 from jaxllm.cli.model_choice import speculation
 from jaxllm.cli.profile import show_profile
 from jaxllm.cli.shared_options import (
