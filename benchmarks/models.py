@@ -85,10 +85,10 @@ class Checkpoint:
         Raises:
           CheckpointError: a bundle holds another width.
         """
-        from jaxllm.prepare import weight_format_of
+        from jaxllm.checkpoints.huggingface import Checkpoint
 
         if self.stored is None:
-            return tuple(dict.fromkeys(wanted)) or (weight_format_of(self.model, self.cfg),)
+            return tuple(dict.fromkeys(wanted)) or (Checkpoint(self.model, cfg=self.cfg).weight_format,)
         if set(wanted) - {self.stored}:
             raise CheckpointError(
                 f"{self.model} holds {self.stored} weights, not {' and '.join(wanted)}; give the original "

@@ -15,142 +15,86 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from jaxllm.bundle.writer import write_bundle
-    from jaxllm.client import AsyncClient, Client
-    from jaxllm.config import ModelConfig
-    from jaxllm.elastic.slo import Slo
-    from jaxllm.errors import (
-        BucketMissing,
-        BudgetExceeded,
-        BundleError,
-        CheckpointError,
-        ConfigError,
-        ContextGone,
-        ContextOverflow,
-        JaxllmError,
-        NotFinite,
-        ObjectiveMissed,
-        ProgramError,
-        TemplateError,
-        Unreadable,
-    )
-    from jaxllm.export.programs.model import open_program
-    from jaxllm.layer_configs import RopeConfig
-    from jaxllm.models.encoder.config import EncoderConfig
-    from jaxllm.models.tiny_lm import TlmConfig
-    from jaxllm.sampling_state import Sampling
-    from jaxllm.serving.contexts.context import Context
-    from jaxllm.serving.contexts.options import ContextOptions
-    from jaxllm.serving.elastic.objectives import EndToEnd, EnergyBudget, Latency
-    from jaxllm.serving.engine.answer import Answer
-    from jaxllm.serving.engine.decoding import TokenLogprob
-    from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
-    from jaxllm.serving.ground.expert_options import ExpertOptions
-    from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
-    from jaxllm.serving.ground.options import EngineOptions
-    from jaxllm.serving.ground.plan import Plan
-    from jaxllm.serving.ground.prompt_rows import PromptRows
-    from jaxllm.serving.ground.speculation_options import SpeculationOptions
-    from jaxllm.serving.guided.grammar import Grammar
-    from jaxllm.serving.host.direct_io import Storage
-    from jaxllm.serving.opening.engine import Engine
-    from jaxllm.serving.server.service import LLMService
-    from jaxllm.text.prompts import Prompt
+    from jaxllm.bundle.writer import write_bundle as write_bundle
+    from jaxllm.client import AsyncClient as AsyncClient
+    from jaxllm.client import Client as Client
+    from jaxllm.config import ModelConfig as ModelConfig
+    from jaxllm.elastic.slo import Slo as Slo
+    from jaxllm.errors import BucketMissing as BucketMissing
+    from jaxllm.errors import BudgetExceeded as BudgetExceeded
+    from jaxllm.errors import BundleError as BundleError
+    from jaxllm.errors import CheckpointError as CheckpointError
+    from jaxllm.errors import ConfigError as ConfigError
+    from jaxllm.errors import ContextGone as ContextGone
+    from jaxllm.errors import ContextOverflow as ContextOverflow
+    from jaxllm.errors import JaxllmError as JaxllmError
+    from jaxllm.errors import NotFinite as NotFinite
+    from jaxllm.errors import ObjectiveMissed as ObjectiveMissed
+    from jaxllm.errors import ProgramError as ProgramError
+    from jaxllm.errors import TemplateError as TemplateError
+    from jaxllm.errors import Unreadable as Unreadable
+    from jaxllm.export.programs.model import open_program as open_program
+    from jaxllm.layer_configs import RopeConfig as RopeConfig
+    from jaxllm.models.encoder.config import EncoderConfig as EncoderConfig
+    from jaxllm.models.tiny_lm import TlmConfig as TlmConfig
+    from jaxllm.sampling_state import Sampling as Sampling
+    from jaxllm.serving.contexts.context import Context as Context
+    from jaxllm.serving.contexts.options import ContextOptions as ContextOptions
+    from jaxllm.serving.elastic.objectives import EndToEnd as EndToEnd
+    from jaxllm.serving.elastic.objectives import EnergyBudget as EnergyBudget
+    from jaxllm.serving.elastic.objectives import Latency as Latency
+    from jaxllm.serving.engine.answer import Answer as Answer
+    from jaxllm.serving.engine.decoding import TokenLogprob as TokenLogprob
+    from jaxllm.serving.engine.request import GenerationConfig as GenerationConfig
+    from jaxllm.serving.engine.request import Session as Session
+    from jaxllm.serving.engine.request import Sliding as Sliding
+    from jaxllm.serving.ground.expert_options import ExpertOptions as ExpertOptions
+    from jaxllm.serving.ground.int8_prefill_options import PrefillOptions as PrefillOptions
+    from jaxllm.serving.ground.options import EngineOptions as EngineOptions
+    from jaxllm.serving.ground.plan import Plan as Plan
+    from jaxllm.serving.ground.prompt_rows import PromptRows as PromptRows
+    from jaxllm.serving.ground.speculation_options import SpeculationOptions as SpeculationOptions
+    from jaxllm.serving.guided.grammar import Grammar as Grammar
+    from jaxllm.serving.host.direct_io import Storage as Storage
+    from jaxllm.serving.opening.engine import Engine as Engine
+    from jaxllm.serving.server.service import LLMService as LLMService
+    from jaxllm.text.prompts import Prompt as Prompt
 
 
-# Public name -> the module that defines it.
-_HOMES = {
-    "Answer": "jaxllm.serving.engine.answer",
-    "AsyncClient": "jaxllm.client",
-    "BucketMissing": "jaxllm.errors",
-    "BudgetExceeded": "jaxllm.errors",
-    "BundleError": "jaxllm.errors",
-    "CheckpointError": "jaxllm.errors",
-    "Client": "jaxllm.client",
-    "ConfigError": "jaxllm.errors",
-    "Context": "jaxllm.serving.contexts.context",
-    "ContextGone": "jaxllm.errors",
-    "ContextOptions": "jaxllm.serving.contexts.options",
-    "ContextOverflow": "jaxllm.errors",
-    "EncoderConfig": "jaxllm.models.encoder.config",
-    "EndToEnd": "jaxllm.serving.elastic.objectives",
-    "EnergyBudget": "jaxllm.serving.elastic.objectives",
-    "Engine": "jaxllm.serving.opening.engine",
-    "EngineOptions": "jaxllm.serving.ground.options",
-    "ExpertOptions": "jaxllm.serving.ground.expert_options",
-    "GenerationConfig": "jaxllm.serving.engine.request",
-    "Grammar": "jaxllm.serving.guided.grammar",
-    "JaxllmError": "jaxllm.errors",
-    "LLMService": "jaxllm.serving.server.service",
-    "Latency": "jaxllm.serving.elastic.objectives",
-    "ModelConfig": "jaxllm.config",
-    "NotFinite": "jaxllm.errors",
-    "ObjectiveMissed": "jaxllm.errors",
-    "Plan": "jaxllm.serving.ground.plan",
-    "PrefillOptions": "jaxllm.serving.ground.int8_prefill_options",
-    "ProgramError": "jaxllm.errors",
-    "Prompt": "jaxllm.text.prompts",
-    "PromptRows": "jaxllm.serving.ground.prompt_rows",
-    "RopeConfig": "jaxllm.layer_configs",
-    "Sampling": "jaxllm.sampling_state",
-    "Session": "jaxllm.serving.engine.request",
-    "Sliding": "jaxllm.serving.engine.request",
-    "Slo": "jaxllm.elastic.slo",
-    "SpeculationOptions": "jaxllm.serving.ground.speculation_options",
-    "Storage": "jaxllm.serving.host.direct_io",
-    "TemplateError": "jaxllm.errors",
-    "TlmConfig": "jaxllm.models.tiny_lm",
-    "TokenLogprob": "jaxllm.serving.engine.decoding",
-    "Unreadable": "jaxllm.errors",
-    "open_program": "jaxllm.export.programs.model",
-    "write_bundle": "jaxllm.bundle.writer",
+# Module -> the public names that it defines.
+_PUBLIC = {
+    "bundle.writer": "write_bundle",
+    "client": "AsyncClient Client",
+    "config": "ModelConfig",
+    "elastic.slo": "Slo",
+    "errors": "BucketMissing BudgetExceeded BundleError CheckpointError ConfigError ContextGone "
+    "ContextOverflow JaxllmError NotFinite ObjectiveMissed ProgramError TemplateError Unreadable",
+    "export.programs.model": "open_program",
+    "layer_configs": "RopeConfig",
+    "models.encoder.config": "EncoderConfig",
+    "models.tiny_lm": "TlmConfig",
+    "sampling_state": "Sampling",
+    "serving.contexts.context": "Context",
+    "serving.contexts.options": "ContextOptions",
+    "serving.elastic.objectives": "EndToEnd EnergyBudget Latency",
+    "serving.engine.answer": "Answer",
+    "serving.engine.decoding": "TokenLogprob",
+    "serving.engine.request": "GenerationConfig Session Sliding",
+    "serving.ground.expert_options": "ExpertOptions",
+    "serving.ground.int8_prefill_options": "PrefillOptions",
+    "serving.ground.options": "EngineOptions",
+    "serving.ground.plan": "Plan",
+    "serving.ground.prompt_rows": "PromptRows",
+    "serving.ground.speculation_options": "SpeculationOptions",
+    "serving.guided.grammar": "Grammar",
+    "serving.host.direct_io": "Storage",
+    "serving.opening.engine": "Engine",
+    "serving.server.service": "LLMService",
+    "text.prompts": "Prompt",
 }
-__all__ = [
-    "Answer",
-    "AsyncClient",
-    "BucketMissing",
-    "BudgetExceeded",
-    "BundleError",
-    "CheckpointError",
-    "Client",
-    "ConfigError",
-    "Context",
-    "ContextGone",
-    "ContextOptions",
-    "ContextOverflow",
-    "EncoderConfig",
-    "EndToEnd",
-    "EnergyBudget",
-    "Engine",
-    "EngineOptions",
-    "ExpertOptions",
-    "GenerationConfig",
-    "Grammar",
-    "JaxllmError",
-    "LLMService",
-    "Latency",
-    "ModelConfig",
-    "NotFinite",
-    "ObjectiveMissed",
-    "Plan",
-    "PrefillOptions",
-    "ProgramError",
-    "Prompt",
-    "PromptRows",
-    "RopeConfig",
-    "Sampling",
-    "Session",
-    "Sliding",
-    "Slo",
-    "SpeculationOptions",
-    "Storage",
-    "TemplateError",
-    "TlmConfig",
-    "TokenLogprob",
-    "Unreadable",
-    "open_program",
-    "write_bundle",
-]
+# Public name -> the module that defines it.
+_HOMES = {name: f"jaxllm.{module}" for module, names in _PUBLIC.items() for name in names.split()}
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]: the imports above name them for types
 
 
 def __getattr__(name: str) -> Any:

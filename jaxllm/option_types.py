@@ -9,13 +9,23 @@ import click
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
-class Share(click.ParamType):
+class _Type(click.ParamType):
+    """A type whose placeholder in help texts is fixed."""
+
+    metavar: str
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The placeholder in help texts."""
+        return self.metavar
+
+
+class Share(_Type):
     """A share of a whole: "5%" and "0.05" are the same.
 
     A number of 1 and more without a percent sign is refused, since it might mean either.
     """
 
-    name = "share"
+    name, metavar = "share", "SHARE"
 
     def __init__(self, *, above_zero: bool = False, most: float = 1.0, allow_inf: bool = False) -> None:
         """Accepts shares from 0 to `most`.
@@ -26,10 +36,6 @@ class Share(click.ParamType):
           allow_inf: whether to accept "inf", for no limit.
         """
         self._above_zero, self._most, self._allow_inf = above_zero, most, allow_inf
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The placeholder in help texts."""
-        return "SHARE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The share, 0.05 for "5%"; fails the command for invalid values."""
@@ -52,14 +58,10 @@ class Share(click.ParamType):
         return share
 
 
-class Level(click.ParamType):
+class Level(_Type):
     """A level of an elastic model, by its percentage: "50" and "50%" are the same."""
 
-    name = "level"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The placeholder in help texts."""
-        return "PERCENT"
+    name, metavar = "level", "PERCENT"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The percentage; fails the command for invalid values."""
@@ -71,15 +73,11 @@ class Level(click.ParamType):
         return int(text)
 
 
-class Levels(click.ParamType):
+class Levels(_Type):
     """Several levels, with commas between them: "20,50,80"."""
 
-    name = "levels"
+    name, metavar = "levels", "PERCENT,..."
     _level = Level()
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The placeholder in help texts."""
-        return "PERCENT,..."
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -90,14 +88,10 @@ class Levels(click.ParamType):
         return tuple(self._level.convert(each, param, ctx) for each in str(value).split(","))
 
 
-class Size(click.ParamType):
+class Size(_Type):
     """A number of bytes, such as 300MB, 1.5GiB or 4096."""
 
-    name = "size"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The placeholder in help texts."""
-        return "SIZE"
+    name, metavar = "size", "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The number; fails the command for invalid values."""

@@ -39,6 +39,8 @@ class Declaration:
       below: exclusive upper bound.
       entries: minimum number of entries of a tuple.
       ascending: whether the entries of a tuple ascend.
+      flags: names on the command line; `--name` by default.
+      click: further arguments of `click.option`, such as `type` and `metavar`.
     """
 
     help: str = ""
@@ -48,6 +50,8 @@ class Declaration:
     below: float | None = None
     entries: int = 0
     ascending: bool = False
+    flags: tuple[str, ...] = ()
+    click: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _PLAIN = Declaration()
@@ -56,17 +60,11 @@ _PLAIN = Declaration()
 def option(
     default: Any = dataclasses.MISSING,
     help: str = "",  # noqa: A002
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    entries: int = 0,
-    ascending: bool = False,
+    **declared: Any,
 ) -> Any:
-    """A field of a dataclass; see `Declaration`. Without a default the field is required; a callable
-    default is a factory."""
-    metadata = {_DECLARATION: Declaration(help, low, high, above, below, entries, ascending)}
+    """A field of a dataclass, with the attributes of its `Declaration`. Without a default the field is
+    required; a callable default is a factory."""
+    metadata = {_DECLARATION: Declaration(help, **declared)}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -123,7 +121,7 @@ def click_option(
     Args:
       cls: dataclass that declares it.
       name: name of the field, and of the command's parameter.
-      *flags: names on the command line; `--name` by default.
+      *flags: names on the command line, if others than declared.
       default: text for the help instead of the field's default.
       **more: overriding arguments of `click.option`, such as `type` and `metavar`.
     """
@@ -134,12 +132,30 @@ def click_option(
     if default is None:
         value = cls.__dataclass_fields__[name].default
         default = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    more = {"help": f"{declared.help}  [default: {default}]", **more}
+    # A help text may name the default itself.
+    text = declared.help if "[default: " in declared.help else f"{declared.help}  [default: {default}]"
+    more = {"help": text, **declared.click, **more}
     if get_origin(kind) is tuple:
         more.setdefault("multiple", True)
         kind = get_args(kind)[0]
     more.setdefault("type", _click_type(kind, declared))
-    return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **more)
+    return click.option(*(flags or declared.flags or (f"--{name.replace('_', '-')}",)), name, **more)
+
+
+def click_options(cls: type, *names: str, **how: Any) -> Callable[[Command], Command]:
+    """The command-line options of several fields, in the order of the help text; see `click_option`."""
+    return combined(*(click_option(cls, name, **how) for name in names))
+
+
+def combined(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Combines several options into one decorator, in the order of the help text."""
+
+    def decorate(command: Command) -> Command:
+        for each in reversed(options):
+            command = each(command)
+        return command
+
+    return decorate
 
 
 def option_table(cls: type) -> str:

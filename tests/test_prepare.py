@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints import safetensors_folder
-from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.huggingface import Checkpoint, read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.files import input_files
 from jaxllm.models.parameters import param_specs, parameter_count
-from jaxllm.prepare import prepare, weight_format_of
+from jaxllm.prepare import prepare
 from jaxllm.quant import Bfloat16Bits, dequantize
 from jaxllm.quant import weights as quant_weights
+from jaxllm.serving.ground.bundles import open_model
 from tests.checkpoints.memory import mapped_bytes, traced
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
@@ -48,7 +51,7 @@ def test_parameters_are_those_of_the_folder(tmp_path: Path, source: str) -> None
     prepare(folder, out)
     with Bundle.open(out) as bundle:
         assert bundle.layout.weights == ("bf16" if source == "bf16" else "f32")
-        assert bundle.layout.weights == weight_format_of(folder)
+        assert bundle.layout.weights == Checkpoint(folder).weight_format
         assert bundle.layout.name == "model"
         assert bundle.cfg == read_config(folder) == TINY
         assert bundle.tokenizer_files() == tiny_tokenizer()
@@ -60,6 +63,23 @@ def test_parameters_are_those_of_the_folder(tmp_path: Path, source: str) -> None
             np.testing.assert_array_equal(value.bits, expected[name].view(np.uint16))
         else:
             np.testing.assert_array_equal(value, expected[name].astype(np.float32), strict=True)
+
+
+@pytest.mark.parametrize("start", [lambda folder: prepare(folder, folder.parent / "out"), open_model])
+def test_the_config_is_read_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Path], Any]
+) -> None:
+    """Whether a bundle is prepared from a folder, or an engine opens the folder itself."""
+    opened: list[str] = []
+    really = input_files.open_regular
+
+    def counted(path: Path) -> Any:
+        opened.append(Path(path).name)
+        return really(path)
+
+    monkeypatch.setattr(input_files, "open_regular", counted)
+    start(folder)
+    assert opened.count("config.json") == 1
 
 
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4", "int4-all"])

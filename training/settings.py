@@ -92,6 +92,7 @@ class TrainSettings(Recipe):
         256,
         "Measure held-out losses on at most N batches, spread over the held-out documents; 0 for all.",
         low=0,
+        flags=("--eval-batches",),
     )
     log_steps: int = option(10, "Steps between two lines of metrics.", low=1)
 

@@ -48,8 +48,8 @@ from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.service import CODEC, CODEC_CHUNK_TOKENS
-from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.questions import branching
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
 
 # As services store them.

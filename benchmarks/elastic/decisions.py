@@ -32,8 +32,7 @@ from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.host.progress import Progress
 from jaxllm.steps.branching import Branching
-from jaxllm.tasks.branching import branching
-from jaxllm.tasks.shortened import Question, shorten
+from jaxllm.tasks.questions import Question, branching, shorten
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -64,8 +64,7 @@ from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.server.service import LLMService
-from jaxllm.tasks.branching import branching
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question, branching
 from jaxllm.text.tokenizer import Tokenizer
 
 

@@ -19,9 +19,9 @@ from benchmarks.harness.options import (
     text_option,
 )
 from jaxllm.cli.console import progress_bars
+from jaxllm.cli.training_options import pairs_options
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
-from jaxllm.tasks.pair_options import pairs_options
 
 if TYPE_CHECKING:
     from benchmarks.experts.run import Plan

@@ -32,7 +32,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
-from jaxllm.tasks.pairs import paired_lines
+from jaxllm.tasks.example import paired_lines
 from jaxllm.tasks.rouge import require_rouge, rouge
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -66,7 +66,7 @@ from jaxllm.int8_prefill.reference import integer_rule, observed, plain_rule, sc
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import quantize, to_blocks
 from jaxllm.serving.host.progress import Progress
-from jaxllm.tasks.branching import branching
+from jaxllm.tasks.questions import branching
 from jaxllm.text.prompts import end_of_turn_id
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 

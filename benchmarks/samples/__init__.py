@@ -24,11 +24,9 @@ from typing import Any
 from jaxllm.cli.console import read_text
 from jaxllm.errors import ConfigError
 from jaxllm.serving.evaluation.tasks import read_questions
-from jaxllm.tasks import api_choice, labels, ui_steps
-from jaxllm.tasks.example import TaskExample, held_out
-from jaxllm.tasks.free_text import SHORTEN, SUM_UP, read_chats, read_compression
-from jaxllm.tasks.labels import EMOTION
-from jaxllm.tasks.pairs import paired_lines
+from jaxllm.tasks import readers
+from jaxllm.tasks.example import TaskExample, held_out, paired_lines
+from jaxllm.tasks.readers import EMOTION, SHORTEN, SUM_UP, read_chats, read_compression
 from jaxllm.text.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"
@@ -70,7 +68,7 @@ def text_windows(tokens: Sequence[int], length: int, count: int) -> Iterator[lis
 
 
 _FILE = Path(__file__).with_name("questions.json")
-_LABELS = {"sentiment": labels.SENTIMENT, "news": labels.NEWS, "emotion": labels.EMOTION}
+_LABELS = {"sentiment": readers.SENTIMENT, "news": readers.NEWS, "emotion": readers.EMOTION}
 _FREE = {"shorten": SHORTEN, "chat summary": SUM_UP}
 
 
@@ -124,7 +122,7 @@ def _examples(task: str, samples: Sequence[Any]) -> Iterator[TaskExample]:
 def _step(sample: Mapping[str, Any]) -> TaskExample:
     history = "\n".join(f"- {each}" for each in sample["done"])
     step = {"label": [sample["chosen"], "null"], "history": history, "state": "\n".join(sample["screen"])}
-    return ui_steps.example(sample["app"], sample["goal"], step)
+    return readers.ui_step(sample["app"], sample["goal"], step)
 
 
 def _call(sample: Mapping[str, Any], number: int) -> TaskExample:
@@ -134,7 +132,7 @@ def _call(sample: Mapping[str, Any], number: int) -> TaskExample:
         "question": [[{"role": "user", "content": sample["request"]}]],
         "function": functions,
     }
-    return api_choice.example(record, sample["answer"], api_choice.lines([record]), 0)
+    return readers.api_choice(record, sample["answer"], readers.function_lines([record]), 0)
 
 
 # Of the sentences that are shortened the packaged recipes hold out so many.

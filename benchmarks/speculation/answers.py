@@ -26,7 +26,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.free_text import read_chats, read_compression, story_example
+from jaxllm.tasks.readers import read_chats, read_compression, story_example
 from jaxllm.tasks.rouge import rouge
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.prompts import reads_sources

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from jaxllm.bundle.layout import Part
+from jaxllm.bundle.parts import Fields, PartFormat, require_parameters
 from jaxllm.bundle.reader import Bundle
-from jaxllm.errors import BundleError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.image_input import ImageInput
 from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_encoder_shapes
-
-_PART = "image-encoder"
-_FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,16 +32,7 @@ class StoredImageEncoder:
     params: Mapping[str, np.ndarray]
 
     def __post_init__(self) -> None:
-        shapes = image_encoder_shapes(self.cfg)
-        if wrong := self.params.keys() ^ shapes.keys():
-            raise ConfigError(f"the parameters and the config disagree on {min(wrong)}")
-        for name, shape in shapes.items():
-            value = self.params[name]
-            if tuple(value.shape) != shape or value.dtype.name not in _FLOATS:
-                raise ConfigError(
-                    f"parameter {name} must be floats of shape {list(shape)}, got {value.dtype.name} "
-                    f"{list(value.shape)}"
-                )
+        require_parameters(image_encoder_shapes(self.cfg), self.params)
         if self.input.tile != self.cfg.image_size or self.cfg.channels != 3:
             raise ConfigError(
                 f"tiles of {self.input.tile} pixels and 3 channels do not fit an encoder of images of "
@@ -59,39 +48,8 @@ class StoredImageEncoder:
 def image_encoder_parts(encoder: StoredImageEncoder) -> dict[str, Part]:
     """The part of a bundle with an encoder of images, for `write_bundle`."""
     facts = {"config": encoder.cfg.to_json(), "input": encoder.input.to_json()}
-    return {
-        _PART: Part(
-            facts, {name: np.asarray(encoder.params[name]) for name in image_encoder_shapes(encoder.cfg)}
-        )
-    }
-
-
-def has_image_encoder(bundle: Bundle) -> bool:
-    """Whether a bundle has an encoder of images."""
-    return _PART in bundle.layout.parts
-
-
-def read_image_encoder_part(bundle: Bundle) -> StoredImageEncoder | None:
-    """The encoder of images of a bundle, its arrays views of the file; None if it has none.
-
-    Raises:
-      BundleError: it is corrupt, malformed, or does not fit the bundle's model.
-    """
-    part = bundle.load_part(_PART)
-    if part is None:
-        return None
-    try:
-        found = StoredImageEncoder(
-            cfg=ImageEncoderConfig(**part.facts["config"]),
-            input=ImageInput.from_json(part.facts["input"]),
-            params=part.arrays,
-        )
-        _check_fit(bundle, found)
-    except (KeyError, TypeError, ConfigError) as error:
-        raise BundleError(
-            f"{bundle.path}: its encoder of images is malformed ({error!s:.300}); prepare it again"
-        ) from error
-    return found
+    arrays = {name: np.asarray(encoder.params[name]) for name in image_encoder_shapes(encoder.cfg)}
+    return {_IMAGES.name: Part(facts, arrays)}
 
 
 def image_encoder_facts(bundle: Bundle) -> dict[str, Any]:
@@ -109,10 +67,20 @@ def image_encoder_facts(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _check_fit(bundle: Bundle, found: StoredImageEncoder) -> None:
+def _read(bundle: Bundle, fields: Fields) -> StoredImageEncoder:
+    found = StoredImageEncoder(
+        cfg=ImageEncoderConfig(**fields.facts["config"]),
+        input=ImageInput.from_json(fields.facts["input"]),
+        params=fields.rest(),
+    )
     if found.cfg.row_size != bundle.cfg.hidden_size:
         raise ConfigError(
             f"its rows have {found.cfg.row_size} numbers, the model takes {bundle.cfg.hidden_size}"
         )
     if found.input.image_id >= bundle.cfg.vocab_size:
         raise ConfigError(f"the token {found.input.image_id} of images is outside the vocabulary")
+    return found
+
+
+_IMAGES = PartFormat("image-encoder", "encoder of images", "prepare it again", _read)
+read_image_encoder_part, has_image_encoder = _IMAGES.read, _IMAGES.is_in

@@ -1,11 +1,11 @@
-"""The layout of a bundle: header, manifest, segments and tensors, checked before anything is read."""
+"""The layout of a bundle: header, manifest, segments and tensors, whose checks make untrusted files safe."""
 
 import dataclasses
 import functools
 import os
 import struct
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -16,11 +16,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ENCODER, ParamSpec, param_specs, specs_apart
-from jaxllm.quant import BITS, GROUPS, blocked_shapes
+from jaxllm.quant import BITS, GROUPS, PANEL, blocked_shapes
 from jaxllm.quant.nested import NESTED_GROUP
-
-# The layout of a bundle, and the checks that make an untrusted file safe to read.
-
 
 SUFFIX = ".jaxllm"
 VERSION = 2
@@ -28,8 +25,6 @@ MAGIC = b"JAXLLM\r\n"  # \r\n reveals a text-mode copy of the file
 HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
 ALIGN = 64
-# Allowed dtypes of arrays of parts.
-PART_DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8", "int32")
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -310,8 +305,8 @@ def _check_layout(layout: "Layout", end: int) -> None:
     for part, each in layout.parts.items():
         for name, tensor in each.tensors.items():
             _check_place(f"{part}/{name}", tensor, part_segment(part), layout.segments)
-            if len(tensor.extents) > 1 or tensor.data.dtype not in PART_DTYPES:
-                raise ConfigError(f"{name} of part {part} must be one of {', '.join(PART_DTYPES)}")
+            if len(tensor.extents) > 1 or tensor.data.dtype not in DTYPES:
+                raise ConfigError(f"{name} of part {part} must be one of {', '.join(DTYPES)}")
 
 
 def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str, Segment]) -> None:
@@ -370,6 +365,47 @@ def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
         and tensor.scale.shape == scale
         and tensor.scale.dtype == ("float16" if tensor.group else "float32")
     )
+
+
+# Locates some rows of an embedding or head matrix, to read them without the rest if it is too large for
+# memory. Quantized rows are stored and read by panels.
+
+
+def row_step(matrix: Tensor) -> int:
+    """The number of rows of a panel: pieces begin at multiples of it. 1 if the matrix is not quantized."""
+    return 1 if matrix.scale is None else PANEL
+
+
+def rows_at(matrix: Tensor, first: int, count: int) -> tuple[Extent, ...]:
+    """The extents of rows `[first, first + count)`: their data, and their scales if they are quantized.
+
+    Args:
+      matrix: entry of a matrix contracted along its last axis.
+      first: a multiple of `row_step`.
+      count: number of rows; the extents are rounded up to whole panels.
+
+    Raises:
+      ConfigError: `first` is no multiple of `row_step`.
+    """
+    step = row_step(matrix)
+    if first % step:
+        raise ConfigError(f"rows of this matrix are stored by {step}, and {first} is no multiple of it")
+    extents = (matrix.data,) if matrix.scale is None else (matrix.data, matrix.scale)
+    found = []
+    for each in extents:
+        # Scales without groups are one per row; other arrays lead with rows, or with panels if quantized.
+        by_row = len(each.shape) == 1 or matrix.scale is None
+        start, stop = (first, first + count) if by_row else (first // step, -(-(first + count) // step))
+        if by_row and step > 1:
+            stop = -(-stop // step) * step
+        row_bytes = int(np.prod(each.shape[1:], dtype=np.int64)) * DTYPES[each.dtype].itemsize
+        found.append(Extent(each.offset + start * row_bytes, each.dtype, (stop - start, *each.shape[1:])))
+    return tuple(found)
+
+
+def rows_alone(matrix: Tensor, extents: Sequence[Extent]) -> Tensor:
+    """The entry of a matrix of only the rows at `extents` (see `rows_at`)."""
+    return dataclasses.replace(matrix, data=extents[0], scale=extents[1] if len(extents) > 1 else None)
 
 
 # Keeps a file open, and detects changes of it in place.

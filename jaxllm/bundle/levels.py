@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from jaxllm.bundle.layout import Part
+from jaxllm.bundle.parts import Fields, PartFormat
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.units import UnitOrder, check_order, order_arrays, order_of_arrays
-from jaxllm.errors import BundleError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.models.lora import TARGETS, adapter_shapes, parameters_of, target_of
 from jaxllm.models.parameters import param_specs
 
-_LADDER = "elastic"
 _LARGEST_SCALING = 1e6
 
 
@@ -47,45 +47,11 @@ def elastic_parts(
       facts: further facts, for display.
     """
     arrays = {} if order is None else order_arrays(order)
-    parts = {_LADDER: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
+    parts = {_LADDER.name: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
     for level, each in (recoveries or {}).items():
         halved = {name: _halved(value) for name, value in each.adapter.items()}
-        parts[_recovery(level)] = Part({"scaling": each.scaling}, halved)
+        parts[_recovery(level).name] = Part({"scaling": each.scaling}, halved)
     return parts
-
-
-def read_ladder(bundle: Bundle) -> Ladder | None:
-    """The levels of a bundle; None if it has only the whole model.
-
-    Raises:
-      BundleError: the levels are malformed, or belong to another model.
-    """
-    part = bundle.layout.parts.get(_LADDER)
-    if part is None:
-        return None
-    try:
-        ladder = Ladder.from_json(part.facts["ladder"])
-        sub_config(bundle.cfg, ladder, ladder.levels[0])
-    except (KeyError, ConfigError) as error:
-        raise BundleError(f"{bundle.path}: its levels are malformed ({error}); prepare it again") from error
-    return ladder
-
-
-def read_order(bundle: Bundle) -> UnitOrder | None:
-    """The order in which units were put when the bundle was made; None if they were not reordered.
-
-    Raises:
-      BundleError: the order is corrupt, or belongs to another model.
-    """
-    part = bundle.load_part(_LADDER)
-    if part is None or not part.arrays:
-        return None
-    try:
-        order = order_of_arrays(bundle.cfg, part.arrays)
-        check_order(bundle.cfg, order)
-    except (KeyError, ConfigError) as error:
-        raise BundleError(f"{bundle.path}: its order of units is malformed ({error})") from error
-    return order
 
 
 def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
@@ -94,26 +60,12 @@ def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
     Raises:
       BundleError: the adapter is corrupt or malformed.
     """
-    part = bundle.load_part(_recovery(level))
-    if part is None:
-        return None
-    scaling = part.facts.get("scaling")
-    if (
-        not isinstance(scaling, int | float)
-        or isinstance(scaling, bool)
-        or not abs(scaling) <= _LARGEST_SCALING
-    ):
-        raise BundleError(f"{bundle.path}: the adapter of level {level} has scaling {scaling!r:.80}")
-    try:
-        _check_adapter(require_level(bundle, level), part.arrays)
-    except ConfigError as error:
-        raise BundleError(f"{bundle.path}: the adapter of level {level} is malformed: {error}") from error
-    return Recovery(part.arrays, float(scaling))
+    return _recovery(level).read(bundle)
 
 
 def release_recovery(bundle: Bundle, level: int) -> None:
     """Releases the memory of a level's adapter (see `Bundle.release_part`)."""
-    bundle.release_part(_recovery(level))
+    _recovery(level).release(bundle)
 
 
 def require_level(bundle: Bundle, level: int) -> ModelConfig:
@@ -121,7 +73,7 @@ def require_level(bundle: Bundle, level: int) -> ModelConfig:
 
     Raises:
       ConfigError: the bundle has no such level.
-      BundleError: see `read_ladder`.
+      BundleError: see `PartFormat.read`.
     """
     ladder = read_ladder(bundle)
     if ladder is None:
@@ -130,6 +82,39 @@ def require_level(bundle: Bundle, level: int) -> ModelConfig:
             "`jaxllm elasticize`"
         )
     return sub_config(bundle.cfg, ladder, level)
+
+
+def _read_ladder(bundle: Bundle, fields: Fields) -> Ladder:
+    ladder = Ladder.from_json(fields.facts["ladder"])
+    sub_config(bundle.cfg, ladder, ladder.levels[0])
+    return ladder
+
+
+def _read_order(bundle: Bundle, fields: Fields) -> UnitOrder | None:
+    if not (arrays := fields.rest()):
+        return None
+    order = order_of_arrays(bundle.cfg, arrays)
+    check_order(bundle.cfg, order)
+    return order
+
+
+# Two readers of one part: an engine that opens a level needs no order, and does not read its bytes.
+_LADDER = PartFormat("elastic", "list of levels", "prepare it again", _read_ladder, reads_arrays=False)
+_ORDER = PartFormat("elastic", "order of units", "prepare it again", _read_order)
+read_ladder, read_order = _LADDER.read, _ORDER.read
+
+
+def _recovery(level: int) -> PartFormat[Recovery]:
+    def read(bundle: Bundle, fields: Fields) -> Recovery:
+        scaling = fields.facts.get("scaling")
+        number = isinstance(scaling, int | float) and not isinstance(scaling, bool)
+        if not number or not abs(scaling) <= _LARGEST_SCALING:  # pyright: ignore[reportArgumentType]
+            raise ConfigError(f"its scaling is {scaling!r:.80}")
+        adapter = fields.rest()
+        _check_adapter(require_level(bundle, level), adapter)
+        return Recovery(adapter, float(scaling))  # pyright: ignore[reportArgumentType]
+
+    return PartFormat(f"recovery.{level}", f"adapter of level {level}", "prepare it again", read)
 
 
 def _check_adapter(cfg: ModelConfig, adapter: Mapping[str, np.ndarray]) -> None:
@@ -153,7 +138,3 @@ def _halved(value: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         half = np.asarray(value).astype(np.float16)
     return half if value.dtype.kind == "f" and np.isfinite(half).all() else value
-
-
-def _recovery(level: int) -> str:
-    return f"recovery.{level}"

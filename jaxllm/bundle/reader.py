@@ -5,7 +5,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,8 @@ class Bundle:
     def load(self, *, stacked: bool = False, on_segment: Progress | None = None) -> dict[str, Weight]:
         """All parameters as JAX arrays on the default device.
 
-        On a CPU they alias the mapped file: it is read once, for its checksums, and all processes that
-          serve the
-        bundle share its pages. Only without native kernels quantized weights are converted to another
+        On a CPU they alias the mapped file: it is read once, for its checksums, and all processes that serve
+        the bundle share its pages. Only without native kernels quantized weights are converted to another
         order, in separate memory.
 
         Args:
@@ -141,23 +140,27 @@ class Bundle:
         return self.unchecked(stacked=stacked)
 
     def verify_weights(self, *, on_segment: Progress | None = None) -> None:
-        """Checks the segments of all parameters.
+        """Checks the segments of all parameters; see `load`."""
+        self._verify(self._weight_segments(), on_segment)
 
-        Args:
-          on_segment: callback for (name, bytes) after each segment.
+    def verify(self, *, on_segment: Progress | None = None) -> None:
+        """Reads the whole file and checks every segment, also those that were checked before; see `load`."""
+        self._verify(list(self.layout.segments), on_segment, again=True)
 
-        Raises:
-          BundleError: a segment's checksum is wrong.
-        """
-        for name in self._weight_segments():
+    def _verify(self, names: Sequence[str], on_segment: Progress | None, *, again: bool = False) -> None:
+        for name in names:
+            if again:
+                self._verified.discard(name)
             self.verify_segment(name)
             if on_segment is not None:
                 on_segment(name, self.layout.segments[name].size_bytes)
 
-    def _weight_segments(self) -> list[str]:
-        """The names of the segments of all parameters, in file order."""
+    def _weight_segments(self, *, experts: bool = True) -> list[str]:
+        """The names of the segments of all parameters, or of all but separately stored `experts`, in file
+        order."""
         tensors = self.layout.tensors.values()
-        return list(dict.fromkeys(segment for tensor in tensors for segment in tensor.segments))
+        chosen = [each for each in tensors if experts or ".experts." not in each.segment]
+        return list(dict.fromkeys(segment for tensor in chosen for segment in tensor.segments))
 
     def unchecked(self, *, stacked: bool = False) -> dict[str, Weight]:
         """`load` without checksums: if weights are used in place, nothing is read.
@@ -182,17 +185,13 @@ class Bundle:
         Raises:
           BundleError: a segment's checksum is wrong.
         """
-        found = {}
-        for segment, tensors in self.layout.by_segment.items():
-            if ".experts." in segment:
-                continue
-            for each in dict.fromkeys(each for tensor in tensors.values() for each in tensor.segments):
-                self.verify_segment(each)
-                if on_segment is not None:
-                    on_segment(each, self.layout.segments[each].size_bytes)
-            for name, tensor in tensors.items():
-                found[name] = self.place(tensor, self.layout.specs[name].shape, self._view)
-        return found
+        self._verify(self._weight_segments(experts=False), on_segment)
+        return {
+            name: self.place(tensor, self.layout.specs[name].shape, self._view)
+            for segment, tensors in self.layout.by_segment.items()
+            for name, tensor in tensors.items()
+            if ".experts." not in segment
+        }
 
     def _weight(self, name: str) -> Weight:
         """A parameter as host arrays; separately stored experts are joined to one weight."""
@@ -313,18 +312,6 @@ class Bundle:
             return
         start = segment.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._data.madvise(mmap.MADV_DONTNEED, start, segment.offset + segment.size_bytes - start)
-
-    def verify(self, *, on_segment: Progress | None = None) -> None:
-        """Reads the whole file and checks every segment.
-
-        Raises:
-          BundleError: a segment's checksum is wrong; names the first one.
-        """
-        for segment in self.layout.segments.values():
-            self._verified.discard(segment.name)
-            self.verify_segment(segment.name)
-            if on_segment is not None:
-                on_segment(segment.name, segment.size_bytes)
 
     def verify_segment(self, name: str) -> None:
         """Checks one segment's bytes, once per open bundle."""

@@ -9,21 +9,18 @@ import numpy as np
 
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.levels import read_ladder
+from jaxllm.bundle.parts import Fields, PartFormat, require_parameters
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import WHOLE
 from jaxllm.elastic.compression import MARKS
 from jaxllm.elastic.slo import marks
-from jaxllm.errors import BundleError, CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.tiny_lm import TlmConfig, tlm_shapes
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
-_PART = "tiny-lm"
 # The tokenizer is an array of JSON bytes next to the weights: in the manifest it would be parsed at every
 # opening.
 _TOKENIZER = "tokenizer"
-# `row_tokens` of bundles that do not store it: all recipes of their version used this.
-_UNTOLD_ROW_TOKENS = 256
-_FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +63,7 @@ class TinyLm:
                 f"a tiny LM's rows must have {MARKS + 1} to {window} tokens, its encoder's window, got "
                 f"{self.row_tokens!r:.80}"
             )
-        _check_params(self.cfg, self.params)
+        require_parameters(tlm_shapes(self.cfg), self.params)
 
 
 def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
@@ -76,8 +73,7 @@ def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[
       tiny: the tiny LM.
       facts: further facts, for display.
     """
-    told = {
-        **(facts or {}),
+    own = {
         "config": tiny.cfg.to_json(),
         "levels": list(tiny.levels),
         "prompt_ratios": list(tiny.prompt_ratios),
@@ -87,41 +83,8 @@ def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[
     }
     arrays = {name: np.asarray(tiny.params[name]) for name in tlm_shapes(tiny.cfg)}
     if tiny.tokenizer is not None:
-        raw = json.dumps(tiny.tokenizer.to_json()).encode()
-        arrays[_TOKENIZER] = np.frombuffer(raw, np.uint8)
-    return {_PART: Part(told, arrays)}
-
-
-def read_tiny_lm(bundle: Bundle) -> TinyLm | None:
-    """The tiny LM of a bundle, its arrays views of the file; None if it has none.
-
-    Raises:
-      BundleError: the tiny LM is corrupt, malformed, or does not fit the bundle's model and levels.
-    """
-    part = bundle.load_part(_PART)
-    if part is None:
-        return None
-    try:
-        facts, arrays = part.facts, dict(part.arrays)
-        raw = arrays.pop(_TOKENIZER, None)
-        if facts["own_tokenizer"] is not (raw is not None):
-            raise ConfigError("its facts and its arrays disagree on whether it has a tokenizer")
-        cfg = TlmConfig.from_json(facts["config"])
-        tiny = TinyLm(
-            cfg=cfg,
-            params=arrays,
-            levels=tuple(facts["levels"]),
-            prompt_ratios=tuple(facts["prompt_ratios"]),
-            mark_ids=tuple(facts["mark_ids"]),
-            row_tokens=facts.get("row_tokens", min(_UNTOLD_ROW_TOKENS, cfg.encoder.window_tokens)),
-            tokenizer=None if raw is None else _tokenizer(raw),
-        )
-        _check_fit(bundle, tiny)
-    except (KeyError, TypeError, ConfigError) as error:
-        raise BundleError(
-            f"{bundle.path}: its tiny LM is malformed ({error!s:.300}); prepare it again"
-        ) from error
-    return tiny
+        arrays[_TOKENIZER] = np.frombuffer(json.dumps(tiny.tokenizer.to_json()).encode(), np.uint8)
+    return {_TINY_LM.name: Part({**(facts or {}), **own}, arrays)}
 
 
 def _check_classes(what: str, values: Any, count: int, kinds: tuple[type, ...], most: int) -> None:
@@ -130,17 +93,28 @@ def _check_classes(what: str, values: Any, count: int, kinds: tuple[type, ...], 
         raise ConfigError(f"its {count} {what} must be ascending numbers in (0, {most}], got {values!s:.200}")
 
 
-def _check_params(cfg: TlmConfig, params: Mapping[str, np.ndarray]) -> None:
-    shapes = tlm_shapes(cfg)
-    if wrong := params.keys() ^ shapes.keys():
-        raise ConfigError(f"the parameters and the config disagree on {min(wrong)}")
-    for name, shape in shapes.items():
-        value = params[name]
-        if tuple(value.shape) != shape or value.dtype.name not in _FLOATS:
-            raise ConfigError(
-                f"parameter {name} must be floats of shape {list(shape)}, got {value.dtype.name} "
-                f"{list(value.shape)}"
-            )
+def _read(bundle: Bundle, fields: Fields) -> TinyLm:
+    facts, raw = fields.facts, fields.take(_TOKENIZER)
+    if facts["own_tokenizer"] is not (raw is not None):
+        raise ConfigError("its facts and its arrays disagree on whether it has a tokenizer")
+    tiny = TinyLm(
+        cfg=TlmConfig.from_json(facts["config"]),
+        params=fields.rest(),
+        **{name: tuple(facts[name]) for name in ("levels", "prompt_ratios", "mark_ids")},
+        row_tokens=facts["row_tokens"],
+        tokenizer=None if raw is None else _tokenizer(raw),
+    )
+    # Every class must be a level of the bundle, and every token must have an embedding.
+    ladder = read_ladder(bundle)
+    offered = (WHOLE,) if ladder is None else ladder.levels
+    if missing := sorted(set(tiny.levels) - set(offered)):
+        raise ConfigError(f"it chooses between levels of which the bundle lacks {missing}")
+    tokens = Tokenizer(bundle.tokenizer_files() if tiny.tokenizer is None else tiny.tokenizer).vocab_size
+    if tokens > tiny.cfg.encoder.vocab_size:
+        raise ConfigError(
+            f"its tokenizer has {tokens} tokens, it has {tiny.cfg.encoder.vocab_size}; it is of another model"
+        )
+    return tiny
 
 
 def _tokenizer(raw: np.ndarray) -> TokenizerFiles:
@@ -152,18 +126,5 @@ def _tokenizer(raw: np.ndarray) -> TokenizerFiles:
         raise ConfigError(f"its tokenizer is malformed: {error}") from error
 
 
-def _check_fit(bundle: Bundle, tiny: TinyLm) -> None:
-    """Raises ConfigError unless every class is a level of the bundle, and every token has an embedding."""
-    ladder = read_ladder(bundle)
-    offered = (WHOLE,) if ladder is None else ladder.levels
-    if missing := sorted(set(tiny.levels) - set(offered)):
-        raise ConfigError(f"it chooses between levels of which the bundle lacks {missing}")
-    try:
-        files = bundle.tokenizer_files() if tiny.tokenizer is None else tiny.tokenizer
-        tokens = Tokenizer(files).vocab_size
-    except CheckpointError as error:
-        raise ConfigError(f"its tokenizer is malformed: {error}") from error
-    if tokens > tiny.cfg.encoder.vocab_size:
-        raise ConfigError(
-            f"its tokenizer has {tokens} tokens, it has {tiny.cfg.encoder.vocab_size}; it is of another model"
-        )
+_TINY_LM = PartFormat("tiny-lm", "tiny LM", "prepare it again", _read)
+read_tiny_lm = _TINY_LM.read

@@ -16,10 +16,10 @@ import xxhash
 
 from jaxllm.bundle.layout import (
     ALIGN,
+    DTYPES,
     HEADER,
     MAGIC,
     PAGE,
-    PART_DTYPES,
     VERSION,
     Part,
     Segment,
@@ -57,11 +57,6 @@ class Kept:
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
         return self.value.shape
-
-
-def stored_by_rows(value: RowParts, spec: ParamSpec, weights: WeightFormat, width: int = 0) -> RowParts:
-    """`stored_form` for a matrix in parts."""
-    return value.map(lambda part: stored_form(part, spec, weights, width))
 
 
 def stored_form(
@@ -155,14 +150,11 @@ def write_bundle(
     with _written(path) as writer:
         writer.tokenizer(tokenizer)
         for param, spec, value, width in _in_file_order(cfg, pairs, expert_bits):
+            parts_of = value.parts if isinstance(value, RowParts) else (value,)
             try:
-                if isinstance(value, RowParts):
-                    writer.matrix(param, segment_of(param), stored_by_rows(value, spec, weights, width))
-                    continue
-                stored = stored_form(value, spec, weights, width)
+                writer.parameter(param, (stored_form(each, spec, weights, width) for each in parts_of))
             except ConfigError as error:
                 raise ConfigError(f"parameter {param}: {error}") from error
-            writer.parameter(param, segment_of(param), stored)
         for each, part in (parts or {}).items():
             writer.part(each, part)
         writer.finish(name, cfg, weights, experts_apart=expert_bits is not None)
@@ -196,7 +188,7 @@ def rewrite_bundle(
     with _written(path) as writer:
         writer.tokenizer(source.tokenizer_files())
         for param, stored in weights or ((each, source.stored(each)) for each in layout.tensors):
-            writer.parameter(param, segment_of(param), (instead or {}).get(param, stored))
+            writer.parameter(param, [(instead or {}).get(param, stored)])
         for each, part in {**kept, **parts}.items():
             if part is not None:
                 writer.part(each, part)
@@ -304,20 +296,13 @@ class _Writer:
         self._segment("tokenizer")
         self._put(json.dumps(tokenizer.to_json()).encode())
 
-    def parameter(self, name: str, segment: str, stored: np.ndarray | BlockedArray) -> None:
-        """Writes a parameter after the last one, in the same segment or a new one."""
-        self._segment(segment)
-        self._tensors[name] = self._tensor(stored)
-        if isinstance(stored, BlockedArray) and stored.low is not None:
-            self._low[name] = np.asarray(stored.low)
-
-    def matrix(self, name: str, segment: str, parts: RowParts) -> None:
-        """Writes a matrix part by part. Scales, which follow it, are of a tenth of its size or less."""
-        self._segment(segment)
+    def parameter(self, name: str, parts: Iterable[Stored]) -> None:
+        """Writes a parameter after the last one, in the same segment or a new one: parts of its rows, one in
+        memory at a time. Scales, which follow, are of a tenth of its size or less."""
+        self._segment(segment_of(name))
         self._pad(ALIGN)
-        offset, rows, scales = self._position, 0, []
-        first: Stored | None = None
-        for part in parts.parts:
+        offset, rows, scales, first = self._position, 0, [], None
+        for part in parts:
             first = part if first is None else first
             data = np.asarray(part.data if isinstance(part, BlockedArray) else part)
             self._put(_bytes_of(data))
@@ -326,25 +311,26 @@ class _Writer:
                 scales.append(np.asarray(part.scale))
         assert first is not None
         data = np.asarray(first.data if isinstance(first, BlockedArray) else first)
-        entry: dict[str, Any] = {
-            "segment": segment,
-            "data": {"offset": offset, "dtype": data.dtype.name, "shape": [rows, *data.shape[1:]]},
-        }
+        extent = {"offset": offset, "dtype": data.dtype.name, "shape": [rows, *data.shape[1:]]}
+        entry: dict[str, Any] = {"segment": self._name, "data": extent}
         if isinstance(first, BlockedArray):
-            entry["scale"] = self._extent(np.concatenate(scales))
+            entry["scale"] = self._extent(scales[0] if len(scales) == 1 else np.concatenate(scales))
             entry |= {"bits": first.bits, "group": first.group, "axis": first.axis}
+            if first.low is not None:
+                self._low[name] = np.asarray(first.low)
         self._tensors[name] = entry
 
     def part(self, name: str, part: Part) -> None:
         """Writes a part."""
         self._segment(part_segment(name))
         for each, array in part.arrays.items():
-            if np.asarray(array).dtype.name not in PART_DTYPES:
-                raise ConfigError(f"{each} of part {name} must be one of {', '.join(PART_DTYPES)}")
-        self._parts[name] = {
-            "facts": part.facts,
-            "tensors": {each: self._tensor(np.asarray(array)) for each, array in part.arrays.items()},
+            if np.asarray(array).dtype.name not in DTYPES:
+                raise ConfigError(f"{each} of part {name} must be one of {', '.join(DTYPES)}")
+        tensors = {
+            each: {"segment": self._name, "data": self._extent(np.asarray(array))}
+            for each, array in part.arrays.items()
         }
+        self._parts[name] = {"facts": part.facts, "tensors": tensors}
 
     def finish(self, name: str, cfg: ModelConfig, weights: WeightFormat, *, experts_apart: bool) -> None:
         """Appends the manifest and fills in the header."""
@@ -375,20 +361,6 @@ class _Writer:
         self._close()
         self._pad(PAGE)
         self._name, self._start, self._hash = name, self._position, xxhash.xxh3_128()
-
-    def _tensor(self, stored: np.ndarray | BlockedArray) -> dict[str, Any]:
-        """Writes arrays into the current segment, and returns their manifest entry."""
-        assert self._name is not None
-        if not isinstance(stored, BlockedArray):
-            return {"segment": self._name, "data": self._extent(np.asarray(stored))}
-        return {
-            "segment": self._name,
-            "data": self._extent(np.asarray(stored.data)),
-            "scale": self._extent(np.asarray(stored.scale)),
-            "bits": stored.bits,
-            "group": stored.group,
-            "axis": stored.axis,
-        }
 
     def _extent(self, array: np.ndarray) -> dict[str, Any]:
         self._pad(ALIGN)

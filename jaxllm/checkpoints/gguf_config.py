@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
-from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile
+from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile, Keys
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.architectures import architecture
@@ -17,8 +17,8 @@ from jaxllm.models.architectures import architecture
 _INERT = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 
 
-class Metadata:
-    """Typed look-ups of one architecture's keys, which record the known ones."""
+class Metadata(Keys):
+    """Typed look-ups of one architecture's keys."""
 
     def __init__(self, file: GgufFile) -> None:
         """Reads `file`.
@@ -26,16 +26,15 @@ class Metadata:
         Raises:
           CheckpointError: the file does not name its architecture.
         """
-        self.file = file
         name = file.metadata.get("general.architecture")
         if not isinstance(name, str):
             raise CheckpointError(f"{file.path} does not say which architecture it has; download it again")
+        super().__init__(file, f"{name}.")
         self.architecture = name
-        self._known: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; for an array with one equal number per layer, that number."""
-        value = self._value(key, default)
+        value = self.find(key, (int, GgufArray), "a whole number", default)
         if isinstance(value, GgufArray):
             numbers = set(value.numbers()) if 0 < value.count < 1 << 16 else set()
             if len(numbers) != 1:
@@ -44,57 +43,28 @@ class Metadata:
                     "supported; take another model"
                 )
             value = numbers.pop()
-        if type(value) is not int:
-            raise self._wrong(key, value, "a whole number")
-        return value
+        return self._required(key, value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number."""
-        value = self._value(key, default)
-        if type(value) not in (int, float):
-            raise self._wrong(key, value, "a number")
-        return float(value)
-
-    def text(self, key: str, default: str) -> str:
-        """A text."""
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a text")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self._value(key, default)
-        if type(value) is not bool:
-            raise self._wrong(key, value, "true or false")
-        return value
-
-    def has(self, key: str) -> bool:
-        """Whether there is such a key."""
-        return f"{self.architecture}.{key}" in self.file.metadata
+        return float(self._required(key, self.find(key, (int, float), "a number", default)))
 
     def finish(self, ignore_keys: Collection[str]) -> None:
         """Refuses keys of the architecture that were not read."""
         prefix = f"{self.architecture}."
         for key in self.file.metadata:
             ours = key.startswith(prefix) and key.removeprefix(prefix) not in _INERT
-            if ours and key not in self._known and key not in ignore_keys:
+            if ours and key not in self.read and key not in ignore_keys:
                 raise ConfigError(
                     f"{self.file.path}: the metadata key {key!r:.80} is not understood and may change the "
                     f"model's mathematics; if you know that it does not, pass --ignore-config-key {key:.80}"
                 )
 
-    def _value(self, key: str, default: Any) -> Any:
-        name = f"{self.architecture}.{key}"
-        self._known.add(name)
-        value = self.file.metadata.get(name, default)
+    def _required(self, key: str, value: Any) -> Any:
         if value is None:
+            name = f"{self.architecture}.{key}"
             raise ConfigError(f"{self.file.path} lacks the metadata key {name!r}; download it again")
         return value
-
-    def _wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
-        shown = "an array" if isinstance(value, GgufArray) else f"{value!r:.80}"
-        return ConfigError(f"{self.file.path}: {self.architecture}.{key} must be {wanted}, got {shown}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +72,12 @@ class GgufFamily:
     """One of llama.cpp's architectures.
 
     Attributes:
-      model_type: our model type.
+      model_type: our model type; that of "llama" with experts is "mixtral".
       keys: keys of the architecture besides the common ones, as Hugging Face's keys.
       interleaved: whether llama.cpp has rows of queries and keys in pairs, where Hugging Face has halves.
     """
 
-    model_type: Callable[[Metadata], str]
+    model_type: str
     keys: Callable[[Metadata], dict[str, Any]]
     interleaved: bool = False
 
@@ -124,7 +94,8 @@ def read_gguf_config(file: GgufFile, *, ignore_keys: Collection[str] = ()) -> Mo
     keys = {**_shape(metadata), **family.keys(metadata)}
     _check_counts(file, keys)
     metadata.finish(ignore_keys)
-    model_type = family.model_type(metadata)
+    mixture = family.model_type == "llama" and metadata.integer("expert_count", 0)
+    model_type = "mixtral" if mixture else family.model_type
     cfg = architecture(model_type).config_from_hf({**keys, "model_type": model_type})
     return _with_factors(cfg, file)
 
@@ -343,31 +314,23 @@ def _granite(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _named(model_type: str) -> Callable[[Metadata], str]:
-    return lambda m: model_type
-
-
-def _llama_type(m: Metadata) -> str:
-    return "mixtral" if m.file.metadata.get("llama.expert_count") else "llama"
-
-
 FAMILIES: dict[str, GgufFamily] = {
-    "llama": GgufFamily(_llama_type, _llama, interleaved=True),
-    "qwen2": GgufFamily(_named("qwen2"), _rms),
-    "qwen2moe": GgufFamily(_named("qwen2_moe"), _qwen2_moe),
-    "qwen3": GgufFamily(_named("qwen3"), _rms),
-    "qwen3moe": GgufFamily(_named("qwen3_moe"), _qwen3_moe),
-    "olmo2": GgufFamily(_named("olmo2"), _rms),
-    "olmoe": GgufFamily(_named("olmoe"), _olmoe),
-    "gpt-oss": GgufFamily(_named("gpt_oss"), _gpt_oss),
-    "gemma": GgufFamily(_named("gemma"), _gemma),
-    "gemma2": GgufFamily(_named("gemma2"), _gemma2),
-    "gemma3": GgufFamily(_named("gemma3_text"), _gemma3),
-    "phi2": GgufFamily(_named("phi"), lambda m: {**_layer_norms(m), "tie_word_embeddings": False}),
-    "phi3": GgufFamily(_named("phi3"), _phi3),
-    "smollm3": GgufFamily(_named("smollm3"), _rms, interleaved=True),
-    "granite": GgufFamily(_named("granite"), _granite, interleaved=True),
-    "stablelm": GgufFamily(_named("stablelm"), _stablelm),
+    "llama": GgufFamily("llama", _llama, interleaved=True),
+    "qwen2": GgufFamily("qwen2", _rms),
+    "qwen2moe": GgufFamily("qwen2_moe", _qwen2_moe),
+    "qwen3": GgufFamily("qwen3", _rms),
+    "qwen3moe": GgufFamily("qwen3_moe", _qwen3_moe),
+    "olmo2": GgufFamily("olmo2", _rms),
+    "olmoe": GgufFamily("olmoe", _olmoe),
+    "gpt-oss": GgufFamily("gpt_oss", _gpt_oss),
+    "gemma": GgufFamily("gemma", _gemma),
+    "gemma2": GgufFamily("gemma2", _gemma2),
+    "gemma3": GgufFamily("gemma3_text", _gemma3),
+    "phi2": GgufFamily("phi", lambda m: {**_layer_norms(m), "tie_word_embeddings": False}),
+    "phi3": GgufFamily("phi3", _phi3),
+    "smollm3": GgufFamily("smollm3", _rms, interleaved=True),
+    "granite": GgufFamily("granite", _granite, interleaved=True),
+    "stablelm": GgufFamily("stablelm", _stablelm),
     # Its rows are in pairs in Hugging Face's folders too.
-    "ernie4_5": GgufFamily(_named("ernie4_5"), lambda m: {**_rms(m), "use_bias": _biased(m, "ffn_up")}),
+    "ernie4_5": GgufFamily("ernie4_5", lambda m: {**_rms(m), "use_bias": _biased(m, "ffn_up")}),
 }

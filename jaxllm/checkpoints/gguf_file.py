@@ -126,6 +126,53 @@ class GgufFile:
                 each.madvise(mmap.MADV_DONTNEED)
 
 
+class Keys:
+    """Typed look-ups of a file's metadata under some prefixes, the first of which is the usual one.
+
+    Attributes:
+      file: the file.
+      read: names of the keys that were looked up.
+    """
+
+    def __init__(self, file: GgufFile, *prefixes: str) -> None:
+        self.file, self.read, self._prefixes = file, set(), prefixes
+
+    def find(self, key: str, kinds: tuple[type, ...], wanted: str, default: Any = None) -> Any:
+        """The value of a key; `default` if there is none.
+
+        Raises:
+          CheckpointError: its type is none of `kinds`, which are `wanted`.
+        """
+        for name in (prefix + key for prefix in self._prefixes):
+            self.read.add(name)
+            if name in self.file.metadata:
+                value = self.file.metadata[name]
+                if type(value) not in kinds:
+                    raise self.wrong(key, wanted)
+                return value
+        return default
+
+    def text(self, key: str, default: Any = None) -> Any:
+        """A text; raises CheckpointError for another value."""
+        return self.find(key, (str,), "a text", default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; raises CheckpointError for another value."""
+        return self.find(key, (bool,), "true or false", default)
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key."""
+        return any(prefix + key in self.file.metadata for prefix in self._prefixes)
+
+    def wrong(self, key: str, wanted: str) -> CheckpointError:
+        """The error of a key that is not as `wanted`."""
+        values = (self.file.metadata.get(prefix + key) for prefix in self._prefixes)
+        value = next((each for each in values if each is not None), None)
+        shown = f"an array of {value.count}" if isinstance(value, GgufArray) else f"{value!r:.80}"
+        name = f"{self._prefixes[0]}{key}"
+        return CheckpointError(f"{self.file.path}: {name} must be {wanted}, got {shown}; {_HINT}")
+
+
 def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a file that begins like a GGUF file."""
     return begins_with(Path(path), GGUF_MAGIC)

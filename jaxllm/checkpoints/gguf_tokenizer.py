@@ -1,17 +1,17 @@
 """Rebuilds a tokenizer from a GGUF file's metadata as a `tokenizer.json`.
 
 llama.cpp stores the vocabulary, and merges (byte pairs) or scores (SentencePiece). For byte pairs the rule
-for splitting texts is a name, whose expression is here; unknown names are refused, because another split
-gives other tokens.
+for splitting texts is a name; unknown names are refused, because another split gives other tokens.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile
+from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile, Keys
 from jaxllm.errors import CheckpointError
 from jaxllm.text.tokenizer import TokenizerFiles, open_tokenizer
+from jaxllm.text.tokenizer_bounds import GPT2, GPT4O, LLAMA3, QWEN2
 
 _MAX_TOKENS = 1 << 21
 # llama.cpp's keys of the recommended sampling (see `TokenizerFiles.sampling`).
@@ -24,37 +24,13 @@ SAMPLING_KEYS = {
 }
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "\u2581"
-_GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_GAPS}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_GAPS}"
-# Words end where small letters are followed by capitals.
-_SMALL, _CAPITAL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}*{_SMALL}+{_CONTRACTIONS}?|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}+{_SMALL}*{_CONTRACTIONS}?|"
-    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_GAPS}"
-)
 # By llama.cpp's name: whether each digit is split off first, and the expression.
 _SPLITS: dict[str, tuple[bool, str]] = {
-    "gpt-2": (False, _GPT2),
-    "olmo": (False, _GPT2),
-    "phi-2": (False, _GPT2),
-    "default": (False, _GPT2),
-    "smollm": (True, _GPT2),
-    "refact": (True, _GPT2),
-    "starcoder": (True, _GPT2),
-    "llama-bpe": (False, _LLAMA3),
-    "llama3": (False, _LLAMA3),
-    "llama-v3": (False, _LLAMA3),
-    "dbrx": (False, _LLAMA3),
-    "smaug-bpe": (False, _LLAMA3),
-    "qwen2": (False, _QWEN2),
-    "deepseek-r1-qwen": (False, _QWEN2),
-    "stablelm2": (False, _QWEN2),
-    "gpt-4o": (False, _GPT4O),
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2", "default"), (False, GPT2)),
+    **dict.fromkeys(("smollm", "refact", "starcoder"), (True, GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (False, LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (False, QWEN2)),
+    "gpt-4o": (False, GPT4O),
 }
 # Splits for which llama.cpp adds the first token of a text by default.
 _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
@@ -70,7 +46,7 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     Raises:
       CheckpointError: the file has no tokenizer, a malformed one, or one of an unsupported kind.
     """
-    of = _Reader(file)
+    of = _Reader(file, "tokenizer.ggml.", "tokenizer.")
     kind = of.text("model")
     if kind is None:
         raise CheckpointError(f"{file.path} has no tokenizer; take a file with one, or the model's folder")
@@ -94,8 +70,8 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
         "post_processor": _begins_with(tokens, added),
     }
     ends = [of.token_id(key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    named = {"bos_token": begin, "eos_token": end, "unk_token": of.token_id("unknown_token_id", tokens)}
-    named["pad_token"] = of.token_id("padding_token_id", tokens)
+    unknown, padding = (of.token_id(f"{name}_token_id", tokens) for name in ("unknown", "padding"))
+    named = {"bos_token": begin, "eos_token": end, "unk_token": unknown, "pad_token": padding}
     special = {name: tokens[number] for name, number in named.items() if number is not None}
     text = json.dumps(data, ensure_ascii=False)
     # What the library makes of the text has its own copy of all: both would be more than a small model.
@@ -122,11 +98,9 @@ def _sampling(file: GgufFile) -> dict[str, float]:
     """
     found = {}
     for name, key in SAMPLING_KEYS.items():
-        value = file.metadata.get(key)
+        value = Keys(file, "").find(key, (int, float), "a number")
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{file.path}: {key} must be a number, got {value!r:.80}")
         if name == "top_k" and type(value) is int:
             found[name] = max(0, value)
         else:
@@ -145,7 +119,7 @@ def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     digits = kinds[:1] == ["Digits"] and parts[0].get("individual_digits") is True
     rest = parts[1:] if digits else parts
     if [each.get("type") for each in rest] == ["ByteLevel"] and rest[0].get("use_regex", True):
-        expression = _GPT2
+        expression = GPT2
     elif [each.get("type") for each in rest] == ["Split", "ByteLevel"] and not rest[1].get("use_regex", True):
         expression = rest[0].get("pattern", {}).get("Regex")
     else:
@@ -156,70 +130,40 @@ def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     return next((name for name, known in _SPLITS.items() if known == (digits, expression)), None)
 
 
-class _Reader:
+class _Reader(Keys):
     """Looks up keys of the tokenizer."""
 
-    def __init__(self, file: GgufFile) -> None:
-        self.path, self._metadata = file.path, file.metadata
-
-    def text(self, key: str) -> str | None:
-        value = self._value(key)
-        if value is not None and not isinstance(value, str):
-            raise self._wrong(key, "a text")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key)
-        if value is not None and not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return default if value is None else value
-
     def token_id(self, key: str, tokens: Sequence[str]) -> int | None:
-        value = self._value(key)
-        if value is None:
-            return None
-        if type(value) is not int or not 0 <= value < len(tokens):
-            raise self._wrong(key, f"a token id below {len(tokens)}")
+        value = self.find(key, (int,), f"a token id below {len(tokens)}")
+        if value is not None and not 0 <= value < len(tokens):
+            raise self.wrong(key, f"a token id below {len(tokens)}")
         return value
 
     def array(self, key: str, most: int, count: int | None = None) -> GgufArray:
-        value = self._value(key)
-        if not isinstance(value, GgufArray) or value.count > most or count not in (None, value.count):
-            wanted = (
-                f"an array of at most {most} entries" if count is None else f"an array of {count} entries"
-            )
-            raise self._wrong(key, wanted)
+        wanted = f"an array of at most {most} entries" if count is None else f"an array of {count} entries"
+        value = self.find(key, (GgufArray,), wanted)
+        if value is None or value.count > most or count not in (None, value.count):
+            raise self.wrong(key, wanted)
         return value
 
     def tokens(self, vocab_size: int) -> tuple[list[str], list[int]]:
         """Tokens and their types, which default to normal."""
-        array = self.array("tokens", min(vocab_size, _MAX_TOKENS))
-        tokens = array.texts()
+        tokens = self.array("tokens", min(vocab_size, _MAX_TOKENS)).texts()
         if not tokens or len(set(tokens)) != len(tokens):
-            raise self._wrong("tokens", "distinct texts")
-        if self._value("token_type") is None:
+            raise self.wrong("tokens", "distinct texts")
+        if not self.has("token_type"):
             return tokens, [_NORMAL] * len(tokens)
         types = self.array("token_type", _MAX_TOKENS, len(tokens)).numbers()
         if not set(types) <= set(range(7)):
-            raise self._wrong("token_type", "numbers from 0 to 6")
+            raise self.wrong("token_type", "numbers from 0 to 6")
         return tokens, types
-
-    def _value(self, key: str) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{key}", self._metadata.get(f"tokenizer.{key}"))
-
-    def _wrong(self, key: str, wanted: str) -> CheckpointError:
-        value = self._value(key)
-        shown = f"an array of {value.count}" if isinstance(value, GgufArray) else f"{value!r:.80}"
-        return CheckpointError(
-            f"{self.path}: tokenizer.ggml.{key} must be {wanted}, got {shown}; download the file again"
-        )
 
 
 def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], bool]:
     name = of.text("pre") or "default"
     if name not in _SPLITS:
         raise CheckpointError(
-            f"{of.path} splits texts by {name!r:.80}, which is not supported; supported are "
+            f"{of.file.path} splits texts by {name!r:.80}, which is not supported; supported are "
             f"{', '.join(_SPLITS)}: take the model's Hugging Face folder"
         )
     digits, expression = _SPLITS[name]
@@ -229,7 +173,9 @@ def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
     for each in of.array("merges", 4 * _MAX_TOKENS).texts():
         pair = each.split(" ")
         if len(pair) != 2 or not {*pair, "".join(pair)} <= known.keys():
-            raise CheckpointError(f"{of.path} has merges of tokens that it does not have; download it again")
+            raise CheckpointError(
+                f"{of.file.path} has merges of tokens that it does not have; download it again"
+            )
         merges.append((known[pair[0]], known[pair[1]]))
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -239,7 +185,7 @@ def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*first, split, level]},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         # In Llama 3 a word that is a token is that token, regardless of merges.
-        "model": _model(tokens, merges, ignore_merges=expression == _LLAMA3),
+        "model": _model(tokens, merges, ignore_merges=expression == LLAMA3),
     }, name in _BEGIN_BY_DEFAULT
 
 
@@ -247,7 +193,7 @@ def _sentence_pieces(of: _Reader, tokens: Sequence[str], types: Sequence[int]) -
     scores = of.array("scores", _MAX_TOKENS, len(tokens)).numbers()
     if not all(isinstance(each, float) for each in scores):
         raise CheckpointError(
-            f"{of.path}: scores of tokens must be numbers with fractions; download it again"
+            f"{of.file.path}: scores of tokens must be numbers with fractions; download it again"
         )
     prefix = of.flag("add_space_prefix", True)
     unknown = of.token_id("unknown_token_id", tokens)

@@ -17,10 +17,9 @@ from jaxllm.checkpoints.safetensors_folder import (
     SafetensorsFolder,
     Tensors,
     check_parameters,
-    some,
     write_checkpoint,
 )
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models.config_parts import read_activation, write_activation
 from jaxllm.models.config_reader import ConfigReader
@@ -233,17 +232,9 @@ def _locate(cfg: EncoderConfig, weights: SafetensorsFolder) -> dict[str, str]:
     # One prefix for the whole folder. If none fits, the usual one, for the message below.
     prefix = next((each for each in _PREFIXES if each + embedding in names), _PREFIXES[0])
     located = {name: prefix + stored_name(cfg, name) for name in encoder_shapes(cfg)}
-    if missing := set(located.values()) - names:
-        raise CheckpointError(
-            f"{weights.folder} lacks {some(missing)} of a mobilebert model with this config; the weights "
-            "belong to another config, or are incomplete"
-        )
-    extra = names - set(located.values())
-    if extra := {name for name in extra if not _never_read(cfg, name.removeprefix(prefix), name)}:
-        raise CheckpointError(
-            f"{weights.folder} holds {some(extra)}, which a mobilebert model with this config does not have; "
-            "the weights belong to another config"
-        )
+    stored = set(located.values())
+    extra = {name for name in names - stored if not _never_read(cfg, name.removeprefix(prefix), name)}
+    weights.require_complete(stored - names, extra, "a mobilebert model")
     return located
 
 

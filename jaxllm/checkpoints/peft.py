@@ -24,7 +24,7 @@ from jaxllm.models.lora import (
 )
 from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Tensor, swap_pairs
-from jaxllm.text.expressions import first_matches, match_here
+from jaxllm.text.child_process import first_matches, match_here
 
 # Reads PEFT's `adapter_config.json` by an allow-list: every key is understood, inert, or refused by name.
 #

@@ -89,6 +89,19 @@ class SafetensorsFolder:
                 f"{', '.join(FLOAT_TYPES.values())}: take the float weights of this model"
             )
 
+    def require_complete(self, missing: Collection[str], extra: Collection[str], kind: str) -> None:
+        """Refuses a folder that lacks tensors of a model, or has others; `kind` names the model."""
+        if missing:
+            raise CheckpointError(
+                f"{self.folder} lacks {some(missing)} of {kind} with this config; the weights belong to "
+                "another config, or are incomplete"
+            )
+        if extra:
+            raise CheckpointError(
+                f"{self.folder} holds {some(extra)}, which {kind} with this config does not have; the "
+                "weights belong to another config"
+            )
+
     def read(self, name: str, take: Callable[[Any], np.ndarray]) -> np.ndarray:
         """The result of `take`, which receives a tensor to index by slices.
 

@@ -1,22 +1,19 @@
 """Reads the encoder of images of a SmolVLM folder, and how images are cut for it; its text model is read by
 `huggingface.py`."""
 
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoints.huggingface import CONFIG_FILE
-from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder, some
+from jaxllm.checkpoints.huggingface import Checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models.config_parts import read_activation
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.encoder.image_input import AROUND, IMAGE, MAX_SIDE, WHOLE_IMAGE, ImageInput
 from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_encoder_shapes
-from jaxllm.models.wrappers import read_text_config
-from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+from jaxllm.text.tokenizer import Tokenizer
 
 _LEAD, _CONNECTOR = "model.vision_model.", "model.connector."
 # Our name -> the folder's, without `weight` and `bias`.
@@ -44,37 +41,30 @@ _DEFAULT_LONGEST, _DEFAULT_TILE, _LANCZOS = 4 * 364, 364, 1
 _IMAGENET_HALF = (0.5, 0.5, 0.5)
 
 
-def has_images(folder: Path) -> bool:
+def has_images(checkpoint: Checkpoint) -> bool:
     """Whether a folder is SmolVLM's, with the file of the image preprocessing."""
-    path = Path(folder) / CONFIG_FILE
-    if not path.is_file() or read_json(path, "give the path of a folder").get("model_type") != "smolvlm":
-        return False
-    return any(_section(Path(folder) / name) is not None for name in PREPROCESSOR_FILES)
+    return checkpoint.config.get("model_type") == "smolvlm" and _preprocessing(checkpoint) is not None
 
 
-def read_image_input(folder: Path, tokenizer: TokenizerFiles) -> ImageInput:
-    """The image splitting of a SmolVLM folder.
-
-    Args:
-      folder: folder with a `preprocessor_config.json`, or a `processor_config.json` of transformers 5.
-      tokenizer: tokenizer of the folder.
+def read_image_input(checkpoint: Checkpoint) -> ImageInput:
+    """The image splitting of a SmolVLM folder with a `preprocessor_config.json`, or a `processor_config.json`
+    of transformers 5.
 
     Raises:
       CheckpointError: there is no such file, or the tokenizer lacks the tokens of images.
       ConfigError: a key is malformed or has an unsupported value.
     """
-    folder = Path(folder)
-    config = read_json(folder / CONFIG_FILE, "give the path of a SmolVLM folder")
-    found = next((each for each in (_section(folder / name) for name in PREPROCESSOR_FILES) if each), None)
+    found = _preprocessing(checkpoint)
     if found is None:
         raise CheckpointError(
-            f"{folder} does not say how images are cut; copy the model's {PREPROCESSOR_FILES[0]} into it"
+            f"{checkpoint.folder} does not say how images are cut; copy the model's {PREPROCESSOR_FILES[0]} "
+            "into it"
         )
     reader = ConfigReader(found, f"{PREPROCESSOR_FILES[0]}: ")
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         reader.only(name, (True, None), "images are always resized, rescaled and normalized")
-    image_id = ConfigReader(config).integer("image_token_id", 128257)
-    _require_tokens(folder, tokenizer, image_id)
+    image_id = ConfigReader(checkpoint.config).integer("image_token_id", 128257)
+    _require_tokens(checkpoint, image_id)
     return ImageInput(
         tile=_edge(found, "max_image_size", _DEFAULT_TILE),
         longest=min(MAX_SIDE, _edge(found, "size", _DEFAULT_LONGEST)),
@@ -87,13 +77,14 @@ def read_image_input(folder: Path, tokenizer: TokenizerFiles) -> ImageInput:
     )
 
 
-def _section(path: Path) -> dict[str, Any] | None:
-    """The JSON object of the image preprocessing; None if the file is missing or has none."""
-    if not path.is_file():
-        return None
-    whole = read_json(path, "take it as its authors published it")
-    found = whole.get("image_processor", whole)
-    return found if isinstance(found, dict) and "max_image_size" in found else None
+def _preprocessing(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The JSON object of the image preprocessing; None if no file has one."""
+    for path in (checkpoint.folder / name for name in PREPROCESSOR_FILES):
+        whole = read_json(path, "take it as its authors published it") if path.is_file() else {}
+        found = whole.get("image_processor", whole)
+        if isinstance(found, dict) and "max_image_size" in found:
+            return found
+    return None
 
 
 def _edge(found: Mapping[str, Any], name: str, default: int) -> int:
@@ -113,34 +104,29 @@ def _channels(found: Mapping[str, Any], name: str) -> tuple[float, float, float]
     return tuple(value)
 
 
-def _require_tokens(folder: Path, files: TokenizerFiles, image_id: int) -> None:
-    tokenizer = Tokenizer(files)
+def _require_tokens(checkpoint: Checkpoint, image_id: int) -> None:
+    tokenizer = Tokenizer(checkpoint.tokenizer)
     for text in (IMAGE, AROUND, WHOLE_IMAGE):
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1 or (text == IMAGE and ids != [image_id]):
             raise CheckpointError(
-                f"{folder}: the tokenizer has no token {text}"
+                f"{checkpoint.folder}: the tokenizer has no token {text}"
                 + (f" of the id {image_id}" if text == IMAGE else "")
                 + "; take its files as their authors published them"
             )
 
 
 def read_image_encoder(
-    folder: Path, *, widened: bool = True, ignore_keys: Collection[str] = ()
+    checkpoint: Checkpoint, *, widened: bool = True
 ) -> tuple[ImageEncoderConfig, dict[str, np.ndarray]]:
     """The encoder of a SmolVLM folder: its config, and its parameters, in float32 or (without `widened`) as
     they are stored.
-
-    Args:
-      folder: SmolVLM's.
-      widened: whether to widen parameters to float32.
-      ignore_keys: keys of the config to ignore, see `ConfigReader`.
 
     Raises:
       CheckpointError: the folder is of another model, or its tensors disagree with its config.
       ConfigError: a key is unknown, malformed or not supported.
     """
-    config = read_json(Path(folder) / CONFIG_FILE, "give the path of a SmolVLM folder")
+    folder, config = checkpoint.folder, checkpoint.config
     if config.get("model_type") != "smolvlm":
         raise CheckpointError(
             f"{folder} is of model_type {config.get('model_type')!r:.80}; images are read by smolvlm alone"
@@ -148,7 +134,7 @@ def read_image_encoder(
     outer, section = ConfigReader(config), ConfigReader(config).section("vision_config")
     if section is None:
         raise ConfigError("config key 'vision_config' is missing: it has the shape of the encoder of images")
-    reader = ConfigReader(config["vision_config"], "vision_config.", ignore_keys=ignore_keys)
+    reader = ConfigReader(config["vision_config"], "vision_config.", ignore_keys=checkpoint.ignore_keys)
     reader.only("model_type", ("smolvlm_vision",), "it is the only encoder that is read")
     cfg = ImageEncoderConfig(
         image_size=reader.integer("image_size", 224),
@@ -161,23 +147,19 @@ def read_image_encoder(
         activation=read_activation(reader, "hidden_act", "gelu_pytorch_tanh"),
         norm_eps=reader.number("layer_norm_eps", 1e-6),
         shuffle=outer.integer("scale_factor", 2),
-        row_size=read_text_config(config, ignore_keys=ignore_keys).hidden_size,
+        row_size=checkpoint.cfg.hidden_size,
     )
     reader.finish(inert_keys={"attention_dropout", "size", "max_image_size", "use_base_siglip"})
-    weights, shapes = SafetensorsFolder(Path(folder)), image_encoder_shapes(cfg)
+    weights, shapes = checkpoint.weights, image_encoder_shapes(cfg)
     own_names = {name for name in weights.names() if name.startswith((_LEAD, _CONNECTOR))}
+    stored_names = {name: _stored(name) for name in shapes}
+    wanted = set(stored_names.values())
     # Older folders store numbers of positions, which are counted here.
-    unread = own_names - {_stored(name) for name in shapes} - {f"{_LEAD}embeddings.position_ids"}
-    if unread:
-        raise CheckpointError(
-            f"{folder} holds {some(unread)}, which an encoder of images with this config does not have; the "
-            "weights belong to another config"
-        )
+    extra = own_names - wanted - {f"{_LEAD}embeddings.position_ids"}
+    weights.require_complete(wanted - own_names, extra, "an encoder of images")
     params = {}
     for name, shape in shapes.items():
-        stored = _stored(name)
-        if stored not in weights.names():
-            raise CheckpointError(f"{folder} lacks {stored} of the encoder of images; download it again")
+        stored = stored_names[name]
         square = (cfg.channels, cfg.patch_size, cfg.patch_size)
         own = (cfg.hidden_size, *square) if name == "patches" else shape
         weights.check(stored, own)

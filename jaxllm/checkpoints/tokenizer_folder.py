@@ -25,8 +25,8 @@ _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", 
 _VOCABULARY_PATTERNS = ("*.model", "*.spm", "*.tiktoken", "vocab.json", "vocab.txt")
 
 
-def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Reads the tokenizer of the model in `folder`.
+def read_tokenizer(folder: Path, model: Mapping[str, Any] | None = None) -> TokenizerFiles:
+    """Reads the tokenizer of the model in `folder`; `model` is its config.json, if it was read before.
 
     The ids that end an answer are those of `generation_config.json`, `config.json` and the tokenizer's own
     end token, in this order, without repetition. The first of these files also has the recommended
@@ -48,9 +48,10 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         raise CheckpointError(f"{folder}: {error}") from error
 
     config = _read_json(folder / "tokenizer_config.json")
-    special |= _special_tokens(folder / "special_tokens_map.json")
-    special |= _special_tokens(folder / "tokenizer_config.json")
-    models = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        special |= _special_tokens(folder / name)
+    model = _read_json(folder / "config.json") if model is None else model
+    models = [_read_json(folder / "generation_config.json"), model]
 
     eos_ids = [id_ for model in models for id_ in _ids(folder, model, "eos_token_id")]
     eos_ids += _named_id(tokenizer, special.get("eos_token"))

@@ -4,16 +4,18 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from jaxllm.cli.shared_options import path_argument
 from jaxllm.cli.training_options import (
     device_options,
     dry_run_option,
     name_option,
     one_device_option,
     output_option,
+    pairs_options,
     run_option,
     set_devices,
     text_option,
@@ -21,14 +23,9 @@ from jaxllm.cli.training_options import (
 )
 from jaxllm.formats import EXPERT_BITS
 from jaxllm.option_types import Share
-from jaxllm.options import click_option
-from jaxllm.tasks.pair_options import pairs_options
+from jaxllm.options import Command, click_option, combined
 from jaxllm.training.calibration import ContextRecipe, ExpertWidthsRecipe, NestedRecipe, PrefillRecipe
 
-if TYPE_CHECKING:
-    from jaxllm.formats import WeightFormat
-
-Command = Callable[..., Any]
 MAX_PREFILL_LOSS = 0.01
 MAX_EXPERT_LOSS = 0.05
 MEASURES = ("perplexity", "rouge2")
@@ -42,6 +39,8 @@ def calibrate_command() -> None:
 def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[Command], click.Command]:
     """Makes a subcommand with the options of all calibrations, from a function that returns facts to print.
 
+    The function gets the model, the output and the given options; options that were not given are left out.
+
     Args:
       name: name of the subcommand.
       recipe: dataclass that declares --tokens.
@@ -50,43 +49,37 @@ def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[
 
     def decorate(command: Command) -> click.Command:
         @functools.wraps(command)
-        def run(output: Path, **options: Any) -> None:
-            facts = command(output=output, **options)
-            click.echo(json.dumps(facts if options.get("dry_run") else {"bundle": str(output), **facts}))
+        def run(model: Path, output: Path, **options: Any) -> None:
+            given = {key: value for key, value in options.items() if value not in (None, (), False)}
+            facts = command(model, output, **given)
+            click.echo(json.dumps(facts if "dry_run" in given else {"bundle": str(output), **facts}))
 
-        options = [
-            click.argument("model", type=click.Path(path_type=Path)),
+        options = combined(
+            path_argument("model"),
             output_option,
             text_option("measure on", "Python's language reference"),
             click_option(recipe, "tokens"),
             *([one_device_option(one_device)] if one_device else []),
             name_option,
-        ]
-        decorated: Any = run
-        for option in reversed(options):
-            decorated = option(decorated)
-        return calibrate_command.command(name)(decorated)
+        )
+        return calibrate_command.command(name)(options(run))
 
     return decorate
 
 
+def _max_loss_option(of: str, default: float) -> Callable[[Command], Command]:
+    return click.option(
+        "--max-loss",
+        type=Share(above_zero=True, most=float("inf")),
+        default=default,
+        help=f"Maximum {of}.  [default: {default:.0%}]",
+    )
+
+
 @_calibration("prefill", PrefillRecipe, one_device="it measures one device's integer products, row after row")
-@click.option(
-    "--max-loss",
-    type=Share(above_zero=True, most=float("inf")),
-    default=MAX_PREFILL_LOSS,
-    help=f"Maximum growth of the perplexity.  [default: {MAX_PREFILL_LOSS:.0%}]",
-)
+@_max_loss_option("growth of the perplexity", MAX_PREFILL_LOSS)
 @click_option(PrefillRecipe, "weight_scales")
-def prefill_command(
-    model: Path,
-    output: Path,
-    max_loss: float,
-    texts: tuple[Path, ...],
-    tokens: int | None,
-    weight_scales: Any,
-    name: str,
-) -> dict[str, Any]:
+def prefill_command(model: Path, output: Path, *, max_loss: float, **given: Any) -> dict[str, Any]:
     """Calibrate a model for integer prefill on a text, and write the bundle.
 
     Reads MODEL, a Hugging Face folder or an 8-bit bundle without experts. Finds activation scales and outlier
@@ -100,8 +93,8 @@ def prefill_command(
     # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.int8_prefill.prefill import calibrate_prefill
 
-    recipe = PrefillRecipe(**_given(tokens=tokens, weight_scales=weight_scales))
-    return calibrate_prefill(recipe, model, output, most_loss=max_loss, texts=texts, name=name)
+    recipe = PrefillRecipe(**_taken(given, "tokens", "weight_scales"))
+    return calibrate_prefill(recipe, model, output, most_loss=max_loss, **given)
 
 
 @_calibration(
@@ -109,15 +102,7 @@ def prefill_command(
 )
 @click_option(ContextRecipe, "chunk_tokens")
 @click_option(ContextRecipe, "ratio", type=Share(above_zero=True), default="50%")
-def contexts_command(
-    model: Path,
-    output: Path,
-    texts: tuple[Path, ...],
-    tokens: int | None,
-    chunk_tokens: tuple[int, ...],
-    ratio: float | None,
-    name: str,
-) -> dict[str, Any]:
+def contexts_command(model: Path, output: Path, **given: Any) -> dict[str, Any]:
     """Choose how contexts of a model are stored, by measured errors, and write the bundle.
 
     Reads MODEL, a bundle. Measures in each layer how much each codec and width of keys and values changes the
@@ -131,16 +116,14 @@ def contexts_command(
     # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.contexts.contexts import calibrate_contexts
 
-    chunks = tuple(sorted(set(chunk_tokens))) or ContextRecipe.chunk_tokens
-    given = _given(tokens=tokens, ratio=ratio)
-    recipe = ContextRecipe(row_tokens=max(512, 2 * max(chunks)), chunk_tokens=chunks, **given)
-    return calibrate_contexts(recipe, model, output, texts=texts, name=name)
+    chunks = tuple(sorted(set(given.pop("chunk_tokens", ContextRecipe.chunk_tokens))))
+    sizes = {"row_tokens": max(512, 2 * max(chunks)), "chunk_tokens": chunks}
+    recipe = ContextRecipe(**sizes, **_taken(given, "tokens", "ratio"))
+    return calibrate_contexts(recipe, model, output, **given)
 
 
 @_calibration("nested", NestedRecipe, one_device="the model runs layer by layer, one text after the other")
-def nested_command(
-    model: Path, output: Path, texts: tuple[Path, ...], tokens: int | None, name: str
-) -> dict[str, Any]:
+def nested_command(model: Path, output: Path, **given: Any) -> dict[str, Any]:
     """Calibrate the upper 4 bits of nested weights on a text, for better drafts, and write the bundle.
 
     Reads MODEL, a Hugging Face folder, or a bundle of int8-nested weights if there are no floats. Rounds
@@ -155,17 +138,12 @@ def nested_command(
     # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.speculation.nested import calibrate_nested
 
-    return calibrate_nested(NestedRecipe(**_given(tokens=tokens)), model, output, texts=texts, name=name)
+    return calibrate_nested(NestedRecipe(**_taken(given, "tokens")), model, output, **given)
 
 
 @_calibration("experts", ExpertWidthsRecipe)
 @run_option
-@click.option(
-    "--max-loss",
-    type=Share(above_zero=True, most=float("inf")),
-    default=MAX_EXPERT_LOSS,
-    help=f"Maximum growth of the perplexity, or loss of Rouge-2.  [default: {MAX_EXPERT_LOSS:.0%}]",
-)
+@_max_loss_option("growth of the perplexity, or loss of Rouge-2", MAX_EXPERT_LOSS)
 @click.option(
     "--expert-bits",
     type=click.Choice([str(bits) for bits in EXPERT_BITS]),
@@ -182,14 +160,7 @@ def nested_command(
 @dry_run_option
 @device_options("one device", "1")
 def experts_command(
-    model: Path,
-    output: Path,
-    run_dir: Path,
-    weights: "WeightFormat | None",
-    name: str,
-    max_loss: float,
-    expert_bits: str | None,
-    **options: Any,
+    model: Path, output: Path, *, run_dir: Path, max_loss: float, **given: Any
 ) -> dict[str, Any]:
     """Choose a width for each expert of a mixture, and write a bundle that runs in little memory.
 
@@ -211,30 +182,35 @@ def experts_command(
     from jaxllm.training.loop.parallel import MeshShape
     from jaxllm.training.seq2seq.pairs import read_pair_files
 
-    target = WidthTarget(most_loss=max_loss, uniform=int(expert_bits or 0))
-    tokens, texts = _given(tokens=options.pop("tokens")), options.pop("texts")
-    mesh, devices, dry_run = (options.pop(key) for key in ("mesh", "devices", "dry_run"))
-    if options["pairs"] is None and any(options.values()):
+    pairs, devices = given.pop("pairs", None), given.pop("devices", None)
+    if pairs is None and given.keys() & {"prefix", "measure"}:
         raise click.UsageError("--prefix and --measure go with --pairs")
+    if pairs is not None and given.keys() & {"texts", "mesh", "dry_run"}:
+        raise click.UsageError("--pairs goes with none of --text, --mesh and --dry-run")
     if devices:
         set_devices(devices)
-    out = BundleOutput(output, weights, name)
-    if (pairs := options.pop("pairs")) is not None:
-        if texts or mesh or dry_run:
-            raise click.UsageError("--pairs goes with none of --text, --mesh and --dry-run")
-        recipe, measure = PairWidthsRecipe(**tokens), options.pop("measure") or MEASURES[0]
-        texts = read_pair_files(*pairs)
+    target = WidthTarget(most_loss=max_loss, uniform=int(given.pop("expert_bits", 0)))
+    out = BundleOutput(output, given.pop("weights", None), given.pop("name"))
+    tokens = _taken(given, "tokens")
+    if pairs is not None:
         return quantize_seq2seq_experts(
-            recipe, model, out, run_dir, pairs=texts, target=target, measure=measure, **options
+            PairWidthsRecipe(**tokens),
+            model,
+            out,
+            run_dir,
+            pairs=read_pair_files(*pairs),
+            target=target,
+            **given,
         )
-    shape = MeshShape.parse(mesh or "data=1")
+    shape = MeshShape.parse(given.pop("mesh", "data=1"))
     # A batch that the mesh divides.
     divisor, rows = max(shape.data, 1) * shape.fsdp, ExpertWidthsRecipe.batch
     recipe = ExpertWidthsRecipe(batch=-(-rows // divisor) * divisor, **tokens)
-    if dry_run:
-        return dry_run_experts(recipe, model, mesh_shape=shape, device=dry_run)
-    return quantize_experts(recipe, model, out, run_dir, target=target, texts=texts, mesh_shape=shape)
+    if device := given.pop("dry_run", ""):
+        return dry_run_experts(recipe, model, mesh_shape=shape, device=device)
+    return quantize_experts(recipe, model, out, run_dir, target=target, mesh_shape=shape, **given)
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: each for name, each in values.items() if each is not None}
+def _taken(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Takes the options of these names, if they were given."""
+    return {name: given.pop(name) for name in names if name in given}

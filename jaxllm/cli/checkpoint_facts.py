@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.features import ROOMS, room_refusal
 from jaxllm.models.parameters import ParamSpec, param_specs, parameter_count
+
+if TYPE_CHECKING:
+    from jaxllm.checkpoints.huggingface import Checkpoint
 
 CONTEXTS_TOKENS = (2048, 8192)
 _FLOAT_BYTES = {"f32": 4, "bf16": 2}
@@ -48,12 +51,12 @@ def checkpoint_facts(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> tuple[ModelConfig, WeightFormat | str, str]:
     """The config, the default format of `prepare`, and the format of the checkpoint."""
     if path.is_dir():
-        from jaxllm.checkpoints.huggingface import quantization_of, read_config
-        from jaxllm.prepare import weight_format_of
+        from jaxllm.checkpoints.huggingface import Checkpoint
 
-        cfg, quantization = read_config(path), quantization_of(path)
-        stored = _floats(path, cfg) if quantization is None else quantization.method
-        return cfg, weight_format_of(path, cfg), stored
+        checkpoint = Checkpoint(path)
+        quantization = checkpoint.quantization
+        stored = _floats(checkpoint) if quantization is None else quantization.method
+        return checkpoint.cfg, checkpoint.weight_format, stored
     from jaxllm.checkpoints.gguf_config import read_gguf_config
     from jaxllm.checkpoints.gguf_file import read_gguf
     from jaxllm.checkpoints.gguf_model import own_format
@@ -68,13 +71,12 @@ def _read(path: Path) -> tuple[ModelConfig, WeightFormat | str, str]:
     return read_gguf_config(file), own, ", ".join(kinds)
 
 
-def _floats(folder: Path, cfg: ModelConfig) -> str:
+def _floats(checkpoint: "Checkpoint") -> str:
     """Description of a folder of floats, by the first matrix of a layer."""
-    from jaxllm.checkpoints.huggingface import read_params
     from jaxllm.quant.formats import on_grid
 
-    specs = param_specs(cfg)
-    for name, value in read_params(folder, cfg):
+    specs = param_specs(checkpoint.cfg)
+    for name, value in checkpoint.params():
         if specs[name].role == "to_units":
             rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
             whole = rows[:, : rows.shape[1] // _GROUP * _GROUP]

@@ -9,19 +9,24 @@ import click
 
 from jaxllm.cli.console import print_json
 from jaxllm.cli.lazy import EngineCommand
-from jaxllm.cli.shared_options import json_option
+from jaxllm.cli.shared_options import json_option, path_argument, path_option
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.options import combined
 
 if TYPE_CHECKING:
     from jaxllm.serving.contexts.catalog import Damage
     from jaxllm.serving.contexts.store import ContextStore
 
-_folder_argument = click.argument("folder", type=click.Path(path_type=Path))
-_keys_option = click.option(
-    "--keys",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    metavar="DIR",
-    help="The folder of keys of encrypted contexts.  [default: contexts are not encrypted]",
+_folder_argument = path_argument("folder")
+_store_options = combined(
+    _folder_argument,
+    path_option(
+        "--keys",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        metavar="DIR",
+        help="The folder of keys of encrypted contexts.  [default: contexts are not encrypted]",
+    ),
+    json_option,
 )
 
 
@@ -34,10 +39,8 @@ def contexts_command() -> None:
 
 
 @contexts_command.command("list", cls=EngineCommand)
-@_folder_argument
+@_store_options
 @click.option("--app", metavar="NAME", help="List only this app's contexts.")
-@_keys_option
-@json_option
 def list_command(folder: Path, app: str | None, keys: Path | None, as_json: bool) -> None:
     """List the contexts in FOLDER.
 
@@ -66,26 +69,22 @@ def list_command(folder: Path, app: str | None, keys: Path | None, as_json: bool
         used = store.used_bytes(app)
         damaged = [each for each in store.damage() if app in (None, each.app)]
     if as_json:
-        facts = [_facts(each) for each in damaged]
-        print_json({"contexts": rows, "used_bytes": used, "damaged": facts})
-        _require_none(folder, damaged)
-        return
-    for row in rows:
-        pinned = ", pinned" if row["pinned"] else ""
-        click.echo(
-            f"{row['name']}  {row['app']}  {row['tokens']} tokens at level {row['level']}, "
-            f"{row['chunks']} chunks by {row['codec']}{pinned}"
-        )
-    for each in damaged:
-        click.echo(_line(each))
-    click.echo(f"{len(rows)} contexts, {used:,} bytes")
+        print_json({"contexts": rows, "used_bytes": used, "damaged": [_facts(each) for each in damaged]})
+    else:
+        for row in rows:
+            pinned = ", pinned" if row["pinned"] else ""
+            click.echo(
+                f"{row['name']}  {row['app']}  {row['tokens']} tokens at level {row['level']}, "
+                f"{row['chunks']} chunks by {row['codec']}{pinned}"
+            )
+        for each in damaged:
+            click.echo(_line(each))
+        click.echo(f"{len(rows)} contexts, {used:,} bytes")
     _require_none(folder, damaged)
 
 
 @contexts_command.command("verify", cls=EngineCommand)
-@_folder_argument
-@_keys_option
-@json_option
+@_store_options
 def verify_command(folder: Path, keys: Path | None, as_json: bool) -> None:
     """Read all contexts in FOLDER and check every checksum.
 
@@ -99,9 +98,7 @@ def verify_command(folder: Path, keys: Path | None, as_json: bool) -> None:
 
 
 @contexts_command.command("repair", cls=EngineCommand)
-@_folder_argument
-@_keys_option
-@json_option
+@_store_options
 def repair_command(folder: Path, keys: Path | None, as_json: bool) -> None:
     """Set damaged files in FOLDER aside.
 

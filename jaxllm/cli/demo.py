@@ -1,22 +1,22 @@
 """`jaxllm demo`: runs a model on a few questions per task, and shows its size and speed."""
 
 import dataclasses
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.cli.answer_facts import answer_facts
-from jaxllm.cli.console import print_json, progress_bars
+from jaxllm.cli.console import answer_facts, print_json, progress_bars
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.model_choice import ModelChoice
 from jaxllm.cli.shared_options import json_option, model_options
-from jaxllm.tasks import api_choice, labels, ui_steps
+from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.free_text import SHORTEN, TELL
+from jaxllm.tasks.readers import SHORTEN, TELL
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.answer import Answer
@@ -64,51 +64,38 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
         click.echo(
             f"{facts['model']}: {facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} weights"
         )
-    answers = _ask(engine, prompts, max_tokens, aloud=not as_json)
+    aloud = not as_json
+    answers = [_ask(engine, each, max_tokens, aloud=aloud) for each in prompts]
     totals = _totals(answers)
-    if not as_json:
-        _say_totals(totals)
-    translations = _translations(max_tokens, aloud=not as_json) if choice.model is None else []
+    if aloud:
+        first = f"first token after {totals['median_ttft_ms']:.1f} ms"
+        rate = _rate(totals["median_decode_tokens_per_s"])
+        click.echo(f"\n{totals['right']} of {totals['judged']} right; {first}{rate} (medians)")
+    translations = _translations(max_tokens, aloud=aloud) if choice.model is None else []
     if as_json:
         print_json({**facts, "answers": answers, "translations": translations, **totals})
 
 
-def _ask(
-    engine: "Engine", prompts: "Sequence[DemoPrompt]", max_tokens: int, *, aloud: bool
-) -> list[dict[str, Any]]:
-    """Asks all questions, printing answers as they come if `aloud`; returns their facts for JSON."""
+def _ask(engine: "Engine", prompt: "DemoPrompt", max_tokens: int, *, aloud: bool) -> dict[str, Any]:
+    """Asks a question, printing the answer as it comes if `aloud`; returns its facts for JSON."""
     from jaxllm.sampling import Sampling
     from jaxllm.serving.engine.request import GenerationConfig
     from jaxllm.serving.evaluation.tasks import is_right
     from jaxllm.text.prompts import prompt_ids
 
+    story = prompt.task == STORY
     # Stories are sampled, because greedy small models repeat themselves; seeded, so that runs are
     # reproducible.
-    story_sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
-    answers, task = [], ""
-    for prompt in prompts:
-        if aloud and prompt.task != task:
-            click.secho(f"\n{prompt.task}: {prompt.example.system}", bold=True)
-        task = prompt.task
-        story = task == STORY
-        config = GenerationConfig(
-            max_tokens=max_tokens if story else min(max_tokens, _ANSWER_TOKENS),
-            sampling=story_sampling if story else Sampling(),
-        )
-        generation = engine.stream(prompt_ids(engine.tokenizer, prompt.example, now=datetime.now()), config)
-        _tell(prompt.example.user, generation, aloud=aloud)
-        right = is_right(prompt.example, generation.text) if prompt.judged else None
-        answer = {
-            "task": task,
-            "prompt": prompt.example.user,
-            "right_answer": prompt.example.answer or None,
-            "right": right,
-            **answer_facts(generation),
-        }
-        answers.append(answer)
-        if aloud:
-            _say_facts(answer)
-    return answers
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=7) if story else Sampling()
+    config = GenerationConfig(
+        max_tokens=max_tokens if story else min(max_tokens, _ANSWER_TOKENS), sampling=sampling
+    )
+    ids = prompt_ids(engine.tokenizer, prompt.example, now=datetime.now())
+    if aloud and prompt.first:
+        click.secho(f"\n{prompt.task}: {prompt.example.system}", bold=True)
+    judge = functools.partial(is_right, prompt.example) if prompt.judged else None
+    facts = _told(prompt.example.user, engine.stream(ids, config), judge, prompt.example.answer, aloud=aloud)
+    return {"task": prompt.task, **facts}
 
 
 def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
@@ -123,19 +110,23 @@ def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
         engine = ModelChoice(model=Path(TRANSLATOR)).open(progress)
     if aloud:
         click.secho(f"\n{TRANSLATOR}: German to English, and English to German", bold=True)
-    answers = []
-    for text in TRANSLATED:
-        generation = engine.stream(text, GenerationConfig(max_tokens=max_tokens))
-        _tell(text, generation, aloud=aloud)
-        answer = {"prompt": text, "right_answer": None, "right": None, **answer_facts(generation)}
-        answers.append(answer)
-        if aloud:
-            _say_facts(answer)
-    return answers
+    config = GenerationConfig(max_tokens=max_tokens)
+    return [_told(text, engine.stream(text, config), None, "", aloud=aloud) for text in TRANSLATED]
 
 
-def _tell(text: str, generation: "Answer", *, aloud: bool) -> None:
-    """Runs an answer to its end, printing the question and the answer as it comes."""
+def _told(
+    text: str, generation: "Answer", judge: Callable[[str], bool] | None, answer: str, *, aloud: bool
+) -> dict[str, Any]:
+    """Runs an answer to its end, printing the question and the answer as it comes if `aloud`; returns its
+    facts for JSON.
+
+    Args:
+      text: the question.
+      generation: the answer to come.
+      judge: whether an answer is right; None if there is no single right one.
+      answer: a right answer; empty for none.
+      aloud: whether to print.
+    """
     if aloud:
         click.echo()
         click.echo("\n".join(f"  {line}" for line in text.splitlines()))
@@ -143,21 +134,21 @@ def _tell(text: str, generation: "Answer", *, aloud: bool) -> None:
     for piece in generation:
         if aloud:
             click.echo(piece, nl=False)
+    right = None if judge is None else judge(generation.text)
+    facts = {"prompt": text, "right_answer": answer or None, "right": right, **answer_facts(generation)}
+    if aloud:
+        click.echo()
+        if right is not None:
+            click.secho(f"  {'right' if right else 'wrong'}", fg="green" if right else "red", nl=False)
+        if answer and not right:
+            click.echo(f"  one of ours: {answer}" if right is None else f", it is: {answer}", nl=False)
+        first = f"first after {facts['ttft_ms']:.1f} ms{_rate(facts['decode_tokens_per_s'])}"
+        click.secho(f"  [{facts['completion_tokens']} tokens, {first}]", dim=True)
+    return facts
 
 
-def _say_facts(answer: dict[str, Any]) -> None:
-    verdict, colour = {True: ("right", "green"), False: ("wrong", "red"), None: ("", None)}[answer["right"]]
-    click.echo()
-    if verdict:
-        click.secho(f"  {verdict}", fg=colour, nl=False)
-    if answer["right_answer"] and not answer["right"]:
-        said = f", it is: {answer['right_answer']}" if verdict else f"  one of ours: {answer['right_answer']}"
-        click.echo(said, nl=False)
-    rate = answer["decode_tokens_per_s"]
-    pace = f", then {rate:,.0f} tokens/s" if rate else ""
-    click.secho(
-        f"  [{answer['completion_tokens']} tokens, first after {answer['ttft_ms']:.1f} ms{pace}]", dim=True
-    )
+def _rate(tokens_per_s: float | None) -> str:
+    return f", then {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
 
 
 def _totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -168,13 +159,6 @@ def _totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "median_ttft_ms": statistics.median(each["ttft_ms"] for each in answers),
         "median_decode_tokens_per_s": statistics.median(rates) if rates else None,
     }
-
-
-def _say_totals(totals: dict[str, Any]) -> None:
-    rate = totals["median_decode_tokens_per_s"]
-    pace = f", then {rate:,.0f} tokens/s" if rate else ""
-    first = f"first token after {totals['median_ttft_ms']:.1f} ms"
-    click.echo(f"\n{totals['right']} of {totals['judged']} right; {first}{pace} (medians)")
 
 
 STORY = "story"
@@ -194,35 +178,35 @@ class DemoPrompt:
       task: name of the task; `story` is not a task of `jaxllm.tasks`.
       example: the question; its answer is empty if there is no single right one.
       judged: whether answers other than the example's are wrong.
+      first: whether it is the first question of its task.
     """
 
     task: str
     example: TaskExample
     judged: bool = True
+    first: bool = False
 
 
 def demo_prompts() -> list[DemoPrompt]:
     """All questions, by task."""
-    labelled = (
-        ("sentiment", labels.SENTIMENT, _REVIEWS),
-        ("news", labels.NEWS, _NEWS),
-        ("emotion", labels.EMOTION, _MESSAGES),
+    labelled = (readers.SENTIMENT, _REVIEWS), (readers.NEWS, _NEWS), (readers.EMOTION, _MESSAGES)
+    reviews, news, messages = (
+        [kind.example({"text": text, "label": label}) for text, label in pairs] for kind, pairs in labelled
     )
-    prompts = [
-        DemoPrompt(task, kind.example({"text": text, "label": label}))
-        for task, kind, pairs in labelled
-        for text, label in pairs
+    examples: dict[str, list[TaskExample]] = {
+        "sentiment": reviews,
+        "news": news,
+        "emotion": messages,
+        "ui-step": [_step(*each) for each in _STEPS],
+        "api-choice": [_call(*each) for each in _REQUESTS],
+        "shorten": [TaskExample(system=SHORTEN, user=text, answer=short) for text, short in _SENTENCES],
+        STORY: [TaskExample(system=TELL, user=text, answer="") for text in _OPENINGS],
+    }
+    return [
+        DemoPrompt(task, example, judged=bool(example.options), first=number == 0)
+        for task, those in examples.items()
+        for number, example in enumerate(those)
     ]
-    prompts += [DemoPrompt("ui-step", _step(*each)) for each in _STEPS]
-    prompts += [DemoPrompt("api-choice", _call(*each)) for each in _REQUESTS]
-    prompts += [
-        DemoPrompt("shorten", TaskExample(system=SHORTEN, user=text, answer=shorter), judged=False)
-        for text, shorter in _SENTENCES
-    ]
-    prompts += [
-        DemoPrompt(STORY, TaskExample(system=TELL, user=text, answer=""), judged=False) for text in _OPENINGS
-    ]
-    return prompts
 
 
 _REVIEWS = (
@@ -335,7 +319,7 @@ _OPENINGS = (
 
 def _step(app: str, goal: str, done: str, screen: tuple[str, ...], chosen: int) -> TaskExample:
     step = {"label": [chosen, "null"], "history": done, "state": "\n".join(screen)}
-    return ui_steps.example(app, goal, step)
+    return readers.ui_step(app, goal, step)
 
 
 def _call(request: str, answer: str, functions: dict[str, str]) -> TaskExample:
@@ -344,4 +328,4 @@ def _call(request: str, answer: str, functions: dict[str, str]) -> TaskExample:
         "question": [[{"role": "user", "content": request}]],
         "function": [{"name": name, "description": text} for name, text in functions.items()],
     }
-    return api_choice.example(record, answer, api_choice.lines([record]), 0)
+    return readers.api_choice(record, answer, readers.function_lines([record]), 0)

@@ -1,6 +1,7 @@
 """`jaxllm eval`: measures a model's quality on texts and tasks."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,20 @@ import click
 from jaxllm.cli.console import print_columns, print_json, progress_bars, read_text
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.model_choice import ModelChoice
-from jaxllm.cli.shared_options import json_option, model_options, prefill_option
+from jaxllm.cli.shared_options import (
+    json_option,
+    model_options,
+    path_argument,
+    path_option,
+    prefill_option,
+)
 from jaxllm.errors import ConfigError
+from jaxllm.options import Command, combined
 from jaxllm.tasks import TASKS
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.engine import Engine
     from jaxllm.serving.evaluation.tasks import TaskResult
-
-Command = Callable[..., Any]
 
 _COLUMNS = ("task", "score", "%", "chance", "majority", "examples", "skipped", "tokens", "seconds")
 
@@ -31,7 +37,6 @@ class _TaskName(click.Choice[str]):
         return value if value in TASKS else super().convert(value, param, ctx)
 
 
-_text_argument = click.argument("text", type=click.Path(path_type=Path))
 _separator_option = click.option(
     "--separator",
     metavar="TEXT",
@@ -53,25 +58,46 @@ def eval_command() -> None:
     """Measure how good a model is, on texts and on tasks."""
 
 
-@eval_command.command("perplexity", cls=EngineCommand)
-@_text_argument
-@_separator_option
+def _text_measure(name: str, line: str) -> Callable[[Command], click.Command]:
+    """Makes a subcommand that measures a model on TEXT, from a function of (engine, documents, progress,
+    choice, further options) that returns a dataclass.
+
+    Args:
+      name: name of the subcommand.
+      line: format of the printed line, with the result as argument.
+    """
+
+    def decorate(command: Command) -> click.Command:
+        @functools.wraps(command)
+        def run(choice: ModelChoice, text: Path, separator: str | None, as_json: bool, **more: Any) -> None:
+            whole = read_text(text)
+            documents = [each for each in (whole.split(separator) if separator else [whole]) if each.strip()]
+            with progress_bars() as progress:
+                engine = choice.open(progress, warm_up=False)
+                found = command(engine, documents, progress=progress, choice=choice, **more)
+            if as_json:
+                print_json({**_names(engine), **dataclasses.asdict(found)})
+            else:
+                click.echo(line.format(found))
+
+        options = combined(path_argument("text"), _separator_option, model_options, json_option)
+        return eval_command.command(name, cls=EngineCommand)(options(run))
+
+    return decorate
+
+
+@_text_measure(
+    "perplexity",
+    "perplexity {0.perplexity:.4f}, {0.bits_per_byte:.4f} bits/byte over {0.tokens} tokens in {0.documents} "
+    "documents (windows of {0.window_tokens} tokens)",
+)
 @_window_option
 @click.option(
     "--high-planes",
     is_flag=True,
     help="Predict with the high planes of int8-nested weights only, the 4-bit model used for drafts.",
 )
-@model_options
-@json_option
-def perplexity_command(
-    choice: ModelChoice,
-    text: Path,
-    separator: str | None,
-    window_tokens: int,
-    high_planes: bool,
-    as_json: bool,
-) -> None:
+def perplexity_command(engine: "Engine", documents: list[str], *, choice: ModelChoice, **how: Any) -> Any:
     """Measure the perplexity of a text.
 
     Reads TEXT, a UTF-8 file or - for standard input, and writes the perplexity and the bits per byte.
@@ -82,36 +108,19 @@ def perplexity_command(
     """
     from jaxllm.serving.evaluation.texts import perplexity
 
-    documents = _documents(text, separator)
-    with progress_bars() as progress:
-        engine = choice.open(progress, warm_up=False)
-        found = perplexity(
-            engine, documents, window_tokens=window_tokens, high_planes=high_planes, progress=progress
-        )
-    if as_json:
-        print_json({**_names(engine), **dataclasses.asdict(found)})
-        return
-    click.echo(
-        f"perplexity {found.perplexity:.4f}, {found.bits_per_byte:.4f} bits/byte over {found.tokens} "
-        f"tokens in {found.documents} documents (windows of {found.window_tokens} tokens)"
-    )
+    return perplexity(engine, documents, **how)
 
 
-@eval_command.command("agreement", cls=EngineCommand)
-@_text_argument
-@click.argument("other", type=click.Path(path_type=Path))
-@_separator_option
+@_text_measure(
+    "agreement",
+    "agreement {0.agreement:.1%} over {0.tokens} tokens (right: {0.right:.1%}, the other "
+    "{0.other_right:.1%})",
+)
+@path_argument("other")
 @_window_option
-@model_options
-@json_option
 def agreement_command(
-    choice: ModelChoice,
-    text: Path,
-    other: Path,
-    separator: str | None,
-    window_tokens: int,
-    as_json: bool,
-) -> None:
+    engine: "Engine", documents: list[str], *, choice: ModelChoice, other: Path, **how: Any
+) -> Any:
     """Measure how often two models choose the same next token.
 
     Reads TEXT, a UTF-8 file or - for standard input. OTHER is a bundle, a Hugging Face folder or a packaged
@@ -124,28 +133,16 @@ def agreement_command(
     """
     from jaxllm.serving.evaluation.texts import greedy_agreement
 
-    documents = _documents(text, separator)
-    with progress_bars() as progress:
-        engine = choice.open(progress, warm_up=False)
-        other_engine = choice.open_other(other, progress)
-        found = greedy_agreement(
-            engine, other_engine, documents, window_tokens=window_tokens, progress=progress
-        )
-    if as_json:
-        print_json({**_names(engine), **dataclasses.asdict(found)})
-        return
-    click.echo(
-        f"agreement {found.agreement:.1%} over {found.tokens} tokens (right: {found.right:.1%}, the other "
-        f"{found.other_right:.1%})"
-    )
+    return greedy_agreement(engine, choice.open_other(other, how["progress"]), documents, **how)
 
 
-@eval_command.command("routing", cls=EngineCommand)
-@_text_argument
-@_separator_option
-@model_options
-@json_option
-def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_json: bool) -> None:
+@_text_measure(
+    "routing",
+    "experts: {0.dead} dead, between {0.least:.2f} and {0.most:.2f} of an even share; {0.paths} of "
+    "{0.possible_paths} paths seen, the top tenth of them carries {0.top_paths_share:.1%} of {0.tokens} "
+    "tokens",
+)
+def routing_command(engine: "Engine", documents: list[str], *, choice: ModelChoice, **how: Any) -> Any:
     """Measure how evenly a mixture spreads tokens over its experts.
 
     Reads TEXT, a UTF-8 file or - for standard input, and writes how often each expert and path of experts is
@@ -157,27 +154,12 @@ def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_j
     """
     from jaxllm.serving.evaluation.texts import expert_use
 
-    documents = _documents(text, separator)
-    with progress_bars() as progress:
-        engine = choice.open(progress, warm_up=False)
-        use = expert_use(engine, documents, progress=progress)
-    if as_json:
-        print_json({**_names(engine), **dataclasses.asdict(use)})
-        return
-    click.echo(
-        f"experts: {use.dead} dead, between {use.least:.2f} and {use.most:.2f} of an even share; "
-        f"{use.paths} of {use.possible_paths} paths seen, the top tenth of them carries "
-        f"{use.top_paths_share:.1%} of {use.tokens} tokens"
-    )
+    return expert_use(engine, documents, **how)
 
 
 @eval_command.command("tasks", cls=EngineCommand)
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="Folder with a subfolder tasks/ of the tasks' files.",
+@path_option(
+    "--data", required=True, metavar="DIR", help="Folder with a subfolder tasks/ of the tasks' files."
 )
 @click.option(
     "--task",
@@ -192,15 +174,10 @@ def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_j
     metavar="N",
     help="Ask a fixed sample of N questions per task.  [default: all]",
 )
-@click.option(
-    "--predictions",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write every answer to FILE, one JSON line per question.",
-)
+@path_option("--predictions", help="Write every answer to FILE, one JSON line per question.")
 @prefill_option(
-    "Feed questions in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate prefill`), or in "
-    "whichever is faster for a prompt (takes times of `jaxllm profile --prefill auto`).  [default: float]"
+    "Feed questions in floats, in 8-bit integers (requires a bundle of `jaxllm calibrate prefill`), or in "
+    "whichever is faster for a prompt (requires times of `jaxllm profile --prefill auto`).  [default: float]"
 )
 @model_options
 @json_option
@@ -252,20 +229,9 @@ def tasks_command(
 
 
 @eval_command.command("pairs")
-@click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
-@click.option(
-    "--source",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A UTF-8 text file with one source per line.",
-)
-@click.option(
-    "--reference",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A UTF-8 text file with the right target of each line.",
-)
+@path_argument("model")
+@path_option("--source", required=True, help="A UTF-8 text file with one source per line.")
+@path_option("--reference", help="A UTF-8 text file with the right target of each line.")
 @click.option(
     "--fields",
     nargs=2,
@@ -279,15 +245,12 @@ def tasks_command(
     help="Read only the JSON lines that a recipe with this held_out_share does not train on.",
 )
 @click.option("--prefix", metavar="TEXT", help="Prefix of the task.  [default: the model's own]")
-@click.option(
+@path_option(
     "--draft",
-    type=click.Path(path_type=Path),
     metavar="DRAFT",
     help="A smaller model with the same tokenizer, to measure its agreement with MODEL.",
 )
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the translations here."
-)
+@path_option("-o", "--output", help="Write the translations here.")
 def pairs_command(
     model: Path,
     source: Path,
@@ -350,18 +313,11 @@ def _print_results(results: "Sequence[TaskResult]", missing: Sequence[str]) -> N
     """Prints a row per score, in percent, and the skipped questions and tasks."""
     rows: list[Sequence[str]] = []
     for result in results:
-        scores = list(result.scores.items()) or [("nothing fits", None)]
-        for index, (measure, value) in enumerate(scores):
-            facts = (
-                _percent(result.chance),
-                _percent(result.majority),
-                f"{result.examples:,}",
-                f"{result.skipped:,}",
-                f"{result.tokens:,}",
-                f"{result.seconds:.1f}",
-            )
-            first = index == 0
-            rows.append((result.task if first else "", measure, _percent(value), *(facts if first else ())))
+        shares = (_percent(result.chance), _percent(result.majority))
+        counts = [f"{count:,}" for count in (result.examples, result.skipped, result.tokens)]
+        first, *others = list(result.scores.items()) or [("nothing fits", None)]
+        rows.append((result.task, first[0], _percent(first[1]), *shares, *counts, f"{result.seconds:.1f}"))
+        rows += [("", measure, _percent(value)) for measure, value in others]
     print_columns(_COLUMNS, rows, texts=2)
     skipped = sum(result.skipped for result in results)
     if skipped:
@@ -374,12 +330,6 @@ def _not_empty(text: str | None) -> str | None:
     if text == "":
         raise click.UsageError("--separator must not be empty")
     return text
-
-
-def _documents(path: Path, separator: str | None) -> list[str]:
-    text = read_text(path)
-    documents = text.split(separator) if separator else [text]
-    return [document for document in documents if document.strip()]
 
 
 def _names(engine: "Engine") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.cli.console import progress_bars, read_text
-from jaxllm.cli.shared_options import context_option
+from jaxllm.cli.shared_options import context_option, path_argument, path_option
 from jaxllm.export.contents import CONTENTS, require_contents, require_family
 from jaxllm.option_types import Level
 
@@ -32,14 +32,9 @@ _CALIBRATION_CHARACTERS = 1 << 20
 
 
 @click.command("export")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="The folder, LiteRT-LM file or GGUF file to write.",
+@path_argument("bundle")
+@path_option(
+    "-o", "--output", required=True, metavar="PATH", help="The folder, LiteRT-LM file or GGUF file to write."
 )
 @click.option(
     "--format",
@@ -59,10 +54,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     help="Width of weights and activations: stablehlo supports f32 and bf16; tflite, device and litertlm "
     "f32, int8 (weights only) and w8a8 (both); hf f32, bf16 and f16; gguf these and int8 (Q8_0).",
 )
-@click.option(
+@path_option(
     "--calibration-text",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="For w8a8, a UTF-8 text to calibrate activation scales on; calibrated bundles have the inputs'.",
 )
 @click.option(
@@ -149,11 +142,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     help="Export this level of an elastic bundle. Repeatable, except for hf, gguf and litertlm, whose file "
     "has one level.  [default: the whole model only]",
 )
-@click.option(
-    "--adapter",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A low-rank adapter in PEFT's layout, to merge into the weights.",
+@path_option(
+    "--adapter", metavar="DIR", help="A low-rank adapter in PEFT's layout, to merge into the weights."
 )
 @click.option(
     "--adapter-input",

@@ -5,8 +5,7 @@ from typing import Any
 
 import click
 
-from jaxllm.cli.answer_facts import answer_facts, draft_facts
-from jaxllm.cli.console import print_json, progress_bars, read_text
+from jaxllm.cli.console import answer_facts, draft_facts, print_json, progress_bars, read_text
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.model_choice import ModelChoice
 from jaxllm.cli.shared_options import (
@@ -14,6 +13,7 @@ from jaxllm.cli.shared_options import (
     image_option,
     json_option,
     model_options,
+    path_option,
     running_options,
     sampling_options,
     task_option,
@@ -22,9 +22,7 @@ from jaxllm.cli.shared_options import (
 
 @click.command("generate", cls=EngineCommand)
 @click.option("-p", "--prompt", metavar="TEXT", help="The text to continue.  [default: standard input]")
-@click.option(
-    "--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="Read the prompt from a file."
-)
+@path_option("--prompt-file", help="Read the prompt from a file.")
 @image_option
 @model_options
 @running_options

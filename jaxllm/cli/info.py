@@ -10,7 +10,7 @@ import click
 
 from jaxllm.cli.console import print_json
 from jaxllm.cli.lazy import EngineCommand
-from jaxllm.cli.shared_options import json_option
+from jaxllm.cli.shared_options import json_option, path_argument
 from jaxllm.serving.host.machine import ProcessMemory, give_back_memory, process_memory
 from jaxllm.version import __version__
 
@@ -32,7 +32,7 @@ class _InfoCommand(EngineCommand):
 
 
 @click.command("info", cls=_InfoCommand)
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@path_argument("bundle", required=False)
 @click.option("--verify", is_flag=True, help="Read the whole file and check every checksum.")
 @click.option(
     "--memory", is_flag=True, help="Start the model and write its memory use instead of other facts."

@@ -7,15 +7,13 @@ import click
 from click.shell_completion import get_completion_class
 
 from jaxllm.cli.console import print_json
-from jaxllm.cli.shared_options import json_option
+from jaxllm.cli.shared_options import json_option, path_option
 
 _VARIABLE = "_JAXLLM_COMPLETE"
 
-_file_option = click.option(
+_file_option = path_option(
     "--file",
     "path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="The key file.  [default: $JAXLLM_KEYS, else keys.json in the user's config folder]",
 )
 

@@ -8,78 +8,51 @@ from collections.abc import Sequence
 
 import click
 
-from jaxllm.cli.errors import run_command
-from jaxllm.cli.lazy import LazyGroup
+from jaxllm.cli.lazy import LazyGroup, run_command
 from jaxllm.version import __version__
 
-SECTIONS = {
+# Headings of the help text, the commands below each, and their summaries: the first sentences of their help.
+_SUMMARIES = {
     "Run a model": {
-        "generate": (
-            "jaxllm.cli.generate:generate_command",
-            "Continue a prompt with a model, streaming the text.",
-        ),
-        "chat": ("jaxllm.cli.chat:chat_command", "Talk with a model in the terminal."),
-        "demo": (
-            "jaxllm.cli.demo:demo_command",
-            "Ask a model a few questions of each task, and show its answers and its speed.",
-        ),
-        "serve": (
-            "jaxllm.cli.serve:serve_command",
-            "Serve a model to the apps of this device.",
-        ),
-        "info": (
-            "jaxllm.cli.info:info_command",
-            "Describe a bundle or a checkpoint, and this device.",
-        ),
-        "profile": (
-            "jaxllm.cli.profile:profile_command",
-            "Measure the speed of every level of a model, for the service to plan with.",
-        ),
-        "contexts": (
-            "jaxllm.cli.contexts:contexts_command",
-            "List, check and repair contexts that are stored on disk.",
-        ),
+        "generate": "Continue a prompt with a model, streaming the text.",
+        "chat": "Talk with a model in the terminal.",
+        "demo": "Ask a model a few questions of each task, and show its answers and its speed.",
+        "serve": "Serve a model to the apps of this device.",
+        "info": "Describe a bundle or a checkpoint, and this device.",
+        "profile": "Measure the speed of every level of a model, for the service to plan with.",
+        "contexts": "List, check and repair contexts that are stored on disk.",
     },
     "Prepare and train models": {
-        "prepare": (
-            "jaxllm.cli.prepare:prepare_command",
-            "Write a Hugging Face folder or a GGUF file as one bundle file.",
-        ),
-        "elasticize": (
-            "jaxllm.cli.train:elasticize_command",
-            "Make an elastic bundle: levels of one model, and the tiny LM that plans.",
-        ),
-        "calibrate": (
-            "jaxllm.cli.calibrate:calibrate_command",
-            "Measure a model on texts, and write a calibrated bundle.",
-        ),
-        "export": (
-            "jaxllm.cli.export:export_command",
-            "Export a model as programs that run without our model code, or as a model for other engines.",
-        ),
-        "pretrain": (
-            "jaxllm.cli.train:pretrain_command",
-            "Train a small model from scratch, into a Hugging Face folder.",
-        ),
-        "lora": (
-            "jaxllm.cli.train:lora_command",
-            "Train a low-rank adapter of a model, into a folder in PEFT's layout.",
-        ),
+        "prepare": "Write a Hugging Face folder or a GGUF file as one bundle file.",
+        "elasticize": "Make an elastic bundle: levels of one model, and the tiny LM that plans.",
+        "calibrate": "Measure a model on texts, and write a calibrated bundle.",
+        "export": "Export a model as programs that run without our model code, or as a model for other "
+        "engines.",
+        "pretrain": "Train a small model from scratch, into a Hugging Face folder.",
+        "lora": "Train a low-rank adapter of a model, into a folder in PEFT's layout.",
     },
     "Evaluate and compare": {
-        "eval": (
-            "jaxllm.cli.evaluate:eval_command",
-            "Measure how good a model is, on texts and on tasks.",
-        ),
-        "bench": ("benchmarks.cli:bench_command", "Measure this machine: one subcommand per claim."),
+        "eval": "Measure how good a model is, on texts and on tasks.",
+        "bench": "Measure this machine: one subcommand per claim.",
     },
     "Set up": {
-        "keys": ("jaxllm.cli.keys:keys_command", "Make, list and remove API keys of apps."),
-        "completion": (
-            "jaxllm.cli.keys:completion_command",
-            "Print a script that completes jaxllm's commands and options in a shell.",
-        ),
+        "keys": "Make, list and remove API keys of apps.",
+        "completion": "Print a script that completes jaxllm's commands and options in a shell.",
     },
+}
+# Modules that do not have the name of their command.
+_MODULES = {
+    **dict.fromkeys(("pretrain", "lora", "elasticize"), "jaxllm.cli.train"),
+    "eval": "jaxllm.cli.evaluate",
+    "bench": "benchmarks.cli",
+    "completion": "jaxllm.cli.keys",
+}
+SECTIONS = {
+    heading: {
+        name: (f"{_MODULES.get(name, f'jaxllm.cli.{name}')}:{name}_command", summary)
+        for name, summary in section.items()
+    }
+    for heading, section in _SUMMARIES.items()
 }
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
 

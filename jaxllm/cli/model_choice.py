@@ -1,61 +1,118 @@
-"""Opens the model chosen by a command's options."""
+"""Declares the options that choose a model, and opens it."""
 
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
 
 from jaxllm.errors import ConfigError
+from jaxllm.formats import WEIGHT_FORMATS
+from jaxllm.option_types import Level, Share, Size
+from jaxllm.options import option
 from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:
     from jaxllm.formats import WeightFormat
     from jaxllm.serving.engine.engine import Engine
-    from jaxllm.serving.ground.int8_prefill_options import IntegerDevice, Mode, PrefillOptions
+    from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.ground.speculation_options import SpeculationOptions
 
+PREFILL_MODES = ("float", "int8", "auto")
+MAX_PREFILL_LOSS = 0.01
 _WHOLE = 100
 # Fields of a choice that also apply to exported programs.
 _OF_PROGRAMS = ("program", "level", "draft")
-# Options whose names differ from their fields.
-_OPTION_NAMES = {"context_tokens": "context", "most_loss": "max-prefill-loss"}
+
+
+def _field(value: Any, text: str, /, *flags: str, **how: Any) -> Any:
+    """A field with a default value, a help text, and arguments of `click.option`."""
+    return option(value, text, flags=flags, click={"default": value, **how})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """Values of the options of `jaxllm.cli.shared_options.model_options` and `running_options`.
+    """Values of the options of `jaxllm.cli.shared_options.model_options` and `running_options`. The options'
+    help describes them; numbers of bytes are in bytes, shares from 0 to 1, levels in percent.
 
     Attributes:
-      model: a bundle, a Hugging Face folder, or a packaged model's name; None for the packaged default.
-      weights: width of a folder's weights; None for the checkpoint's own.
-      context_tokens: maximum number of tokens of prompt and answer together; 0 for the model's window,
-        within bounds.
-      adapter: folder of a low-rank adapter.
-      level: level of an elastic bundle, in percent.
-      memory: memory limit in bytes of weights, context and activations; 0 for no limit.
       draft: the drafter, in the format of `speculation`; None for self-drafting if supported and faster.
-      program: folder of exported programs, instead of a model.
-      prefill: the prefill mode; None for the engine's default.
-      processors: number of prefill processors, 1 or 2.
-      integer_device: device of the integer processor of two.
-      most_loss: maximum growth of the perplexity by integer prefill, a share; None for the engine's default.
-      expert_loss: share of a mixture that may be computed with high planes only (see `ExpertOptions`).
     """
 
-    model: Path | None = None
-    weights: "WeightFormat | None" = None
-    context_tokens: int = 0
-    adapter: Path | None = None
-    level: int = _WHOLE
-    memory: int = 0
-    draft: str | None = "none"
-    program: Path | None = None
-    prefill: "Mode | None" = None
-    processors: int = 1
-    integer_device: "IntegerDevice" = "cpu"
-    most_loss: float | None = None
-    expert_loss: float = 0.0
+    model: Path | None = _field(  # noqa: RUF009
+        None,
+        "A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
+        "-m",
+        "--model",
+        metavar="MODEL",
+    )
+    weights: "WeightFormat | None" = _field(  # noqa: RUF009
+        None,
+        "Width of the weights of a Hugging Face folder or a GGUF file.  [default: the checkpoint's own]",
+        type=click.Choice(WEIGHT_FORMATS),
+    )
+    context_tokens: int = _field(
+        0,
+        "Maximum number of tokens of prompt and answer together.  [default: the model's window, up to 2048]",
+        "--context",
+        type=int,
+        metavar="TOKENS",
+    )
+    adapter: Path | None = _field(  # noqa: RUF009
+        None, "A low-rank adapter of the model, a folder in PEFT's layout.  [default: none]", metavar="DIR"
+    )
+    level: int = _field(
+        _WHOLE, "The level of an elastic bundle to run.  [default: the whole model]", type=Level()
+    )
+    memory: int = _field(
+        0,
+        "Memory limit of weights, context and activations, e.g. 300MB. Layers of a larger model are read "
+        "from storage on demand.  [default: no limit]",
+        type=Size(),
+    )
+    draft: str | None = _field(
+        "none",
+        "Draft tokens for the model to verify, with a small model of the same tokenizer (MODEL; with "
+        "--program a folder of programs), a level of the model itself (level:PERCENT), the high planes of "
+        "int8-nested weights (nested, nested:PERCENT), earlier continuations in the text (ngram), or not at "
+        "all (none). The answer stays the same.  [default: nested for int8-nested weights, while it is "
+        "measured to be faster; none for others]",
+        default=None,
+        metavar="DRAFT",
+    )
+    prefill: Literal["float", "int8", "auto"] | None = _field(
+        None,
+        "Compute prompts in floats, in 8-bit integers (requires a bundle of `jaxllm calibrate prefill`), or "
+        "in whichever is faster for a prompt (requires times of `jaxllm profile --prefill auto`).  [default: "
+        "float; int8 with --processors 2]",
+    )
+    processors: int = _field(
+        1,
+        "With 2, prompts run on an integer and a float processor in parallel: two cores, or a GPU and the "
+        "CPU.  [default: 1]",
+        type=click.IntRange(1, 2),
+    )
+    integer_device: Literal["cpu", "gpu"] = _field("cpu", "The integer one of two processors.")
+    most_loss: float | None = _field(
+        None,
+        "Maximum growth of the perplexity by integer prefill, as measured when the bundle was calibrated; "
+        f"inf for any.  [default: {MAX_PREFILL_LOSS:.0%}]",
+        "--max-prefill-loss",
+        type=Share(most=float("inf"), allow_inf=True),
+    )
+    expert_loss: float = _field(
+        0.0,
+        "Maximum share of each token's mixture, its least probable experts, to compute with 4 of 8 bits if "
+        "nested experts are read from storage.  [default: none]",
+        type=Share(),
+    )
+    program: Path | None = _field(  # noqa: RUF009
+        None,
+        "Run the exported programs in this folder (see `jaxllm export`) instead of a model.  [default: none]",
+        metavar="DIR",
+    )
 
     def open(self, progress: Progress, *, warm_up: bool = True, images: bool = False) -> "Engine":
         """Opens the chosen engine; for prompts with images if `images`.
@@ -104,10 +161,10 @@ class ModelChoice:
     def _prefill_options(self) -> "PrefillOptions":
         from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 
-        options = PrefillOptions(
-            mode=self.prefill or "", processors=self.processors, integer_device=self.integer_device
+        loss: dict[str, Any] = {} if self.most_loss is None else {"most_loss": self.most_loss}
+        return PrefillOptions(
+            mode=self.prefill or "", processors=self.processors, integer_device=self.integer_device, **loss
         )
-        return options if self.most_loss is None else dataclasses.replace(options, most_loss=self.most_loss)
 
     def _open(
         self, model: Path | None, options: "EngineOptions", progress: Progress, **more: Any
@@ -120,10 +177,11 @@ class ModelChoice:
         for field in dataclasses.fields(self):
             given = getattr(self, field.name) != field.default
             if given and field.name not in _OF_PROGRAMS:
-                option = _OPTION_NAMES.get(field.name, field.name.replace("_", "-"))
+                flags = field.metadata["option"].flags
+                flag = flags[-1] if flags else f"--{field.name.replace('_', '-')}"
                 raise ConfigError(
-                    f"--{option} cannot be given with --program, whose programs are as they were exported; "
-                    "leave it or --program out"
+                    f"{flag} cannot be given with --program, whose programs are as they were exported; leave "
+                    "it or --program out"
                 )
         from jaxllm.export.programs.model import open_program
 

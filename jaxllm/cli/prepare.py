@@ -6,19 +6,13 @@ import click
 
 from jaxllm.cli.console import progress_bars
 from jaxllm.cli.lazy import EngineCommand
+from jaxllm.cli.shared_options import path_argument, path_option
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS
 
 
 @click.command("prepare", cls=EngineCommand)
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The bundle to write.",
-)
+@path_argument("model")
+@path_option("-o", "--output", required=True, help="The bundle to write.")
 @click.option(
     "--weights", type=click.Choice(WEIGHT_FORMATS), help="Width of weights.  [default: the checkpoint's own]"
 )

@@ -9,7 +9,14 @@ import click
 
 from jaxllm.cli.console import print_columns, print_json, progress_bars, read_text
 from jaxllm.cli.lazy import EngineCommand
-from jaxllm.cli.shared_options import context_option, json_option, prefill_option, processors_option
+from jaxllm.cli.shared_options import (
+    context_option,
+    json_option,
+    path_argument,
+    path_option,
+    prefill_option,
+    processors_option,
+)
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +27,7 @@ REPEATS = 5
 
 
 @click.command("profile", cls=EngineCommand)
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@path_argument("bundle", required=False)
 @context_option
 @prefill_option(
     "Measure prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate prefill`), or in "
@@ -34,10 +41,8 @@ REPEATS = 5
     show_default=True,
     help="Number of repetitions of each measurement; the median counts.",
 )
-@click.option(
+@path_option(
     "--energy",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="Also store the energy of tokens, measured elsewhere: a JSON file "
     '{"prefill_joules": [...], "decode_joules": [...]} with a number per level.',
 )

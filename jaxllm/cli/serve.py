@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.cli.lazy import EngineCommand
+from jaxllm.cli.shared_options import path_option
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 
@@ -30,10 +31,9 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     metavar="HOST:PORT",
     help="Listen on a TCP address; port 0 chooses a free one.  [default: 127.0.0.1:8080 without --socket]",
 )
-@click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on a Unix socket.")
-@click.option(
+@path_option("--socket", metavar="PATH", help="Listen on a Unix socket.")
+@path_option(
     "--contexts",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="Store apps' contexts in a folder, across restarts.  [default: no contexts]",
 )
@@ -42,9 +42,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     type=Size(),
     help="Memory limit of contexts that are not running, e.g. 500MB.  [default: 256MiB]",
 )
-@click.option(
+@path_option(
     "--context-keys",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="Encrypt stored contexts with keys in this folder, one per app.  [default: no encryption]",
 )
@@ -61,9 +60,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     metavar="NAME=FOLDER",
     help="A low-rank adapter that calls may name, a folder in PEFT's layout. Repeatable.",
 )
-@click.option(
+@path_option(
     "--adapters",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="Folder of further adapters that operators may load at runtime.  [default: none]",
 )
@@ -91,10 +89,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="Minimum log level (requests are logged at info).  [default: info]",
 )
-@click.option(
+@path_option(
     "--config",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="Options in TOML; the command line overrides them. SIGHUP reloads limits, objectives and "
     "context_budget.",
 )

@@ -1,7 +1,7 @@
 """Declares the options that commands share; importing it imports no JAX.
 
-Defaults and lists of values that other modules define are written out here for the help texts;
-`tests/cli/test_help.py` compares them.
+Defaults that other modules define are written out here for the help texts; `tests/cli/test_help.py` compares
+them.
 """
 
 import dataclasses
@@ -12,54 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.cli.model_choice import ModelChoice
+from jaxllm.cli.model_choice import PREFILL_MODES, ModelChoice
 from jaxllm.errors import ConfigError
-from jaxllm.formats import WEIGHT_FORMATS
-from jaxllm.option_types import Level, Share, Size
+from jaxllm.options import Command, click_option, click_options, combined
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.request import GenerationConfig
     from jaxllm.text.tokenizer_files import TokenizerFiles
 
-Command = Callable[..., Any]
-
-PREFILL_MODES = ("float", "int8", "auto")
-INTEGER_DEVICES = ("cpu", "gpu")
 MAX_TOKENS = 256
-MAX_PREFILL_LOSS = 0.01
+PATH = click.Path(path_type=Path)
 
-task_option = click.option(
-    "--task",
-    default="",
-    metavar="NAME",
-    help="Task of an encoder-decoder, whose prefix is added to the prompt.  [default: the model's own]",
-)
-image_option = click.option(
-    "--image",
-    "images",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="An image at the beginning of the prompt, for a model with an image encoder. Repeatable.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
-model_option = click.option(
-    "-m",
-    "--model",
-    type=click.Path(path_type=Path),
-    metavar="MODEL",
-    help="A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
-)
+def path_option(*names: str, metavar: str = "FILE", **how: Any) -> Callable[[Command], Command]:
+    """`click.option` of a path."""
+    return click.option(*names, **{"type": PATH, "metavar": metavar, **how})
 
-context_option = click.option(
-    "--context",
-    "context_tokens",
-    type=int,
-    default=0,
-    metavar="TOKENS",
-    help="Maximum number of tokens of prompt and answer together.  [default: the model's window, up to 2048]",
-)
+
+def path_argument(name: str, **how: Any) -> Callable[[Command], Command]:
+    """`click.argument` of a path."""
+    return click.argument(name, type=PATH, **how)
 
 
 def prefill_option(text: str) -> Callable[[Command], Command]:
@@ -67,87 +39,22 @@ def prefill_option(text: str) -> Callable[[Command], Command]:
     return click.option("--prefill", type=click.Choice(PREFILL_MODES), help=text)
 
 
-processors_option = click.option(
-    "--processors",
-    type=click.IntRange(1, 2),
-    default=1,
-    help="With 2, prompts run on an integer and a float processor in parallel: two cores, or a GPU and the "
-    "CPU.  [default: 1]",
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+model_option = click_option(ModelChoice, "model")
+context_option = click_option(ModelChoice, "context_tokens")
+processors_option = click_option(ModelChoice, "processors")
+task_option = click.option(
+    "--task",
+    default="",
+    metavar="NAME",
+    help="Task of an encoder-decoder, whose prefix is added to the prompt.  [default: the model's own]",
 )
-
-_MODEL_OPTIONS = (
-    model_option,
-    click.option(
-        "--weights",
-        type=click.Choice(WEIGHT_FORMATS),
-        help="Width of the weights of a Hugging Face folder or a GGUF file.  [default: the checkpoint's own]",
-    ),
-    context_option,
-    click.option(
-        "--adapter",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="A low-rank adapter of the model, a folder in PEFT's layout.",
-    ),
-    click.option(
-        "--level",
-        type=Level(),
-        default=100,
-        help="The level of an elastic bundle to run.  [default: the whole model]",
-    ),
+image_option = path_option(
+    "--image",
+    "images",
+    multiple=True,
+    help="An image at the beginning of the prompt, for a model with an image encoder. Repeatable.",
 )
-
-_RUNNING_OPTIONS = (
-    click.option(
-        "--memory",
-        type=Size(),
-        default=0,
-        help="Memory limit of weights, context and activations, e.g. 300MB. Layers of a larger model are "
-        "read from storage on demand.  [default: no limit]",
-    ),
-    click.option(
-        "--draft",
-        metavar="DRAFT",
-        help="Draft tokens for the model to verify, with a small model of the same tokenizer (MODEL; with "
-        "--program a folder of programs), a level of the model itself (level:PERCENT), the high planes of "
-        "int8-nested weights (nested, nested:PERCENT), earlier continuations in the text (ngram), or not at "
-        "all (none). The answer stays the same.  [default: nested for int8-nested weights, while it is "
-        "measured to be faster; none for others]",
-    ),
-    prefill_option(
-        "Compute prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate prefill`), or in "
-        "whichever is faster for a prompt (takes times of `jaxllm profile --prefill auto`).  [default: "
-        "float; int8 with --processors 2]"
-    ),
-    processors_option,
-    click.option(
-        "--integer-device",
-        type=click.Choice(INTEGER_DEVICES),
-        default="cpu",
-        help="The integer one of two processors.  [default: cpu]",
-    ),
-    click.option(
-        "--max-prefill-loss",
-        "most_loss",
-        type=Share(most=float("inf"), allow_inf=True),
-        help="Maximum growth of the perplexity by integer prefill, as measured when the bundle was "
-        f"calibrated; inf for any.  [default: {MAX_PREFILL_LOSS:.0%}]",
-    ),
-    click.option(
-        "--expert-loss",
-        type=Share(),
-        default=0.0,
-        help="Maximum share of each token's mixture, its least probable experts, to compute with 4 of 8 "
-        "bits if nested experts are read from storage.  [default: none]",
-    ),
-    click.option(
-        "--program",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="Run the exported programs in this folder (see `jaxllm export`) instead of a model.",
-    ),
-)
-
 model_sampling_option = click.option(
     "--model-sampling/--no-model-sampling",
     default=True,
@@ -155,58 +62,48 @@ model_sampling_option = click.option(
     "[default: on]",
 )
 
-_SAMPLING_OPTIONS = (
+running_options = click_options(
+    ModelChoice,
+    *("memory", "draft", "prefill", "processors", "integer_device", "most_loss", "expert_loss", "program"),
+)
+"""--memory, --draft, --program and options of prefill; applied below `model_options`."""
+
+_number = functools.partial(click.option, type=float)
+sampling_options = combined(
     click.option(
         "-n",
         "--max-tokens",
         type=int,
         default=MAX_TOKENS,
-        show_default=True,
-        help="Maximum number of tokens of an answer.",
+        help=f"Maximum number of tokens of an answer.  [default: {MAX_TOKENS}]",
     ),
     click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at TEXT. Repeatable."),
     click.option("--stop-token", type=int, multiple=True, metavar="ID", help="End at token ID. Repeatable."),
     click.option("--ignore-eos", is_flag=True, help="Continue past the model's end token."),
-    click.option(
+    _number(
         "-t",
         "--temperature",
-        type=float,
         help="Divide logits by this before sampling; 0 is greedy.  [default: the model's, or 0]",
     ),
     click.option(
         "--top-k", type=int, help="Sample from the k likeliest tokens.  [default: the model's, or all]"
     ),
-    click.option(
+    _number(
         "--top-p",
-        type=float,
         metavar="PROBABILITY",
         help="Sample from the likeliest tokens up to this total probability.  [default: the model's, or 1]",
     ),
-    click.option(
+    _number(
         "--min-p",
-        type=float,
         metavar="PROBABILITY",
         help="Drop tokens less probable than this times the likeliest one.  [default: the model's, or 0]",
     ),
-    click.option(
+    _number(
         "--repetition-penalty",
-        type=float,
         help="Divide logits of tokens in prompt and answer by this.  [default: the model's, or 1]",
     ),
-    click.option(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Subtract this from logits of tokens in the answer.",
-    ),
-    click.option(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Subtract this times a token's count in the answer.",
-    ),
+    _number("--presence-penalty", default=0.0, help="Subtract this from logits of tokens in the answer."),
+    _number("--frequency-penalty", default=0.0, help="Subtract this times a token's count in the answer."),
     click.option(
         "--logit-bias",
         multiple=True,
@@ -216,6 +113,7 @@ _SAMPLING_OPTIONS = (
     click.option("--seed", type=int, help="Sampling seed.  [default: a new one each time]"),
     model_sampling_option,
 )
+"""Length, stops and sampling of an answer; parsed by `answer_options`."""
 
 
 def model_options(command: Command) -> Command:
@@ -230,17 +128,7 @@ def model_options(command: Command) -> Command:
         fields = {name: options.pop(name) for name in names}
         return command(choice=ModelChoice(**fields), **options)
 
-    return _with_options(with_choice, _MODEL_OPTIONS)
-
-
-def running_options(command: Command) -> Command:
-    """Adds --memory, --draft, --program and options of prefill; applied below `model_options`."""
-    return _with_options(command, _RUNNING_OPTIONS)
-
-
-def sampling_options(command: Command) -> Command:
-    """Adds length, stops and sampling of an answer; parsed by `answer_options`."""
-    return _with_options(command, _SAMPLING_OPTIONS)
+    return click_options(ModelChoice, "model", "weights", "context_tokens", "adapter", "level")(with_choice)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,13 +173,6 @@ def answer_options(options: dict[str, Any]) -> AnswerOptions:
         named=frozenset(named),
         model_sampling=options.pop("model_sampling", True),
     )
-
-
-def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
-    # The last applied option comes first in the help text.
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _bias(pair: str) -> tuple[int, float]:

@@ -7,23 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jaxllm.cli.shared_options import path_argument, path_option
 from jaxllm.cli.training_options import (
     LOOP_SETTINGS,
     changed,
     chat_options,
-    checkpoints_option,
-    data_option,
-    device_options,
-    dry_run_option,
     given_sources,
     keep_compilations,
     loop_options,
+    machine_options,
     name_option,
     output_option,
-    process_options,
-    profile_option,
-    recipe_option,
-    run_option,
+    pairs_options,
+    run_options,
     set_devices,
     teacher_option,
     tensorboard_option,
@@ -32,48 +28,37 @@ from jaxllm.cli.training_options import (
     weights_option,
 )
 from jaxllm.option_types import Levels, Share
-from jaxllm.tasks.pair_options import pairs_options
 
 if TYPE_CHECKING:
     from jaxllm.formats import WeightFormat
     from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
     from jaxllm.training.loop.parallel import MeshShape
-    from jaxllm.training.seq2seq.job import Seq2SeqRecipe
 
 _SOURCES = ("texts", "chats", "skip_bad", "pairs", "prefix")
 _FROM_RECIPE = "  [default: the recipe's]"
 
 
 @click.command("pretrain")
-@run_option
-@checkpoints_option
-@recipe_option("stories")
-@data_option
+@run_options("stories")
 @text_option("train on, for a recipe without sources", "Python's language reference")
 @chat_options
-@click.option(
+@path_option(
     "--init-from",
     "model",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="A Hugging Face folder to continue from, with its own tokenizer, instead of a new model.",
 )
-@click.option(
+@path_option(
     "--valid-text",
     "valid_paths",
     multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="A text file to report the final loss on, never trained on. Repeatable.",
 )
 @tokenizer_option
 @teacher_option
 @loop_options
 @tensorboard_option
-@profile_option
-@dry_run_option
-@device_options()
-@process_options
+@machine_options
 def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **options: Any) -> None:
     """Train a small model from scratch, into a Hugging Face folder.
 
@@ -96,6 +81,7 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
     from jaxllm.training.pretrain.job import PretrainRecipe
     from jaxllm.training.pretrain.run import PretrainTexts, dry_run_pretrain, pretrain
     from jaxllm.training.seq2seq.job import Seq2SeqRecipe
+    from jaxllm.training.seq2seq.run import train_seq2seq
     from jaxllm.training.settings import load_recipe
 
     recipe = changed(load_recipe(recipe_name, PretrainRecipe, Seq2SeqRecipe), options, *LOOP_SETTINGS)
@@ -106,7 +92,9 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
         shared = {name: options.pop(name) for name in ("tokenizer", "teacher")}
         _require_none(f"the recipe {recipe_name} of an encoder-decoder", **options, dry_run=device)
         keep_checkpoints_at(run_dir, checkpoints)
-        click.echo(_pretrain_pairs(recipe, run_dir, data, shape, monitoring=monitoring, **shared))
+        click.echo(
+            train_seq2seq(recipe, run_dir, data=data, mesh_shape=shape, monitoring=monitoring, **shared)
+        )
         return
     model = options.pop("model")
     if device:
@@ -128,11 +116,8 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
 
 
 @click.command("lora")
-@click.argument("model", type=click.Path(path_type=Path))
-@run_option
-@checkpoints_option
-@recipe_option("mood")
-@data_option
+@path_argument("model")
+@run_options("mood")
 @text_option("learn from", "the recipe's sources")
 @chat_options
 @pairs_options("learn from", several=True)
@@ -141,10 +126,7 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
 @click.option("--alpha", type=float, help=f"Scale the adapter's product by alpha / rank.{_FROM_RECIPE}")
 @loop_options
 @tensorboard_option
-@profile_option
-@dry_run_option
-@device_options()
-@process_options
+@machine_options
 def lora_command(
     model: Path,
     run_dir: Path,
@@ -191,12 +173,9 @@ def lora_command(
 
 
 @click.command("elasticize")
-@click.argument("model", type=click.Path(path_type=Path))
+@path_argument("model")
 @output_option
-@run_option
-@checkpoints_option
-@recipe_option("family")
-@data_option
+@run_options("family")
 @text_option("learn from", "the recipe's sources")
 @chat_options
 @pairs_options("learn from", several=True)
@@ -241,26 +220,17 @@ def lora_command(
     metavar="RECIPE",
     help="Recipe of the tiny LM that plans requests; none makes a bundle without one.",
 )
-@click.option(
-    "--tiny-lm-encoder",
-    "encoder",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A MobileBERT folder for the tiny LM to start from.",
+@path_option(
+    "--tiny-lm-encoder", "encoder", metavar="DIR", help="A MobileBERT folder for the tiny LM to start from."
 )
-@click.option(
+@path_option(
     "--questions",
     multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
     help="JSON lines of question, options and answer that the tiny LM learns decisions from. Repeatable.  "
     "[default: the recipe's tasks]",
 )
 @name_option
-@profile_option
-@dry_run_option
-@device_options()
-@process_options
+@machine_options
 def elasticize_command(
     model: Path,
     output: Path,
@@ -321,14 +291,6 @@ def _begin(options: dict[str, Any]) -> "MeshShape":
     start_process_group(*(options.pop(name) for name in ("coordinator", "processes", "process")))
     keep_compilations()
     return shape
-
-
-def _pretrain_pairs(
-    recipe: "Seq2SeqRecipe", run_dir: Path, data: Path | None, shape: "MeshShape", **more: Any
-) -> Path:
-    from jaxllm.training.seq2seq.run import train_seq2seq
-
-    return train_seq2seq(recipe, run_dir, data=data, mesh_shape=shape, **more)
 
 
 def _tiny_lm(name: str, encoder: Path | None, questions: tuple[Path, ...]) -> "TinyLmRun | None":

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from jaxllm.cli.shared_options import path_option
 from jaxllm.formats import WEIGHT_FORMATS
-from jaxllm.options import click_option
+from jaxllm.options import Command, click_options, combined
 from jaxllm.training.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from jaxllm.training.data.sources import Source
 
-Command = Callable[..., Any]
 Options = TypeVar("Options", bound="DataclassInstance")
 LOOP_SETTINGS = ("steps", "accumulate", "precision", "remat", "evaluation_batches")
 
@@ -48,26 +48,8 @@ class _PathOrUrl(click.Path):
         return value if "://" in str(value) else super().convert(value, param, ctx)
 
 
-def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Combines several options into one decorator, in the order of the help text."""
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-output_option = click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=_LocalPath(),
-    metavar="FILE",
-    help="The bundle to write.",
-)
-run_option = click.option(
+output_option = path_option("-o", "--output", required=True, type=_LocalPath(), help="The bundle to write.")
+run_option = path_option(
     "--run",
     "run_dir",
     required=True,
@@ -80,18 +62,14 @@ checkpoints_option = click.option(
     metavar="URL",
     help="Store checkpoints at gs://bucket/path or s3://bucket/path instead of in RUN.",
 )
-data_option = click.option(
-    "--data",
-    type=_LocalPath(),
-    metavar="DIR",
-    help="The folder of the recipe's sources.",
+data_option = path_option(
+    "--data", type=_LocalPath(), metavar="DIR", help="The folder of the recipe's sources."
 )
 name_option = click.option(
     "--name", default="", metavar="NAME", help="The model's display name.  [default: the folder's own]"
 )
-teacher_option = click.option(
+teacher_option = path_option(
     "--teacher",
-    type=click.Path(path_type=Path),
     metavar="DIR",
     help="A Hugging Face folder of a teacher with the same tokenizer, for a recipe with a teacher_share.",
 )
@@ -133,7 +111,7 @@ def text_option(use: str, default: str) -> Callable[[Command], Command]:
     )
 
 
-chat_options = _all(
+chat_options = combined(
     click.option(
         "--chat",
         "chats",
@@ -143,12 +121,37 @@ chat_options = _all(
         help="JSON lines or parquet with messages, or prompt and completion, whose answers are learned: a "
         "file, a folder or a pattern. Repeatable.  [default: the recipe's sources]",
     ),
-    click.option(
-        "--skip-bad",
-        is_flag=True,
-        help="Skip malformed lines of --chat instead of failing.",
-    ),
+    click.option("--skip-bad", is_flag=True, help="Skip malformed lines of --chat instead of failing."),
 )
+
+
+def pairs_options(use: str, *, several: bool = False) -> Callable[[Command], Command]:
+    """--pairs and --prefix of commands that accept encoder-decoders.
+
+    Args:
+      use: purpose of the pairs, such as "measure on".
+      several: whether both may be repeated. Parameter `pairs` is then a tuple of (source, target), and
+        `prefix` one of texts; else `pairs` is (source, target) and `prefix` a text, or each None.
+    """
+    again = " Repeatable." if several else ""
+    each = ". Repeatable, one for each --pairs" if several else ""
+    file = click.Path(path_type=Path)
+    return combined(
+        click.option(
+            "--pairs",
+            type=(file, file),
+            metavar="SOURCE TARGET",
+            multiple=several,
+            help=f"For an encoder-decoder: two UTF-8 text files to {use}, whose lines of the same number "
+            f"are a source and its target.{again}",
+        ),
+        click.option(
+            "--prefix",
+            metavar="TEXT",
+            multiple=several,
+            help=f"With --pairs: what tells the model the task{each}.  [default: the model's own prefix]",
+        ),
+    )
 
 
 def given_sources(
@@ -175,36 +178,13 @@ def given_sources(
     return (*plain, *talks, *read)
 
 
-tokenizer_option = click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A tokenizer.json of another run, to share its tokens.  [default: train one]",
+tokenizer_option = path_option(
+    "--tokenizer", help="A tokenizer.json of another run, to share its tokens.  [default: train one]"
 )
 
 
-def loop_options(command: Command) -> Command:
-    """Options of the loop, None for the recipe's: parameters of `LOOP_SETTINGS`."""
-    flags = {"evaluation_batches": "--eval-batches"}
-    return recipe_options(TrainSettings, *LOOP_SETTINGS, **flags)(command)
-
-
-def recipe_options(recipe: type, *names: str, **flags: str) -> Callable[[Command], Command]:
-    """Options for a recipe's fields; None keeps the recipe's value.
-
-    Args:
-      recipe: the dataclass that declares them.
-      *names: names of fields, which are the parameters of the command.
-      **flags: names on the command line that differ from the fields'.
-    """
-
-    def decorate(command: Command) -> Command:
-        for name in reversed(names):
-            own = (flags[name],) if name in flags else ()
-            command = click_option(recipe, name, *own, default="the recipe's")(command)
-        return command
-
-    return decorate
+# Options of the loop, None for the recipe's: parameters of `LOOP_SETTINGS`.
+loop_options = click_options(TrainSettings, *LOOP_SETTINGS, default="the recipe's")
 
 
 def changed(recipe: Options, options: dict[str, Any], *names: str) -> Options:
@@ -225,7 +205,7 @@ def device_options(
     mesh: str = "all along data", devices: str = "one per core"
 ) -> Callable[[Command], Command]:
     """--mesh and --cpu-devices, parameters `mesh` and `devices`, with their defaults for the help."""
-    return _all(
+    return combined(
         click.option(
             "--mesh",
             metavar="AXIS=N,...",
@@ -265,7 +245,7 @@ def one_device_option(reason: str) -> Callable[[Command], Command]:
     )
 
 
-process_options = _all(
+process_options = combined(
     click.option(
         "--coordinator",
         metavar="HOST:PORT",
@@ -273,12 +253,7 @@ process_options = _all(
         "MPI or a TPU's host; without any this process trains alone]",
     ),
     click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes."),
-    click.option(
-        "--process",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="Index of this process, from 0.",
-    ),
+    click.option("--process", type=click.IntRange(min=0), metavar="N", help="Index of this process, from 0."),
 )
 dry_run_option = click.option(
     "--dry-run",
@@ -288,6 +263,15 @@ dry_run_option = click.option(
     "step on DEVICE, such as H100, as a JSON object. With --cpu-devices N and --mesh, N CPU devices emulate "
     "it.",
 )
+
+
+# Of every training: where it runs, and what is traced of it.
+machine_options = combined(profile_option, dry_run_option, device_options(), process_options)
+
+
+def run_options(recipe: str) -> Callable[[Command], Command]:
+    """Options of the run's folder, its recipe and data; `recipe` is the default."""
+    return combined(run_option, checkpoints_option, recipe_option(recipe), data_option)
 
 
 def set_devices(devices: int | None) -> None:

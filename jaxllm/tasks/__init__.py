@@ -1,21 +1,20 @@
 """Tasks to train and evaluate models on: questions with their right answers, read from files.
 
-`TASKS` names them all; to add one, write how its files become `TaskExample`s and add a line here, or an
-entry point of the group `jaxllm.tasks`.
+`TASKS` names them all; to add one, write how its files become `TaskExample`s (`readers.py`) and add a line
+here, or an entry point of the group `jaxllm.tasks`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.registry import Registry
-from jaxllm.tasks import api_choice, free_text, labels, multiple_choice, ui_steps
-from jaxllm.tasks.example import Split, TaskExample
-from jaxllm.tasks.own_questions import SUFFIX, OwnQuestions
+from jaxllm.tasks import readers
+from jaxllm.tasks.readers import Reader, multiple_choice, split_files
 
 Score = Literal["accuracy", "exact_match", "rouge"]
+SUFFIX = ".jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,39 +33,45 @@ class Task:
 
     name: str
     title: str
-    read: Callable[[Path, Split], Iterator[TaskExample]]
+    read: Reader
     score: Score = "accuracy"
     per_byte: bool = False
     answer_tokens: int = 64
 
 
-_OWN = {
-    task.name: task
-    for task in (
-        Task("sentiment", "is a review positive or negative (SST-2)", labels.SENTIMENT.read),
-        Task("news", "the topic of a piece of news (AG News)", labels.NEWS.read),
-        Task("emotion", "the emotion in a message (emotion)", labels.EMOTION.read),
-        Task("mood", "the same messages under coarser labels", labels.MOOD.read),
-        Task("ui-step", "the next step on a phone's screen (DroidTask)", ui_steps.read),
-        Task("api-choice", "the function that answers a request (BFCL)", api_choice.read),
-        Task("shorten", "a shorter version of a sentence", free_text.read_compression, "rouge"),
-        Task("chat-summary", "the summary of a chat (SAMSum)", free_text.read_chats, "rouge"),
-        Task("arc-easy", "grade-school science questions", multiple_choice.ARC_EASY.read, per_byte=True),
-        Task("openbookqa", "science with common knowledge", multiple_choice.OPENBOOKQA.read, per_byte=True),
-        Task(
-            "lambada",
-            "a passage's last word",
-            free_text.read_last_words,
-            "exact_match",
-            answer_tokens=8,
-        ),
-    )
-}
-TASKS: Registry[Task] = Registry("jaxllm.tasks", _OWN)
+def _labels(folder: str, labels: readers.Labels) -> Reader:
+    return split_files(f"tasks/{folder}", labels.example)
+
+
+_OWN = (
+    Task("sentiment", "is a review positive or negative (SST-2)", _labels("sst2", readers.SENTIMENT)),
+    Task("news", "the topic of a piece of news (AG News)", _labels("agnews", readers.NEWS)),
+    Task("emotion", "the emotion in a message (emotion)", _labels("emotion", readers.EMOTION)),
+    Task("mood", "the same messages under coarser labels", _labels("emotion", readers.MOOD)),
+    Task("ui-step", "the next step on a phone's screen (DroidTask)", readers.read_ui_steps),
+    Task("api-choice", "the function that answers a request (BFCL)", readers.read_api_choices),
+    Task("shorten", "a shorter version of a sentence", readers.read_compression, "rouge"),
+    Task("chat-summary", "the summary of a chat (SAMSum)", readers.read_chats, "rouge"),
+    Task(
+        "arc-easy",
+        "grade-school science questions",
+        split_files("tasks/arc_easy", multiple_choice),
+        per_byte=True,
+    ),
+    Task(
+        "openbookqa",
+        "science with common knowledge",
+        split_files("tasks/openbookqa", multiple_choice),
+        per_byte=True,
+    ),
+    Task("lambada", "a passage's last word", readers.read_last_words, "exact_match", answer_tokens=8),
+)
+TASKS: Registry[Task] = Registry("jaxllm.tasks", {task.name: task for task in _OWN})
 
 
 def find_task(name: str) -> Task:
-    """Returns the task of a name, or of the questions in a `.jsonl` file of this path (see `own_questions`).
+    """Returns the task of a name, or of the questions in a `.jsonl` file of this path (see
+    `readers.own_questions`).
 
     Raises:
       ConfigError: there is no task of this name.
@@ -77,4 +82,4 @@ def find_task(name: str) -> Task:
         raise ConfigError(
             f"there is no task {name!r}; the tasks are {', '.join(TASKS)}, and files of questions (*{SUFFIX})"
         )
-    return Task(name, "questions of the user's own", OwnQuestions(Path(name)).read)
+    return Task(name, "the user's own questions", readers.own_questions(Path(name)))

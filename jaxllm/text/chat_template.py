@@ -67,7 +67,8 @@ class ChatTemplate:
         # Texts that the template may look for in messages, except special tokens, which it writes.
         self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
         # Templates of models with images loop over the parts of a content; some do not support plain texts.
-        self.reads_parts_alone = {"image", "text"} <= names and not _tells_texts(tree)
+        tests_texts = any(each.name == "string" for each in tree.find_all(jinja2.nodes.Test))
+        self.reads_parts_alone = {"image", "text"} <= names and not tests_texts
         known = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest() in KNOWN_TEMPLATES
         self._program = TemplateProgram(source) if known else ConfinedTemplate(source)
 
@@ -253,11 +254,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A deep copy of only plain JSON types, which is all that a template may see."""
-    try:
-        plain = json.loads(json.dumps(messages))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"messages must be plain JSON values: {one_line(error)}") from error
+    plain = _plain("messages", messages)
     if not isinstance(plain, list):
         raise ConfigError(f"messages must be a list of objects, got {type(messages).__name__}")
     for index, message in enumerate(plain):
@@ -266,9 +263,20 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return plain
 
 
-def _tells_texts(tree: jinja2.nodes.Template) -> bool:
-    """Whether a template tests whether a value is a string."""
-    return any(each.name == "string" for each in tree.find_all(jinja2.nodes.Test))
+def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    plain = _plain("tools", list(tools))
+    for index, tool in enumerate(plain):
+        if not isinstance(tool, dict):
+            raise ConfigError(f"tool {index} must be an object, got {tool!r:.80}")
+    return plain
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A deep copy of only plain JSON types, which is all that a template may see."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} must be plain JSON values: {one_line(error)}") from error
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -277,15 +285,3 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
-
-
-def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A deep copy of tools, of plain JSON types only."""
-    try:
-        plain = json.loads(json.dumps(list(tools)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"tools must be plain JSON values: {one_line(error)}") from error
-    for index, tool in enumerate(plain):
-        if not isinstance(tool, dict):
-            raise ConfigError(f"tool {index} must be an object, got {tool!r:.80}")
-    return plain

@@ -102,7 +102,7 @@ def _decode(request: Mapping[str, Any]) -> str:
 
 
 def _match(request: Mapping[str, Any]) -> list[Any]:
-    from jaxllm.text.expressions import match_here
+    from jaxllm.text.child_process import match_here
 
     return match_here(request["expressions"], request["names"], full=request["full"])
 

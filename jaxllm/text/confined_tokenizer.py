@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.child_process import ChildFailed, TextProcess
-from jaxllm.text.control_tokens import Encoded
+from jaxllm.text.library_tokenizer import Encoded
 from jaxllm.text.marked_text import MarkedText
 
 LOAD_S = 30.0

@@ -11,15 +11,14 @@ import datetime
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import xxhash
 
 from jaxllm.errors import ConfigError, ContextOverflow, TemplateError
 from jaxllm.text.confined_tokenizer import ConfinedTokenizer
-from jaxllm.text.control_tokens import Encoded
-from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, LibraryTokenizer
+from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, Encoded, LibraryTokenizer
 from jaxllm.text.marked_text import PLACE, MarkedText
 from jaxllm.text.tokenizer_bounds import is_ordinary
 from jaxllm.text.tokenizer_files import TokenizerFiles
@@ -35,6 +34,15 @@ _LEAST_PART = 4096
 # Allowance for tokens of a word that is cut in the middle.
 _OPEN_TOKENS = 256
 AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of `Tokenizer.chat_text`."""
+
+    tools: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool
+    continue_final: bool | None
+    now: datetime.datetime | None
 
 
 class Tokenizer:
@@ -268,51 +276,22 @@ class Tokenizer:
             )
         return text.part(0, end)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-        continue_final: bool | None = None,
-        now: datetime.datetime | None = None,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> str:
         """`chat_text` as a plain string, for display. To encode use `chat_text`, which marks content.
 
         Raises:
           ConfigError, TemplateError: as `chat_text`.
         """
-        return self.chat_text(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final=continue_final,
-            now=now,
-        ).text
+        return self.chat_text(messages, **options).text
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-        continue_final: bool | None = None,
-        now: datetime.datetime | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of `chat_text`: the template's special tokens, and none that a message spells.
 
         Raises:
           ConfigError: as `chat_text` and `encode`.
           TemplateError: as `chat_text`.
         """
-        text = self.chat_text(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final=continue_final,
-            now=now,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.chat_text(messages, **options), add_special_tokens=False)
 
     @property
     def chat_reads_parts_alone(self) -> bool:

@@ -119,11 +119,6 @@ class TokenizerFiles:
         """
         _require("the tokenizer", isinstance(data, dict), "a JSON object", data)
         fields = dict(data)
-        older = fields.get("task_prefixes")
-        if isinstance(older, list) and all(isinstance(each, str) for each in older):
-            # For a bundle that was prepared when tasks had no names.
-            del fields["task_prefixes"]
-            fields["tasks"] = {each: f"{each} " for each in older}
         for name in ("eos_ids", "start_ids"):
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])

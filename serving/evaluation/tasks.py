@@ -19,9 +19,8 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.host.progress import Progress
 from jaxllm.tasks import TASKS, Task, find_task
-from jaxllm.tasks.branching import branching
-from jaxllm.tasks.example import TaskExample, pseudo_random
-from jaxllm.tasks.files import DataMissing
+from jaxllm.tasks.example import DataMissing, TaskExample, pseudo_random
+from jaxllm.tasks.questions import branching
 from jaxllm.tasks.rouge import require_rouge, rouge
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
 

@@ -132,11 +132,12 @@ def _assets() -> Path:
 def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
     """The bundle of a Hugging Face folder or a GGUF file, from the cache or made now."""
     # Imported here, because opening a bundle does not need it.
-    from jaxllm.checkpoints.huggingface import quantization_of
-    from jaxllm.prepare import prepare, weight_format_of
+    from jaxllm.checkpoints.huggingface import Checkpoint
+    from jaxllm.prepare import prepare
 
-    if source.is_dir() and quantization_of(source) is None:
-        weights = weights or weight_format_of(source)
+    checkpoint = Checkpoint(source) if source.is_dir() else None
+    if checkpoint is not None and checkpoint.quantization is None:
+        weights = weights or checkpoint.weight_format
     # Without a width, quantized weights keep the width of each tensor.
     place = cache_folder() / "bundles" / _digest([str(source.resolve())]) / (weights or "own")
     cached = place / f"{_content_key(source)}{SUFFIX}"
@@ -150,7 +151,7 @@ def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progres
     bundle = _open_cached(cached)
     if bundle is not None:
         return bundle
-    prepare(source, cached, weights=weights, progress=progress)
+    prepare(checkpoint or source, cached, weights=weights, progress=progress)
     cached.chmod(0o600)
     for older in place.glob(f"*{SUFFIX}"):
         # Bundles of earlier contents; a process that still maps one retains its pages.

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import PAGE, Extent
-from jaxllm.bundle.rows import row_step, rows_alone, rows_at
+from jaxllm.bundle.layout import PAGE, Extent, row_step, rows_alone, rows_at
 from jaxllm.quant import Weight
 from jaxllm.serving.host.direct_io import PieceReader
 from jaxllm.serving.weights.first_read import READS, Checksums

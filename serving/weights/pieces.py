@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor, low_segment
-from jaxllm.bundle.rows import rows_at
+from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor, low_segment, rows_at
 from jaxllm.config import ModelConfig
 from jaxllm.models.layer_stack import within_layer
 from jaxllm.models.parameters import ENCODER, ParamSpec, head_name, param_specs

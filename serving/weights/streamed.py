@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import Extent, Tensor
-from jaxllm.bundle.rows import rows_alone
+from jaxllm.bundle.layout import Extent, Tensor, rows_alone
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import shared_part, with_weights
 from jaxllm.errors import BundleError, ConfigError

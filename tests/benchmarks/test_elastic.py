@@ -31,7 +31,7 @@ from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.ground.plan import Cost
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
 from tests.benchmarks.elastic_answers import VARIANTS, WHOLE, request_of

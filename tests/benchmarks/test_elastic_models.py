@@ -38,9 +38,8 @@ from jaxllm.elastic.slo import Slo
 from jaxllm.models.parameters import param_specs, parameter_count
 from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question, branching
 from tests.benchmarks.elastic_answers import VARIANTS, WHOLE, request_of
 from tests.tiny import TINY, VOCAB_SIZE, write_tiny_bundle
 from tests.tiny_tlm import tiny_lm

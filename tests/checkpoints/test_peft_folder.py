@@ -24,7 +24,7 @@ from jaxllm.checkpoints.peft import (
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.lora import LoraConfig, adapt, merge
-from jaxllm.text import expressions
+from jaxllm.text import child_process
 from tests import tiny_hf
 from tests.models.test_lora import MOE, random_adapter
 from tests.quick_jit import jit
@@ -241,7 +241,7 @@ def test_other_adapters_are_refused_by_name(tmp_path, change, message):
 
 
 def test_an_expression_without_end_is_stopped_and_keys_without_effect_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(expressions, "_LIMIT_S", 1.0)
+    monkeypatch.setattr(child_process, "_LIMIT_S", 1.0)
     write_adapter(tmp_path, TINY, LORA, random_adapter(TINY, LORA))
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     more = {"task_type": None, "use_future": False, "future_config": None, "eva_config": {"rho": 2.0}}

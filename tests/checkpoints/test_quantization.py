@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.bundle import Bundle
-from jaxllm.checkpoints.huggingface import read_config, read_params, read_stored_params
+from jaxllm.checkpoints.huggingface import Checkpoint, read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.prepare import prepare
 from jaxllm.quant import QArray
@@ -178,7 +178,7 @@ def test_numbers_are_those_of_the_format(tmp_path, case):
     expected = write(tmp_path / "q", of, pack)
     cfg = read_config(tmp_path / "q")
     assert cfg == CFG
-    stored = dict(read_stored_params(tmp_path / "q", cfg))
+    stored = dict(Checkpoint(tmp_path / "q", cfg=cfg).stored_params())
     for name, value in read_params(tmp_path / "q", cfg):
         if case.startswith("fp8") and isinstance(stored[name], QArray):
             error = np.sqrt(np.mean((value - expected[name]) ** 2) / np.mean(expected[name] ** 2))

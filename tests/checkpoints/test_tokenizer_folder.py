@@ -56,10 +56,6 @@ def test_what_the_decoder_of_an_encoder_decoder_begins_with(tmp_path: Path) -> N
     assert [found.source_text(each, "undoing") for each in ("this", "undo: this")] == ["undo: this"] * 2
     with pytest.raises(ConfigError, match="no task 'redoing': there are doing, undoing"):
         found.source_text("this", "redoing")
-    # A bundle that was prepared when tasks had no names.
-    older = {**found.to_json(), "task_prefixes": ["do:", "undo:"]}
-    del older["tasks"]
-    assert TokenizerFiles.from_json(older).source_text("undo: this") == "undo: this"
 
 
 def test_decoders_without_a_start_token_of_their_own(tmp_path: Path) -> None:

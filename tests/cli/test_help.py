@@ -7,11 +7,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import get_args
 
 import click
 import pytest
 
 from jaxllm.cli.main import COMMANDS, SECTIONS, cli, main
+from jaxllm.options import declaration
 from tests.cli.outcome import Run, succeeded
 
 
@@ -79,7 +81,7 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     """Command modules write them out, since they import none of these."""
     from benchmarks import trace_command as trace
     from benchmarks.traces import ANSWER_TOKENS
-    from jaxllm.cli import calibrate, profile
+    from jaxllm.cli import calibrate, model_choice, profile
     from jaxllm.cli import export as export_options
     from jaxllm.cli import shared_options as options
     from jaxllm.contexts.codecs import CODECS
@@ -94,10 +96,10 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     from jaxllm.training import calibration
     from jaxllm.training.experts.seq2seq_widths import MEASURES
 
-    assert options.PREFILL_MODES == MODES
-    assert options.INTEGER_DEVICES == INTEGER_DEVICES
+    assert model_choice.PREFILL_MODES == MODES
+    assert get_args(declaration(model_choice.ModelChoice, "integer_device")[0]) == INTEGER_DEVICES
     assert options.MAX_TOKENS == DEFAULT_MAX_TOKENS
-    assert PrefillOptions().most_loss == options.MAX_PREFILL_LOSS
+    assert PrefillOptions().most_loss == model_choice.MAX_PREFILL_LOSS
     assert (profile.REPEATS, trace.ANSWER_TOKENS) == (REPEATS, ANSWER_TOKENS)
     assert export_options.PLATFORMS == PLATFORMS
     assert CONTENTS["stablehlo"].precisions == tuple(DTYPES)

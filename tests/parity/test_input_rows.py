@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.huggingface import Checkpoint, read_config, read_params
 from jaxllm.checkpoints.smolvlm_folder import read_image_encoder
 from jaxllm.errors import JaxllmError
 from jaxllm.kv.cache import new_cache
@@ -87,7 +87,7 @@ def test_an_image_of_smolvlm(tmp_path):
             torch.from_numpy(tokens.astype(np.int64)), pixel_values=pixels, use_cache=False
         ).logits
         made = torch.cat(list(model.get_image_features(pixels).pooler_output)).reshape(-1, 32).numpy()
-    cfg, params = read_image_encoder(folder)
+    cfg, params = read_image_encoder(Checkpoint(folder))
     ours = np.asarray(jit(functools.partial(image_rows, cfg=cfg))(params, pixels[0].numpy())).reshape(-1, 32)
     np.testing.assert_allclose(ours, made, atol=1e-5)
     check(folder, tokens, dict(zip((2, 7), ours, strict=True)), expected.numpy())
@@ -103,7 +103,7 @@ def test_larger_images_of_smolvlm(tmp_path, monkeypatch, sizes):
     pixels = np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
     with torch.no_grad():
         made = tiny_hf.load(folder, wrapper=True).get_image_features(torch.from_numpy(pixels[None]))
-    cfg, params = read_image_encoder(folder)
+    cfg, params = read_image_encoder(Checkpoint(folder))
     expected = torch.cat(list(made.pooler_output)).numpy()
     found = np.asarray(jit(functools.partial(image_rows, cfg=cfg))(params, pixels))
     assert found.shape == (2, (size // 28) ** 2, 32)
@@ -116,7 +116,7 @@ def test_keys_that_are_ignored_and_image_encoders_that_are_refused(tmp_path):
     config = json.loads(path.read_text())
     vision = config["vision_config"]
     path.write_text(json.dumps({**config, "surprise": 1, "vision_config": {**vision, "surprise": 1}}))
-    assert read_image_encoder(folder, ignore_keys=keys)[0].image_size == vision["image_size"]
+    assert read_image_encoder(Checkpoint(folder, ignore_keys=keys))[0].image_size == vision["image_size"]
     for change, match in (
         ({"model_type": "llava"}, "images are read by smolvlm alone"),
         ({"vision_config": {**vision, "image_size": 30}}, "do not divide"),
@@ -126,10 +126,10 @@ def test_keys_that_are_ignored_and_image_encoders_that_are_refused(tmp_path):
     ):
         path.write_text(json.dumps({**config, **change}))
         with pytest.raises(JaxllmError, match=match) as caught:
-            read_image_encoder(folder)
+            read_image_encoder(Checkpoint(folder))
         assert "\n" not in str(caught.value)
     path.write_text(json.dumps(config))
     extra = {"model.vision_model.head.weight": np.ones((2, 2), np.float32)}
     save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors")
     with pytest.raises(JaxllmError, match=r"vision_model\.head\.weight"):
-        read_image_encoder(folder)
+        read_image_encoder(Checkpoint(folder))

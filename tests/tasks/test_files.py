@@ -1,10 +1,10 @@
-"""Tests errors of task files: file and line are named, and missing is told apart from malformed."""
+"""Tests files of tasks: splits, own questions, real data; errors name file and line, missing or malformed."""
 
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.tasks import TASKS
-from jaxllm.tasks.files import DataMissing, read_jsonl
+from jaxllm.tasks import TASKS, find_task
+from jaxllm.tasks.example import DataMissing, read_jsonl
 from tests.tasks.writing import call, write_calls, write_lines, write_steps
 
 
@@ -21,13 +21,13 @@ def test_a_missing_file_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "expected an object"),
         ('{"text": 1, "label": "positive"}', "text under 'text'"),
         ('{"text": "a"}', "text under 'label'"),
         ('{"text": "a", "label": "fine"}', "'fine' is none of positive, negative"),
         ('{"text": "\\ud800", "label": "positive"}', "lone surrogate"),
-        ("\udcff", "is no JSON"),
+        ("\udcff", "is not JSON"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, part):
@@ -121,3 +121,83 @@ def test_the_order_of_lines_plays_no_role(tmp_path):
     a, b = read("api-choice", tmp_path / "a"), read("api-choice", tmp_path / "b")
     assert set(a) == set(b)
     assert a
+
+
+# The user's own questions
+
+GOOD = {"question": "Is it red?", "options": ["yes", "no"], "answer": "no", "id": 7}
+
+
+def read_own(folder, *records):
+    write_lines(folder / "mine.jsonl", *records)
+    return list(find_task("mine.jsonl").read(folder, "train"))
+
+
+def test_a_file_is_a_task(tmp_path):
+    text = {"question": "It is", "options": ["a", "b", "c"], "answer": 2, "form": "text"}
+    first, second, third = read_own(tmp_path, GOOD, text, {**GOOD, "system": "Be brief."})
+    assert (first.user, first.options) == ("Is it red?", ("yes", "no"))
+    assert (first.answer, first.form) == ("no", "chat")
+    assert (second.answer, second.form) == ("c", "text")
+    assert third.system == "Be brief."
+    assert next(find_task(str(tmp_path / "mine.jsonl")).read(tmp_path / "elsewhere", "train")) == first
+    assert find_task("mine.jsonl").score == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"question": None}, "needs text under 'question'"),
+        ({"options": ["yes"]}, "at least two different texts"),
+        ({"options": "yes or no"}, "at least two different texts"),
+        ({"answer": "maybe"}, "not among the options"),
+        ({"answer": 2}, "the answer 2 is none of the 2 options, counted from 0"),
+        ({"answer": None}, "must be an option or its number"),
+        ({"form": "song"}, "form must be chat or text"),
+        ({"system": ["x"]}, "needs text under 'system'"),
+    ],
+)
+def test_a_bad_line_is_named(change, message, tmp_path):
+    with pytest.raises(ConfigError, match=rf"mine\.jsonl, line 2: .*{message}"):
+        read_own(tmp_path, GOOD, GOOD | change)
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl"):
+        list(find_task("none.jsonl").read(tmp_path, "train"))
+    with pytest.raises(ConfigError, match="only questions to train on, none of the split valid"):
+        list(find_task("none.jsonl").read(tmp_path, "valid"))
+    with pytest.raises(ConfigError, match=r"no task 'mine'.*files of questions \(\*\.jsonl\)"):
+        find_task("mine")
+
+
+# The real files, where they are
+
+VALIDATION_ALONE = ("chat-summary", "lambada")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_reads(data_dir, name):
+    task = TASKS[name]
+    try:
+        valid = list(task.read(data_dir, "valid"))
+    except DataMissing as error:
+        pytest.skip(str(error))
+    assert len(valid) > 50
+    assert all(example.user.strip() and example.answer.strip() for example in valid)
+    assert all(bool(example.options) == (task.score == "accuracy") for example in valid)
+    if name in VALIDATION_ALONE:
+        return
+    train = {(each.system, each.user) for each in task.read(data_dir, "train")}
+    assert len(train) > len(valid)
+    if name in ("ui-step", "api-choice", "shorten"):
+        assert not train & {(each.system, each.user) for each in valid}
+
+
+def test_a_screen_has_no_rest_of_a_tag_in_its_answers(data_dir):
+    try:
+        examples = [each for split in ("train", "valid") for each in TASKS["ui-step"].read(data_dir, split)]
+    except DataMissing as error:
+        pytest.skip(str(error))
+    assert not [option for each in examples for option in each.options if "'>" in option or "text=" in option]

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.tasks import TASKS, api_choice, find_task, free_text, multiple_choice, ui_steps
+from jaxllm.tasks import TASKS, find_task, readers
 from jaxllm.tasks.example import TaskExample
 from tests.tasks.writing import SCREEN, call, write_lines
 
@@ -64,7 +64,7 @@ QUESTION = TaskExample(
     ids=["official", "columns", "stem", "instruction"],
 )
 def test_multiple_choice(record):
-    assert multiple_choice.example(record) == QUESTION
+    assert readers.multiple_choice(record) == QUESTION
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_multiple_choice(record):
 )
 def test_malformed_multiple_choice(record):
     with pytest.raises(ConfigError):
-        multiple_choice.example(record)
+        readers.multiple_choice(record)
 
 
 def test_an_element_is_named_by_its_text():
-    assert ui_steps.screen_actions(SCREEN) == {
+    assert readers.screen_actions(SCREEN) == {
         0: "type in Search folders",
         1: "tap What's new Menu",
         2: "check Dark mode",
@@ -98,7 +98,7 @@ def test_an_element_is_named_by_its_text():
 
 def test_ui_step():
     step = {"label": [5, "null"], "history": "\n- TapOn: <button id=7>x</button>", "state": SCREEN}
-    example = ui_steps.example("gallery", "see it", step)
+    example = readers.ui_step("gallery", "see it", step)
     assert example.answer == "tap Photo"
     assert example.options[0] == "finish"
     # Two elements of one text are one option.
@@ -107,24 +107,24 @@ def test_ui_step():
         "App: gallery\nGoal: see it\nDone:\n- TapOn: <button>x</button>\nScreen:\n<input >"
     )
     assert " id=" not in example.user
-    assert ui_steps.example("a", "b", step | {"label": [-1, "null"]}).answer == "finish"
+    assert readers.ui_step("a", "b", step | {"label": [-1, "null"]}).answer == "finish"
 
 
 def test_api_choice_offers_four():
     offered = {name: f"- {name}: x" for name in "abcdefgh"}
-    examples = [api_choice.example(call(1, "c", "d"), "c", offered, variant) for variant in range(12)]
+    examples = [readers.api_choice(call(1, "c", "d"), "c", offered, variant) for variant in range(12)]
     for example in examples:
         assert len(set(example.options)) == 4
         assert {"c", "d"} <= set(example.options)
         assert example.user.split("\n") == ["Do thing 1", *(offered[name] for name in example.options)]
     assert len({example.options for example in examples}) > 6
-    assert api_choice.example(call(1, "c", "d"), "c", offered, 0) == examples[0]
-    many = api_choice.example(call(2, *"abcdef"), "a", offered, 0)
+    assert readers.api_choice(call(1, "c", "d"), "c", offered, 0) == examples[0]
+    many = readers.api_choice(call(2, *"abcdef"), "a", offered, 0)
     assert sorted(many.options) == list("abcdef")
 
 
 def test_a_function_is_told_in_a_sentence():
-    assert api_choice.lines([call(1, "f")]) == {"f": "- f: Does f"}
+    assert readers.function_lines([call(1, "f")]) == {"f": "- f: Does f"}
 
 
 def test_free_answers(tmp_path):
@@ -158,16 +158,16 @@ def test_last_words(tmp_path, record):
 
 @pytest.mark.parametrize("name", ["chat-summary", "lambada"])
 def test_nothing_is_trained_on_what_has_no_training_split(tmp_path, name):
-    with pytest.raises(ConfigError, match="validation split alone"):
+    with pytest.raises(ConfigError, match="only a validation split"):
         read(name, tmp_path, "train")
 
 
 def test_stories():
-    example = free_text.story_example(' "Hi!" he said. Then he left.\nThe end.')
+    example = readers.story_example(' "Hi!" he said. Then he left.\nThe end.')
     assert example is not None
     assert (example.user, example.answer) == ('"Hi!"', "he said. Then he left.\nThe end.")
-    assert free_text.story_example("One sentence only.") is None
-    assert free_text.story_example("A. " + "b" * 9000) is None
+    assert readers.story_example("One sentence only.") is None
+    assert readers.story_example("A. " + "b" * 9000) is None
 
 
 def test_unknown_task():

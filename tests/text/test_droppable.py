@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.tasks import api_choice, labels, ui_steps
+from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import (
     PromptTokens,
@@ -47,7 +47,7 @@ def test_the_rule_by_hand():
 
 
 def test_the_rule_on_tasks():
-    step = ui_steps.example(
+    step = readers.ui_step(
         "camera",
         "take a photo",
         {
@@ -61,9 +61,9 @@ def test_the_rule_on_tasks():
     ]  # fmt: skip
     record = {"id": "0", "question": [[{"content": "Find the area."}]], "function": [{"name": "area"}]}
     offered = {"area": "- area: Computes it.", "max": "- max: Of two. Or more."}
-    choice = api_choice.example(record, "area", offered, 0)
+    choice = readers.api_choice(record, "area", offered, 0)
     assert free(choice.user) == ["Find the area.", *_descriptions(choice)]
-    news = labels.NEWS.example({"text": "Sports fans met. Why?", "label": "World"})
+    news = readers.NEWS.example({"text": "Sports fans met. Why?", "label": "World"})
     assert free(news.user) == ["Sports fans met."]
 
 

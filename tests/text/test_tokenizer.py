@@ -405,7 +405,6 @@ def test_files_survive_json() -> None:
         ({"tasks": ["do:"]}, "tasks must be a map from names to texts"),
         ({"tasks": {"do": " "}}, "tasks must be a map from names to texts"),
         ({"task_prefixes": "do:"}, "malformed tokenizer: .*task_prefixes"),
-        ({"task_prefixes": [""]}, "tasks must be a map from names to texts"),
         ({"sampling": {"seed": 1}}, "sampling must be a map from some of temperature"),
         ({"sampling": {"top_p": "x"}}, "the model's own sampling cannot be used: top_p"),
         ({"surprise": 1}, "malformed tokenizer: .*surprise"),

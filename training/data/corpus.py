@@ -23,7 +23,7 @@ from rich.console import Console
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.tasks import find_task
-from jaxllm.tasks.free_text import story_example
+from jaxllm.tasks.readers import story_example
 from jaxllm.training.data.chats import PARQUET, OnBad, read_chats, source_files
 from jaxllm.training.data.documents import (
     Document,

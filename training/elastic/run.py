@@ -25,7 +25,6 @@ from jaxllm.host_settings import own_jax_settings
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.lora import init_adapter
 from jaxllm.models.scanned_layers import is_stacked, stacked
-from jaxllm.prepare import weight_format_of
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.documents import digesting, model_digest
 from jaxllm.training.elastic.importance import Importance, magnitudes, random_order, unit_step
@@ -124,7 +123,7 @@ def elasticize(
     if tiny_lm is not None and data is not None:
         tlm = dataclasses.replace(tiny_lm.recipe, levels=recipe.levels)
         tlm_sources = TinyLmSources.read(tlm, data, frozen.tokenizer, cfg.window_tokens, tiny_lm.encoder)
-    weights = out.weights or weight_format_of(model, cfg)
+    weights = out.weights or huggingface.Checkpoint(model, cfg=cfg).weight_format
     splits = claimed_splits(
         run_dir, recipe, frozen, mesh, data, console, shortened_share=recipe.shortened_share, weights=weights
     )

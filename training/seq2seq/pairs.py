@@ -9,9 +9,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, processors
 
 from jaxllm.errors import ConfigError
-from jaxllm.tasks.example import held_out, text_field
-from jaxllm.tasks.files import Record, read_jsonl
-from jaxllm.tasks.pairs import paired_lines
+from jaxllm.tasks.example import Record, held_out, paired_lines, read_jsonl, text_field
 from jaxllm.text import tokenizer as model_tokenizer
 from jaxllm.training.data.packing import spread
 from jaxllm.training.data.sources import Source

@@ -3,22 +3,23 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from jaxllm.cli.answer_facts import answer_facts, draft_facts
 from jaxllm.cli.chat import converse
-from jaxllm.cli.console import print_json, progress_bars, read_text
-from jaxllm.cli.errors import run_command
+from jaxllm.cli.console import answer_facts, draft_facts, print_json, progress_bars, read_text
+from jaxllm.cli.lazy import run_command
 from jaxllm.cli.model_choice import speculation
 from jaxllm.cli.profile import show_profile
 from jaxllm.cli.shared_options import (
     answer_options,
     json_option,
     model_sampling_option,
+    path_argument,
+    path_option,
     sampling_options,
     task_option,
 )
@@ -36,6 +37,7 @@ from jaxllm.export.device.opening import (
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.option_types import Level, Size
+from jaxllm.options import combined
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
@@ -80,44 +82,40 @@ class _Choice:
         engine.set_adapter(self.adapter)
         return engine
 
-    def serve(self, contexts: Path | None, budget_bytes: int, context_bits: int) -> ProgramService:
+    def serve(self, folder: Path | None, budget_bytes: int, context_bits: int) -> ProgramService:
         """Opens the service, with contexts if there is a folder for them."""
         with progress_bars() as progress:
             return ProgramService.over(
                 self.open(),
                 threads=self.threads,
-                contexts=contexts,
+                contexts=folder,
                 budget_bytes=budget_bytes,
                 context_bits=context_bits,
                 progress=progress,
             )
 
 
-def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --contexts, --budget and --context-bits, passed to the command as `folder`, `budget_bytes` and
-    `context_bits`."""
-    bits = click.option(
-        "--context-bits",
-        type=click.Choice([RAW, *WIDTHS]),
-        default=RAW,
-        help="Bits of stored values, by programs of the folder (jaxllm export --codec); 0 stores the cache "
-        "unchanged.  [default: 0]",
-    )
-    budget = click.option(
+_level_option = click.option(
+    "--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]"
+)
+# Passed to the command as `folder`, `budget_bytes` and `context_bits`.
+_context_options = combined(
+    path_option("--contexts", "folder", metavar="DIR", help="Store contexts there."),
+    click.option(
         "--budget",
         "budget_bytes",
         type=Size(),
         default=_BUDGET,
         help=f"Memory limit of contexts' chunks.  [default: {_BUDGET}]",
-    )
-    place = click.option(
-        "--contexts",
-        "folder",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="Store contexts there.",
-    )
-    return place(budget(bits(command)))
+    ),
+    click.option(
+        "--context-bits",
+        type=click.Choice([RAW, *WIDTHS]),
+        default=RAW,
+        help="Bits of stored values, by programs of the folder (jaxllm export --codec); 0 stores the cache "
+        "unchanged.  [default: 0]",
+    ),
+)
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -154,7 +152,7 @@ def _context_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Answer with this adapter, which was exported with the model (--adapter-input); for `serve` calls "
     "name it instead.  [default: none]",
 )
-@click.argument("folder", type=click.Path(path_type=Path))
+@path_argument("folder")
 @click.pass_context
 def device(
     context: click.Context,
@@ -190,7 +188,7 @@ def device(
 
 @device.command("chat")
 @click.option("--system", metavar="TEXT", help="The system message.")
-@click.option("--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]")
+@_level_option
 @sampling_options
 @click.pass_obj
 def chat_command(choice: _Choice, system: str | None = None, level: int = WHOLE, **options: Any) -> None:
@@ -204,7 +202,7 @@ def chat_command(choice: _Choice, system: str | None = None, level: int = WHOLE,
     "-p", "--prompt", "prompts", multiple=True, metavar="TEXT",
     help="The text to continue. Repeatable.  [default: standard input]",
 )  # fmt: skip
-@click.option("--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]")
+@_level_option
 @task_option
 @sampling_options
 @json_option
@@ -234,25 +232,21 @@ def generate_command(
 @json_option
 @click.pass_obj
 def call_command(
-    choice: _Choice,
-    prompt: str | None,
-    instruction: str,
-    as_json: bool,
-    **options: Any,
+    choice: _Choice, prompt: str | None, instruction: str, name: str | None, as_json: bool, **options: Any
 ) -> None:
     """Answer a prompt by a plan, or in a context that outlives calls."""
-    slo, strict, app = (options.pop(each) for each in ("slo", "strict", "app"))
-    folder, name, budget_bytes = (options.pop(each) for each in ("folder", "name", "budget_bytes"))
-    context_bits = options.pop("context_bits")
+    slo, strict, app, *stored = (
+        options.pop(each) for each in ("slo", "strict", "app", "folder", "budget_bytes", "context_bits")
+    )
     task, asked_options = options["task"], answer_options(options)
     if task and name is not None:
         raise click.UsageError("--task goes without --context")
-    if (folder is None) != (name is None):
+    if (stored[0] is None) != (name is None):
         raise click.UsageError("--contexts and --context go together")
     if name is not None and (slo or strict):
         raise click.UsageError("a context keeps its level: leave --slo and --strict out, or --context")
     text = read_text(None) if prompt is None else prompt
-    service = choice.serve(folder, budget_bytes, context_bits)
+    service = choice.serve(*stored)
     config = asked_options.of(service.engine.tokenizer.files)
     try:
         if name is None:
@@ -262,10 +256,9 @@ def call_command(
                 stop=config.stop, sampling=config.sampling,
             )  # fmt: skip
         else:
+            new = name == "new"
             adapter = choice.adapter or ""
-            context = (
-                service.new_context(app, adapter=adapter) if name == "new" else service.context(app, name)
-            )
+            context = service.new_context(app, adapter=adapter) if new else service.context(app, name)
             answer, name = context.generate(text, instruction=instruction, config=config), context.name
         facts = _shown(answer, as_json=as_json)
     finally:
@@ -299,15 +292,7 @@ def profile_command(choice: _Choice, as_json: bool) -> None:
 @model_sampling_option
 @_context_options
 @click.pass_obj
-def serve_command(
-    choice: _Choice,
-    host: str,
-    port: int,
-    folder: Path | None,
-    budget_bytes: int,
-    context_bits: int,
-    model_sampling: bool,
-) -> None:
+def serve_command(choice: _Choice, host: str, port: int, model_sampling: bool, **stored: Any) -> None:
     """Serve the model to the apps of this device over HTTP."""
     try:
         # Imported here: no other command needs these packages.
@@ -323,7 +308,7 @@ def serve_command(
     )
 
     def opener() -> OpenedPrograms:
-        service = choice.serve(folder, budget_bytes, context_bits)
+        service = choice.serve(**stored)
         return OpenedPrograms(service, choice.memory_bytes, model_sampling)
 
     run(options, opener)

@@ -12,8 +12,8 @@ from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.steps.branching import Branching, cut, pack
-from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.questions import branching
 from jaxllm.text.prompts import prompt_ids
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import END_ID, TINY, tiny_tokenizer, write_tiny_bundle

@@ -12,6 +12,7 @@ import pytest
 from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.images import image_encoder_facts
+from jaxllm.checkpoints.huggingface import Checkpoint
 from jaxllm.checkpoints.smolvlm_folder import read_image_input
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
 from jaxllm.models.encoder.image_input import ImageInput, image_text, tiles_of
@@ -124,7 +125,7 @@ def test_a_chat_with_images_is_answered_as_by_transformers(folder, bundle, shipp
 
     from tests import tiny_hf
 
-    of = read_image_input(folder, image_tokenizer())
+    of = read_image_input(Checkpoint(folder))
     contents = [picture(size, seed) for seed, size in enumerate(SIZES)]
     options = EngineOptions(context_tokens=256, chunk_tokens=(64,), prompt_rows=True, buckets_bytes=0)
     engine = Engine.open(bundle, options=options, warm_up=False)

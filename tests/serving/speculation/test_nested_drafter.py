@@ -9,7 +9,7 @@ import scipy.stats
 from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.checkpoints.peft import write_adapter
-from jaxllm.cli.answer_facts import draft_facts
+from jaxllm.cli.console import draft_facts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kernels import native

@@ -9,7 +9,7 @@ import pytest
 from jinja2 import Template
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.tasks import labels
+from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 from jaxllm.training.data import corpus
@@ -91,13 +91,13 @@ def test_tokens_lie_one_document_behind_the_other(data, tmp_path, tokenizer, enc
 
 
 def test_a_chat_is_encoded_as_its_template_reads(tokenizer):
-    example = labels.SENTIMENT.example({"text": "so <|end|> bad", "label": "negative"})
+    example = readers.SENTIMENT.example({"text": "so <|end|> bad", "label": "negative"})
     ids = encode_document(chat_document(example), tokenizer)
     prompt = Template(ROLE_TEMPLATE).render(messages=example.messages(), add_generation_prompt=True)
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"{prompt}negative<|end|>"
     # The text's own `<|end|>` is no end of a turn.
     assert ids.count(tokenizer.token_to_id("<|end|>")) == 3
-    clean = labels.SENTIMENT.example({"text": "so bad", "label": "negative"})
+    clean = readers.SENTIMENT.example({"text": "so bad", "label": "negative"})
     prompt = Template(ROLE_TEMPLATE).render(messages=clean.messages(), add_generation_prompt=True)
     expected = tokenizer.encode(f"{prompt}negative<|end|>").ids
     assert encode_document(chat_document(clean), tokenizer) == expected
@@ -107,7 +107,7 @@ def test_a_chat_is_encoded_as_its_template_reads(tokenizer):
         special={"eos_token": "<|endoftext|>"},
     )  # fmt: skip
     documents = [
-        chat_document(labels.SENTIMENT.example({"text": "so bad", "label": "negative"})),
+        chat_document(readers.SENTIMENT.example({"text": "so bad", "label": "negative"})),
         chat_document(TaskExample(user="1 + 1 =", answer=" 2", form="text")),
         text_document("a cat"),
         # What a text says of special tokens is text, wherever it stands.

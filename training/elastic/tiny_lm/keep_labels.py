@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.tasks.example import text_field
-from jaxllm.tasks.files import Record, read_json, read_jsonl
+from jaxllm.tasks.example import Record, read_json, read_jsonl, text_field
 from jaxllm.training.data.documents import held_out_digests, text_document
 
 # Search distance for the next word, to either side of the last one.

@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.tasks import find_task
 from jaxllm.tasks.example import TaskExample, held_out, pseudo_random
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.elastic.tiny_lm.self_labels import Answers

@@ -24,7 +24,7 @@ from rich.progress import Progress as ProgressBar
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question
 from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.training.elastic.tiny_lm.batches import (
     TOLD_SLOS,

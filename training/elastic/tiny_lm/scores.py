@@ -13,7 +13,7 @@ from jaxllm.elastic.compression import marked, pooled
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.models import tiny_lm as tlm
 from jaxllm.models.tiny_lm import TlmConfig
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question
 from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.training.elastic.tiny_lm.batches import DecisionRows, ScoreBatch
 from jaxllm.training.elastic.tiny_lm.self_labels import Answers, allowed_choices, lightest

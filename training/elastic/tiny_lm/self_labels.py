@@ -25,7 +25,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
 from jaxllm.steps.branching import Packed, cut, score_pieces
 from jaxllm.steps.model import score_branches
-from jaxllm.tasks.shortened import Question, shorten
+from jaxllm.tasks.questions import Question, shorten
 from jaxllm.text.tokenizer import Tokenizer
 
 # Two lengths of rows, so two compilations per level: most questions are short.

@@ -24,8 +24,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import embed
-from jaxllm.tasks.branching import branching
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question, branching
 from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.training.elastic.tiny_lm.batches import ScoreBatch
 from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel

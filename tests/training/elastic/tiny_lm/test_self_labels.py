@@ -18,7 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.lora import LoraConfig, adapt, init_adapter
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel, answer, lightest
 from tests.tiny import TINY, random_params, tiny_tokenizer

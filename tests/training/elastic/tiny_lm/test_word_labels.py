@@ -12,9 +12,8 @@ from jaxllm.elastic.compression import NO_WORD
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
-from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.questions import Question, branching
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel
 from jaxllm.training.elastic.tiny_lm.start import Start
