@@ -24,9 +24,9 @@ from typing import Any
 from jaxllm.cli.console import read_text
 from jaxllm.errors import ConfigError
 from jaxllm.serving.evaluation.tasks import read_questions
-from jaxllm.tasks import readers
+from jaxllm.tasks import TASKS, readers
 from jaxllm.tasks.example import TaskExample, held_out, paired_lines
-from jaxllm.tasks.readers import EMOTION, SHORTEN, SUM_UP, read_chats, read_compression
+from jaxllm.tasks.readers import SHORTEN, SUM_UP, read_chats, read_compression
 from jaxllm.text.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"
@@ -175,7 +175,9 @@ SOURCE_TASKS = {
     "translation_en_to_de": SourceTask("translation en-de", _translated("en", "de")),
     "summarization": SourceTask("summary", lambda data: read_chats(data, "valid")),
     "shortening": SourceTask("summary (shortening)", _shortened),
-    "emotion": SourceTask("question (emotion)", lambda data: EMOTION.read(data, "valid"), labels=True),
+    "emotion": SourceTask(
+        "question (emotion)", lambda data: TASKS["emotion"].read(data, "valid"), labels=True
+    ),
 }
 
 
