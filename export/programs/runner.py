@@ -20,7 +20,7 @@ from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.forked import require_not_forked
 from jaxllm.serving.runners.chunks import padded, plan_chunks
-from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.runner import PrefillChunk, chunks_of
 from jaxllm.serving.runners.verdict import Verdict
 from jaxllm.serving.speculation.host_tree import accepted_path
 from jaxllm.speculation.token_tree import TokenTree
@@ -135,7 +135,10 @@ class ProgramRunner:
             encoding, prompt_tokens = [self._encoding(prompt_tokens)], MAX_START_TOKENS
         wanted = min(prompt_tokens + max_tokens, self.options.context_tokens)
         cache = next(each for each in self._lengths if each >= wanted)
-        chunks = dict.fromkeys(self._chunks(prompt_tokens - 1, cache))
+        chunks, left = dict[int, None](), prompt_tokens - 1
+        for each in self.prefill_chunks(prompt_tokens):
+            chunks |= dict.fromkeys(self._chunks(min(each.tokens, left), cache))
+            left -= each.tokens
         return [
             *encoding,
             *(self._program("prefill", each, cache) for each in chunks),
@@ -213,8 +216,9 @@ class ProgramRunner:
         )
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """See `Runner`; one chunk, because the programs to run depend on the cache."""
-        return [PrefillChunk(tokens=tokens, last=True)]
+        """See `Runner`; the last chunk has one token more than its program, which is decoded."""
+        lengths = self._chunks(tokens - 1, self.options.context_tokens) or [0]
+        return chunks_of([*lengths[:-1], lengths[-1] + 1])
 
     def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""
@@ -230,17 +234,16 @@ class ProgramRunner:
     def prefill(
         self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
     ) -> tuple[Any, ProgramCache]:
-        """See `Runner`."""
-        del chunk
-        room, fed = cache.capacity_tokens, 0
-        for length in self._chunks(len(tokens) - 1, room):
-            row, real = padded(tokens[fed : min(fed + length, len(tokens) - 1)], length)
+        """See `Runner`; a chunk that these caches have no program for is run in shorter ones."""
+        room, count, fed = cache.capacity_tokens, len(tokens) - chunk.last, 0
+        for length in self._chunks(count, room):
+            row, real = padded(tokens[fed : min(fed + length, count)], length)
             positions = np.full(length, _PADDING, np.int32)
             positions[:real] = np.arange(at + fed, at + fed + real)
             program = self._program("prefill", length, room)
             _, caches = self.executor.run(program, cache.caches, row, positions, None, cache.source)
             cache, fed = cache.after(caches, at + fed + real), fed + real
-        return self.step(cache, tokens[-1], at + len(tokens) - 1)
+        return self.step(cache, tokens[-1], at + count) if chunk.last else (None, cache)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """Returns the next token `[1]`, and the sampler. Finds the most likely without a dispatch."""

@@ -24,6 +24,10 @@ class StagedRunner(ProgramRunner):
         super().__init__(executor, WHOLE, token_chooser)
         self.stages = stages
 
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`; one chunk, whose own chunks the processors share out of order."""
+        return [PrefillChunk(tokens=tokens, last=True)]
+
     def prefill(
         self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
     ) -> tuple[Any, ProgramCache]:
