@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Precision
+from jaxllm.export.folder_format.manifest import Precision
+from jaxllm.export.folder_format.parts import LEFT, RIGHT
 from jaxllm.export.steps.exported import with_adapters
 from jaxllm.export.subject import Subject
 from jaxllm.models.parameters import Params, param_specs

@@ -1,17 +1,42 @@
 """Samples tokens by buckets that are compiled ahead of time and cached on disk (see `TokenChooser`)."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.export.programs.exported_bucket import ChoiceBucket
-from jaxllm.sampling import SamplerState
+from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
+from jaxllm.serving.buckets.bucket import Bucket, shapes_of, tree_shapes
 from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder
 from jaxllm.serving.buckets.store import BucketStore
 from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.speculation.tree import choices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceBucket(Bucket):
+    """Draws a token after each node of a tree from logits on the host (see
+    `jaxllm.speculation.tree.choices`).
+
+    Attributes:
+      nodes: capacity of the tree; 0 for the next token of a sequence (see `jaxllm.sampling.sample`).
+      vocab_tokens: size of the vocabulary (V).
+    """
+
+    nodes: int
+    vocab_tokens: int
+
+    def lower(self, model: None, /) -> jax.stages.Lowered:
+        """([tree,] logits, sampler) -> token and sampler, or tokens."""
+        del model
+        logits = jax.ShapeDtypeStruct((max(1, self.nodes), self.vocab_tokens), np.float32)
+        sampler = shapes_of(sampler_state(Sampling(), [], self.vocab_tokens, 0))
+        if not self.nodes:
+            return jax.jit(sample).lower(logits, sampler)
+        return jax.jit(choices).lower(tree_shapes(self.nodes), logits, sampler)
 
 
 class BucketChooser:

@@ -10,7 +10,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import math
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,20 +18,15 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.export.folder_format.adapters import ADAPTER
-from jaxllm.export.folder_format.arrays import SOURCE_TOKENS, lengthened
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, CHUNKS, coded_shapes
-from jaxllm.export.folder_format.controls import COUNT, NEXT_TOKENS, PENALIZED, PENALTIES, control_shapes
-from jaxllm.export.folder_format.manifest import CODED_KINDS, MANIFEST, Manifest, Signature
-from jaxllm.export.folder_format.tiny_lm import KEEP, MASK, MODEL, PROMPT
-from jaxllm.export.programs.adapters import FolderAdapters
+from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
+from jaxllm.export.folder_format.parts import ADAPTER
+from jaxllm.export.folder_format.signature import PENALIZED, PENALTIES, TOKENS, Signature, lengthened
+from jaxllm.export.programs.executor import Executor, FolderAdapters
 from jaxllm.export.programs.messages import runtime_messages_kept
 from jaxllm.export.programs.packed import PackedFolder
 from jaxllm.serving.host.machine import usable_cores
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import buckets_bytes, cache_folder
-
-_LOGITS = "logits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +39,10 @@ class Buffers:
     spare: dict[str, Any]
 
 
-class LiteRtExecutor:
+class LiteRtExecutor(Executor):
     """Runs the signatures of one model (see `Executor`).
 
     Attributes:
-      manifest: manifest of the model.
       threads: number of threads that compute.
       moves_rows: False, because Python can only read and write whole buffers, which is slower than what
         accepted tokens of other branches save.
@@ -84,8 +77,8 @@ class LiteRtExecutor:
         from ai_edge_litert.hardware_accelerator import HardwareAccelerator
         from ai_edge_litert.options import Options
 
-        self.manifest, self.threads = manifest, threads or usable_cores()
-        self.lock = threading.RLock()
+        super().__init__(manifest, FolderAdapters(manifest, folder))
+        self.threads = threads or usable_cores()
         file, *others = {each.file for each in manifest.signatures}
         if others or manifest.cache_dtype != "float32":
             raise ProgramError(
@@ -98,8 +91,6 @@ class LiteRtExecutor:
         opened = (
             contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
         )
-        self.adapters = FolderAdapters(manifest, folder)
-        self._adapters: dict[tuple[str, int], Any] = {}
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         with opened as kept, runtime_messages_kept() as said:
             cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))
@@ -116,15 +107,14 @@ class LiteRtExecutor:
                     "copy both from one export"
                 )
             # The first buffer makes the runtime search for accelerators again: do so now.
-            self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
-                np.zeros((1, manifest.signatures[0].tokens), np.int32)
-            )
-        weakref.finalize(self, _close, self._model, self._buffers, self._adapters)
+            first = next(each for each in manifest.signatures if each.kind == "prefill")
+            self._buffers_of(first)[0][TOKENS].write(np.zeros((1, first.tokens), np.int32))
+        weakref.finalize(self, _close, self._model, self._buffers, self._placed)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; LiteRT has all signatures ready, only their buffers are made."""
         for done, signature in enumerate(signatures):
-            self._inputs_and_outputs(signature)
+            self._buffers_of(signature)
             if progress is not None:
                 progress("compile", done + 1, len(signatures))
 
@@ -132,158 +122,61 @@ class LiteRtExecutor:
         """See `Executor`; always True."""
         return True
 
-    def start(self, level: int, cache_tokens: int) -> Buffers:
-        """See `Executor`."""
-        buffers = self._caches(level, cache_tokens)
-        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            # Masked positions are multiplied by zero: they must be finite.
-            buffers.filled[name].write(np.zeros(shape, np.float32))
-        return buffers
-
     def grow(self, level: int, caches: Buffers, cache_tokens: int) -> Buffers:
         """See `Executor`."""
-        longer = self._caches(level, cache_tokens)
-        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            heads, width = shape[1], shape[3]
-            whole = np.zeros(shape, np.float32)
-            rows = caches.filled[name].read(caches.cache_tokens * heads * width, np.float32)
-            whole[:, :, : caches.cache_tokens] = rows.reshape(1, heads, -1, width)
-            longer.filled[name].write(whole)
-        return longer
+        return self.restored(level, cache_tokens, self.rows(level, caches, caches.cache_tokens))
 
     def rows(self, level: int, caches: Buffers, tokens: int) -> dict[str, np.ndarray]:
         """See `Executor`."""
-        found = {}
-        for name, shape in self.manifest.cache_shapes(level, caches.cache_tokens).items():
-            whole = caches.filled[name].read(math.prod(shape), np.float32).reshape(shape)
-            found[name] = np.array(whole[:, :, :tokens])
-        return found
+        shapes = self.manifest.cache_shapes(level, caches.cache_tokens).items()
+        whole = {name: _read(caches.filled[name], shape, np.dtype(np.float32)) for name, shape in shapes}
+        return {name: np.array(each[:, :, :tokens]) for name, each in whole.items()}
 
     def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Buffers:
         """See `Executor`."""
-        buffers = self._caches(level, cache_tokens)
+        decode = self.manifest.signature("decode", 1, level, cache_tokens).name
+        buffers = Buffers(cache_tokens, {}, {})
         for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            buffers.filled[name].write(lengthened(rows[name], shape))
+            buffers.filled[name] = self._model.create_input_buffer_by_name(decode, name)
+            buffers.spare[name] = self._model.create_output_buffer_by_name(decode, name)
+            # Masked positions are multiplied by zero: they must be finite.
+            own = lengthened(rows[name], shape) if rows else np.zeros(shape, np.float32)
+            buffers.filled[name].write(own)
         return buffers
 
-    def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> dict[str, Any]:
+    def place(self, level: int, inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        number = np.array([count], np.int32)
-        inputs["tokens"].write(tokens)
-        inputs[SOURCE_TOKENS].write(number)
-        self._run(signature, inputs, outputs)
-        level, taking, source = signature.level, self._decode(signature.level), {}
-        for name, shape in self.manifest.source_shapes(level).items():
-            source[name] = self._model.create_input_buffer_by_name(taking, name)
-            if name == SOURCE_TOKENS:
-                source[name].write(number)
-                continue
-            heads, width = shape[1], shape[3]
-            rows = outputs[name].read(heads * signature.tokens * width, np.float32)
-            source[name].write(lengthened(rows.reshape(1, heads, signature.tokens, width), shape))
-        return source
-
-    def _decode(self, level: int) -> str:
-        """Name of a program that accepts a source of a level, as all but those that encode do."""
-        return self.manifest.signature("decode", 1, level, self.manifest.context_tokens).name
+        # All programs but those that encode accept the same arrays.
+        decode, placed = self.manifest.signature("decode", 1, level, self.manifest.context_tokens).name, {}
+        for name, each in inputs.items():
+            placed[name] = self._model.create_input_buffer_by_name(decode, name)
+            placed[name].write(each)
+        return placed
 
     def run(
-        self,
-        signature: Signature,
-        caches: Buffers,
-        tokens: np.ndarray,
-        input_pos: np.ndarray,
-        mask: np.ndarray | None = None,
-        source: Mapping[str, Any] | None = None,
-    ) -> tuple[np.ndarray | None, Buffers]:
+        self, signature: Signature, inputs: Mapping[str, Any], caches: Buffers | None = None
+    ) -> tuple[dict[str, Any], Any]:
         """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs["tokens"].write(tokens)
-        inputs["input_pos"].write(input_pos)
-        if mask is not None:
-            inputs["mask"].write(mask)
-        further = {**(source or {}), **self._adapter(signature.level)}
-        self._run(signature, {**inputs, **caches.filled, **further}, {**outputs, **caches.spare})
-        logits = None
-        if _LOGITS in outputs:
-            shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
-            logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
-        return logits, Buffers(caches.cache_tokens, caches.spare, caches.filled)
-
-    def run_block(
-        self,
-        signature: Signature,
-        caches: Buffers,
-        token: int,
-        at: int,
-        controls: Mapping[str, np.ndarray],
-        source: Mapping[str, Any] | None = None,
-    ) -> tuple[np.ndarray, Buffers]:
-        """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs["tokens"].write(np.array([[token]], np.int32))
-        inputs["input_pos"].write(np.array([at], np.int32))
+        interface, (given, results) = self._interface(signature), self._buffers_of(signature)
+        given, taken = dict(given), self._adapted(signature, inputs)
         # Without penalties the program reads none of their large arrays.
-        skipped = () if controls["draw"][PENALIZED] else PENALTIES
-        for name, each in controls.items():
-            if name not in skipped:
-                inputs[name].write(each)
-        further = {**(source or {}), **self._adapter(signature.level)}
-        self._run(signature, {**inputs, **caches.filled, **further}, {**outputs, **caches.spare})
-        count = outputs[COUNT].read(1, np.int32)[0]
-        tokens = outputs[NEXT_TOKENS].read(signature.tokens, np.int32)
-        return np.array(tokens[:count]), Buffers(caches.cache_tokens, caches.spare, caches.filled)
-
-    def run_tiny_lm(
-        self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs["tokens"].write(tokens)
-        inputs[MASK].write(mask)
-        self._run(signature, inputs, outputs)
-        facts = self.manifest.tiny_lm
-        assert facts is not None
-        sizes = {KEEP: signature.tokens, MODEL: len(facts.levels), PROMPT: len(facts.prompt_ratios)}
-        return {name: np.array(outputs[name].read(size, np.float32))[None] for name, size in sizes.items()}
-
-    def encode_chunks(
-        self, signature: Signature, caches: Buffers, chunks: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs[CHUNKS].write(chunks)
-        self._run(signature, {**inputs, **caches.filled}, outputs)
-        found = {}
-        for name, (shape, dtype) in self._coded(signature).items():
-            found[name] = np.array(outputs[name].read(math.prod(shape), dtype.type)).reshape(shape)
-        return found
-
-    def load_chunks(
-        self, signature: Signature, caches: Buffers, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
-    ) -> Buffers:
-        """See `Executor`."""
-        inputs, _ = self._inputs_and_outputs(signature)
-        for name, each in {CHUNKS: chunks, **coded}.items():
-            inputs[name].write(np.ascontiguousarray(each))
-        self._run(signature, {**inputs, **caches.filled}, caches.spare)
-        return Buffers(caches.cache_tokens, caches.spare, caches.filled)
-
-    def _coded(self, signature: Signature) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        cfg = self.manifest.levels[signature.level].cfg
-        return coded_shapes(cfg, signature.codec, signature.bits, signature.tokens // CHUNK_TOKENS)
-
-    def _adapter(self, level: int) -> dict[str, Any]:
-        """Buffer of the current adapter for a level's programs; empty if they accept none."""
-        key = self.adapters.used, level
-        if key not in self._adapters:
-            array = self.adapters.array(level, self.adapters.used)
-            if array is None:
-                return {}
-            self._adapters[key] = self._model.create_input_buffer_by_name(self._decode(level), ADAPTER)
-            self._adapters[key].write(array)
-        return {ADAPTER: self._adapters[key]}
+        skipped = PENALTIES if "draw" in taken and not taken["draw"][PENALIZED] else ()
+        for name, each in taken.items():
+            if not isinstance(each, np.ndarray):
+                given[name] = each
+            elif name not in skipped:
+                given[name].write(np.ascontiguousarray(each))
+        after = caches
+        if caches is not None:
+            given |= caches.filled
+            if interface.writes:
+                results = {**results, **caches.spare}
+                after = Buffers(caches.cache_tokens, caches.spare, caches.filled)
+        try:
+            self._model.run_by_name(signature.name, given, results)
+        except RuntimeError as error:
+            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
+        return {name: _read(results[name], *each) for name, each in interface.outputs.items()}, after
 
     def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
         """Refuses (see `moves_rows`)."""
@@ -291,46 +184,29 @@ class LiteRtExecutor:
             f"LiteRT moves no rows, {path.tolist()} of {signature.name}: give it lines of tokens"
         )
 
-    def _run(self, signature: Signature, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        try:
-            self._model.run_by_name(signature.name, inputs, outputs)
-        except RuntimeError as error:
-            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
-
-    def _caches(self, level: int, cache_tokens: int) -> Buffers:
-        """Uninitialized buffers for caches."""
-        name = self.manifest.signature("decode", 1, level, cache_tokens).name
-        shapes = self.manifest.cache_shapes(level, cache_tokens)
-        filled = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
-        spare = {each: self._model.create_output_buffer_by_name(name, each) for each in shapes}
-        return Buffers(cache_tokens, filled, spare)
-
-    def _inputs_and_outputs(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The buffers of a signature by name, without its caches."""
-        name = signature.name
-        if name not in self._buffers and signature.kind in CODED_KINDS:
-            coded = list(self._coded(signature))
-            takes, gives = ([], coded) if signature.kind == "encode_chunks" else (coded, [])
-            self._buffers[name] = (
-                {each: self._model.create_input_buffer_by_name(name, each) for each in (CHUNKS, *takes)},
-                {each: self._model.create_output_buffer_by_name(name, each) for each in gives},
-            )
+    def _buffers_of(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The buffers of a signature's inputs and outputs by name, without caches and what `place` makes."""
+        name, interface = signature.name, self._interface(signature)
         if name not in self._buffers:
-            shapes = control_shapes(self.manifest.levels[signature.level].cfg.vocab_size)
-            more = {"verify": ["mask"], "block": list(shapes)}.get(signature.kind, [])
-            second = {"encode": SOURCE_TOKENS, "tiny_lm": MASK}.get(signature.kind, "input_pos")
-            wanted = ["tokens", second, *more]
-            inputs = {each: self._model.create_input_buffer_by_name(name, each) for each in wanted}
-            read = [each for each in self.manifest.source_shapes(signature.level) if each != SOURCE_TOKENS]
-            results = {
-                "prefill": [], "block": [NEXT_TOKENS, COUNT], "encode": read, "tiny_lm": [KEEP, MODEL, PROMPT]
-            }.get(signature.kind, [_LOGITS])  # fmt: skip
-            outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
-            if signature.kind == "block":
-                for each, (shape, dtype) in shapes.items():
-                    inputs[each].write(np.zeros(shape, dtype))
+            placed = {ADAPTER}
+            if signature.kind != "encode":
+                placed |= self.manifest.source_shapes(signature.level).keys()
+            inputs = {
+                each: self._model.create_input_buffer_by_name(name, each)
+                for each in interface.inputs
+                if each not in placed
+            }
+            outputs = {
+                each: self._model.create_output_buffer_by_name(name, each) for each in interface.outputs
+            }
+            for each in PENALTIES if signature.kind == "block" else ():
+                inputs[each].write(np.zeros(*interface.inputs[each]))
             self._buffers[name] = inputs, outputs
         return self._buffers[name]
+
+
+def _read(buffer: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return buffer.read(math.prod(shape), dtype.type).reshape(shape)
 
 
 def _missing(manifest: Manifest, model: Any) -> list[str]:
@@ -339,10 +215,10 @@ def _missing(manifest: Manifest, model: Any) -> list[str]:
     return [each.name for each in manifest.signatures if each.name not in there]
 
 
-def _close(model: Any, buffers: dict[str, Any], adapters: dict[Any, Any]) -> None:
+def _close(model: Any, *buffers: dict[Any, Any]) -> None:
     # The runtime's environment, which model and buffers own, prints a message at its end.
     with runtime_messages_kept():
-        buffers.clear()
-        adapters.clear()
+        for each in buffers:
+            each.clear()
         model.close()
         vars(model).clear()

@@ -19,10 +19,13 @@ import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.export.folder_format.arrays import KEYS, VALUES, lengthened
+from jaxllm.export.folder_format.codecs import KEYS, VALUES
 from jaxllm.export.folder_format.manifest import Manifest
-from jaxllm.export.folder_format.stages import EMBED, STAGE_FILES, stage_name
+from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
+from jaxllm.export.folder_format.signature import lengthened
+from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.messages import runtime_messages_kept
+from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,
     Dispatcher,
@@ -39,6 +42,7 @@ from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
 from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
 from jaxllm.serving.runners.chunks import padded
+from jaxllm.serving.runners.runner import PrefillChunk
 
 # A layer's cache among a stage's arrays, and its name in a folder.
 _CACHE = {"keys": KEYS, "values": VALUES}
@@ -281,3 +285,32 @@ class StagePrograms:
     def _timed_stage(self, layer: int, stage: Stage, tokens: int, room: int) -> TimedStage:
         del room
         return TimedStage(stage, self.facts.shadowed[layer], tokens)
+
+
+class StagedRunner(ProgramRunner):
+    """Runner of the whole model that prefills by stages (see `ProgramRunner`).
+
+    A cache is copied to Python's memory once for each prompt, from the programs that decode to the stages
+    and back. Prompts shorter than the shortest chunk of stages run on the prefill programs.
+    """
+
+    def __init__(
+        self, executor: Executor, stages: StagePrograms, token_chooser: TokenChooser | None = None
+    ) -> None:
+        super().__init__(executor, WHOLE, token_chooser)
+        self.stages = stages
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`; one chunk, whose own chunks the processors share out of order."""
+        return [PrefillChunk(tokens=tokens, last=True)]
+
+    def prefill(
+        self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[Any, ProgramCache]:
+        """See `Runner`."""
+        count = len(tokens) - 1
+        if count < self.stages.facts.chunk_tokens[0]:
+            return super().prefill(cache, tokens, at, chunk)
+        rows, _ = self.stages.prefill(tokens[:-1], at, self.rows(cache, at) if at else {})
+        caches = self.executor.restored(self.level, cache.capacity_tokens, rows)
+        return self.step(cache.after(caches, at + count), tokens[-1], at + count)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.export.folder_format.signature import COUNT, NEXT_TOKENS
 from jaxllm.export.programs.live import LiveExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.signatures import ExportPlan
@@ -61,12 +62,16 @@ def engine():
 
 
 def test_tokens_that_no_block_may_give(engine, monkeypatch):
+    run = engine.model.executor.run
     for tokens in ([], [1, CFG.vocab_size], [-2], [1] * (BLOCK + 1)):
 
-        def wrong(signature, caches, *_, tokens=tokens):
-            return np.array(tokens, np.int32), caches
+        def wrong(signature, inputs, caches, tokens=tokens):
+            out, caches = run(signature, inputs, caches)
+            if signature.kind != "block":
+                return out, caches
+            return {NEXT_TOKENS: np.array([tokens], np.int32), COUNT: np.array([len(tokens)])}, caches
 
-        monkeypatch.setattr(engine.model.executor, "run_block", wrong)
+        monkeypatch.setattr(engine.model.executor, "run", wrong)
         with pytest.raises(ProgramError, match="block_4 gave"):
             engine.generate(PROMPTS[1], CONFIG)
     for block in (1, 65, -1):
@@ -76,14 +81,14 @@ def test_tokens_that_no_block_may_give(engine, monkeypatch):
 
 def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
     dispatched = []
-    block = engine.model.executor.run_block
+    run = engine.model.executor.run
 
-    def counted(*arguments):
-        tokens, caches = block(*arguments)
-        dispatched.append(len(tokens))
-        return tokens, caches
+    def counted(signature, *arguments):
+        out, caches = run(signature, *arguments)
+        dispatched.extend(np.asarray(out[COUNT]).tolist() if signature.kind == "block" else [])
+        return out, caches
 
-    monkeypatch.setattr(engine.model.executor, "run_block", counted)
+    monkeypatch.setattr(engine.model.executor, "run", counted)
     # Neither is anything that other tests may have left.
     jax.clear_caches()
     with compiles() as count:

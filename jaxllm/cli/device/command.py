@@ -25,7 +25,6 @@ from jaxllm.cli.shared_options import (
 from jaxllm.config import WHOLE
 from jaxllm.contexts.codecs import RAW, WIDTHS
 from jaxllm.errors import ConfigError
-from jaxllm.export.device.context import ProgramContextAnswer
 from jaxllm.export.device.opening import (
     device_profile,
     needed_bytes,
@@ -370,7 +369,7 @@ def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:
 
 def _moved(answer: Answer) -> dict[str, Any]:
     """The parts of an answer's context that were of other programs, if any."""
-    moved = answer.restoration.moved if isinstance(answer, ProgramContextAnswer) else ()
+    moved = answer.restoration.moved
     return {"moved": list(moved)} if moved else {}
 
 
