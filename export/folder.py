@@ -21,15 +21,18 @@ from pathlib import Path
 import jax
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.export.folder_format.files import (
+from jaxllm.export.folder_format.manifest import (
     LOOP,
     MAIN,
     TINY_TOKENIZER,
     TOKENIZER,
+    CacheDtype,
+    Manifest,
+    Precision,
+    ProgramFormat,
     StoredFile,
     write_tokenizer,
 )
-from jaxllm.export.folder_format.manifest import CacheDtype, Manifest, Precision, ProgramFormat
 from jaxllm.export.folder_format.parts import ProgramLevel, StageFacts, adapter_file
 from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.quantized import left_out

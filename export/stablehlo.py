@@ -18,8 +18,7 @@ from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.export.contents import require_family, require_format
 from jaxllm.export.folder import ProgramKind, finish, new_folder
 from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, CHUNKS
-from jaxllm.export.folder_format.files import TINY_WEIGHTS, WEIGHTS, read_weights, write_weights
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
 from jaxllm.export.folder_format.signature import (
     CODED_KINDS,
     MASK,
@@ -30,6 +29,7 @@ from jaxllm.export.folder_format.signature import (
     Signature,
     controls,
 )
+from jaxllm.export.folder_format.weights import read_weights, write_weights
 from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step
 from jaxllm.export.subject import Subject
 from jaxllm.export.tiny_lm import tiny_signatures, tiny_weights

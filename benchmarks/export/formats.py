@@ -23,8 +23,7 @@ from benchmarks.harness.plan import sized
 from benchmarks.peers import PEERS, Opening
 from benchmarks.peers.process import TimedPlan, last_words, threads_of
 from jaxllm.errors import JaxllmError
-from jaxllm.export.folder_format.files import StoredFile
-from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
+from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
 
 Tell = Callable[[str], None]

@@ -1,7 +1,7 @@
 """Serves the programs of a folder to the apps of a device, as `jaxllm.serving.server.service.LLMService`
 serves a bundle.
 
-service = ProgramService.open(Path("programs"))
+service = ProgramService.open(open_device(Path("programs")))
 service.bind("mail", Slo.parse("<40,70>"))
 for piece in service.call("Is this a complaint? ...", app="mail"): ...
 """
@@ -15,7 +15,7 @@ from typing import Self
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError, Unreadable
 from jaxllm.export.device.contexts import ProgramContexts
-from jaxllm.export.device.opening import device_profile, open_device
+from jaxllm.export.device.opening import device_profile
 from jaxllm.export.programs.model import ProgramModel, TinyLmPrograms
 from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.contexts.turn_ids import turn_ids
@@ -28,7 +28,6 @@ from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.engine.run import Lifecycle, Run
-from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 
 
@@ -56,37 +55,6 @@ class ProgramService(PlannedService):
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        *,
-        threads: int = 0,
-        memory_bytes: int = 0,
-        drafts: SpeculationOptions | None = None,
-        contexts: Path | None = None,
-        budget_bytes: int = 256 << 20,
-        progress: Progress | None = None,
-    ) -> Self:
-        """Opens a folder of programs; measures a coarse profile of this device if there is none.
-
-        Args:
-          folder, threads, memory_bytes, drafts: see `open_device`.
-          contexts, budget_bytes, progress: see `over`.
-
-        Raises:
-          JaxllmError: see `open_device`, `ProgramContexts`.
-        """
-        engine = open_device(
-            folder,
-            threads=threads,
-            memory_bytes=memory_bytes,
-            drafts=drafts,
-        )
-        return cls.over(
-            engine, threads=threads, contexts=contexts, budget_bytes=budget_bytes, progress=progress
-        )
-
-    @classmethod
-    def over(
         cls,
         engine: Engine[ProgramModel],
         *,

@@ -23,7 +23,6 @@ import xxhash
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import CheckpointError, ConfigError, ProgramError
-from jaxllm.export.folder_format.files import TINY_TOKENIZER, TOKENIZER, StoredFile
 from jaxllm.export.folder_format.parts import (
     STAGE_FILES,
     AdapterInputs,
@@ -41,9 +40,46 @@ from jaxllm.export.folder_format.signature import (
     interface_of,
     source_shapes,
 )
-from jaxllm.files.input_files import read_bytes
+from jaxllm.files.input_files import open_regular, read_bytes
 from jaxllm.options import check_options, option
 from jaxllm.text.tokenizer import TokenizerFiles
+
+# Files of a standalone device folder: the modules of the loop, and its entry point.
+LOOP, MAIN = "loop.pyz", "__main__.py"
+WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
+TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
+_READ_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """Size and checksum of a file of the folder."""
+
+    size_bytes: int = option(low=0, high=1 << 50)
+    xxh3_128: str
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @classmethod
+    def of(cls, path: Path) -> "StoredFile":
+        """The record of a file on disk.
+
+        Raises:
+          OSError: the file cannot be read, or is no regular file.
+        """
+        digest, size = xxhash.xxh3_128(), 0
+        with open_regular(path) as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+                size += len(block)
+        return cls(size_bytes=size, xxh3_128=digest.hexdigest())
+
+
+def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
+    """Writes a tokenizer into a folder of programs."""
+    path.write_text(json.dumps(files.to_json()), encoding="utf-8")
+
 
 # "live" programs are in no folder: a process traces them itself.
 ProgramFormat = Literal["stablehlo", "tflite", "live"]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.config import WHOLE
-from jaxllm.export.folder_format.files import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER, Manifest
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
 from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import make_drafts
-from jaxllm.export.programs.executor import Executor, kept_buckets, open_executor
+from jaxllm.export.programs.executor import Executor
+from jaxllm.export.programs.opening import kept_buckets, open_executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
 from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.engine.engine import Engine

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.export.folder_format.files import TINY_WEIGHTS, WEIGHTS, read_weights
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
 from jaxllm.export.folder_format.parts import ProgramLevel
 from jaxllm.export.folder_format.signature import Signature
+from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import FolderAdapters
 from jaxllm.export.programs.jax_programs import JaxPrograms, jax_shapes
 from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder

@@ -24,7 +24,7 @@ from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
 from jaxllm.export.folder_format.signature import lengthened
 from jaxllm.export.programs.executor import Executor
-from jaxllm.export.programs.messages import runtime_messages_kept
+from jaxllm.export.programs.litert import runtime_messages_kept
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,

@@ -14,8 +14,7 @@ from jaxllm import Engine
 from jaxllm.config import WHOLE
 from jaxllm.errors import ProgramError
 from jaxllm.export.folder import loop_modules
-from jaxllm.export.folder_format.files import LOOP
-from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
+from jaxllm.export.folder_format.manifest import LOOP, MANIFEST, Manifest
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.bare_python import DEVICE, TESTING, bare_python
@@ -73,9 +72,8 @@ chunk_bytes = sum(
     8 * 16 * engine.cfg.units(layer).kv_heads * engine.cfg.head_dim for layer in range(engine.cfg.layers)
 )
 def opened():
-    return ProgramService.open(
-        folder, threads=1, contexts=place, budget_bytes=3 * chunk_bytes, drafts=drafts
-    )
+    engine = open_device(folder, threads=1, drafts=drafts)
+    return ProgramService.open(engine, threads=1, contexts=place, budget_bytes=3 * chunk_bytes)
 service = opened()
 # What any level meets, what none meets, and what a device decides.
 objectives = [Latency(ttft_ms=1e6, tpot_ms=1e6), Latency(ttft_ms=1e-6, tpot_ms=1e-6), Slo.parse("<60,60>")]

@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.files import TOKENIZER, StoredFile, write_tokenizer
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest, StoredFile, write_tokenizer
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.speculation.drafter import Growing

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
-from jaxllm.export.folder_format.files import WEIGHTS, StoredFile, read_weights, write_weights
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.manifest import WEIGHTS, Manifest, StoredFile
+from jaxllm.export.folder_format.weights import read_weights, write_weights
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.export.programs.stablehlo import StableHloExecutor

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.export.folder_format.files import StoredFile
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.manifest import Manifest, StoredFile
 from jaxllm.export.folder_format.parts import LEFT, RIGHT
 from jaxllm.export.programs.litert import LiteRtExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program

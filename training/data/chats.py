@@ -30,7 +30,7 @@ from jaxllm.training.data.documents import (
     conversation_document,
     text_document,
 )
-from jaxllm.training.data.remote_files import RemoteFile, open_bytes, open_text
+from jaxllm.training.data.sources import RemoteFile, open_bytes, open_text
 
 ROLES = ("system", "user", "assistant")
 _MESSAGE_KEYS = frozenset({"role", "content", "weight"})

@@ -1,4 +1,4 @@
-"""Cuts documents into parts that fit a row, places parts into rows, and fills rows.
+"""Cuts documents into parts that fit a row, places parts into rows, and fills rows and batches.
 
 Documents are placed undivided into rows by best fit, longest first (best-fit packing, arXiv 2404.10830).
 Documents longer than a row are cut, and each part but the first begins with the last token of the previous
@@ -7,13 +7,93 @@ counted from the document's end, so that the answer follows as much of its promp
 without a learned token are left out.
 """
 
+import abc
 import bisect
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.training.data.corpus import TokenizedDocuments
 from jaxllm.training.data.sources import Source
+
+# What a batch's rows are filled for: their numbers, ascending; None for all.
+Rows = tuple[int, ...] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of packed documents.
+
+    Attributes:
+      tokens: `[B, T]` int32, the inputs.
+      targets: `[B, T]` int32, the token after each.
+      starts: `[B, T]` int32, position in the row of the beginning of each token's document.
+      weights: `[B, T]` float32, weight of each target's loss; 0 in padding.
+      sources: `[B, T]` int32, number of each document's source.
+
+    Rows of other processes are zero.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    starts: np.ndarray
+    weights: np.ndarray
+    sources: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches(abc.ABC):
+    """The batches of a run: a pure function of (documents, mixture, seed, step), so that there is no position
+    to save.
+
+    Attributes:
+      documents: documents to learn.
+      mixture: the sources, by number; empty for every document once per epoch, at weight 1.
+      row_tokens: T.
+      batch: B, rows per step.
+      seed: seed of the order.
+      own: rows of each batch that this process fills.
+    """
+
+    documents: TokenizedDocuments
+    mixture: tuple[Source, ...]
+    row_tokens: int
+    batch: int
+    seed: int
+    own: Rows = None
+
+    def batch_at(self, step: int, *, whole: bool = False) -> Batch:
+        """The batch of step `step` (from 0), with `whole` all rows of it. Batches run across epochs' ends."""
+        own = None if whole else self.own
+        return filled(self.batch, own, lambda number: self.row(step * self.batch + number))
+
+    @abc.abstractmethod
+    def row(self, number: int) -> tuple[np.ndarray, ...]:
+        """The five arrays `[T]` of row `number` (from 0, without an end)."""
+
+    @abc.abstractmethod
+    def epoch(self, number: int) -> Sequence[Any]:
+        """The rows of an epoch."""
+
+    @abc.abstractmethod
+    def epochs_at(self, step: int) -> float:
+        """Passes over the mixture after `step` steps."""
+
+    @abc.abstractmethod
+    def left_out(self) -> str:
+        """Describes what is never trained on, for messages; empty if there is nothing."""
+
+
+def filled(batch: int, own: Rows, row: Callable[[int], tuple[np.ndarray, ...]]) -> Batch:
+    """A batch of `batch` rows, with those of `own` filled by `row`."""
+    found = {number: row(number) for number in (range(batch) if own is None else own)}
+    nothing = tuple(map(np.zeros_like, next(iter(found.values()))))
+    rows = [found.get(number, nothing) for number in range(batch)]
+    return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
 
 
 def learnt_parts(

@@ -7,15 +7,13 @@ document may begin in one window and continue in another, which does not see its
 tokens after its last full window are left out, and so are windows without a learned token.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.training.data.corpus import TokenizedDocuments
-from jaxllm.training.data.sources import Source
+from jaxllm.training.data.rows import Batches
 
 
 class _Span(NamedTuple):
@@ -26,14 +24,8 @@ class _Span(NamedTuple):
     left_out: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class WindowRows:
-    """The rows of a run, by number; attributes as of `jaxllm.training.data.packing.PackedBatches`."""
-
-    documents: TokenizedDocuments
-    mixture: tuple[Source, ...]
-    row_tokens: int
-    seed: int
+class WindowBatches(Batches):
+    """Batches of windows (see the module)."""
 
     def __post_init__(self) -> None:
         if not self.count:
@@ -47,13 +39,21 @@ class WindowRows:
         """Number of windows of an epoch: those of every source `repeats` times."""
         return round(sum(span.drawn for span in self._spans))
 
-    @property
-    def left_out(self) -> int:
-        """Windows without a learnt token."""
-        return sum(span.left_out for span in self._spans)
+    def epoch(self, number: int) -> range:
+        """The numbers of an epoch's rows."""
+        return range(number * self.count, (number + 1) * self.count)
+
+    def epochs_at(self, step: int) -> float:
+        """See `Batches`."""
+        return step * self.batch / self.count
+
+    def left_out(self) -> str:
+        """See `Batches`."""
+        count = sum(span.left_out for span in self._spans)
+        return f"{count:,} rows of prompts alone are left out" if count else ""
 
     def row(self, number: int) -> tuple[np.ndarray, ...]:
-        """The five arrays `[T]` of row `number` (from 0, without an end)."""
+        """See `Batches`."""
         source, chosen = self._order[number]
         at = int(self._spans[source].begins[chosen])
         ids = np.asarray(self.documents.tokens[at : at + self.row_tokens + 1], np.int32)

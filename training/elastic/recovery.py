@@ -5,7 +5,7 @@ sharded over the mesh; no stage has a whole model on the host.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,21 @@ from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import dequantize
 from jaxllm.training.data.packing import Splits
 from jaxllm.training.elastic.importance import Importance, calibration_batches, measure
-from jaxllm.training.elastic.job import ElasticRecipe, divergence_job, joint_job, level_job
-from jaxllm.training.elastic.levels import adapter_of_level, cut_adapter, level_counts
+from jaxllm.training.elastic.job import (
+    ElasticRecipe,
+    adapter_of_level,
+    cut_adapter,
+    divergence_job,
+    joint_job,
+    level_counts,
+    level_job,
+)
 from jaxllm.training.loop.fitting import fit
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import laid_out, one_by_one
 from jaxllm.training.loop.run_files import wait_for_first
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.job import FittedAdapter, fit_adapter
+from jaxllm.training.lora.run import fit_adapter
 from jaxllm.training.seq2seq.splits import PairSplits
 
 # Function that reads a model's tensors anew, in the order of `param_specs`.
@@ -58,14 +65,6 @@ class ElasticRun:
     def dtype(self) -> jnp.dtype:
         """Dtype of weights that are not trained."""
         return jnp.dtype(self.recipe.computed_in)
-
-
-@dataclasses.dataclass(frozen=True)
-class RecoveredLevel:
-    """Result of a level's training: its adapter, if that lowers the loss, and facts for the summary."""
-
-    recovery: Recovery | None
-    facts: dict[str, Any]
 
 
 def importance_of(run: ElasticRun, params: Params) -> Importance:
@@ -166,8 +165,11 @@ def as_stored(
         yield name, np.asarray(dequantize(stored_form(value, specs[name], weights), jnp.float32))  # pyright: ignore
 
 
-def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[tuple[int, RecoveredLevel]]:
+def recover_levels(
+    run: ElasticRun, served: Params, ladder: Ladder
+) -> Iterator[tuple[int, Recovery | None, dict[str, Any]]]:
     """Measures every level, and trains its adapter if the recipe has one; one compiled step serves all.
+    Yields each level, its adapter, if that lowers the loss, and facts for the summary.
 
     Args:
       run: state of the run.
@@ -186,7 +188,7 @@ def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[
         trainer = whole.beside(init, level_counts(cfg, ladder, level))
         if level == WHOLE or not adapters:
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
-            yield level, RecoveredLevel(None, {"share": share, "held_out": loss})
+            yield level, None, {"share": share, "held_out": loss}
             continue
         monitoring = Monitoring(console=run.console, profile=run.profile if level == first else None)
         fitted = fit_adapter(trainer, splits, run.folder / "levels" / str(level), monitoring)
@@ -197,10 +199,5 @@ def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[
             "recovered": fitted.loss,
             "best_step": fitted.best_step,
         }
-        yield level, RecoveredLevel(_worthwhile(fitted, adapter, recipe), facts)
-
-
-def _worthwhile(
-    fitted: FittedAdapter, adapter: Mapping[str, np.ndarray], recipe: ElasticRecipe
-) -> Recovery | None:
-    return None if fitted.loss >= fitted.without else Recovery(adapter, recipe.lora.scaling)
+        helps = fitted.loss < fitted.without
+        yield level, Recovery(adapter, recipe.lora.scaling) if helps else None, facts

@@ -29,8 +29,7 @@ from jaxllm.prepare import weight_format_of
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.documents import digesting, model_digest
 from jaxllm.training.elastic.importance import Importance, magnitudes, random_order, unit_step
-from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_job
-from jaxllm.training.elastic.levels import level_counts
+from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_counts, level_job
 from jaxllm.training.elastic.recovery import (
     ElasticRun,
     Tensors,
@@ -42,7 +41,7 @@ from jaxllm.training.elastic.recovery import (
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
 from jaxllm.training.elastic.tiny_lm.run import train_tiny_lm
 from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel
-from jaxllm.training.elastic.tiny_lm.sources import TinyLmSources
+from jaxllm.training.elastic.tiny_lm.start import TinyLmSources
 from jaxllm.training.loop.dry_run import (
     Estimate,
     estimate,
@@ -53,8 +52,7 @@ from jaxllm.training.loop.dry_run import (
     recomputed_share,
     rows_shapes,
 )
-from jaxllm.training.loop.fitting import fitted_to_window
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.fitting import FrozenModel, fitted_to_window
 from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, placed, require_divisible
@@ -160,10 +158,10 @@ def elasticize(
     digests: dict[str, str] = {}
     served = laid_out(digesting(as_stored(cfg, tensors(), weights), digests), cfg, mesh, run.dtype)
     recoveries: dict[int, Recovery] = {}
-    for level, found in recover_levels(run, served, ladder):
-        facts["levels"][str(level)] = found.facts
-        if found.recovery is not None:
-            recoveries[level] = found.recovery
+    for level, recovery, own in recover_levels(run, served, ladder):
+        facts["levels"][str(level)] = own
+        if recovery is not None:
+            recoveries[level] = recovery
     parts = elastic_parts(
         ladder, recoveries, order=order, facts={"recovery": recipe.recovery, "order": recipe.order, **facts}
     )
@@ -276,10 +274,7 @@ def dry_run_elastic(
     if recipe.recovery == "lora":
         stages["adapters of levels"] = _levels(cfg, ladder, recipe, mesh, device)
     hours = sum(each.device_hours for each in stages.values())
-    told = {
-        name: {**dataclasses.asdict(each), "advice": each.advice(recipe)} for name, each in stages.items()
-    }
-    return {"stages": told, "device_hours": hours}
+    return {"stages": {name: each.facts(recipe) for name, each in stages.items()}, "device_hours": hours}
 
 
 def _importance(cfg: ModelConfig, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str) -> Estimate:

@@ -30,7 +30,7 @@ from jaxllm.models.scanned_layers import stacked, unstacked
 from jaxllm.training.data.packing import spread
 from jaxllm.training.loop.checkpoints import Checkpoints, Params, TrainState
 from jaxllm.training.loop.hardware import memory_told, peak_memory_bytes, utilization
-from jaxllm.training.loop.monitoring import StepTrace
+from jaxllm.training.loop.monitoring import Preemption, Progress, StepTrace
 from jaxllm.training.loop.optimizer import learning_rate, make_optimizer
 from jaxllm.training.loop.parallel import (
     gathered,
@@ -42,7 +42,6 @@ from jaxllm.training.loop.parallel import (
     stacked_on,
     stacks_layers,
 )
-from jaxllm.training.loop.preemption import Preemption
 from jaxllm.training.settings import TrainSettings
 
 
@@ -84,30 +83,6 @@ class Job:
     cfg: ModelConfig | None = None
     frozen_cfg: ModelConfig | None = None
     flops_per_token: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Metrics after `step` steps; losses in nats per token, weighted as in training.
-
-    `loss` is the mean over the steps with a weight since the last record, 0 if there are none; `penalty`
-    likewise; `gradient_norm` is the last step's before clipping. `tokens_per_s` is over the same steps,
-    without compilation; `utilization` the share of the devices' peak that model operations used, if both
-    are known; `peak_memory_bytes` the maximum so far of a device. `held_out_loss` is set if a checkpoint
-    was written, with `held_out_by_source` (by the source's number; with weights of that source only).
-    """
-
-    step: int
-    loss: float
-    penalty: float
-    gradient_norm: float
-    learning_rate: float
-    tokens_per_s: float
-    utilization: float | None = None
-    peak_memory_bytes: int = 0
-    compile_s: float = 0.0
-    held_out_loss: float | None = None
-    held_out_by_source: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 class Preempted(JaxllmError):

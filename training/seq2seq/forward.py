@@ -23,7 +23,7 @@ from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.scanned_layers import Remat, remembering
 from jaxllm.nn.layers import MASKED, activate, normalize
 from jaxllm.nn.linear import FeedForward, embed, from_units, to_units
-from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.rows import Batch
 from jaxllm.training.loop.losses import Outputs, outputs_of, outputs_of_hidden
 from jaxllm.training.seq2seq.batches import PairBatch
 
@@ -106,7 +106,7 @@ def target_hidden(
 
     Args:
       params: floats, or frozen weights of any format, also with adapters; a level has the counts of its
-        units (see `jaxllm.training.elastic.levels`).
+        units (see `jaxllm.training.elastic.job`).
       batch: the pairs.
       cfg: config of the whole model.
       dtype: dtype of the activations.

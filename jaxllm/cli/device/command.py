@@ -83,7 +83,7 @@ class _Choice:
     def serve(self, contexts: Path | None, budget_bytes: int, context_bits: int) -> ProgramService:
         """Opens the service, with contexts if there is a folder for them."""
         with progress_bars() as progress:
-            return ProgramService.over(
+            return ProgramService.open(
                 self.open(),
                 threads=self.threads,
                 contexts=contexts,

@@ -12,8 +12,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.export.device.contexts import CHUNK_TOKENS, ProgramContexts
 from jaxllm.export.device.opening import open_device, profile_path
 from jaxllm.export.device.service import ProgramContext
-from jaxllm.export.folder_format.files import LOOP, MAIN, TOKENIZER, StoredFile
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, TOKENIZER, Manifest, StoredFile
 from jaxllm.serving.contexts.segment import SUFFIX
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from tests.export.sizes import CFG

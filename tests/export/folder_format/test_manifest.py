@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ProgramError
-from jaxllm.export.folder_format.files import (
-    TOKENIZER,
-    StoredFile,
-    read_weights,
-    write_tokenizer,
-    write_weights,
-)
-from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
+from jaxllm.export.folder_format.manifest import MANIFEST, TOKENIZER, Manifest, StoredFile, write_tokenizer
 from jaxllm.export.folder_format.parts import Argument, ProgramLevel
 from jaxllm.export.folder_format.signature import Signature, cache_shapes, level_signatures
+from jaxllm.export.folder_format.weights import read_weights, write_weights
 from tests.tiny import TINY, tiny_tokenizer
 
 ARRAYS = {"a": np.arange(32, dtype=np.float32).reshape(4, 8), "b": np.ones(3, np.int8)}

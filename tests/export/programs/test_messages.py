@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxllm.export.programs.messages import runtime_messages_kept
+from jaxllm.export.programs.litert import runtime_messages_kept
 
 OWN = b"""INFO: [accelerator_registry.cc:43] DestroyAccelerator
 INFO: Created TensorFlow Lite XNNPACK delegate for CPU.

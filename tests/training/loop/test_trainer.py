@@ -20,7 +20,7 @@ from jaxllm.training.loop.hardware import memory_told, peak_memory_bytes, what_t
 from jaxllm.training.loop.monitoring import StepTrace
 from jaxllm.training.loop.optimizer import decays, learning_rate, make_optimizer, matrices
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.pretrain.job import pretrain_job
+from jaxllm.training.pretrain.run import pretrain_job
 from tests.training.jobs import (
     SMOKE,
     assert_same_bits,

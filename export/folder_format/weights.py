@@ -1,11 +1,9 @@
-"""Reads and writes the files of a program folder: their records, tokenizers (see
-`Manifest.read_tokenizer`), and weights.
+"""Reads and writes the weights of exported programs: one mapped safetensors file, each array once.
 
-Weights are one mapped safetensors file with each array once. Arrays are aligned to 64 bytes if their sizes
-allow, so that a CPU uses them in place. The file's metadata has the fingerprint of their bundle.
+Arrays are aligned to 64 bytes if their sizes allow, so that a CPU uses them in place. The file's metadata
+has the fingerprint of their bundle.
 """
 
-import dataclasses
 import json
 import mmap
 import struct
@@ -14,18 +12,9 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import xxhash
 
 from jaxllm.errors import ProgramError
-from jaxllm.files.input_files import open_regular
-from jaxllm.options import check_options, option
-from jaxllm.text.tokenizer import TokenizerFiles
 
-# Files of a standalone device folder: the modules of the loop, and its entry point.
-LOOP, MAIN = "loop.pyz", "__main__.py"
-WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
-TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
-_READ_BYTES = 1 << 24
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGN = 64
 _MODEL = "model"
@@ -40,36 +29,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MALFORMED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, struct.error, RecursionError
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredFile:
-    """Size and checksum of a file of the folder."""
-
-    size_bytes: int = option(low=0, high=1 << 50)
-    xxh3_128: str
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-    @classmethod
-    def of(cls, path: Path) -> "StoredFile":
-        """The record of a file on disk.
-
-        Raises:
-          OSError: the file cannot be read, or is no regular file.
-        """
-        digest, size = xxhash.xxh3_128(), 0
-        with open_regular(path) as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-                size += len(block)
-        return cls(size_bytes=size, xxh3_128=digest.hexdigest())
-
-
-def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
-    """Writes a tokenizer into a folder of programs."""
-    path.write_text(json.dumps(files.to_json()), encoding="utf-8")
 
 
 def write_weights(path: Path, arrays: Mapping[str, np.ndarray], *, model: str) -> None:
