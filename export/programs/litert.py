@@ -43,7 +43,7 @@ _taking = threading.RLock()
 
 
 @contextlib.contextmanager
-def runtime_messages_kept() -> Iterator[Callable[[], str]]:
+def captured_messages() -> Iterator[Callable[[], str]]:
     """Captures the runtime's messages during the block; yields a function that returns the last of them.
 
     Redirects the whole process's standard error. Messages of others are written when the block ends.
@@ -135,7 +135,7 @@ class LiteRtExecutor(Executor):
             contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
         )
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        with opened as kept, runtime_messages_kept() as said:
+        with opened as kept, captured_messages() as said:
             cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))
             options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
             try:
@@ -260,7 +260,7 @@ def _missing(manifest: Manifest, model: Any) -> list[str]:
 
 def _close(model: Any, *buffers: dict[Any, Any]) -> None:
     # The runtime's environment, which model and buffers own, prints a message at its end.
-    with runtime_messages_kept():
+    with captured_messages():
         for each in buffers:
             each.clear()
         model.close()

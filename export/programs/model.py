@@ -13,7 +13,7 @@ from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, 
 from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import make_drafts
 from jaxllm.export.programs.executor import Executor
-from jaxllm.export.programs.opening import kept_buckets, open_executor
+from jaxllm.export.programs.opening import cached_buckets, open_executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
 from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.engine.engine import Engine
@@ -221,7 +221,7 @@ def open_program_model(
         from jaxllm.host_settings import require_usable_jax
 
         require_usable_jax()
-        token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
+        token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, cached_buckets())
     tiny_lm, stages = read_tiny_lm(executor.manifest, folder), None
     if processors > 1:
         # Here, because few folders have stages.

@@ -32,13 +32,13 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     if manifest.format == "stablehlo":
         from jaxllm.export.programs.stablehlo import StableHloExecutor
 
-        return StableHloExecutor(manifest, folder, kept_buckets())
+        return StableHloExecutor(manifest, folder, cached_buckets())
     from jaxllm.export.programs.litert import LiteRtExecutor
 
     return LiteRtExecutor(manifest, folder, threads=threads)
 
 
-def kept_buckets() -> "CompiledBucketFolder | None":
+def cached_buckets() -> "CompiledBucketFolder | None":
     """This user's folder of compiled buckets; None if its limit is 0."""
     # Here, because LiteRT's programs run without JAX.
     from jaxllm.serving.buckets.compiled_folder import CompiledBucketFolder

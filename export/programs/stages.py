@@ -24,7 +24,7 @@ from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
 from jaxllm.export.folder_format.signature import lengthened
 from jaxllm.export.programs.executor import Executor
-from jaxllm.export.programs.litert import runtime_messages_kept
+from jaxllm.export.programs.litert import captured_messages
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,
@@ -162,7 +162,7 @@ class StagePrograms:
     def _open(self, processor: Processor, path: Path, threads: int) -> None:
         from ai_edge_litert.interpreter import Interpreter
 
-        with runtime_messages_kept() as said:
+        with captured_messages() as said:
             try:
                 interpreter = Interpreter(str(path), num_threads=threads)
             except (RuntimeError, ValueError) as error:
@@ -177,7 +177,10 @@ class StagePrograms:
         missing = [
             tokens
             for tokens in self.facts.chunk_tokens
-            if any(self._key(each, tokens) not in self.measured for each in self.subgraphs(1))
+            if any(
+                self._timed_stage(each.layer, each.stage, tokens) not in self.measured
+                for each in self.subgraphs(1)
+            )
         ]
         for tokens in missing:
             self.measure(tokens)
@@ -195,7 +198,7 @@ class StagePrograms:
             self.pair,
             begin,
             lambda prompt: self.subgraphs(len(prompt.chunks)),
-            lambda each: self._key(each, tokens),
+            lambda each: self._timed_stage(each.layer, each.stage, tokens),
             runs,
         )
         self.measured.put(found, handover_ms)
@@ -279,10 +282,7 @@ class StagePrograms:
     def _run(self, processor: Processor, name: str, known: Mapping[str, np.ndarray]) -> Arrays:
         return self._programs[processor](name)(**{each: known[each] for each in self._taken[name]})
 
-    def _key(self, each: Subgraph, tokens: int) -> TimedStage:
-        return TimedStage(each.stage, self.facts.shadowed[each.layer], tokens)
-
-    def _timed_stage(self, layer: int, stage: Stage, tokens: int, room: int) -> TimedStage:
+    def _timed_stage(self, layer: int, stage: Stage, tokens: int, room: int = 0) -> TimedStage:
         del room
         return TimedStage(stage, self.facts.shadowed[layer], tokens)
 

@@ -152,8 +152,8 @@ class Corpus:
 
         by_file: dict[int, list[bytes]] = {}
         bad: list[str] = []
-        for told in exchanged(read):
-            head, _, joined = told.partition(b"\n")
+        for part in exchanged(read):
+            head, _, joined = part.partition(b"\n")
             head, at = json.loads(head), 0
             bad += head["bad"]
             for number, count in head["files"]:
@@ -228,8 +228,8 @@ class Corpus:
 
         blocks = [
             (number, block, process, count)
-            for process, told in enumerate(exchanged(write))
-            for number, block, count in json.loads(told)
+            for process, part in enumerate(exchanged(write))
+            for number, block, count in json.loads(part)
         ]
 
         def join() -> bytes:

@@ -100,8 +100,8 @@ class ModelEncoder:
     @property
     def identity(self) -> str:
         """A digest of the tokenizer's files, and of how they are used."""
-        told = [_MODEL_ENCODING, self._tokenizer.files.to_json()]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        facts = [_MODEL_ENCODING, self._tokenizer.files.to_json()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property
     def vocab_size(self) -> int:

@@ -66,6 +66,10 @@ class Batches(abc.ABC):
     seed: int
     own: Rows = None
 
+    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        """Raises ConfigError unless there are rows."""
+
     def batch_at(self, step: int, *, whole: bool = False) -> Batch:
         """The batch of step `step` (from 0), with `whole` all rows of it. Batches run across epochs' ends."""
         own = None if whole else self.own

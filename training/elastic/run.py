@@ -153,8 +153,8 @@ def elasticize(
         }
     facts["levels"] = {}
     if recipe.recovery == "joint":
-        tensors, told = train_together(run, ordered, ladder)
-        facts |= told
+        tensors, measured = train_together(run, ordered, ladder)
+        facts |= measured
     digests: dict[str, str] = {}
     served = laid_out(digesting(as_stored(cfg, tensors(), weights), digests), cfg, mesh, run.dtype)
     recoveries: dict[int, Recovery] = {}

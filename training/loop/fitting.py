@@ -218,7 +218,7 @@ def export_best_of(
     return out
 
 
-def tell_summary(run_dir: Path, summary: Mapping[str, Any], console: Console) -> None:
+def report_summary(run_dir: Path, summary: Mapping[str, Any], console: Console) -> None:
     """Writes a run's `summary.json`, and prints it."""
     write_json(run_dir / "summary.json", summary)
     console.print_json(data=summary)

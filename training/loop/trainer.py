@@ -29,7 +29,7 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.scanned_layers import stacked, unstacked
 from jaxllm.training.data.packing import spread
 from jaxllm.training.loop.checkpoints import Checkpoints, Params, TrainState
-from jaxllm.training.loop.hardware import memory_told, peak_memory_bytes, utilization
+from jaxllm.training.loop.hardware import explain_memory_errors, peak_memory_bytes, utilization
 from jaxllm.training.loop.monitoring import Preemption, Progress, StepTrace
 from jaxllm.training.loop.optimizer import learning_rate, make_optimizer
 from jaxllm.training.loop.parallel import (
@@ -137,7 +137,7 @@ class Trainer:
     def initial(self) -> TrainState:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
         # Placed first: an argument on the host would go to every device whole.
-        with memory_told(lambda: None, self.settings):
+        with explain_memory_errors(lambda: None, self.settings):
             given = None if self._given is None else placed(self._given.items(), self.mesh)
             return self._start(given)
 
@@ -179,7 +179,10 @@ class Trainer:
             rows = place_rows(batch, self.mesh, self.settings.accumulate)
             # Batches of some jobs differ in their shapes.
             shapes = tuple(leaf.shape for leaf in jax.tree.leaves(rows))
-        with jax.set_mesh(self.mesh), memory_told(lambda: self._compiled.get(shapes), self.settings):
+        with (
+            jax.set_mesh(self.mesh),
+            explain_memory_errors(lambda: self._compiled.get(shapes), self.settings),
+        ):
             if shapes not in self._compiled:
                 started = time.perf_counter()
                 self._compiled[shapes] = self._step.lower(state, self._frozen, rows).compile()

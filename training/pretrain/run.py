@@ -53,7 +53,7 @@ from jaxllm.training.loop.fitting import (
     fitted_to_window,
     read_teacher,
     read_tokenizer_file,
-    tell_summary,
+    report_summary,
 )
 from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of, router_penalty
@@ -217,7 +217,7 @@ def pretrain(
             trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"), own
         )
     if first:
-        tell_summary(run_dir, summary, console)
+        report_summary(run_dir, summary, console)
     return run_dir / MODEL_FOLDER
 
 
@@ -423,14 +423,14 @@ def train_on(
         _write_like(run_dir / MODEL_FOLDER, Path(model), recipe, start, whole)
         losses = {"before": before, "after": best.loss}
         summary = {"parameters": count, "best_step": best.step, "held_out": losses}
-        tell_summary(run_dir, summary, console)
+        report_summary(run_dir, summary, console)
     return run_dir / MODEL_FOLDER
 
 
 def _write_like(folder: Path, model: Path, recipe: PretrainRecipe, start: FrozenModel, params: Any) -> None:
     """Writes a folder like the one that training started from, with new weights."""
-    told = read_json(model / "config.json", "download the folder again")
-    ids = {name: told[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in told}
+    config = read_json(model / "config.json", "download the folder again")
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
     tokenizer_folder.write_tokenizer(folder, start.tokenizer.files)
     if (model / "generation_config.json").is_file():

@@ -91,10 +91,10 @@ def train_tiny_lm(
         raise ConfigError(f"the recipe chooses between levels of which the model lacks {missing}")
     reader = start.reader(recipe.score.row_tokens)
     with claimed(run_dir, recipe, model=name, **sources.identity):
-        told = recipe.instructions, recipe.score.seed
+        options = recipe.instructions, recipe.score.seed
         # Rows by the kind of their labels, first to train on, then held out.
         labelled = [
-            [score_rows([each[side] for each in sources.texts], model.tokenizer, reader, *told)]
+            [score_rows([each[side] for each in sources.texts], model.tokenizer, reader, *options)]
             for side in (False, True)
         ]
     run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
