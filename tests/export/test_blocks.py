@@ -11,9 +11,11 @@ from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.export.folder_format.signature import COUNT, NEXT_TOKENS
 from jaxllm.export.programs.live import LiveExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program
+from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.text.tokenizer import Tokenizer
 from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, exported
 from tests.tiny import tiny_params, tiny_tokenizer
@@ -97,6 +99,21 @@ def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
     assert max(dispatched) == BLOCK
     # The first token comes of the prompt, and all others of blocks.
     assert sum(dispatched) == sum(map(len, one_by_one)) - len(one_by_one)
+
+
+def test_a_chunk_that_short_caches_have_no_program_for_is_run_in_shorter_ones():
+    params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
+    prompt, found = [(3 * i) % CFG.vocab_size for i in range(30)], []
+    for chunks, planned in (((16,), [16, 17]), ((16, 48), [49])):
+        executor = LiveExecutor(
+            "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=chunks, cache_tokens=(32,)
+        )
+        runner = ProgramRunner(executor)
+        assert [each.tokens for each in runner.prefill_chunks(len(prompt))] == planned
+        names = [each.name for each in runner.request_signatures(len(prompt), 2)]
+        assert names == ["cache_32_prefill_16", "cache_32_decode"]
+        found.append(np.asarray(prefill_prompt(runner, runner.start(32), prompt, 0)[0]))
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["stablehlo", "tflite"])

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import WeightFormat
 from jaxllm.bundle.levels import Recovery
@@ -35,7 +34,7 @@ from jaxllm.training.elastic.job import (
     level_job,
 )
 from jaxllm.training.loop.fitting import fit
-from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.monitoring import Monitoring, progress_bar
 from jaxllm.training.loop.parallel import laid_out, one_by_one
 from jaxllm.training.loop.run_files import wait_for_first
 from jaxllm.training.loop.trainer import Trainer
@@ -75,16 +74,9 @@ def importance_of(run: ElasticRun, params: Params) -> Importance:
         return Importance.read(path, run.cfg)
     # One epoch at most: repeating the text adds nothing.
     chosen = calibration_batches(run.splits.first_epoch(), recipe.calibration_tokens)
-    with ProgressBar(console=run.console, transient=True) as bar:
-        task = bar.add_task("importance", total=len(chosen))
+    with progress_bar(run.console, "importance") as report:
         found = measure(
-            run.cfg,
-            params,
-            chosen,
-            mesh=run.mesh,
-            remat=recipe.remat,
-            by=recipe.importance,
-            report=lambda done, total: bar.update(task, completed=done, total=total),
+            run.cfg, params, chosen, mesh=run.mesh, remat=recipe.remat, by=recipe.importance, report=report
         )
     if jax.process_index() == 0:
         found.write(path)

@@ -242,7 +242,8 @@ def _trained_tiny_lm(
     )
     # One folder for each model, because a resumed recovery may lead to other adapters.
     folder = run.folder / f"tlm-{digest[:12]}"
-    return train_tiny_lm(sources, model, folder, name=digest, mesh_shape=mesh_shape, console=run.console)
+    monitoring = Monitoring(console=run.console)
+    return train_tiny_lm(sources, model, folder, name=digest, mesh_shape=mesh_shape, monitoring=monitoring)
 
 
 def dry_run_elastic(

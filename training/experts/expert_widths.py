@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import Bundle, Part, expert_widths
 from jaxllm.bundle.calibrations import expert_parts
@@ -69,6 +68,7 @@ from jaxllm.training.experts.measures import (
 from jaxllm.training.loop.dry_run import estimate_of, frozen_shapes, known_figures, placed_shapes, rows_shapes
 from jaxllm.training.loop.fitting import FrozenModel
 from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.monitoring import progress_bar
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, require_divisible
 from jaxllm.training.loop.run_files import claimed
 from jaxllm.training.seq2seq.batches import PairRows
@@ -274,16 +274,10 @@ def write_widths(
 
 
 def _search(text: WidthLosses, shares: np.ndarray, most_loss: float, console: Console) -> WidthPlan:
-    with ProgressBar(console=console, transient=True) as bar:
-        task = bar.add_task("experts", total=shares.size)
-        importance = text.importance(lambda done, total: bar.update(task, completed=done, total=total))
-        task = bar.add_task("widths", total=None)
-
-        def loss_of(bits: np.ndarray) -> float:
-            bar.advance(task)
-            return text.loss_of(bits)
-
-        return search_widths(importance, shares, loss_of, most_loss=most_loss)
+    with progress_bar(console, "experts") as report:
+        importance = text.importance(report)
+    with console.status("searching widths"):
+        return search_widths(importance, shares, text.loss_of, most_loss=most_loss)
 
 
 def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[list[Batch], list[Batch]]:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -121,6 +121,14 @@ class Monitoring:
         if jax.process_index():
             return Console(quiet=True)
         return self.console or Console(stderr=True)
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, name: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar during the block; yields a callback for (done, total)."""
+    with ProgressBar(console=console, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class StepTrace:

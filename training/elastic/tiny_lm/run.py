@@ -10,7 +10,6 @@ A run's folder has `recipe.json`, a folder for each head (`score/`, `decide/`) w
 at the end `summary.json`. Calling `train_tiny_lm` again on the same folder resumes.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.compression import marked
@@ -50,10 +46,10 @@ from jaxllm.training.elastic.tiny_lm.self_labels import (
 from jaxllm.training.elastic.tiny_lm.start import TinyLmSources, decide_job, decided, score_job
 from jaxllm.training.elastic.tiny_lm.word_labels import question_score_rows, token_support
 from jaxllm.training.loop.fitting import fit
-from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.monitoring import Monitoring, progress_bar
 from jaxllm.training.loop.parallel import MeshShape, gathered, make_mesh
 from jaxllm.training.loop.run_files import claimed, write_json
-from jaxllm.training.loop.trainer import Batch, Job, Trainer
+from jaxllm.training.loop.trainer import Job, Trainer
 from jaxllm.training.settings import TrainSettings
 
 
@@ -64,8 +60,7 @@ def train_tiny_lm(
     *,
     name: str,
     mesh_shape: MeshShape | None = None,
-    tensorboard: bool = False,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> TinyLm:
     """Trains a tiny LM for an elastic model, or resumes the run in `run_dir`.
 
@@ -75,8 +70,7 @@ def train_tiny_lm(
       run_dir: folder of the run, created if missing.
       name: name of the model; a run cannot be resumed with another.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: whether to write TensorBoard's events, too.
-      console: console of the progress; the terminal's error stream by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The tiny LM of both heads' best checkpoints.
@@ -84,7 +78,8 @@ def train_tiny_lm(
     Raises:
       ConfigError: the model lacks a level, or `run_dir` belongs to another run.
     """
-    console, run_dir = console or Console(stderr=True), Path(run_dir)
+    run_dir, monitoring = Path(run_dir), monitoring or Monitoring()
+    console = monitoring.own_console()
     recipe, start = sources.recipe, sources.start
     questions, sides = sources.questions.all, sources.questions.held_out
     if missing := sorted(set(recipe.levels) - set(model.ladder.levels)):
@@ -97,7 +92,6 @@ def train_tiny_lm(
             [score_rows([each[side] for each in sources.texts], model.tokenizer, reader, *options)]
             for side in (False, True)
         ]
-    run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
     console.print(
         f"{sum(value.size for value in start.params.values()):,} parameters; "
         f"{sum(len(rows) for split in sources.texts for rows in split):,} shortened texts, "
@@ -107,8 +101,12 @@ def train_tiny_lm(
 
     names = [Path(path).stem for path in recipe.compressions]
     if sources.used.all:
-        measured = functools.partial(run.token_support, model, sources.used.all)
-        support = kept_support(run_dir / "used.npz", sources.used.all, measured)
+        with progress_bar(console, "words used") as measured:
+            support = kept_support(
+                run_dir / "used.npz",
+                sources.used.all,
+                lambda: token_support(model, sources.used.all, on_measured=measured),
+            )
         for side in (False, True):
             places = np.flatnonzero(sources.used.held_out == side).tolist()
             rows = question_score_rows(
@@ -124,24 +122,36 @@ def train_tiny_lm(
         ScoreRows(rows, start.mark_ids, recipe.score.batch, recipe.score.seed)
         for rows in (joined(*labelled[False]), joined(*labelled[True]), *labelled[True])
     )
+
+    def head(
+        name: str, job: Job, settings: TrainSettings, train: Any, held_out: Any, sources: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Trains a head, or resumes: its best parameters, and their step and loss."""
+        mesh = make_mesh(mesh_shape or MeshShape(), settings.batch // settings.accumulate)
+        console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
+        batches = train.batch_at, held_out.held_out
+        best = fit(Trainer(job, settings, mesh), *batches, run_dir / name, sources, monitoring)
+        return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
+
+    def answered(done: int, total: int) -> None:
+        console.print(f"all levels have answered {done:,} of {total:,} questions", highlight=False)
+
     job = score_job(start, recipe.score)
-    trained, summary = run.head("score", job, recipe.score, learnt.batch_at, held_out[0].held_out, names)
+    trained, summary = head("score", job, recipe.score, learnt, held_out[0], names)
     for name, rows in zip(("shortened", "used"), held_out[1:], strict=False):
         summary[name] = keep_metrics(start.cfg, trained, rows.held_out())
 
     scores = keep_scores(start.cfg, trained, reader, questions)
     choices = {"levels": recipe.levels, "prompt_ratios": recipe.prompt_ratios}
     ask = functools.partial(answer, model, **choices)
-    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask, run.answered)
+    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask, answered)
 
     asked, held_out = (
         decision_rows(recipe, answers, questions, sides == side, reader, slos)
         for side, slos in ((False, TOLD_SLOS), (True, SLOS))
     )
     job = decide_job(start, trained, recipe.decide)
-    best, decided_on = run.head(
-        "decide", job, recipe.decide, asked.batch_at, held_out.held_out, list(map(str, SLOS))
-    )
+    best, decided_on = head("decide", job, recipe.decide, asked, held_out, list(map(str, SLOS)))
     params = {**trained, **best}
     chosen, own = (
         decisions(start.cfg, params, held_out),
@@ -184,45 +194,6 @@ def decision_rows(
     )
     rows = [reader.rows(questions[each].prompt) for each in np.flatnonzero(chosen).tolist()]
     return DecisionRows(rows, labels, tuple(slos), reader.mark_ids, recipe.decide.batch, recipe.decide.seed)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The training of either head in a run's folder."""
-
-    folder: Path
-    mesh_shape: MeshShape
-    console: Console
-    tensorboard: bool
-
-    def head(
-        self,
-        name: str,
-        job: Job,
-        settings: TrainSettings,
-        batch_at: Callable[[int], Batch],
-        held_out: Callable[[], Iterable[Batch]],
-        sources: Sequence[str],
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Trains a head, or resumes: its best parameters, and their step and loss."""
-        mesh: Mesh = make_mesh(self.mesh_shape, settings.batch // settings.accumulate)
-        trainer = Trainer(job, settings, mesh)
-        self.console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
-        monitoring = Monitoring(console=self.console, tensorboard=self.tensorboard)
-        best = fit(trainer, batch_at, held_out, self.folder / name, sources, monitoring)
-        return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
-
-    def token_support(self, model: ElasticModel, questions: Sequence[Question]) -> list[np.ndarray]:
-        with ProgressBar(console=self.console, transient=True) as bar:
-            task = bar.add_task("words used", total=len(questions))
-            return token_support(
-                model,
-                questions,
-                on_measured=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-
-    def answered(self, done: int, total: int) -> None:
-        self.console.print(f"all levels have answered {done:,} of {total:,} questions", highlight=False)
 
 
 # Number of rows that are scored in one dispatch.

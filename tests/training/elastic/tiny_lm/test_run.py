@@ -39,6 +39,7 @@ from jaxllm.training.elastic.tiny_lm.run import (
 )
 from jaxllm.training.elastic.tiny_lm.self_labels import Answers, ElasticModel, Question
 from jaxllm.training.elastic.tiny_lm.start import Start, TinyLmSources, decide_job, score_job
+from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import make_mesh
 from jaxllm.training.loop.trainer import Trainer, train
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
@@ -199,7 +200,9 @@ def elastic():
 
 def run(folder, data, recipe=TLM_RECIPE):
     sources = TinyLmSources.read(recipe, data, TOKENIZER, TINY.window_tokens)
-    return train_tiny_lm(sources, elastic(), folder, name="tiny", mesh_shape=ONE, console=QUIET)
+    return train_tiny_lm(
+        sources, elastic(), folder, name="tiny", mesh_shape=ONE, monitoring=Monitoring(console=QUIET)
+    )
 
 
 @pytest.mark.slow
