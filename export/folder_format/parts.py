@@ -23,6 +23,7 @@ layer's input. Caches are of the whole context. `jaxllm.export.stages` has names
 """
 
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -37,7 +38,7 @@ from jaxllm.elastic.compression import MARKS
 from jaxllm.elastic.slo import marks
 from jaxllm.errors import ProgramError
 from jaxllm.int8_prefill.schedule import Processor, Stage
-from jaxllm.options import check_keys, check_options, option
+from jaxllm.options import check_options, option
 
 ADAPTER = "adapter"
 # Suffixes of the names of an adapter's factors, after the parameter's name: merged, and of an input adapter.
@@ -57,6 +58,8 @@ def read_part(kind: Any, value: Any) -> Any:
     Raises:
       ConfigError, LookupError, TypeError, ValueError: it has another form.
     """
+    if kind in (str, int):
+        return value
     if get_origin(kind) in (Union, types.UnionType):
         return None if value is None else read_part(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
@@ -68,9 +71,13 @@ def read_part(kind: Any, value: Any) -> Any:
         return kind.from_json(value)
     if not dataclasses.is_dataclass(kind):
         return value
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    check_keys(kind, value, "manifest")  # pyright: ignore[reportArgumentType]: a class
-    return kind(**{name: read_part(fields[name], each) for name, each in value.items()})  # pyright: ignore
+    of_field = _field_types(kind)
+    return kind(**{name: read_part(of_field[name], each) for name, each in value.items()})  # pyright: ignore
+
+
+@functools.cache
+def _field_types(kind: Any) -> dict[str, Any]:
+    return {field.name: field.type for field in dataclasses.fields(kind)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
