@@ -120,7 +120,9 @@ def level_signatures(
             "verify": verify_tokens,
             "encode": () if cache else encode_tokens,
         }
-        kinds = [(kind, each, "", 0) for kind, several in sizes.items() for each in several]
+        kinds: list[tuple[Kind, int, str, int]] = [
+            (kind, each, "", 0) for kind, several in sizes.items() for each in several
+        ]
         coded = min(codec[1], cache or codec[1]) // CHUNK_TOKENS * CHUNK_TOKENS
         widths = itertools.product(CODED_KINDS, WIDTHS if coded else ())
         kinds += [(kind, coded, codec[0], bits) for kind, bits in widths]

@@ -217,7 +217,7 @@ def open_program_model(
     tokenizer = Tokenizer(executor.manifest.read_tokenizer(folder))
     if token_chooser is None:
         # Here, because LiteRT's programs run without JAX.
-        from jaxllm.export.programs.bucket_chooser import BucketChooser
+        from jaxllm.export.programs.jax_programs import BucketChooser
         from jaxllm.host_settings import require_usable_jax
 
         require_usable_jax()

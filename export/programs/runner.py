@@ -133,7 +133,7 @@ class ProgramRunner:
         self._lengths = manifest.cache_tokens(level)
         if token_chooser is None:
             # Here, because LiteRT's programs run without JAX.
-            from jaxllm.export.programs.bucket_chooser import BucketChooser
+            from jaxllm.export.programs.jax_programs import BucketChooser
 
             token_chooser = BucketChooser(self.cfg.vocab_size)
         self.token_chooser = token_chooser

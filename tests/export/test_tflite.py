@@ -9,9 +9,8 @@ import pytest
 from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.export.folder_format.manifest import Manifest, StoredFile
 from jaxllm.export.folder_format.parts import LEFT, RIGHT
-from jaxllm.export.programs.litert import LiteRtExecutor
+from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.programs.model import ProgramModel, open_program
-from jaxllm.export.programs.packed import PackedFolder
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.engine.engine import Engine

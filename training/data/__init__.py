@@ -2,5 +2,5 @@
 
 In this order: `sources` names and opens files, also at URLs, `documents` and `chats` read them, `encoders`
 turns them into tokens (by a `tokenizer` trained here, or by a model's own), `corpus` splits them and stores
-the tokens on disk, `packing` samples batches of `rows`, or `windows` of corpora that are too large to pack.
+the tokens on disk, `packing` samples batches of packed documents into `rows`, or of windows.
 """

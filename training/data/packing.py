@@ -18,9 +18,17 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.training.data.corpus import Corpus, TokenizedDocuments
 from jaxllm.training.data.encoders import Encoder
-from jaxllm.training.data.rows import Batch, Batches, Rows, best_fit, fill_row, filled, learnt_parts
+from jaxllm.training.data.rows import (
+    Batch,
+    Batches,
+    Rows,
+    WindowBatches,
+    best_fit,
+    fill_row,
+    filled,
+    learnt_parts,
+)
 from jaxllm.training.data.sources import Source
-from jaxllm.training.data.windows import WindowBatches
 from jaxllm.training.settings import TrainSettings
 
 

@@ -19,7 +19,7 @@ SHARED = {
     "jaxllm.contexts": ("codecs", "eviction", "tolerance", "recompute"),
     "jaxllm.serving.speculation": ("speculation", "host_tree", "payoff", "ngram_drafter", "lookup_drafter"),
     "jaxllm.serving.engine": ("engine", "step", "run", "answer", "request", "decoding"),
-    "jaxllm.export.programs": ("model", "runner", "executor", "litert", "packed", "drafts"),
+    "jaxllm.export.programs": ("model", "runner", "executor", "litert", "drafts"),
     "jaxllm.export.device": ("contexts", "host_sampling", "opening", "service", "serving"),
     "jaxllm.serving.server": ("calls", "prompts", "daemon", "objectives", "identity", "guard", "api.app"),
     "jaxllm.text": ("tokenizer", "chat_template", "prompts"),

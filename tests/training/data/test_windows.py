@@ -8,8 +8,8 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data.rows import WindowBatches
 from jaxllm.training.data.sources import Source
-from jaxllm.training.data.windows import WindowBatches
 from jaxllm.training.loop import trainer as loop
 from tests.training.jobs import DOCUMENTS, SMOKE, assert_same_bits, held_out_of, trainer_of
 
