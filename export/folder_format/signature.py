@@ -32,6 +32,7 @@ from jaxllm.sampling_state import SamplerState
 
 Kind = Literal["prefill", "decode", "block", "verify", "encode", "tiny_lm", "encode_chunks", "load_chunks"]
 CODED_KINDS: tuple[Kind, ...] = ("encode_chunks", "load_chunks")
+_KINDS: tuple[Kind, ...] = ("prefill", "decode", "block", "verify", "encode")
 
 TOKENS, POSITIONS, MASK, LOGITS = "tokens", "input_pos", "mask", "logits"
 # Encoder-decoders: keys and values of the source that the decoder attends to, and its number of tokens.
@@ -111,17 +112,11 @@ def level_signatures(
       codec: codec of chunks, and number of tokens of a program's chunks; 0 for no such programs.
       file: function from a program's name to its file.
     """
-    found = []
+    found, blocks = [], (block_tokens,) if block_tokens else ()
     for cache in (*cache_tokens, 0):
-        sizes: dict[Kind, Sequence[int]] = {
-            "prefill": chunk_tokens,
-            "decode": (1,),
-            "block": (block_tokens,) if block_tokens else (),
-            "verify": verify_tokens,
-            "encode": () if cache else encode_tokens,
-        }
+        sizes = (chunk_tokens, (1,), blocks, verify_tokens, () if cache else encode_tokens)
         kinds: list[tuple[Kind, int, str, int]] = [
-            (kind, each, "", 0) for kind, several in sizes.items() for each in several
+            (kind, each, "", 0) for kind, several in zip(_KINDS, sizes, strict=True) for each in several
         ]
         coded = min(codec[1], cache or codec[1]) // CHUNK_TOKENS * CHUNK_TOKENS
         widths = itertools.product(CODED_KINDS, WIDTHS if coded else ())
