@@ -115,12 +115,12 @@ def level_signatures(
     found, blocks = [], (block_tokens,) if block_tokens else ()
     for cache in (*cache_tokens, 0):
         sizes = (chunk_tokens, (1,), blocks, verify_tokens, () if cache else encode_tokens)
-        kinds: list[tuple[Kind, int, str, int]] = [
-            (kind, each, "", 0) for kind, several in zip(_KINDS, sizes, strict=True) for each in several
-        ]
         coded = min(codec[1], cache or codec[1]) // CHUNK_TOKENS * CHUNK_TOKENS
         widths = itertools.product(CODED_KINDS, WIDTHS if coded else ())
-        kinds += [(kind, coded, codec[0], bits) for kind, bits in widths]
+        kinds: Sequence[tuple[Kind, int, str, int]] = [
+            *((kind, each, "", 0) for kind, several in zip(_KINDS, sizes, strict=True) for each in several),
+            *((kind, coded, codec[0], bits) for kind, bits in widths),
+        ]
         for kind, tokens, name, bits in kinds:
             if not cache or tokens <= cache:
                 bare = Signature(
