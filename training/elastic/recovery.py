@@ -50,7 +50,7 @@ _HALVINGS = 8
 
 @dataclasses.dataclass(frozen=True)
 class ElasticRun:
-    """State that all stages of a run share; `profile` is a folder for a trace of the first training stage."""
+    """State that all stages of a run share; the first training stage is traced if `monitoring` traces."""
 
     cfg: ModelConfig
     recipe: ElasticRecipe
@@ -58,7 +58,7 @@ class ElasticRun:
     folder: Path
     mesh: Mesh
     console: Console
-    profile: Path | None = None
+    monitoring: Monitoring
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -96,10 +96,8 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     # The first step donates its initial parameters.
     job = joint_job(cfg, laid_out(tensors(), cfg, run.mesh, wide), ladder, recipe, original=before)
     trainer = Trainer(job, recipe, run.mesh)
-    monitoring, folder = Monitoring(console=console, profile=run.profile), run.folder / "joint"
-    best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, folder, splits.source_names, monitoring
-    )
+    batches, names = (splits.train.batch_at, splits.held_out_batches), splits.source_names
+    best = fit(trainer, *batches, run.folder / "joint", names, run.monitoring)
     if before is None:
         return (lambda: one_by_one(best.params, cfg)), {}
     del job, trainer
@@ -182,7 +180,7 @@ def recover_levels(
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
             yield level, None, {"share": share, "held_out": loss}
             continue
-        monitoring = Monitoring(console=run.console, profile=run.profile if level == first else None)
+        monitoring = run.monitoring if level == first else run.monitoring.untraced()
         fitted = fit_adapter(trainer, splits, run.folder / "levels" / str(level), monitoring)
         adapter = cut_adapter(part, fitted.adapter)
         facts = {

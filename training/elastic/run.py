@@ -126,7 +126,7 @@ def elasticize(
     splits = claimed_splits(
         run_dir, recipe, frozen, mesh, data, console, shortened_share=recipe.shortened_share, weights=weights
     )
-    run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring.profile)
+    run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring)
     importance = importance_of(run, frozen.params)
     tokenizer, name = frozen.tokenizer, frozen.name
     # Read again in order, instead of permuted: so there is only one copy on host and devices.
@@ -242,7 +242,7 @@ def _trained_tiny_lm(
     )
     # One folder for each model, because a resumed recovery may lead to other adapters.
     folder = run.folder / f"tlm-{digest[:12]}"
-    monitoring = Monitoring(console=run.console)
+    monitoring = run.monitoring.untraced()
     return train_tiny_lm(sources, model, folder, name=digest, mesh_shape=mesh_shape, monitoring=monitoring)
 
 

@@ -116,6 +116,10 @@ class Monitoring:
     tensorboard: bool = False
     profile: Path | None = None
 
+    def untraced(self) -> "Monitoring":
+        """The same destinations, without a trace."""
+        return dataclasses.replace(self, profile=None)
+
     def own_console(self) -> Console:
         """The console of this process; all but the first are silent."""
         if jax.process_index():
