@@ -17,6 +17,7 @@ as much as a layer of a small model (see `jaxllm.sampling_state.SamplerState` fo
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -79,7 +80,7 @@ class Signature:
         if self.kind in CODED_KINDS and not coded:
             raise ValueError(f"a program of chunks with codec {self.codec!r:.40} at {self.bits!r:.40} bits")
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Its name in runtimes. Levels and short caches come first, so that LiteRT-LM, which matches
         prefixes, does not mistake their signatures for the model's."""

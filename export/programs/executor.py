@@ -4,7 +4,6 @@
 """
 
 import abc
-import functools
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import ADAPTER, adapter_file
-from jaxllm.export.folder_format.signature import Signature
+from jaxllm.export.folder_format.signature import Interface, Signature
 from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class Executor(abc.ABC):
     def __init__(self, manifest: Manifest, adapters: FolderAdapters) -> None:
         self.manifest, self.adapters, self.lock = manifest, adapters, threading.RLock()
         self._placed: dict[tuple[str, int], dict[str, Any]] = {}
-        self._interface = functools.cache(manifest.interface)
+        self._interfaces: dict[str, Interface] = {}
 
     @abc.abstractmethod
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
@@ -173,10 +172,15 @@ class Executor(abc.ABC):
           The caches.
         """
 
-    def _adapted(self, signature: Signature, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _interface(self, signature: Signature) -> Interface:
+        if signature.name not in self._interfaces:
+            self._interfaces[signature.name] = self.manifest.interface(signature)
+        return self._interfaces[signature.name]
+
+    def _adapted(self, signature: Signature, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs with the current adapter, if the program accepts one."""
         if ADAPTER not in self._interface(signature).inputs:
-            return dict(inputs)
+            return inputs
         key = self.adapters.used, signature.level
         if key not in self._placed:
             self._placed[key] = self.place(

@@ -58,6 +58,8 @@ class JaxPrograms(Executor):
         super().__init__(manifest, adapters or FolderAdapters(manifest))
         self._weights, self._tiny_lm, self.step, self._contents = weights, tiny_lm or {}, step, contents
         self._programs: dict[str, ProgramBucket] = {}
+        # Found by name, because every token needs one.
+        self._compiled: dict[str, Any] = {}
         self._buckets, store = BucketTable(), None if folder is None else BucketStore.of_programs(folder)
         for level in weights:
             self._buckets.add_level(level, self, store)
@@ -114,9 +116,13 @@ class JaxPrograms(Executor):
         self, signature: Signature, inputs: Mapping[str, Any], caches: Caches | None = None
     ) -> tuple[dict[str, Any], Any]:
         """See `Executor`."""
-        if not self.is_ready(signature):
-            self.prepare([signature])
-        program = self._buckets.get(self._program_bucket(signature))
+        self._buckets.require_usable()
+        program = self._compiled.get(signature.name)
+        if program is None:
+            if not self.is_ready(signature):
+                self.prepare([signature])
+            program = self._buckets.get(self._program_bucket(signature))
+            self._compiled[signature.name] = program
         out = program(self.weights_of(signature), caches or {}, self._adapted(signature, inputs))
         outputs = {name: out.pop(name) for name in self._interface(signature).outputs}
         return outputs, out or caches

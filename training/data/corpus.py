@@ -102,7 +102,7 @@ class Corpus:
       data: folder of relative paths.
       digests: digest of every document, in order.
       held_out: digests of the origins that are held out.
-      shortened_share: share of the training questions that lose words (see `shortened_prompts`); held-out
+      shortened_share: share of the training questions that lose words (see `shortened_document`); held-out
         ones stay complete.
       bad_lines: errors of the lines that were left out.
     """
