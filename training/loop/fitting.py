@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -224,22 +224,12 @@ def report_summary(run_dir: Path, summary: Mapping[str, Any], console: Console) 
     console.print_json(data=summary)
 
 
-class _Teacher(Protocol):
-    @property
-    def cfg(self) -> ModelConfig: ...
-
-
-TeacherT = TypeVar("TeacherT", bound=_Teacher)
-
-
-def read_teacher(
-    folder: Path | None, read: Callable[[Path], TeacherT], *, share: float, vocab_size: int
-) -> TeacherT | None:
+def read_teacher(folder: Path | None, read: Callable[[Path], Any], *, share: float, vocab_size: int) -> Any:
     """Reads the teacher in a folder; None for a recipe without one.
 
     Args:
       folder: a Hugging Face folder, if one was given.
-      read: function that reads the teacher.
+      read: function that reads the teacher, which has a `cfg`.
       share: the recipe's `teacher_share`.
       vocab_size: vocabulary size of the recipe's model.
 
