@@ -1,9 +1,11 @@
-"""Lists the contents of each format's programs: the only place that names what a format lacks.
+"""Lists the contents of each format's programs, and the packages that it needs: the only place that names
+what a format lacks.
 
 Exporters call `require_contents`; the guide of exports includes `as_markdown()`.
 """
 
 import dataclasses
+import importlib.util
 from typing import TYPE_CHECKING
 
 from jaxllm.config import ModelConfig
@@ -160,3 +162,50 @@ def _them(options: list[str]) -> str:
 
 def _yes(there: bool) -> str:
     return "yes" if there else "no"
+
+
+# Format -> the extra that it needs, and the modules of that extra.
+_NEEDS = {
+    "stablehlo": ("stablehlo", ("flatbuffers",)),
+    "tflite": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
+    "device": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
+    "litertlm": (
+        "export",
+        ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder", "litert_lm"),
+    ),
+    "hf": ("export", ()),
+    "gguf": ("gguf", ("gguf",)),
+}
+
+
+def require_format(kind: str) -> None:
+    """Checks that the packages of a format are installed.
+
+    Raises:
+      ConfigError: one is not; the message has the command that installs it.
+    """
+    extra, modules = _NEEDS[kind]
+    require_extra(extra, *modules)
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Checks that the packages of an extra are installed.
+
+    Raises:
+      ConfigError: one is not; the message has the command that installs it.
+    """
+    missing = [name for name in modules if not _found(name)]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; run "
+            f"`pip install 'jaxllm[{extra}]'`, in a virtual environment of its own, for packages of other "
+            "extras may exclude it"
+        )
+
+
+def _found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        # The package around it is missing.
+        return False

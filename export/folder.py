@@ -1,23 +1,65 @@
-"""Writes a folder of programs, whole or not at all."""
+"""Writes a folder of programs, whole or not at all.
+
+A standalone folder for devices is that of a TFLite model, with the loop that runs it:
+
+    program.json, tokenizer.json, model.tflite     see `jaxllm.export.tflite`
+    loop.pyz                                       the modules of this package that a device needs
+    __main__.py                                    runs them: python FOLDER [COMMAND]
+
+The device needs Python and the packages in `PACKAGES`, and no JAX.
+"""
 
 import contextlib
 import dataclasses
+import json
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 
-from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.levels import ProgramLevel
-from jaxllm.export.folder_format.manifest import Manifest, Precision, ProgramFormat, Signature, StoredFile
-from jaxllm.export.folder_format.stages import StageFacts
-from jaxllm.export.folder_format.tokenizer import write_tokenizer
+from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.export.folder_format.manifest import (
+    LOOP,
+    MAIN,
+    TINY_TOKENIZER,
+    TOKENIZER,
+    CacheDtype,
+    Manifest,
+    Precision,
+    ProgramFormat,
+    StoredFile,
+    write_tokenizer,
+)
+from jaxllm.export.folder_format.parts import ProgramLevel, StageFacts, adapter_file
+from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.quantized import left_out
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import tiny_facts, write_tiny_tokenizer
+from jaxllm.export.tiny_lm import tiny_facts
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.version import __version__
+
+PACKAGES = ("ai-edge-litert", "click", "jinja2", "numpy", "platformdirs", "tokenizers", "xxhash")
+# Constant time, so that the same modules make the same file.
+_TIME = (1980, 1, 1, 0, 0, 0)
+_MAIN_TEXT = f'''"""Runs the programs in this folder: python FOLDER [COMMAND], where FOLDER is this one.
+
+It needs Python 3.11 or newer and: pip install {" ".join(PACKAGES)}
+"""
+
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(_HERE / "{LOOP}"))
+
+from jaxllm.cli.device.__main__ import main
+
+main(_HERE)
+'''
 
 
 @contextlib.contextmanager
@@ -52,7 +94,7 @@ class ProgramKind:
 
     format: ProgramFormat
     precision: Precision
-    cache_dtype: str
+    cache_dtype: CacheDtype
     platforms: tuple[str, ...]
     holds_weights: bool
     made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -69,12 +111,13 @@ def finish(
     """Writes tokenizer and manifest into the programs' folder; `holds_weights`: the programs contain their
     weights."""
     without = left_out(subject, kind.precision, without_shadow=plan.without_shadow)
-    write_tokenizer(folder, subject.tokenizer)
+    write_tokenizer(folder / TOKENIZER, subject.tokenizer)
     # Formats without a tiny LM or adapters have no signatures of them.
     tiny = subject.tiny_lm if any(each.kind == "tiny_lm" for each in signatures) else None
-    write_tiny_tokenizer(folder, tiny)
-    if subject.adapters is not None:
-        subject.adapters.write(folder)
+    if tiny is not None and tiny.tokenizer is not None:
+        write_tokenizer(folder / TINY_TOKENIZER, tiny.tokenizer)
+    for name, each in () if subject.adapters is None else subject.adapters.arrays.items():
+        (folder / adapter_file(name)).write_bytes(each.astype("<f4").tobytes())
     levels = {
         level: ProgramLevel(cfg=each.cfg, weights={} if kind.holds_weights else each.weights)
         for level, each in subject.levels.items()
@@ -98,3 +141,33 @@ def finish(
     )
     manifest.write(folder)
     return manifest
+
+
+def write_loop(folder: Path) -> None:
+    """Writes the loop into a folder of programs.
+
+    Raises:
+      ProgramError: its modules cannot be imported without JAX.
+    """
+    with zipfile.ZipFile(folder / LOOP, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, text in sorted(loop_modules().items()):
+            file.writestr(zipfile.ZipInfo(name, _TIME), text, zipfile.ZIP_DEFLATED)
+    (folder / MAIN).write_text(_MAIN_TEXT, encoding="utf-8")
+
+
+def loop_modules() -> dict[str, bytes]:
+    """Returns the modules that a device needs, from path in the archive to source: those that
+    `jaxllm.cli.device` imports, at the top or locally, except modules that cannot be imported without
+    JAX."""
+    # In another process, because this one has imported JAX.
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "jaxllm.export.loop_modules"],
+        capture_output=True,
+        env={"PYTHONPATH": ":".join(each or "." for each in sys.path)},
+        check=False,
+    )
+    if done.returncode:
+        raise ProgramError(
+            f"the modules of the device loop cannot be imported without JAX: {one_line(done.stderr.decode())}"
+        )
+    return {name: Path(path).read_bytes() for name, path in json.loads(done.stdout).items()}

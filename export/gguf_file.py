@@ -3,9 +3,13 @@
 A level of a Llama-like family whose layers differ is written as llama.cpp's architecture `deci`, which has
 numbers of heads and neurons for each layer: nothing is padded. Other families get layers of one size (see
 `plain_model.py`).
+
+Tokenizers are byte-level BPE, or SentencePiece's with byte fallback: the inverse of
+`jaxllm/checkpoints/gguf_tokenizer.py`, which reads each written file again for comparison.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,17 +19,16 @@ import numpy as np
 from jaxllm.checkpoints.gguf_config import family_of, read_gguf_config
 from jaxllm.checkpoints.gguf_file import import_gguf, read_gguf
 from jaxllm.checkpoints.gguf_model import read_gguf_params, stored_name, turned
-from jaxllm.checkpoints.gguf_tokenizer import SAMPLING_KEYS, read_gguf_tokenizer
+from jaxllm.checkpoints.gguf_tokenizer import SAMPLING_KEYS, read_gguf_tokenizer, split_name
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.export.gguf_vocabulary import vocabulary_keys
 from jaxllm.export.plain_model import PlainModel, uniform
 from jaxllm.files.atomic import temporary_file
 from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Tensor
 from jaxllm.nn.layers import inverse_frequencies
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 # model_type -> llama.cpp's architecture, for those whose metadata is written here.
 ARCHITECTURES = {
@@ -35,6 +38,8 @@ ARCHITECTURES = {
 # Precision -> GGUF's type of matrices; vectors are F32.
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "int8": "Q8_0"}
 _DECI = "deci"
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SAMPLES = ("Once upon a time, there was 1 dog.", "  two  spaces\n\nünïcödé 語 don't 1234", "")
 
 
@@ -248,3 +253,88 @@ def _comparable(cfg: ModelConfig) -> Mapping[str, Any]:
         frequencies, scale = inverse_frequencies(cfg.rope)
         fields["rope"] = [float(f"{each:.5g}") for each in (*frequencies, scale)], cfg.rope.query_growth
     return fields
+
+
+def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
+    """Returns the metadata of a tokenizer, without the prefix `tokenizer.ggml.` but for the chat template.
+
+    Args:
+      files: files of the tokenizer.
+      vocab_size: number of rows of the embedding; missing tokens are named as unused.
+
+    Raises:
+      ConfigError: llama.cpp has no tokenizer of this kind.
+    """
+    data = json.loads(files.tokenizer_json)
+    model = data["model"]
+    if model.get("type") != "BPE":
+        raise _unknown(f"a model of the type {model.get('type')!r:.40}")
+    added = {each["id"]: each for each in data.get("added_tokens") or ()}
+    tokens = {at: token for token, at in model["vocab"].items()} | {
+        at: a["content"] for at, a in added.items()
+    }
+    if max(tokens, default=0) >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer has tokens up to {max(tokens)}, the model's embedding {vocab_size} rows; GGUF "
+            "has one list of both: export it as hf"
+        )
+    names = [tokens.get(at, f"[unused{at}]") for at in range(vocab_size)]
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    types = [_kind(at, tokens, added, model) for at in range(vocab_size)]
+    keys: dict[str, Any] = {"tokens": names, "token_type": types}
+    if model.get("byte_fallback"):
+        # The order of merges replaces SentencePiece's scores.
+        rank = {merge.replace(" ", ""): -float(at) for at, merge in reversed(list(enumerate(merges)))}
+        keys |= {
+            "model": "llama",
+            "scores": [rank.get(name, -1e6) for name in names],
+            "add_space_prefix": _prepends(data.get("normalizer")),
+        }
+    else:
+        normalizer = (data.get("normalizer") or {}).get("type")
+        if normalizer not in (None, "NFC"):
+            raise _unknown(f"the normalizer {normalizer}")
+        keys |= {"model": "gpt2", "pre": split_name(data.get("pre_tokenizer")), "merges": merges}
+        if keys["pre"] is None:
+            raise _unknown("a rule of its own by which texts are split")
+    keys |= _named_ids(files, tokens)
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def _kind(at: int, tokens: Mapping[int, str], added: Mapping[int, Any], model: Mapping[str, Any]) -> int:
+    token = tokens.get(at)
+    if token is None:
+        return _UNUSED
+    if model.get("byte_fallback") and len(token) == 6 and token.startswith("<0x"):
+        return _BYTE
+    if token == model.get("unk_token"):
+        return _UNKNOWN
+    return _NORMAL if at not in added else _CONTROL if added[at]["special"] else _USER
+
+
+def _prepends(normalizer: Mapping[str, Any] | None) -> bool:
+    """Whether a SentencePiece tokenizer puts a space before a text."""
+    each = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
+    return any(part["type"] == "Prepend" for part in each)
+
+
+def _named_ids(files: TokenizerFiles, tokens: Mapping[int, str]) -> dict[str, Any]:
+    if len(files.eos_ids) > len(_ENDS):
+        raise _unknown(f"{len(files.eos_ids)} tokens that end an answer, more than {len(_ENDS)}")
+    at = {token: number for number, token in tokens.items()}
+    keys: dict[str, Any] = {
+        "bos_token_id": files.bos_id,
+        "add_bos_token": Tokenizer(files).adds_bos,
+        "add_eos_token": False,
+        "unknown_token_id": at.get(files.special.get("unk_token", "")),
+        "padding_token_id": at.get(files.special.get("pad_token", "")),
+        "chat_template": files.chat_template,
+    }
+    return keys | dict(zip(_ENDS, files.eos_ids, strict=False))
+
+
+def _unknown(what: str) -> ConfigError:
+    return ConfigError(
+        f"the tokenizer has {what}, which llama.cpp does not know by a name; export it as hf, and convert "
+        "that by llama.cpp's own converter"
+    )

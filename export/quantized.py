@@ -2,7 +2,7 @@
 
 `int8` has weights at 8 bits with one scale per output channel, and dynamic activations with one scale per
 token. `w8a8` has the same weights, and in its prefill programs static steps of activations (see
-`static_products.py`). Marks are composites that `mlir.py` translates (`quant.fake_quant`); a runtime
+`static_products.py`). Marks are composites that `converter.py` translates (`quant.fake_quant`); a runtime
 without support for them computes floats. The embedding matrix has dynamic scales in both, because its
 products choose tokens.
 """
@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Precision
+from jaxllm.export.folder_format.manifest import Precision
+from jaxllm.export.folder_format.parts import LEFT, RIGHT
 from jaxllm.export.steps.exported import with_adapters
 from jaxllm.export.subject import Subject
 from jaxllm.models.parameters import Params, param_specs

@@ -7,7 +7,7 @@ caches as the engine does.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,15 +17,24 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.contexts.codecs import find_codec
 from jaxllm.errors import ConfigError
 from jaxllm.export.folder_format.codecs import chunk_format
-from jaxllm.export.folder_format.manifest import CODED_KINDS, Kind, Signature, level_signatures
-from jaxllm.export.folder_format.shapes import input_shapes
-from jaxllm.export.steps.exported_blocks import step_of
-from jaxllm.export.steps.exported_codecs import run_encode_chunks, run_load_chunks
+from jaxllm.export.folder_format.signature import (
+    CODED_KINDS,
+    MASK,
+    Interface,
+    Kind,
+    Signature,
+    interface_of,
+    level_signatures,
+)
+from jaxllm.export.programs.jax_programs import jax_shapes
+from jaxllm.export.steps.codecs import run_encode_chunks, run_load_chunks
+from jaxllm.export.steps.exported import ParamsOf, Step, StepOptions, step_of, with_adapters
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import tiny_step, tiny_weights
+from jaxllm.export.tiny_lm import run_tiny_lm, tiny_facts, tiny_weights
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
+Arrays = dict[str, Any]
 _MAX_TREE, _MAX_BLOCK = 256, 64
 # Number of tokens of the chunks that a program encodes or loads at once.
 _CODED_TOKENS = 128
@@ -149,42 +158,56 @@ class ExportPlan:
         """Positions of a signature's caches (S)."""
         return signature.cache_tokens or self.context_tokens
 
+    def interface(self, signature: Signature, subject: Subject, cache_dtype: np.dtype) -> Interface:
+        """The arrays of a signature's program besides its weights; `self` is resolved."""
+        return interface_of(
+            signature,
+            subject.levels[signature.level].cfg,
+            self.room(signature),
+            cache_dtype,
+            source_tokens=max(self.encode_tokens, default=0),
+            adapter_size=0 if subject.adapters is None else subject.adapters.inputs.size(signature.level),
+            tiny_lm=None if subject.tiny_lm is None else tiny_facts(subject.tiny_lm),
+        )
+
 
 def step_shapes(
     signature: Signature, subject: Subject, plan: ExportPlan, cache_dtype: np.dtype
-) -> tuple[Any, ...]:
-    """The shapes of a signature's arguments, in order."""
-    level = subject.levels[signature.level]
+) -> tuple[Arrays, Arrays, Arrays]:
+    """The shapes of a step's weights, caches and inputs, by name."""
+    arrays, interface = step_weights(signature, subject), plan.interface(signature, subject, cache_dtype)
+    inputs = interface.inputs
+    if plan.masked and signature.kind in MASKED_KINDS:
+        inputs = {**inputs, MASK: ((1, 1, signature.tokens, plan.room(signature)), np.dtype(np.bool_))}
+    weights = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
+    return weights, jax_shapes(interface.caches), jax_shapes(inputs)
+
+
+def step_weights(signature: Signature, subject: Subject) -> Mapping[str, np.ndarray]:
+    """The weights of a signature's step by name."""
+    if signature.kind in CODED_KINDS:
+        return {}
     if signature.kind == "tiny_lm":
         assert subject.tiny_lm is not None
-        arrays = tiny_weights(subject.tiny_lm)
-        tiny = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
-        return (tiny, *input_shapes(signature, level.cfg, 0, cache_dtype))
-    if signature.kind in CODED_KINDS:
-        return ({}, *input_shapes(signature, level.cfg, plan.room(signature), cache_dtype))
-    weights = {
-        name: jax.ShapeDtypeStruct(each.shape, subject.arrays[each.stored].dtype)
-        for name, each in level.weights.items()
-    }
-    sources = max(plan.encode_tokens, default=0)
-    adapter = 0 if subject.adapters is None else subject.adapters.inputs.size(signature.level)
-    room = plan.room(signature)
-    shapes = (weights, *input_shapes(signature, level.cfg, room, cache_dtype, sources, adapter))
-    if plan.masked and signature.kind in MASKED_KINDS:
-        shapes = (*shapes, jax.ShapeDtypeStruct((1, 1, signature.tokens, room), np.bool_))
-    return shapes
+        return tiny_weights(subject.tiny_lm)
+    return subject.weights(signature.level)
 
 
 def subject_step(
-    signature: Signature, subject: Subject, dtype: np.dtype, *, loops: bool = True
-) -> Callable[..., dict[str, jax.Array]]:
-    """The function of a signature (see `step_of`), or of a program of the subject's tiny LM."""
+    signature: Signature,
+    subject: Subject,
+    dtype: np.dtype,
+    *,
+    loops: bool = True,
+    params_of: ParamsOf = with_adapters,
+) -> Step:
+    """The step of a signature (see `step_of`), of the subject's model or of its tiny LM."""
     if signature.kind == "tiny_lm":
         assert subject.tiny_lm is not None
-        return tiny_step(subject.tiny_lm)
+        return functools.partial(run_tiny_lm, cfg=subject.tiny_lm.cfg)
     cfg = subject.levels[signature.level].cfg
     if signature.kind in CODED_KINDS:
         run = run_encode_chunks if signature.kind == "encode_chunks" else run_load_chunks
         return functools.partial(run, cfg=cfg, form=chunk_format(signature.codec), bits=signature.bits)
     inputs = None if subject.adapters is None else subject.adapters.inputs
-    return step_of(signature, cfg, dtype, loops=loops, adapters=inputs)
+    return step_of(signature, StepOptions(cfg, dtype, params_of), loops=loops, adapters=inputs)

@@ -5,26 +5,36 @@ Artifacts are those of `jax.export`, each for all requested platforms. Callers o
 caches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.export
 import ml_dtypes
 import numpy as np
 
-from jaxllm.errors import ConfigError
-from jaxllm.export.contents import require_family
-from jaxllm.export.extras import require_format
+from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.export.contents import require_family, require_format
 from jaxllm.export.folder import ProgramKind, finish, new_folder
-from jaxllm.export.folder_format.manifest import CODED_KINDS, WEIGHTS, Manifest, Signature
-from jaxllm.export.folder_format.tiny_lm import TINY_WEIGHTS
+from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, CHUNKS
+from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
+from jaxllm.export.folder_format.signature import (
+    CODED_KINDS,
+    MASK,
+    POSITIONS,
+    SOURCE_TOKENS,
+    STOP_IDS,
+    Interface,
+    Signature,
+    controls,
+)
 from jaxllm.export.folder_format.weights import read_weights, write_weights
-from jaxllm.export.signatures import ExportPlan, step_shapes, subject_step
+from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step
 from jaxllm.export.subject import Subject
 from jaxllm.export.tiny_lm import tiny_signatures, tiny_weights
-from jaxllm.export.trial import require_alike, trial
 from jaxllm.kernels.native import without_native_kernels
+from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.host.progress import Progress
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -88,7 +98,7 @@ def export_stablehlo(
             ProgramKind(
                 format="stablehlo",
                 precision=precision,  # pyright: ignore[reportArgumentType]: a key of DTYPES
-                cache_dtype=DTYPES[precision].name,
+                cache_dtype=DTYPES[precision].name,  # pyright: ignore[reportArgumentType]
                 platforms=tuple(platforms),
                 holds_weights=False,
             ),
@@ -115,19 +125,93 @@ def traced(
 
 def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPlan, *, precision: str) -> None:
     """Compares a program from its file, with the weights from theirs, with its step and the subject's
-    weights.
+    weights, once on the same inputs.
 
     Raises:
       ProgramError: the results differ.
     """
-    caches, inputs, wanted = trial(signature, subject, plan, DTYPES[precision])
+    dtype = DTYPES[precision]
+    interface = plan.interface(signature, subject, dtype)
+    vocab_size = subject.levels[signature.level].cfg.vocab_size
     if signature.kind == "tiny_lm":
+        assert subject.tiny_lm is not None
         weights = read_weights(folder / TINY_WEIGHTS, model=subject.model)
+        vocab_size = subject.tiny_lm.cfg.encoder.vocab_size
     elif signature.kind in CODED_KINDS:
         weights = {}
     else:
         stored = read_weights(folder / WEIGHTS, model=subject.model)
         weights = subject.levels[signature.level].views(stored)
+    caches, inputs = example_arguments(signature, interface, vocab_size, plan.room(signature))
+    with without_native_kernels():
+        step = jax.jit(subject_step(signature, subject, dtype))
+        wanted = step(dict(step_weights(signature, subject)), caches, inputs)
     program = jax.export.deserialize(bytearray((folder / signature.file).read_bytes()))
-    got = jax.jit(program.call)(weights, caches, *inputs)
+    got = jax.jit(program.call)(weights, caches, inputs)
     require_alike(got, wanted, name=signature.name, tolerance=_TOLERANCE[precision])
+
+
+def example_arguments(
+    signature: Signature, interface: Interface, vocab_size: int, cache_tokens: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns random caches and inputs of a program: a chunk whose last token is padding, a tree of two
+    branches, a greedy block of full length, a source whose last token is padding, chunks in reverse order.
+
+    Greedy, because a sum that two compilers round differently may decide between sampled tokens.
+    """
+    count, draw = signature.tokens, np.random.default_rng(signature.tokens + signature.bits)
+
+    def drawn(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if dtype.kind in "iub":
+            return draw.integers(0, {"i": vocab_size, "u": 99, "b": 2}[dtype.kind], shape).astype(dtype)
+        return (0.1 * draw.standard_normal(shape)).astype(dtype)
+
+    caches = {name: 10 * drawn(*each) for name, each in interface.caches.items()}
+    inputs = {name: drawn(*each) for name, each in interface.inputs.items()}
+    if signature.kind == "tiny_lm":
+        inputs[MASK] = np.arange(count)[None] < count - 1
+    if signature.kind == "encode":
+        inputs[SOURCE_TOKENS][:] = max(1, count - 1)
+    elif SOURCE_TOKENS in inputs:
+        inputs[SOURCE_TOKENS][:] = max(1, interface.inputs["source_k_0"][0][2] - 1)
+    if CHUNKS in inputs:
+        inputs[CHUNKS] = np.arange(count // CHUNK_TOKENS, dtype=np.int32)[::-1].copy()
+    if POSITIONS not in inputs:
+        return caches, inputs
+    start = min(3, cache_tokens - count)
+    positions = np.arange(start, start + len(inputs[POSITIONS]), dtype=np.int32)
+    inputs[POSITIONS] = positions
+    if signature.kind == "block":
+        state = sampler_state(Sampling(), [], vocab_size, 0)
+        inputs |= controls(state, np.full(STOP_IDS, NO_TOKEN, np.int32), count)
+    elif signature.kind == "verify":
+        inputs[MASK] = np.tril(np.ones((count, count), np.bool_))
+        # The last node is a second child of the root.
+        inputs[MASK][-1, 1:-1] = False
+        positions[-1] = start + 1
+    elif count > 1:
+        positions[-1] = 0
+    return caches, inputs
+
+
+def require_alike(
+    got: Mapping[str, Any], wanted: Mapping[str, jax.Array], *, name: str, tolerance: float
+) -> None:
+    """Checks the results of the program `name` against expected ones.
+
+    Args:
+      got, wanted: logits and caches by name.
+      name: display name.
+      tolerance: allowed difference, relative to the largest magnitude of the array (at least 1).
+
+    Raises:
+      ProgramError: a result differs by more.
+    """
+    for output, each in wanted.items():
+        this, that = (np.asarray(array, np.float32) for array in (got[output], each))
+        worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
+        if not worst <= tolerance * max(1.0, largest):
+            raise ProgramError(
+                f"the program {name} differs from its step by {worst:.3g} in {output}; "
+                "report this model and the versions of jax and of what compiled it"
+            )

@@ -1,8 +1,15 @@
 """Makes the two models of stage programs: one that an NPU computes in integers, and one that a CPU or GPU
 computes in floats meanwhile (mllm-NPU, arXiv 2407.05858, section 3.4).
 
-Both are of the whole model at w8a8. Every program is one stage of one layer, because a TFLite model's
-weights are constants; each chunk length has programs of its own over the same weights.
+Both are of the whole model at w8a8. Every program is one stage of one layer (see
+`jaxllm.int8_prefill.schedule`), because a TFLite model's weights are constants; each chunk length has
+programs of its own over the same weights.
+
+A step accepts weights and inputs by name, and returns results by name, for one chunk of T tokens. `x` `[1,
+T, D]` is a layer's input and output, `q`, `k`, `v`, `gate`, `up` are products, and `*_shadow` their
+shadows. `keys` and `values` `[1, K, S, H]` are the layer's cache, and `input_pos` `[T]` int32 is that of
+`run_step`. The parameters define how a product is computed: those of the integer processor clip their
+inputs, and those of the float processor's shadows multiply the clipped excess.
 """
 
 import functools
@@ -10,18 +17,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.export
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.flatbuffer import share_buffers
-from jaxllm.export.folder_format.stages import EMBED, StageFacts, stage_name
-from jaxllm.export.mlir import Traced, convert, exported_step, result_names
+from jaxllm.export.converter import Traced, convert, share_buffers, traced
+from jaxllm.export.folder_format.parts import EMBED, StageFacts, stage_inputs, stage_name
 from jaxllm.export.quantized import annotated
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.static_products import StaticProduct
-from jaxllm.export.steps.exported_stages import run_embed, run_stage, stage_shapes
+from jaxllm.export.steps.exported import Arrays
 from jaxllm.export.subject import Subject
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,
@@ -31,11 +37,22 @@ from jaxllm.int8_prefill.schedule import (
     natural_place,
     stages_of,
 )
+from jaxllm.int8_prefill.shadow import OUT, PROJECT, WIDEN, matrices_of
+from jaxllm.int8_prefill.subgraphs import block_weights
+from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.features import require_room
+from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
+from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import activate, gated
+from jaxllm.nn.linear import add_normed, feed_forward, from_units, normed_to_units
 from jaxllm.quant import Weight
 
+Shapes = dict[str, jax.ShapeDtypeStruct]
+SHADOW = "_shadow"
 _EMBEDDING = "embed."
+_HEADS = ("q", "k", "v")
 
 
 def stage_facts(subject: Subject, plan: ExportPlan) -> StageFacts:
@@ -69,36 +86,34 @@ def stage_models(
       scales: scales of its weights.
       cache_tokens: length of caches (S).
     """
-    cfg, found = subject.cfg, {}
-    traced: dict[Processor, list[Traced]] = {each: [] for each in PROCESSORS}
-    weights = subject.weights(WHOLE)
-    embedding = {name: each for name, each in weights.items() if name.startswith(_EMBEDDING)}
+    cfg, weights = subject.cfg, subject.weights(WHOLE)
+    made: dict[Processor, list[Traced]] = {each: [] for each in PROCESSORS}
+
+    def add(
+        processor: Processor, name: str, prefixes: tuple[str, ...], shapes: Shapes, step: Any, static: Any
+    ) -> None:
+        def run(weights: Arrays, inputs: Arrays) -> Any:
+            own = {each: scales[each] for each in weights if each in scales}
+            return step(annotated(dict(weights), cfg, scales=own, static=static), inputs)
+
+        own = {each: array for each, array in weights.items() if each.startswith(prefixes)}
+        made[processor].append(traced(name, run, own, shapes))
+
     for tokens in facts.chunk_tokens:
-        shapes = {
-            "tokens": jax.ShapeDtypeStruct((1, tokens), np.int32),
-            "input_pos": jax.ShapeDtypeStruct((tokens,), np.int32),
-        }
-        embed = functools.partial(run_embed, cfg=cfg)
-        traced["float"].append(_traced(f"{EMBED}_{tokens}", embed, embedding, shapes, cfg, scales, {}))
+        row = {"tokens": jax.ShapeDtypeStruct((1, tokens), np.int32)}
+        row["input_pos"] = jax.ShapeDtypeStruct((tokens,), np.int32)
+        add("float", f"{EMBED}_{tokens}", (_EMBEDDING,), row, functools.partial(run_embed, cfg=cfg), {})
         for layer, shadowed in enumerate(facts.shadowed):
             for stage in stages_of(shadowed):
                 step = functools.partial(run_stage, stage=stage, layer=layer, shadowed=shadowed, cfg=cfg)
                 shapes = stage_shapes(
                     stage, cfg, shadowed=shadowed, layer=layer, tokens=tokens, cache_tokens=cache_tokens
                 )
-                own, name = _weights(weights, stage, layer), stage_name(stage, layer, tokens)
-                multiplied = _multiplied(stage, products)
-                place = natural_place(layer, stage)
-                traced[place].append(_traced(name, step, own, shapes, cfg, scales, multiplied))
+                prefixes = tuple(f"layers.{layer}.{each}" for each in STAGE_PARAMETERS[stage])
+                processor, name = natural_place(layer, stage), stage_name(stage, layer, tokens)
+                add(processor, name, prefixes, shapes, step, _multiplied(stage, products))
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    for processor, each in traced.items():
-        found[processor] = share_buffers(convert(each), halves)[0]
-    return found
-
-
-def _weights(weights: Mapping[str, np.ndarray], stage: Stage, layer: int) -> dict[str, np.ndarray]:
-    prefixes = tuple(f"layers.{layer}.{each}" for each in STAGE_PARAMETERS[stage])
-    return {name: each for name, each in weights.items() if name.startswith(prefixes)}
+    return {processor: share_buffers(convert(each), halves)[0] for processor, each in made.items()}
 
 
 def _multiplied(
@@ -110,26 +125,118 @@ def _multiplied(
     return {name: functools.partial(each.shadow, name) for name, each in products.items()}
 
 
-def _traced(
-    name: str,
-    step: Callable[..., Any],
-    weights: Mapping[str, np.ndarray],
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    cfg: ModelConfig,
-    scales: Mapping[str, np.ndarray],
-    products: Mapping[str, Callable[[Mapping[str, Weight]], Any]],
-) -> Traced:
-    def run(weights: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array]) -> Any:
-        own = {each: scales[each] for each in weights if each in scales}
-        params: Params = annotated(dict(weights), cfg, scales=own, static=products)
-        return step(params, inputs)
+def run_embed(params: Params, inputs: Arrays, *, cfg: ModelConfig) -> Arrays:
+    """`tokens` `[1, T]` int32 and `input_pos` -> `x` of the first layer."""
+    return {"x": embed_tokens(params, inputs["tokens"], inputs["input_pos"], cfg=cfg)}
 
-    given = {each: jax.ShapeDtypeStruct(array.shape, array.dtype) for each, array in weights.items()}
-    exported = exported_step(run, given, dict(shapes))
-    return Traced(
-        name,
-        exported.mlir_module_serialized,
-        [weights[each] for each in sorted(weights)],
-        sorted(shapes),
-        result_names(exported),
-    )
+
+def run_stage(
+    params: Params, inputs: Arrays, *, stage: Stage, layer: int, shadowed: bool, cfg: ModelConfig
+) -> Arrays:
+    """Runs a stage of a layer.
+
+    Args:
+      params: parameters of the layer, in the form that the stage's processor multiplies by.
+      inputs: see `jaxllm.export.folder_format.parts.stage_inputs`.
+      stage, layer: the stage and its layer.
+      shadowed: whether the layer has a shadow.
+      cfg: config of the model.
+
+    Returns:
+      The stage's results by name.
+    """
+    weights = layer_of(params, layer)
+    if stage in ("project", "project_shadow"):
+        return _products(weights, PROJECT, inputs, cfg, shadow=stage == "project_shadow")
+    if stage == "attend":
+        return _attend(weights, inputs, cfg, layer, shadowed=shadowed)
+    if stage == "finish":
+        x = _with_output(weights, inputs, cfg)
+        mixed = feed_forward(
+            x, weights.norm("ffn_norm", cfg), block_weights(weights, cfg), add_input=not cfg.post_norms
+        )
+        return {"x": _after_block(weights, x, mixed, cfg)}
+    if stage == "widen":
+        x = _with_output(weights, inputs, cfg)
+        return {"x": x, **_products(weights, WIDEN, {"x": x}, cfg, shadow=False)}
+    if stage == "widen_shadow":
+        return _products(weights, WIDEN, inputs, cfg, shadow=True)
+    if stage == "narrow":
+        named = ("gate", "up") if cfg.gated_ffn else ("up",)
+        sums = [inputs[each] + inputs[f"{each}{SHADOW}"] for each in named]
+        first = sums[0]
+        hidden = gated(first, sums[1], cfg.activation) if cfg.gated_ffn else activate(first, cfg.activation)
+        residual = None if cfg.post_norms else inputs["x"]
+        bias = weights.vector("ffn.down_bias")
+        return {"hidden": hidden, "mixed": from_units(hidden, weights["ffn.down"], bias, residual)}
+    if stage == "narrow_shadow":
+        mixed = inputs["mixed"] + from_units(inputs["hidden"], weights["ffn.down"])
+        return {"x": _after_block(weights, inputs["x"], mixed, cfg)}
+    raise ValueError(f"{stage} is no stage of two processors")
+
+
+def stage_shapes(
+    stage: Stage, cfg: ModelConfig, *, shadowed: bool, layer: int, tokens: int, cache_tokens: int
+) -> Shapes:
+    """The shapes of a stage's inputs, for a chunk of `tokens` tokens over caches of `cache_tokens`."""
+    units = cfg.units(layer)
+    heads, width, query = units.kv_heads, cfg.head_dim, cfg.heads // cfg.kv_heads * cfg.head_dim
+    row, cache = (1, tokens), (1, heads, cache_tokens, width)
+    known: Mapping[str, tuple[int, ...]] = {
+        **dict.fromkeys(("x", "mixed", "added"), (*row, cfg.hidden_size)),
+        **dict.fromkeys(("q", "out"), (*row, heads, query)),
+        **dict.fromkeys(("k", "v"), (*row, heads, width)),
+        **dict.fromkeys(("gate", "up", "hidden"), (*row, units.neurons)),
+        **dict.fromkeys(("keys", "values"), cache),
+    }
+    found = {}
+    for name in stage_inputs(stage, shadowed=shadowed, gated=cfg.gated_ffn):
+        if name == "input_pos":
+            found[name] = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        else:
+            found[name] = jax.ShapeDtypeStruct(known[name.removesuffix(SHADOW)], jnp.float32)
+    return found
+
+
+def _products(
+    weights: LayerParams, product: int, inputs: Arrays, cfg: ModelConfig, *, shadow: bool
+) -> dict[str, jax.Array]:
+    """Products of the normalized `x`, or their shadows, which have no biases."""
+    matrices, biases = matrices_of(weights, product, cfg)
+    norm = weights.norm("attn_norm" if product == PROJECT else "ffn_norm", cfg)
+    biases = [None] * len(matrices) if shadow else biases
+    found = normed_to_units(inputs["x"], norm, matrices, biases)
+    names = _HEADS if product == PROJECT else ("gate", "up")[-len(matrices) :]
+    suffix = SHADOW if shadow else ""
+    return {f"{name}{suffix}": each for name, each in zip(names, found, strict=True)}
+
+
+def _attend(
+    weights: LayerParams, inputs: Arrays, cfg: ModelConfig, layer: int, *, shadowed: bool
+) -> dict[str, jax.Array]:
+    q, k, v = (inputs[name] + inputs[f"{name}{SHADOW}"] if shadowed else inputs[name] for name in _HEADS)
+    position = inputs["input_pos"]
+    count = position.shape[0]
+    real = position == position[0] + jnp.arange(count, dtype=jnp.int32)
+    at = TokenPositions.after(position[0], count, jnp.sum(real, dtype=jnp.int32))
+    new, past = normed_heads(weights, q, k, v, cfg), Past(inputs["keys"], inputs["values"])
+    out, (past, _) = attend_cache(new, None, cfg=cfg, layer=layer, at=at, past=past, mass=None)
+    out = out.reshape(*out.shape[:3], -1)
+    found = {"out": out, "keys": past.keys, "values": past.values}
+    if shadowed:
+        ((matrix,), _) = matrices_of(weights, OUT, cfg)
+        found["added"] = from_units(out, matrix)
+    return found
+
+
+def _with_output(weights: LayerParams, inputs: Arrays, cfg: ModelConfig) -> jax.Array:
+    """Returns the layer's input plus attention's output product, and its shadow if there is one."""
+    ((matrix,), (bias,)) = matrices_of(weights, OUT, cfg)
+    x, residual = inputs["x"], None if cfg.post_norms else inputs["x"]
+    mixed = from_units(inputs["out"], matrix, bias, residual)
+    mixed = mixed + inputs["added"] if "added" in inputs else mixed
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+
+
+def _after_block(weights: LayerParams, x: jax.Array, mixed: jax.Array, cfg: ModelConfig) -> jax.Array:
+    return add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed

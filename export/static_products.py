@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.levels import Argument, ProgramLevel
+from jaxllm.export.folder_format.parts import Argument, ProgramLevel
 from jaxllm.export.quantized import Product, fake_quant, plain_product, quantized_matrix
 from jaxllm.export.steps.exported import with_adapters
 from jaxllm.export.subject import Subject

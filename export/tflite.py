@@ -19,26 +19,19 @@ import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.contents import require_family
-from jaxllm.export.extras import require_format
-from jaxllm.export.flatbuffer import Sharing, share_buffers
+from jaxllm.export.contents import require_family, require_format
+from jaxllm.export.converter import Sharing, Traced, convert, share_buffers, traced
 from jaxllm.export.folder import ProgramKind, finish, new_folder
-from jaxllm.export.folder_format.adapters import ADAPTER
-from jaxllm.export.folder_format.arrays import SOURCE_TOKENS, source_shapes
-from jaxllm.export.folder_format.codecs import CHUNKS
-from jaxllm.export.folder_format.controls import COUNT, NEXT_TOKENS, control_shapes
-from jaxllm.export.folder_format.levels import Argument, ProgramLevel
-from jaxllm.export.folder_format.manifest import CODED_KINDS, Manifest, Precision, Signature
-from jaxllm.export.folder_format.stages import STAGE_FILES
-from jaxllm.export.folder_format.tiny_lm import KEEP, MASK, MODEL, PROMPT
-from jaxllm.export.mlir import Traced, convert, exported_step, result_names
+from jaxllm.export.folder_format.manifest import Manifest, Precision
+from jaxllm.export.folder_format.parts import STAGE_FILES, Argument, ProgramLevel
+from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
-from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_shapes, subject_step
+from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step
 from jaxllm.export.stages import stage_facts, stage_models
 from jaxllm.export.static_products import Ranges, StaticProduct, static_level, with_shadow
-from jaxllm.export.steps.exported import ATTENTION_MASK, ParamsOf, run_masked_step, with_adapters
+from jaxllm.export.steps.exported import ParamsOf, with_adapters
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import tiny_signatures, tiny_weights
+from jaxllm.export.tiny_lm import tiny_signatures
 from jaxllm.models.features import require_room
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Prefix, Weight
@@ -104,7 +97,7 @@ def export_tflite(
             ProgramKind(
                 format="tflite",
                 precision=precision,
-                cache_dtype=_FLOAT.name,
+                cache_dtype="float32",
                 platforms=("cpu",),
                 holds_weights=True,
                 made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -171,17 +164,17 @@ def _quantized(
 def _model(
     quantized: _Quantized, plan: ExportPlan, signatures: list[Signature], progress: Progress | None
 ) -> tuple[bytes, Sharing]:
-    subject, traced = quantized.subject, []
+    subject, made = quantized.subject, []
     for done, signature in enumerate(signatures):
         of, products = subject, {}
         if signature.level in quantized.static and signature.kind in plan.static_kinds:
             of, products = quantized.static[signature.level]
-        traced.append(_traced(signature, of, plan, scales=quantized.scales, static=products))
+        made.append(_traced(signature, of, plan, scales=quantized.scales, static=products))
         if progress is not None:
             progress("export", done + 1, len(signatures))
     # The converter turns them into float32.
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    return share_buffers(convert(traced), halves)
+    return share_buffers(convert(made), halves)
 
 
 def require_holdable(cfg: ModelConfig) -> None:
@@ -234,59 +227,10 @@ def _traced(
     scales: Mapping[str, np.ndarray],
     static: Mapping[str, StaticProduct],
 ) -> Traced:
-    level = subject.levels[signature.level]
-    cfg = level.cfg
     # Adapters are stored under names of their level.
-    if signature.kind == "tiny_lm":
-        return _traced_tiny_lm(signature, subject, plan)
-    if signature.kind in CODED_KINDS:
-        return _traced_codec(signature, subject, plan)
+    level = subject.levels[signature.level]
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
-    masked = plan.masked and signature.kind in MASKED_KINDS
-    step = functools.partial(
-        subject_step(signature, subject, _FLOAT, loops=False), params_of=_params_of(scales=own, static=static)
-    )
-    step = functools.partial(run_masked_step, step) if masked else step
-    shapes = step_shapes(signature, subject, plan, _FLOAT)
-    exported = exported_step(step, *shapes)
-    weights, caches = subject.weights(signature.level), sorted(shapes[1])
-    results = [*caches, *{"prefill": [], "block": [COUNT, NEXT_TOKENS]}.get(signature.kind, ["logits"])]
-    if signature.kind == "encode":
-        results = [each for each in source_shapes(cfg, 0) if each != SOURCE_TOKENS]
-        inputs = ["tokens", SOURCE_TOKENS]
-    else:
-        more = {"verify": ["mask"], "block": sorted(control_shapes(cfg.vocab_size))}.get(signature.kind, [])
-        more = [ATTENTION_MASK] if masked else more
-        given = [] if subject.adapters is None else [ADAPTER]
-        inputs = [*caches, "tokens", "input_pos", *more, *given, *sorted(source_shapes(cfg, 0))]
-    return Traced(
-        signature.name,
-        exported.mlir_module_serialized,
-        [weights[name] for name in sorted(weights)],
-        inputs,
-        # As JAX flattens them.
-        sorted(results),
-    )
-
-
-def _traced_codec(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
-    """A program of chunks of contexts, which has no weights."""
-    step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
-    exported = exported_step(step, *shapes)
-    inputs = [*sorted(shapes[1]), CHUNKS, *(sorted(shapes[3]) if len(shapes) > 3 else ())]
-    return Traced(signature.name, exported.mlir_module_serialized, [], inputs, result_names(exported))
-
-
-def _traced_tiny_lm(signature: Signature, subject: Subject, plan: ExportPlan) -> Traced:
-    """Traces a program of the tiny LM, whose weights are the same at all precisions."""
-    assert subject.tiny_lm is not None
-    step, shapes = subject_step(signature, subject, _FLOAT), step_shapes(signature, subject, plan, _FLOAT)
-    exported = exported_step(step, *shapes)
-    weights = tiny_weights(subject.tiny_lm)
-    return Traced(
-        signature.name,
-        exported.mlir_module_serialized,
-        [weights[name] for name in sorted(weights)],
-        ["tokens", MASK],
-        sorted((KEEP, MODEL, PROMPT)),
-    )
+    params_of = _params_of(scales=own, static=static)
+    step = subject_step(signature, subject, _FLOAT, loops=False, params_of=params_of)
+    _, caches, inputs = step_shapes(signature, subject, plan, _FLOAT)
+    return traced(signature.name, step, step_weights(signature, subject), caches, inputs)

@@ -6,8 +6,8 @@
     pretrain/ seq2seq/ lora/ elastic/    one package per kind of run
     calibration, contexts/ int8_prefill/ speculation/ experts/    one package per calibration
 
-In a package `job.py` has the recipe and job of a run, and `run.py` runs it from its sources to its result
-in a folder.
+In a package `run.py` runs from sources to a result in a folder; the recipe and the job of a run are there, or
+in `job.py`.
 """
 
 import importlib.util

@@ -26,38 +26,27 @@ from jaxllm.contexts.codecs import RAW
 from jaxllm.contexts.eviction import find_policy
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, Unreadable
-from jaxllm.export.folder_format.arrays import KEYS, VALUES
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS
-from jaxllm.export.programs.codecs import encoded, loaded, require_codec_programs
+from jaxllm.export.folder_format.codecs import (
+    CHUNK_TOKENS,
+    CHUNKS,
+    KEYS,
+    VALUES,
+    blobs_of,
+    coded_of,
+    coded_shapes,
+)
+from jaxllm.export.folder_format.signature import Kind, Signature
 from jaxllm.export.programs.model import ProgramModel
+from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.serving.contexts.memory import ChunkMemory, Stored
 from jaxllm.serving.contexts.record import Origin, Record
 from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import Session
+from jaxllm.serving.ground.plan import Restoration
 
 _CODEC = "raw"
-
-
-@dataclasses.dataclass
-class Restored:
-    """Numbers of a context's tokens by how they were restored for a call.
-
-    Attributes:
-      resident: tokens whose chunks were in memory.
-      read: tokens whose chunks were read from storage.
-      computed: tokens that are recomputed, before those of the prompt.
-      moved: properties of the context that were of other programs, by their names in `Origin`, so that all
-        of its tokens are recomputed; empty if its chunks stay.
-      shared: 0: contexts over programs share no chunks.
-    """
-
-    resident: int = 0
-    read: int = 0
-    computed: int = 0
-    moved: tuple[str, ...] = ()
-    shared: int = 0
 
 
 class ProgramContexts:
@@ -186,7 +175,7 @@ class ProgramContexts:
         self.memory.forget(name)
         self.store.delete(name)
 
-    def begin(self, record: Record, session: Session, *, most_tokens: int) -> Restored:
+    def begin(self, record: Record, session: Session, *, most_tokens: int) -> Restoration:
         """Restores a context into a session, and locks its chunks.
 
         Raises:
@@ -213,13 +202,9 @@ class ProgramContexts:
         except BaseException:
             self.end(record)
             raise
-        found = len([each for each in range(count) if each in read])
-        return Restored(
-            resident=CHUNK_TOKENS * (count - found),
-            read=CHUNK_TOKENS * found,
-            computed=len(record.tokens) - CHUNK_TOKENS * count,
-            moved=moved,
-        )
+        found = tuple(each for each in range(count) if each in read)
+        computed = tuple(range(count, len(record.tokens) // CHUNK_TOKENS))
+        return Restoration(resident=count - len(found), read=found, computed=computed, moved=moved)
 
     def finish(self, record: Record, session: Session, sequence: Sequence[int]) -> None:
         """Stores a context when its call has ended, and unlocks it. If an error lost the cache, the tokens
@@ -361,3 +346,66 @@ def _blobs(rows: dict[str, np.ndarray], chunk: int) -> tuple[np.ndarray, ...]:
         .view(np.uint8)
         for layer in range(len(rows) // 2)
     )
+
+
+def require_codec_programs(runner: ProgramRunner, bits: int) -> str:
+    """Returns the codec of a folder's programs.
+
+    Raises:
+      ConfigError: there are none at `bits` bits.
+    """
+    manifest = runner.executor.manifest
+    for room in manifest.cache_tokens(runner.level):
+        for kind in ("encode_chunks", "load_chunks"):
+            if manifest.coding(kind, bits, runner.level, room) is None:
+                raise ConfigError(
+                    f"{manifest.name} has no programs of contexts at {bits} bits over {room} tokens; "
+                    "export the model with --codec, or keep contexts raw"
+                )
+    return manifest.codec
+
+
+def encoded(
+    runner: ProgramRunner, cache: ProgramCache, chunks: Sequence[int], bits: int
+) -> dict[int, tuple[np.ndarray, ...]]:
+    """Blobs of each layer of some chunks of a cache, by their numbers."""
+    signature, found = _program(runner, "encode_chunks", bits, cache), {}
+    for part in _parts(chunks, signature):
+        coded, _ = runner.executor.run(signature, {CHUNKS: _numbers(part, signature)}, cache.caches)
+        coded = {name: np.asarray(each) for name, each in coded.items()}
+        found |= zip(part, blobs_of(coded, runner.cfg.layers, len(part)), strict=True)
+    return found
+
+
+def loaded(
+    runner: ProgramRunner, cache: ProgramCache, chunks: Sequence[tuple[int, int, Sequence[np.ndarray]]]
+) -> ProgramCache:
+    """A cache with chunks in their places: number, bits and blobs of each."""
+    caches = cache.caches
+    for bits in dict.fromkeys(bits for _, bits, _ in chunks):
+        signature = _program(runner, "load_chunks", bits, cache)
+        own = {number: blobs for number, width, blobs in chunks if width == bits}
+        shapes = coded_shapes(runner.cfg, signature.codec, bits, signature.tokens // CHUNK_TOKENS)
+        for part in _parts(list(own), signature):
+            coded = coded_of([own[number] for number in part], shapes, runner.cfg.layers)
+            inputs = {CHUNKS: _numbers(part, signature), **coded}
+            _, caches = runner.executor.run(signature, inputs, caches)
+    return cache.after(caches, cache.length)
+
+
+def _program(runner: ProgramRunner, kind: Kind, bits: int, cache: ProgramCache) -> Signature:
+    found = runner.executor.manifest.coding(kind, bits, runner.level, cache.capacity_tokens)
+    if found is None:
+        raise ConfigError(f"there is no program that codes {bits} bits; export the model with --codec")
+    return found
+
+
+def _parts(chunks: Sequence[int], signature: Signature) -> list[list[int]]:
+    most = signature.tokens // CHUNK_TOKENS
+    return [list(chunks[at : at + most]) for at in range(0, len(chunks), most)]
+
+
+def _numbers(part: Sequence[int], signature: Signature) -> np.ndarray:
+    """Numbers of chunks, the last repeated up to as many as the program requires."""
+    missing = signature.tokens // CHUNK_TOKENS - len(part)
+    return np.array([*part, *[part[-1]] * missing], np.int32)

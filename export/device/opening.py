@@ -7,7 +7,6 @@ is not.
 """
 
 import importlib.metadata
-import math
 import re
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
 from jaxllm.export.device.host_sampling import HostChooser
 from jaxllm.export.folder_format.manifest import Manifest
-from jaxllm.export.folder_format.stages import STAGE_FILES
+from jaxllm.export.folder_format.parts import STAGE_FILES
 from jaxllm.export.programs.model import ProgramModel, open_program_model
-from jaxllm.export.programs.runner import cache_bytes
 from jaxllm.serving.elastic.coarse_profile import measure_coarsely
 from jaxllm.serving.elastic.profile import DeviceProfile, load_profile, save_profile
 from jaxllm.serving.elastic.profiling import measure_together
@@ -124,9 +122,7 @@ def weights_bytes(manifest: Manifest, *, staged: bool = False) -> int:
 def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
     """Bytes of weights (see `weights_bytes`), of the longest caches of the whole model, and of the
     logits of all programs."""
-    itemsize = _FLOAT_BYTES if manifest.cache_dtype == "float32" else 2
-    caches = longest_cache_bytes(manifest)
-    caches += itemsize * sum(math.prod(each) for each in manifest.source_shapes(WHOLE).values())
+    caches = longest_cache_bytes(manifest) + manifest.source_bytes(WHOLE)
     without_logits = ("encode", "tiny_lm")
     kinds = [(each.kind, each.tokens) for each in manifest.signatures if each.kind not in without_logits]
     # A block has a bias, the prompt's tokens and their counts in place of logits.
@@ -143,7 +139,7 @@ def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
 
 def longest_cache_bytes(manifest: Manifest) -> int:
     """Returns bytes of the longest caches of one answer of the whole model, in all of the runtime's sets."""
-    return _CACHE_SETS.get(manifest.format, 1) * cache_bytes(manifest, WHOLE, manifest.context_tokens)
+    return _CACHE_SETS.get(manifest.format, 1) * manifest.cache_bytes(WHOLE, manifest.context_tokens)
 
 
 def _holds_weights(name: str) -> bool:

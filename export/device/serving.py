@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxllm.errors import ConfigError, ContextGone
-from jaxllm.export.device.context import ProgramContextCall
 from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import longest_cache_bytes, needed_bytes, weights_bytes
-from jaxllm.export.device.service import ProgramService
+from jaxllm.export.device.service import ProgramContextCall, ProgramService
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import AdapterFacts, AdapterGone

@@ -10,21 +10,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, find_codec
-from jaxllm.export.folder_format.arrays import KEYS, VALUES
+from jaxllm.contexts.codecs import WIDTHS, ChunkFormat, find_codec
 
+KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
 CHUNKS = "chunks"
 # Of a chunk (C), as the live service has them by default.
 CHUNK_TOKENS = 16
 # Of a cache's name.
 LEVELS, FACTORS = "{}_levels", "{}_factors"
 Arrays = dict[str, np.ndarray]
-
-
-def require_codec(codec: str, bits: int, tokens: int) -> None:
-    """Raises ValueError unless a program may have this codec and width, for chunks of so many tokens."""
-    if codec not in CODECS or type(bits) is not int or bits not in WIDTHS or tokens % CHUNK_TOKENS:
-        raise ValueError(f"a program of chunks with codec {codec!r:.40} at {bits!r:.40} bits")
 
 
 def chunk_format(codec: str) -> ChunkFormat:

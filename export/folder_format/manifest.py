@@ -12,129 +12,87 @@ loop over programs needs, so that running them requires neither model code nor t
 
 import collections
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, TypeVar
 
+import numpy as np
 import xxhash
 
-from jaxllm.config import MAX_DIMENSION, WHOLE
-from jaxllm.contexts.codecs import WIDTHS
-from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.export.folder_format.adapters import AdapterInputs, adapter_file
-from jaxllm.export.folder_format.arrays import cache_shapes, source_shapes
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, require_codec
-from jaxllm.export.folder_format.files import StoredFile, require_ints, require_text
-from jaxllm.export.folder_format.levels import ProgramLevel, read_level
-from jaxllm.export.folder_format.stages import STAGE_FILES, StageFacts
-from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER, TinyLmFacts
-from jaxllm.files.input_files import read_bytes
+from jaxllm.config import WHOLE
+from jaxllm.errors import CheckpointError, ConfigError, ProgramError
+from jaxllm.export.folder_format.parts import (
+    STAGE_FILES,
+    AdapterInputs,
+    ProgramLevel,
+    StageFacts,
+    TinyLmFacts,
+    adapter_file,
+    read_part,
+)
+from jaxllm.export.folder_format.signature import (
+    Interface,
+    Kind,
+    Signature,
+    cache_shapes,
+    interface_of,
+    source_shapes,
+)
+from jaxllm.files.input_files import open_regular, read_bytes
+from jaxllm.options import check_options, option
+from jaxllm.text.tokenizer import TokenizerFiles
 
-# "live" programs are in no folder: a process traces them itself.
-ProgramFormat = Literal["stablehlo", "tflite", "live"]
-FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite")
-Kind = Literal["prefill", "decode", "block", "verify", "encode", "tiny_lm", "encode_chunks", "load_chunks"]
-CODED_KINDS: tuple[Kind, ...] = ("encode_chunks", "load_chunks")
-Precision = Literal["f32", "bf16", "int8", "w8a8"]
-CACHE_DTYPES = ("float32", "bfloat16")
-
-MANIFEST, TOKENIZER, WEIGHTS = "program.json", "tokenizer.json", "weights.safetensors"
-VERSION = 2
-# Suffixes of the names of an adapter's factors, after the parameter's name.
-LEFT, RIGHT = ".left", ".right"
-_MAX_MANIFEST_BYTES = 16 << 20
-_MAX_SIGNATURES = 1 << 12
+# Files of a standalone device folder: the modules of the loop, and its entry point.
+LOOP, MAIN = "loop.pyz", "__main__.py"
+WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
+TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
+_READ_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Signature:
-    """One program.
+class StoredFile:
+    """Size and checksum of a file of the folder."""
 
-    Attributes:
-      kind: prefill, decode, block (decodes several tokens), verify, encode (encodes a source), tiny_lm
-        (encodes a row of a prompt, to plan), encode_chunks or load_chunks (of contexts).
-      tokens: T, number of new tokens; maximum for a block; length of the longest source for an encode
-        program.
-      level: sub-model, in percent; 100 for a tiny LM's, which all levels share.
-      cache_tokens: S, length of its caches; 0 for the whole context.
-      file: name of its file.
-      codec, bits: codec name and width of chunks of contexts; empty and 0 for other programs.
-    """
-
-    kind: Kind
-    tokens: int
-    level: int
-    cache_tokens: int = 0
-    file: str
-    codec: str = ""
-    bits: int = 0
+    size_bytes: int = option(low=0, high=1 << 50)
+    xxh3_128: str
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"a program of kind {self.kind!r:.40}")
-        require_text("a program's file", self.file)
-        require_ints("a program", (self.tokens, self.level), 1, MAX_DIMENSION)
-        require_ints("a program's cache", (self.cache_tokens,), 0, MAX_DIMENSION)
-        if self.kind in CODED_KINDS:
-            require_codec(self.codec, self.bits, self.tokens)
-        elif self.codec or self.bits:
-            raise ValueError("a codec of a program that has none")
+        check_options(self)
 
-    @property
-    def name(self) -> str:
-        """Its name in runtimes. Levels and short caches come first, so that LiteRT-LM, which matches
-        prefixes, does not mistake their signatures for the model's."""
-        parts = [] if self.level == WHOLE else [f"level_{self.level}"]
-        parts += [f"cache_{self.cache_tokens}"] if self.cache_tokens else []
-        size = self.bits or self.tokens
-        parts += [self.kind] if self.kind == "decode" else [f"{self.kind}_{size}"]
-        return "_".join(parts)
+    @classmethod
+    def of(cls, path: Path) -> "StoredFile":
+        """The record of a file on disk.
+
+        Raises:
+          OSError: the file cannot be read, or is no regular file.
+        """
+        digest, size = xxhash.xxh3_128(), 0
+        with open_regular(path) as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+                size += len(block)
+        return cls(size_bytes=size, xxh3_128=digest.hexdigest())
 
 
-def level_signatures(
-    level: int,
-    *,
-    chunk_tokens: Sequence[int],
-    verify_tokens: Sequence[int],
-    block_tokens: int = 0,
-    cache_tokens: Sequence[int] = (),
-    encode_tokens: Sequence[int] = (),
-    codec: tuple[str, int] = ("", 0),
-    file: Callable[[str], str] = lambda _: "",
-) -> list[Signature]:
-    """Lists the signatures of a level.
+def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
+    """Writes a tokenizer into a folder of programs."""
+    path.write_text(json.dumps(files.to_json()), encoding="utf-8")
 
-    Args:
-      level: level in percent.
-      chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
-      block_tokens: maximum number of tokens that a program decodes; 0 for only single tokens.
-      cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.
-      encode_tokens: lengths of sources; these programs have no caches.
-      codec: codec of chunks, and number of tokens of a program's chunks; 0 for no such programs.
-      file: function from a program's name to its file.
-    """
-    found = []
-    for cache in (*cache_tokens, 0):
-        sizes: list[tuple[Kind, int]] = [
-            *(("prefill", each) for each in chunk_tokens),
-            ("decode", 1),
-            *([("block", block_tokens)] if block_tokens else []),
-            *(("verify", each) for each in verify_tokens),
-            *(("encode", each) for each in encode_tokens if not cache),
-        ]
-        for kind, tokens in sizes:
-            if not cache or tokens <= cache:
-                bare = Signature(kind=kind, tokens=tokens, level=level, cache_tokens=cache, file="")
-                found.append(dataclasses.replace(bare, file=file(bare.name)))
-        coded = min(codec[1], cache or codec[1]) // CHUNK_TOKENS * CHUNK_TOKENS
-        for kind, bits in itertools.product(CODED_KINDS if coded else (), WIDTHS):
-            bare = Signature(
-                kind=kind, tokens=coded, level=level, cache_tokens=cache, file="", codec=codec[0], bits=bits
-            )
-            found.append(dataclasses.replace(bare, file=file(bare.name)))
-    return found
+
+# "live" programs are in no folder: a process traces them itself.
+ProgramFormat = Literal["stablehlo", "tflite", "live"]
+Precision = Literal["f32", "bf16", "int8", "w8a8"]
+CacheDtype = Literal["float32", "bfloat16"]
+Found = TypeVar("Found")
+
+MANIFEST = "program.json"
+VERSION = 3
+_MAX_MANIFEST_BYTES = 16 << 20
+_MAX_TOKENIZER_BYTES = 64 << 20
+_MAX_SIGNATURES = 1 << 12
+_READ_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,9 +120,9 @@ class Manifest:
     format: ProgramFormat
     name: str
     model: str
-    context_tokens: int
+    context_tokens: int = option(low=1)
     precision: Precision
-    cache_dtype: str
+    cache_dtype: CacheDtype
     platforms: tuple[str, ...]
     levels: Mapping[int, ProgramLevel]
     signatures: tuple[Signature, ...]
@@ -176,16 +134,15 @@ class Manifest:
     stages: StageFacts | None = None
 
     def __post_init__(self) -> None:
-        for what in (self.name, self.model, *self.platforms, *self.made_with.values(), *self.left_out):
-            require_text("the manifest", what)
-        require_ints("the number of programs", (len(self.signatures),), 1, _MAX_SIGNATURES)
-        if WHOLE not in self.levels:
-            raise ValueError("there is no whole model")
-        for level in self.levels:
-            require_ints("a level", (level,), 1, WHOLE)
-        require_ints("context_tokens", (self.context_tokens,), 1, self.levels[WHOLE].cfg.window_tokens)
-        if self.cache_dtype not in CACHE_DTYPES:
-            raise ValueError(f"cache_dtype {self.cache_dtype!r:.40}")
+        check_options(self)
+        if not all(isinstance(each, str) for each in self.made_with.values()):
+            raise ValueError("made_with has values that are no text")
+        if not 1 <= len(self.signatures) <= _MAX_SIGNATURES:
+            raise ValueError(f"there are {len(self.signatures)} programs, not 1 to {_MAX_SIGNATURES}")
+        if WHOLE not in self.levels or not all(1 <= level <= WHOLE for level in self.levels):
+            raise ValueError("there is no whole model, or a level of other percents than 1 to 100")
+        if self.context_tokens > (window := self.levels[WHOLE].cfg.window_tokens):
+            raise ValueError(f"context_tokens {self.context_tokens} is more than the window of {window}")
         for each in self.signatures:
             room = self.room(each)
             # A row of the tiny LM is in no cache.
@@ -208,8 +165,8 @@ class Manifest:
 
         if (self.tiny_lm is None) != (not self.tiny_lm_tokens()):
             raise ValueError("there is a tiny LM, or programs of one, but not both")
-        if self.tiny_lm is not None:
-            self.tiny_lm.require_programs(self.tiny_lm_tokens())
+        if self.tiny_lm is not None and self.tiny_lm_tokens()[-1] != self.tiny_lm.row_tokens:
+            raise ValueError(f"no program of the tiny LM reads its rows of {self.tiny_lm.row_tokens} tokens")
         if self.adapters is not None and self.adapters.shapes.keys() != self.levels.keys():
             raise ValueError("adapters are of other levels")
         if self.stages is not None and (
@@ -225,6 +182,31 @@ class Manifest:
     def room(self, signature: Signature) -> int:
         """Positions of a program's caches (S)."""
         return signature.cache_tokens or self.context_tokens
+
+    def interface(self, signature: Signature) -> Interface:
+        """The arrays of a program besides its weights."""
+        level = signature.level
+        return interface_of(
+            signature,
+            self.levels[level].cfg,
+            self.room(signature),
+            np.dtype(self.cache_dtype),
+            source_tokens=max(self.encode_tokens(level), default=0),
+            adapter_size=0 if self.adapters is None else self.adapters.size(level),
+            tiny_lm=self.tiny_lm,
+        )
+
+    def cache_bytes(self, level: int, tokens: int) -> int:
+        """Bytes of one set of a level's caches of `tokens` positions."""
+        return self._itemsize * sum(map(math.prod, self.cache_shapes(level, tokens).values()))
+
+    def source_bytes(self, level: int) -> int:
+        """Bytes of a level's source; 0 for a model without an encoder."""
+        return self._itemsize * sum(map(math.prod, self.source_shapes(level).values()))
+
+    @property
+    def _itemsize(self) -> int:
+        return 4 if self.cache_dtype == "float32" else 2
 
     def cache_tokens(self, level: int) -> tuple[int, ...]:
         """Lengths of caches that a level has programs for, ascending."""
@@ -281,11 +263,6 @@ class Manifest:
         """Shapes `[1, K, S, H]` of a level's caches by name."""
         return cache_shapes(self.levels[level].cfg, cache_tokens)
 
-    def _stored(self, folder: Path, name: str) -> StoredFile:
-        if name not in self.files:
-            raise ProgramError(f"{folder} has no {name}; export the model again")
-        return self.files[name]
-
     def _sizes(self, kind: Kind, level: int, cache_tokens: int) -> tuple[int, ...]:
         return tuple(sorted(each.tokens for each in self._of(level, cache_tokens) if each.kind == kind))
 
@@ -319,8 +296,9 @@ class Manifest:
                 f"{path}: version {version!r:.40}, this jaxllm reads {VERSION}; export the model again"
             )
         try:
-            manifest = cls._parsed(data)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
+            manifest: Manifest = read_part(cls, data)
+            manifest._require_files()
+        except _READ_ERRORS as error:
             raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
         for name, stored in manifest.files.items():
             if Path(name).name != name or "\0" in name:
@@ -330,31 +308,33 @@ class Manifest:
                 raise ProgramError(f"{file}: missing or truncated; copy the folder again or export it again")
         return manifest
 
-    @classmethod
-    def _parsed(cls, data: dict[str, Any]) -> "Manifest":
-        fields = dict(data)
-        for name, allowed in (("format", FORMATS), ("precision", get_args(Precision))):
-            if fields[name] not in allowed:
-                raise ValueError(f"{name} {fields[name]!r:.40}")
-        fields["platforms"] = tuple(fields["platforms"])
-        fields["left_out"] = tuple(fields.get("left_out", ()))
-        fields["signatures"] = tuple(Signature(**each) for each in fields["signatures"])
-        fields["files"] = {name: StoredFile(**each) for name, each in fields["files"].items()}
-        fields["tiny_lm"] = TinyLmFacts.from_json(fields.get("tiny_lm"))
-        fields["adapters"] = AdapterInputs.from_json(fields.get("adapters"))
-        fields["stages"] = StageFacts.from_json(fields.get("stages"))
-        fields["levels"] = {int(level): read_level(each) for level, each in fields["levels"].items()}
-        manifest = cls(**fields)
-        wanted = [TOKENIZER, *(each.file for each in manifest.signatures)]
-        if manifest.tiny_lm is not None and manifest.tiny_lm.own_tokenizer:
+    def _require_files(self) -> None:
+        """Raises ValueError unless a folder may have this manifest, and the manifest the folder's files."""
+        if self.format == "live":
+            raise ValueError("format 'live'")
+        wanted = [TOKENIZER, *(each.file for each in self.signatures)]
+        if self.tiny_lm is not None and self.tiny_lm.own_tokenizer:
             wanted.append(TINY_TOKENIZER)
-        if manifest.adapters is not None:
-            wanted += map(adapter_file, manifest.adapters.names)
-        if manifest.stages is not None:
+        if self.adapters is not None:
+            wanted += map(adapter_file, self.adapters.names)
+        if self.stages is not None:
             wanted += STAGE_FILES.values()
-        if unknown := [each for each in wanted if each not in manifest.files]:
+        if unknown := [each for each in wanted if each not in self.files]:
             raise ValueError(f"there is no file {', '.join(unknown)}")
-        return manifest
+
+    def read_tokenizer(self, folder: Path, name: str = TOKENIZER) -> TokenizerFiles:
+        """Reads a tokenizer of the folder, by default the model's.
+
+        Raises:
+          ProgramError: it is malformed, or see `read_intact`.
+        """
+        raw = self.read_intact(folder, name, most_bytes=_MAX_TOKENIZER_BYTES)
+        try:
+            return TokenizerFiles.from_json(json.loads(raw))
+        except (ValueError, RecursionError, CheckpointError) as error:
+            raise ProgramError(
+                f"{folder / name}: malformed ({error!s:.200}); export the model again"
+            ) from error
 
     def read_intact(self, folder: Path, name: str, *, most_bytes: int) -> bytes:
         """The content of a file.
@@ -362,17 +342,12 @@ class Manifest:
         Raises:
           ProgramError: its checksum is wrong, it is larger than `most_bytes`, or not in the manifest.
         """
-        path = folder / name
-        stored = self._stored(folder, name)
-        try:
+
+        def read(path: Path) -> tuple[bytes, StoredFile]:
             raw = read_bytes(path, most_bytes)
-        except OSError as error:
-            raise ProgramError(
-                f"{path}: cannot be read ({error.strerror}); copy the folder again or export it again"
-            ) from error
-        if StoredFile(size_bytes=len(raw), xxh3_128=xxhash.xxh3_128_hexdigest(raw)) != stored:
-            raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
-        return raw
+            return raw, StoredFile(size_bytes=len(raw), xxh3_128=xxhash.xxh3_128_hexdigest(raw))
+
+        return self._intact(folder, name, read)
 
     def require_intact(self, folder: Path, name: str) -> Path:
         """The path of a file, after checking it.
@@ -380,14 +355,18 @@ class Manifest:
         Raises:
           ProgramError: its checksum is wrong, or it is not in the manifest.
         """
+        return self._intact(folder, name, lambda path: (path, StoredFile.of(path)))
+
+    def _intact(self, folder: Path, name: str, read: Callable[[Path], tuple[Found, StoredFile]]) -> Found:
         path = folder / name
-        stored = self._stored(folder, name)
+        if name not in self.files:
+            raise ProgramError(f"{folder} has no {name}; export the model again")
         try:
-            found = StoredFile.of(path)
+            value, found = read(path)
         except OSError as error:
             raise ProgramError(
                 f"{path}: cannot be read ({error.strerror}); copy the folder again or export it again"
             ) from error
-        if found != stored:
+        if found != self.files[name]:
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
-        return path
+        return value

@@ -15,20 +15,20 @@ import numpy as np
 
 from jaxllm.errors import ProgramError
 
+_MAX_HEADER_BYTES = 64 << 20
 _ALIGN = 64
 _MODEL = "model"
-_MAX_HEADER_BYTES = 64 << 20
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "I8": np.dtype(np.int8),
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Exceptions of parsing a malformed header.
 _MALFORMED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, struct.error, RecursionError
 )  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_weights(path: Path, arrays: Mapping[str, np.ndarray], *, model: str) -> None:

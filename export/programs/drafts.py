@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.tokenizer import read_tokenizer
-from jaxllm.export.programs.executor import open_executor
+from jaxllm.export.programs.opening import open_executor
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
 from jaxllm.serving.engine.request import common_prefix
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
@@ -77,7 +76,7 @@ def _drafter(
         )
     folder = Path(options.model)
     executor = open_executor(folder, threads=threads)
-    if not Tokenizer(read_tokenizer(executor.manifest, folder)).same_tokens(tokenizer):
+    if not Tokenizer(executor.manifest.read_tokenizer(folder)).same_tokens(tokenizer):
         raise ConfigError(
             f"{folder} has another tokenizer than the programs that it is to draft for; export a model that "
             "was trained on theirs"

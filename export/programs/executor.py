@@ -1,175 +1,164 @@
-"""Opens the executor of a program folder; defines the protocol of executors.
+"""Defines what executors of programs share.
 
 `live.py` jits the steps themselves, `stablehlo.py` runs files of `jax.export`, `litert.py` a `.tflite` model.
 """
 
-import math
+import abc
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.export.folder_format.manifest import Manifest, Signature
-from jaxllm.export.programs.adapters import FolderAdapters
-from jaxllm.serving.host.machine import memory_bytes
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.parts import ADAPTER, adapter_file
+from jaxllm.export.folder_format.signature import Interface, Signature
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.host.user_cache import buckets_bytes
 
 if TYPE_CHECKING:
-    from jaxllm.serving.buckets.store import CompiledBucketFolder
+    pass
+
+NO_ADAPTER = ""
 
 
-class Executor(Protocol):
-    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `restored`, `grow`,
-    `run` or `keep` is passed to `grow`, `run` or `keep`, once.
+class FolderAdapters:
+    """Reads adapters of a folder on first use, and selects the current one.
 
     Attributes:
+      used: name of the current adapter; empty for none.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path | None = None) -> None:
+        self._manifest, self._folder, self.used = manifest, folder, NO_ADAPTER
+        self._arrays: dict[tuple[str, int], np.ndarray] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all adapters in the folder."""
+        return () if self._manifest.adapters is None else self._manifest.adapters.names
+
+    @property
+    def version(self) -> int:
+        """A number of the adapter in use, 0 for none: caches of one are of no use to another."""
+        return 1 + self.names.index(self.used) if self.used else 0
+
+    def require(self, name: str) -> None:
+        """Checks that an adapter exists; "", which is none, does.
+
+        Raises:
+          ConfigError: it does not.
+        """
+        if name and name not in self.names:
+            known = ", ".join(self.names) or "none"
+            raise ConfigError(
+                f"the programs have no adapter {name!r:.80}, but {known}; export the model with "
+                "--adapter-input NAME=DIR"
+            )
+
+    def use(self, name: str) -> None:
+        """Gives programs another adapter from now on; "" for none.
+
+        Raises:
+          ConfigError: the folder has no such adapter.
+          ProgramError: its file is corrupt.
+        """
+        self.require(name)
+        if name:
+            # A corrupt file is reported now, and changes nothing.
+            self.array(WHOLE, name)
+        self.used = name
+
+    def digest(self, name: str) -> str:
+        """The checksum of an adapter's file; empty for none."""
+        return self._manifest.files[adapter_file(name)].xxh3_128 if name else ""
+
+    def name_of(self, digest: str) -> str | None:
+        """Name of the adapter of a digest, empty for none; None if the folder has none with it."""
+        return next((each for each in (NO_ADAPTER, *self.names) if self.digest(each) == digest), None)
+
+    def array(self, level: int, name: str) -> np.ndarray:
+        """An adapter as an input of a level's programs, which accept one, `[N]` float32."""
+        inputs = self._manifest.adapters
+        assert inputs is not None
+        if (name, level) not in self._arrays:
+            if not name:
+                found = np.zeros(inputs.size(level), np.float32)
+            elif level != WHOLE:
+                found = inputs.of_level(level, self.array(WHOLE, name))
+            else:
+                assert self._folder is not None
+                file = adapter_file(name)
+                raw = self._manifest.read_intact(self._folder, file, most_bytes=inputs.file_bytes)
+                found = inputs.parsed(name, raw)
+            self._arrays[name, level] = found
+        return self._arrays[name, level]
+
+
+class Executor(abc.ABC):
+    """Runs the programs of a manifest. Its caches are opaque: a result of `restored`, `grow`, `run` or `keep`
+    is passed to `grow`, `run` or `keep`, once.
+
+    Attributes:
+      manifest: manifest of the programs.
       lock: lock that the caller acquires: one call at a time.
+      adapters: low-rank adapters that its programs accept, and the current one.
       moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are already
         at their positions.
-      adapters: low-rank adapters that its programs accept, and the current one.
       stops_early: whether a block of tokens ends after a stop token or its limit; else it costs as much as
         a full one.
     """
 
-    lock: threading.RLock
-    moves_rows: bool
-    adapters: FolderAdapters
-    stops_early: bool
+    moves_rows = stops_early = True
 
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of the programs."""
-        ...
+    def __init__(self, manifest: Manifest, adapters: FolderAdapters) -> None:
+        self.manifest, self.adapters, self.lock = manifest, adapters, threading.RLock()
+        self._placed: dict[tuple[str, int], dict[str, Any]] = {}
+        self._interfaces: dict[str, Interface] = {}
 
+    @abc.abstractmethod
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """Prepares programs, and the buckets that grow their caches, so that a request compiles nothing."""
-        ...
 
+    @abc.abstractmethod
     def is_ready(self, signature: Signature) -> bool:
         """Whether a program can run at once."""
-        ...
 
-    def start(self, level: int, cache_tokens: int) -> Any:
-        """Returns empty caches of a level, of a length that it has programs for."""
-        ...
-
+    @abc.abstractmethod
     def grow(self, level: int, caches: Any, cache_tokens: int) -> Any:
         """Copies the sequence into caches of the next length, `cache_tokens`."""
-        ...
 
+    @abc.abstractmethod
     def rows(self, level: int, caches: Any, tokens: int) -> dict[str, np.ndarray]:
         """Copies of the first `tokens` rows of each cache, `[1, K, tokens, H]`; the caches stay."""
-        ...
 
+    @abc.abstractmethod
     def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Any:
         """Returns caches of a level, of a length that it has programs for, that begin with `rows` (see
-        `rows`)."""
-        ...
+        `rows`); without any they are empty."""
 
-    def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> Any:
-        """Encodes a source.
+    @abc.abstractmethod
+    def place(self, level: int, inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Returns inputs of a level's programs in the runtime's memory, for any number of runs."""
 
-        Args:
-          signature: signature of a program that encodes.
-          tokens: `[1, T]` int32.
-          count: number of valid tokens.
-
-        Returns:
-          The source for `run` and `run_block`, any number of times.
-        """
-        ...
-
+    @abc.abstractmethod
     def run(
-        self,
-        signature: Signature,
-        caches: Any,
-        tokens: np.ndarray,
-        input_pos: np.ndarray,
-        mask: np.ndarray | None = None,
-        source: Any = None,
-    ) -> tuple[Any, Any]:
-        """Runs one step.
+        self, signature: Signature, inputs: Mapping[str, Any], caches: Any = None
+    ) -> tuple[dict[str, Any], Any]:
+        """Runs a program with the current adapter.
 
         Args:
           signature: signature of the program.
-          caches: donated.
-          tokens: `[1, T]` int32.
-          input_pos: `[T]` int32.
-          mask: `[T, T]` bool, of a tree (see `jaxllm.export.steps.exported.run_tree`).
-          source: source of an encoder-decoder (see `encode`).
+          inputs: its inputs by name, of NumPy or of `place`; without the adapter.
+          caches: its caches, donated if it returns them.
 
         Returns:
-          Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.
+          Its outputs by name, which NumPy can read; and the caches.
         """
-        ...
 
-    def run_block(
-        self,
-        signature: Signature,
-        caches: Any,
-        token: int,
-        at: int,
-        controls: Mapping[str, np.ndarray],
-        source: Any = None,
-    ) -> tuple[np.ndarray, Any]:
-        """Decodes several tokens in one step.
-
-        Args:
-          signature: signature of the program.
-          caches: donated; with room for `limit` tokens.
-          token: the last one, not yet in the caches.
-          at: its position.
-          controls: see `jaxllm.export.folder_format.controls`.
-          source: source of an encoder-decoder (see `encode`).
-
-        Returns:
-          The next tokens `[n]` int32, and the caches.
-        """
-        ...
-
-    def run_tiny_lm(
-        self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Reads a row of a prompt to plan.
-
-        Args:
-          signature: signature of a program of the tiny LM.
-          tokens: `[1, T]` int32.
-          mask: `[1, T]` bool.
-
-        Returns:
-          Logits by name (see `jaxllm.export.folder_format.tiny_lm`).
-        """
-        ...
-
-    def encode_chunks(self, signature: Signature, caches: Any, chunks: np.ndarray) -> dict[str, np.ndarray]:
-        """Encodes chunks of the caches, which are not donated.
-
-        Args:
-          signature: signature of a program that encodes chunks.
-          caches: see `run`.
-          chunks: `[n]` int32, their numbers, as many as the program requires; the last may be repeated.
-
-        Returns:
-          Their arrays by name (see `jaxllm.export.folder_format.codecs`).
-        """
-        ...
-
-    def load_chunks(
-        self, signature: Signature, caches: Any, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
-    ) -> Any:
-        """Writes chunks by their arrays into caches, which are donated; for the arguments see
-        `encode_chunks`.
-
-        Returns:
-          The caches.
-        """
-        ...
-
+    @abc.abstractmethod
     def keep(self, signature: Signature, caches: Any, at: int, path: np.ndarray) -> Any:
         """Moves an accepted path of a tree to the beginning of the tree in the caches.
 
@@ -182,53 +171,19 @@ class Executor(Protocol):
         Returns:
           The caches.
         """
-        ...
 
+    def _interface(self, signature: Signature) -> Interface:
+        if signature.name not in self._interfaces:
+            self._interfaces[signature.name] = self.manifest.interface(signature)
+        return self._interfaces[signature.name]
 
-def open_executor(folder: Path, *, threads: int = 0) -> Executor:
-    """Opens the executor of a folder of `jaxllm export`.
-
-    Args:
-      folder: folder of programs.
-      threads: number of threads of LiteRT; 0 for all cores of this process.
-
-    Raises:
-      ProgramError: the folder is not one of programs, corrupt, or of other weights.
-      ConfigError: its runtime is not installed, or it does not support this device.
-      BudgetExceeded: its caches are larger than this machine's memory.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export`")
-    manifest = Manifest.read(folder)
-    _require_room(folder, manifest)
-    if manifest.format == "stablehlo":
-        from jaxllm.export.programs.stablehlo import StableHloExecutor
-
-        return StableHloExecutor(manifest, folder, kept_buckets())
-    from jaxllm.export.programs.litert import LiteRtExecutor
-
-    return LiteRtExecutor(manifest, folder, threads=threads)
-
-
-def kept_buckets() -> "CompiledBucketFolder | None":
-    """This user's folder of compiled buckets; None if its limit is 0."""
-    # Here, because LiteRT's programs run without JAX.
-    from jaxllm.serving.buckets.store import CompiledBucketFolder
-
-    return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
-
-
-def _require_room(folder: Path, manifest: Manifest) -> None:
-    """Raises BudgetExceeded if a level's longest caches exceed the memory of this machine."""
-    there = memory_bytes()
-    if there is None:
-        return
-    itemsize = 4 if manifest.cache_dtype == "float32" else 2
-    for level in manifest.levels:
-        shapes = manifest.cache_shapes(level, manifest.context_tokens) | manifest.source_shapes(level)
-        taken = itemsize * sum(math.prod(each) for each in shapes.values())
-        if taken > there:
-            raise BudgetExceeded(
-                f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this "
-                f"machine has {there:,}; export the model with a shorter --context"
+    def _adapted(self, signature: Signature, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inputs with the current adapter, if the program accepts one."""
+        if ADAPTER not in self._interface(signature).inputs:
+            return inputs
+        key = self.adapters.used, signature.level
+        if key not in self._placed:
+            self._placed[key] = self.place(
+                signature.level, {ADAPTER: self.adapters.array(signature.level, self.adapters.used)}
             )
+        return {**inputs, **self._placed[key]}

@@ -1,66 +1,67 @@
-"""Runs programs by JAX: compiled once, cached for later processes, with donated caches."""
+"""Runs programs by JAX: compiled once, cached for later processes, with donated caches; and samples tokens by
+buckets that are compiled ahead of time.
+"""
 
+import dataclasses
+import functools
 import itertools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.export.folder_format.arrays import SOURCE_TOKENS, lengthened
-from jaxllm.export.folder_format.controls import COUNT, NEXT_TOKENS
-from jaxllm.export.folder_format.manifest import Manifest, Signature
-from jaxllm.export.programs.adapters import FolderAdapters
-from jaxllm.export.programs.exported_bucket import (
-    Caches,
-    ProgramBucket,
-    ProgramGrowBucket,
-    ProgramKeepBucket,
-    ProgramShapes,
-    named_shapes,
-)
-from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.errors import ProgramError, one_line
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.signature import CODED_KINDS, Shapes, Signature, lengthened
+from jaxllm.export.programs.executor import Executor, FolderAdapters
+from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
+from jaxllm.serving.buckets.bucket import Bucket, ids, shapes_of, tree_shapes
 from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
 from jaxllm.serving.host.progress import Progress
+from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.speculation.tree import choices
+
+Caches = dict[str, jax.Array]
+Steps = Callable[[Signature], Callable[..., dict[str, jax.Array]]]
+# Name, shape and dtype of each cache, sorted by name: a field of a bucket.
+_CacheShapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
-class JaxPrograms:
+class JaxPrograms(Executor):
     """Common part of executors on JAX.
 
     Args:
       manifest: manifest of the programs.
       weights: function from a level to the weights of its programs.
-      step: function `(weights, caches, tokens, input_pos[, mask])` of a signature.
+      step: function from a signature to its step (weights, caches, inputs) -> caches and outputs.
       contents: key of the contents of a signature's program.
       folder: cache of compiled buckets; None caches none.
       tiny_lm: weights of the tiny LM; empty for none.
       adapters: adapters that programs accept; None for none.
     """
 
-    moves_rows = stops_early = True
-
     def __init__(
         self,
         manifest: Manifest,
         weights: Mapping[int, Mapping[str, Any]],
-        step: Callable[[Signature], Callable[..., dict[str, jax.Array]]],
+        step: Steps,
         contents: Callable[[Signature], str],
         folder: CompiledBucketFolder | None,
         *,
         tiny_lm: Mapping[str, Any] | None = None,
         adapters: FolderAdapters | None = None,
     ) -> None:
-        self.manifest, self.lock = manifest, threading.RLock()
-        self.adapters, self._tiny_lm = adapters or FolderAdapters(manifest), dict(tiny_lm or {})
-        self._placed: dict[tuple[str, int], jax.Array] = {}
-        self._weights, self._contents = weights, contents
+        super().__init__(manifest, adapters or FolderAdapters(manifest))
+        self._weights, self._tiny_lm, self.step, self._contents = weights, tiny_lm or {}, step, contents
         self._programs: dict[str, ProgramBucket] = {}
+        # Found by name, because every token needs one.
+        self._compiled: dict[str, Any] = {}
         self._buckets, store = BucketTable(), None if folder is None else BucketStore.of_programs(folder)
-        for level, each in weights.items():
-            shapes = ProgramShapes(manifest, each, step, self._path, self._tiny_lm)
-            self._buckets.add_level(level, shapes, store)
+        for level in weights:
+            self._buckets.add_level(level, self, store)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; several at a time, from disk if an earlier process stored them."""
@@ -86,11 +87,6 @@ class JaxPrograms:
         """Gets one program ready, in this thread."""
         self._buckets.fill_here([self._program_bucket(signature)])
 
-    def start(self, level: int, cache_tokens: int) -> Caches:
-        """See `Executor`."""
-        shapes = self._cache_shapes(level, cache_tokens)
-        return {name: jax.device_put(np.zeros(each.shape, each.dtype)) for name, each in shapes.items()}
-
     def grow(self, level: int, caches: Caches, cache_tokens: int) -> Caches:
         """See `Executor`."""
         short = next(iter(caches.values())).shape[2]
@@ -104,91 +100,31 @@ class JaxPrograms:
 
     def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Caches:
         """See `Executor`."""
-        found = {}
-        for name, each in self._cache_shapes(level, cache_tokens).items():
-            found[name] = jax.device_put(lengthened(rows[name], each.shape))
+        dtype, found = jnp.dtype(self.manifest.cache_dtype), {}
+        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
+            own = lengthened(rows[name], shape) if rows else np.zeros(shape, dtype)
+            found[name] = jax.device_put(own)
         return found
 
-    def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> Caches:
+    def place(self, level: int, inputs: Mapping[str, np.ndarray]) -> Caches:
         """See `Executor`."""
-        if not self.is_ready(signature):
-            self.prepare([signature])
-        program = self._buckets.get(self._program_bucket(signature))
-        number = np.array([count], np.int32)
-        out = program(self._weights[signature.level], {}, tokens, number)
-        shapes = self.manifest.source_shapes(signature.level)
-        # Padded on the host, once per source: on the device that would require a bucket for each length.
-        rows = {name: lengthened(np.asarray(each), shapes[name]) for name, each in out.items()}
-        return jax.device_put({**rows, SOURCE_TOKENS: number})
+        del level
+        return jax.device_put(dict(inputs))
 
     def run(
-        self,
-        signature: Signature,
-        caches: Caches,
-        tokens: np.ndarray,
-        input_pos: np.ndarray,
-        mask: np.ndarray | None = None,
-        source: Caches | None = None,
-    ) -> tuple[jax.Array | None, Caches]:
+        self, signature: Signature, inputs: Mapping[str, Any], caches: Caches | None = None
+    ) -> tuple[dict[str, Any], Any]:
         """See `Executor`."""
-        if not self.is_ready(signature):
-            self.prepare([signature])
-        adapter = self._adapter(signature.level)
-        inputs = [each for each in (tokens, input_pos, mask, adapter, source) if each is not None]
-        program = self._buckets.get(self._program_bucket(signature))
-        out = program(self._weights[signature.level], caches, *inputs)
-        return out.pop("logits", None), out
-
-    def run_block(
-        self,
-        signature: Signature,
-        caches: Caches,
-        token: int,
-        at: int,
-        controls: Mapping[str, np.ndarray],
-        source: Caches | None = None,
-    ) -> tuple[np.ndarray, Caches]:
-        """See `Executor`."""
-        if not self.is_ready(signature):
-            self.prepare([signature])
-        program = self._buckets.get(self._program_bucket(signature))
-        last, position = np.array([[token]], np.int32), np.array([at], np.int32)
-        further = [each for each in (self._adapter(signature.level), source) if each is not None]
-        out = program(self._weights[signature.level], caches, last, position, dict(controls), *further)
-        tokens, count = np.asarray(out.pop(NEXT_TOKENS)), np.asarray(out.pop(COUNT))
-        return tokens[0, : count[0]], out
-
-    def run_tiny_lm(
-        self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """See `Executor`."""
-        if not self.is_ready(signature):
-            self.prepare([signature])
-        out = self._buckets.get(self._program_bucket(signature))(self._tiny_lm, {}, tokens, mask)
-        return {name: np.asarray(each) for name, each in out.items()}
-
-    def encode_chunks(
-        self, signature: Signature, caches: Caches, chunks: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """See `Executor`."""
-        out = self._ready(self._program_bucket(signature))({}, caches, chunks)
-        return {name: np.asarray(each) for name, each in out.items()}
-
-    def load_chunks(
-        self, signature: Signature, caches: Caches, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
-    ) -> Caches:
-        """See `Executor`."""
-        return self._ready(self._program_bucket(signature))({}, caches, chunks, dict(coded))
-
-    def _adapter(self, level: int) -> jax.Array | None:
-        """The current adapter as an input of a level's programs, on the device; None if they accept none."""
-        name = self.adapters.used
-        if (name, level) not in self._placed:
-            array = self.adapters.array(level, name)
-            if array is None:
-                return None
-            self._placed[name, level] = jax.device_put(array)
-        return self._placed[name, level]
+        self._buckets.require_usable()
+        program = self._compiled.get(signature.name)
+        if program is None:
+            if not self.is_ready(signature):
+                self.prepare([signature])
+            program = self._buckets.get(self._program_bucket(signature))
+            self._compiled[signature.name] = program
+        out = program(self.weights_of(signature), caches or {}, self._adapted(signature, inputs))
+        outputs = {name: out.pop(name) for name in self._interface(signature).outputs}
+        return outputs, out or caches
 
     def keep(self, signature: Signature, caches: Caches, at: int, path: np.ndarray) -> Caches:
         """See `Executor`."""
@@ -196,7 +132,13 @@ class JaxPrograms:
         nodes[: len(path)] = path
         return self._ready(self._keep_bucket(signature))(caches, np.int32(at), nodes)
 
-    def _path(self, signature: Signature) -> str:
+    def weights_of(self, signature: Signature) -> Mapping[str, Any]:
+        """The weights of a signature's program by name."""
+        if signature.kind in CODED_KINDS:
+            return {}
+        return self._tiny_lm if signature.kind == "tiny_lm" else self._weights[signature.level]
+
+    def path(self, signature: Signature) -> str:
         """The path of a program, for messages."""
         return signature.name
 
@@ -205,7 +147,7 @@ class JaxPrograms:
             self._buckets.fill([bucket])
         return self._buckets.get(bucket)
 
-    def _program_bucket(self, signature: Signature) -> ProgramBucket:
+    def _program_bucket(self, signature: Signature) -> "ProgramBucket":
         if signature.name not in self._programs:
             self._programs[signature.name] = ProgramBucket(
                 signature=signature, contents=self._contents(signature), level=signature.level
@@ -213,14 +155,159 @@ class JaxPrograms:
         return self._programs[signature.name]
 
     def _grow_bucket(self, level: int, short: int, long: int) -> Bucket:
-        shapes = named_shapes(self._cache_shapes(level, short))
+        shapes = self._cache_shapes(level, short)
         return ProgramGrowBucket(short_tokens=short, long_tokens=long, shapes=shapes, level=level)
 
     def _keep_bucket(self, signature: Signature) -> Bucket:
-        shapes = named_shapes(self._cache_shapes(signature.level, self.manifest.room(signature)))
+        shapes = self._cache_shapes(signature.level, self.manifest.room(signature))
         return ProgramKeepBucket(nodes=signature.tokens, shapes=shapes, level=signature.level)
 
-    def _cache_shapes(self, level: int, cache_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
-        dtype = jax.numpy.dtype(self.manifest.cache_dtype)
-        shapes = self.manifest.cache_shapes(level, cache_tokens)
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    def _cache_shapes(self, level: int, cache_tokens: int) -> _CacheShapes:
+        shapes = self.manifest.cache_shapes(level, cache_tokens).items()
+        return tuple(sorted((name, shape, self.manifest.cache_dtype) for name, shape in shapes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramBucket(Bucket):
+    """Runs one exported step.
+
+    Attributes:
+      signature: signature of the step.
+      contents: digest of its program.
+    """
+
+    signature: Signature
+    contents: str
+
+    def lower(self, model: JaxPrograms, /) -> jax.stages.Lowered:
+        """(weights, caches, inputs) -> caches and outputs."""
+        interface = model.manifest.interface(self.signature)
+        # Exported functions do not donate: without donation here every step would copy the caches.
+        donated = (1,) if interface.writes else ()
+        step = jax.jit(model.step(self.signature), donate_argnums=donated, keep_unused=True)
+        caches, inputs = jax_shapes(interface.caches), jax_shapes(interface.inputs)
+        return step.lower(model.weights_of(self.signature), caches, inputs)
+
+    def compile(self, model: JaxPrograms, /) -> jax.stages.Compiled:
+        """See `Bucket`.
+
+        Raises:
+          ProgramError: the program is rejected, or cannot be compiled.
+        """
+        try:
+            return super().compile(model)
+        except (ProgramError, MemoryError):
+            raise
+        except Exception as error:  # JAX and XLA raise errors of many types here.
+            raise ProgramError(
+                f"{model.path(self.signature)}: cannot be compiled ({one_line(error)}); export the model "
+                "again"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramGrowBucket(Bucket):
+    """Pads a level's caches, of `shapes`, from one length to another."""
+
+    short_tokens: int
+    long_tokens: int
+    shapes: _CacheShapes
+
+    def lower(self, model: JaxPrograms, /) -> jax.stages.Lowered:
+        """(caches) -> caches."""
+        del model
+        # Nothing is donated: no buffer of the short caches has the size of one of the long caches.
+        grow = jax.jit(functools.partial(_padded, tokens=self.long_tokens - self.short_tokens))
+        return grow.lower(_named(self.shapes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramKeepBucket(Bucket):
+    """Moves the accepted path of a tree of `nodes` nodes (M) to the tree's first row."""
+
+    nodes: int
+    shapes: _CacheShapes
+
+    def lower(self, model: JaxPrograms, /) -> jax.stages.Lowered:
+        """(caches, row of the root, nodes) -> caches."""
+        del model
+        keep = jax.jit(_moved, donate_argnums=(0,))
+        return keep.lower(_named(self.shapes), np.int32(0), ids(self.nodes))
+
+
+def jax_shapes(shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of arrays as JAX traces them."""
+    return {name: jax.ShapeDtypeStruct(*each) for name, each in shapes.items()}
+
+
+def _named(shapes: _CacheShapes) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes}
+
+
+def _padded(caches: Caches, *, tokens: int) -> Caches:
+    return {name: jnp.pad(rows, ((0, 0), (0, 0), (0, tokens), (0, 0))) for name, rows in caches.items()}
+
+
+def _moved(caches: Caches, at: jax.Array, nodes: jax.Array) -> Caches:
+    """The rows of some nodes moved to consecutive rows from `at` on, the first row of the tree."""
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(rows, jnp.take(rows, at + nodes, axis=2), at, axis=2)
+        for name, rows in caches.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceBucket(Bucket):
+    """Draws a token after each node of a tree from logits on the host (see
+    `jaxllm.speculation.tree.choices`).
+
+    Attributes:
+      nodes: capacity of the tree; 0 for the next token of a sequence (see `jaxllm.sampling.sample`).
+      vocab_tokens: size of the vocabulary (V).
+    """
+
+    nodes: int
+    vocab_tokens: int
+
+    def lower(self, model: None, /) -> jax.stages.Lowered:
+        """([tree,] logits, sampler) -> token and sampler, or tokens."""
+        del model
+        logits = jax.ShapeDtypeStruct((max(1, self.nodes), self.vocab_tokens), np.float32)
+        sampler = shapes_of(sampler_state(Sampling(), [], self.vocab_tokens, 0))
+        if not self.nodes:
+            return jax.jit(sample).lower(logits, sampler)
+        return jax.jit(choices).lower(tree_shapes(self.nodes), logits, sampler)
+
+
+class BucketChooser:
+    """Samples tokens of a vocabulary.
+
+    Args:
+      vocab_size: V.
+      folder: cache of compiled buckets; None caches none.
+    """
+
+    def __init__(self, vocab_size: int, folder: CompiledBucketFolder | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._buckets = BucketTable(None, None if folder is None else BucketStore.of_programs(folder))
+
+    def prepare(self, trees: Iterable[int] = ()) -> None:
+        """See `TokenChooser`: compiles the buckets."""
+        self._buckets.fill(self._bucket(nodes) for nodes in (0, *trees))
+
+    def next_token(self, logits: Any, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
+        """See `TokenChooser`."""
+        return self._ready(0)(np.asarray(logits), sampler)
+
+    def of_tree(self, tree: TokenTree, logits: Any, sampler: SamplerState) -> jax.Array:
+        """See `TokenChooser`."""
+        return self._ready(tree.room)(tree, np.asarray(logits), sampler)
+
+    def _ready(self, nodes: int) -> Any:
+        bucket = self._bucket(nodes)
+        if not self._buckets.is_ready(bucket):
+            self._buckets.fill([bucket])
+        return self._buckets.get(bucket)
+
+    def _bucket(self, nodes: int) -> ChoiceBucket:
+        return ChoiceBucket(nodes=nodes, vocab_tokens=self._vocab_size)

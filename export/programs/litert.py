@@ -1,38 +1,201 @@
 """Runs a `.tflite` model by LiteRT: XNNPACK on a CPU, with its packed weights stored in a file.
 
 XNNPACK reads weights in its own order. Packed once, they are a file that later processes map: a start is a
-matter of milliseconds, and the system can drop pages of weights. Caches are two sets of buffers; a step
-reads one and writes the other.
+matter of milliseconds, and the system can drop pages of weights. There is one file per program folder and
+width, named by its model, by the runtime that packed it and by its own checksum: the runtime does not check
+whose weights a file has, so the name must identify it, and only this user may have written it
+(`jaxllm.serving.host.user_cache`). A file is written under a temporary name and renamed when it is complete:
+processes that open a program at the same time do not write into each other's files.
+
+Caches are two sets of buffers; a step reads one and writes the other. LiteRT writes its messages to the
+process's standard error, which is captured.
 """
 
 import contextlib
 import dataclasses
+import errno
 import importlib.metadata
 import importlib.util
+import logging
 import math
+import os
+import re
+import sys
+import tempfile
 import threading
+import time
+import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.export.folder_format.adapters import ADAPTER
-from jaxllm.export.folder_format.arrays import SOURCE_TOKENS, lengthened
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, CHUNKS, coded_shapes
-from jaxllm.export.folder_format.controls import COUNT, NEXT_TOKENS, PENALIZED, PENALTIES, control_shapes
-from jaxllm.export.folder_format.manifest import CODED_KINDS, MANIFEST, Manifest, Signature
-from jaxllm.export.folder_format.tiny_lm import KEEP, MASK, MODEL, PROMPT
-from jaxllm.export.programs.adapters import FolderAdapters
-from jaxllm.export.programs.messages import runtime_messages_kept
-from jaxllm.export.programs.packed import PackedFolder
+from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
+from jaxllm.export.folder_format.parts import ADAPTER
+from jaxllm.export.folder_format.signature import PENALIZED, PENALTIES, TOKENS, Signature, lengthened
+from jaxllm.export.programs.executor import Executor, FolderAdapters
 from jaxllm.serving.host.machine import usable_cores
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.host.user_cache import buckets_bytes, cache_folder
+from jaxllm.serving.host.user_cache import buckets_bytes, cache_folder, make_private_folder, private_file
 
-_LOGITS = "logits"
+SUFFIX = ".bin"
+_UNFINISHED = ".tmp"
+_STALE_S = 3600
+_READ_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class PackedFolder:
+    """Packed weights in one folder of this user.
+
+    Args:
+      folder: path of the folder; created if missing, private to this user.
+      limit_bytes: maximum bytes of files; the least recently used are deleted above it.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+        self._folder, self._limit_bytes = folder, limit_bytes
+
+    @contextlib.contextmanager
+    def opened(self, program: Path, width: str, made_of: str) -> Iterator[Path | None]:
+        """Yields the file that the runtime reads packed weights from, or writes them to during the block.
+
+        Args:
+          program: folder of programs; its earlier packed weights are deleted.
+          width: width of its weights.
+          made_of: names of the model file and the runtime, in any characters.
+
+        Yields:
+          The file; None if the folder cannot be used.
+        """
+        place = f"{_digest(str(program.resolve()))}-{width}-"
+        named = f"{place}{_digest(made_of)}-"
+        try:
+            make_private_folder(self._folder)
+            packed = self._found(named)
+        except (OSError, ConfigError) as error:
+            _log.warning("%s: packed weights are not kept there (%s)", self._folder, error)
+            yield None
+            return
+        if packed is not None:
+            yield packed
+            return
+        written = self._folder / f"{named}{uuid.uuid4().hex}{_UNFINISHED}"
+        try:
+            yield written
+            with contextlib.suppress(OSError):  # A runtime that packed nothing wrote nothing.
+                written.chmod(0o600)
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+                final = self._folder / f"{named}{_checksum(written)}{SUFFIX}"
+                os.replace(written, final)
+                self._make_room(place, newest=final.name)
+        finally:
+            written.unlink(missing_ok=True)
+
+    def _found(self, named: str) -> Path | None:
+        """Returns the file whose name begins with `named`, if it is complete and this user's.
+
+        Raises:
+          OSError: the folder cannot be read.
+        """
+        for path in sorted(self._folder.glob(f"{named}*{SUFFIX}")):
+            try:
+                with private_file(path) as number:
+                    if _checksum(path) == path.name.removeprefix(named).removesuffix(SUFFIX):
+                        # The time of its last use, by which room is made.
+                        os.utime(number)
+                        return path
+                reason = "its checksum is wrong"
+            except ConfigError as error:
+                reason = str(error)
+            except OSError as error:
+                reason = str(error)
+                if error.errno != errno.ELOOP:
+                    # No link; storage may answer later.
+                    _log.warning("%s is not used (%s)", path, reason)
+                    continue
+            _log.warning("%s is not used, and made again (%s)", path, reason)
+            path.unlink(missing_ok=True)
+        return None
+
+    def _make_room(self, place: str, *, newest: str) -> None:
+        """Deletes earlier files of the same place, the least recently used files above the limit, and old
+        leftovers. Files that processes have mapped stay usable for them."""
+        kept, gone = [], []
+        for each in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # Another process makes room too.
+                facts = each.stat(follow_symlinks=False)
+                if each.name.endswith(_UNFINISHED):
+                    gone += [each] if time.time() - facts.st_mtime > _STALE_S else []
+                elif each.name.startswith(place) and each.name != newest:
+                    gone.append(each)
+                elif each.suffix == SUFFIX:
+                    kept.append((each.name == newest, facts.st_mtime_ns, facts.st_size, each))
+        total = sum(size for _, _, size, _ in kept)
+        for _, _, size, each in sorted(kept):
+            if total <= self._limit_bytes:
+                break
+            gone.append(each)
+            total -= size
+        for each in gone:
+            each.unlink(missing_ok=True)
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+_MESSAGE_BYTES = 300
+# Lines of the runtime: they name a file and line of its source, or are one of these.
+_OURS = re.compile(
+    rb"\b\w+\.(?:cc|h):\d+\]|^INFO: Created TensorFlow Lite|^WARNING: All log messages before|^\xe2\x94\x94"
+)
+# The process has one standard error: a thread that redirects it must restore it before another one does. A
+# thread may redirect it twice, because models are closed whenever Python collects them.
+_taking = threading.RLock()
+
+
+@contextlib.contextmanager
+def captured_messages() -> Iterator[Callable[[], str]]:
+    """Captures the runtime's messages during the block; yields a function that returns the last of them.
+
+    Redirects the whole process's standard error. Messages of others are written when the block ends.
+    """
+    with _taking, tempfile.TemporaryFile() as kept:
+        sys.stderr.flush()
+        before = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+
+        def lines() -> list[bytes]:
+            # By `pread`, because the file's offset is shared with the writers.
+            return os.pread(kept.fileno(), os.fstat(kept.fileno()).st_size, 0).splitlines(keepends=True)
+
+        def messages() -> str:
+            own = b"".join(each for each in lines() if _OURS.search(each))
+            return own[-_MESSAGE_BYTES:].decode(errors="replace")
+
+        try:
+            yield messages
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            others = b"".join(each for each in lines() if not _OURS.search(each))
+            if others:
+                os.write(2, others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +208,10 @@ class Buffers:
     spare: dict[str, Any]
 
 
-class LiteRtExecutor:
+class LiteRtExecutor(Executor):
     """Runs the signatures of one model (see `Executor`).
 
     Attributes:
-      manifest: manifest of the model.
       threads: number of threads that compute.
       moves_rows: False, because Python can only read and write whole buffers, which is slower than what
         accepted tokens of other branches save.
@@ -84,8 +246,8 @@ class LiteRtExecutor:
         from ai_edge_litert.hardware_accelerator import HardwareAccelerator
         from ai_edge_litert.options import Options
 
-        self.manifest, self.threads = manifest, threads or usable_cores()
-        self.lock = threading.RLock()
+        super().__init__(manifest, FolderAdapters(manifest, folder))
+        self.threads = threads or usable_cores()
         file, *others = {each.file for each in manifest.signatures}
         if others or manifest.cache_dtype != "float32":
             raise ProgramError(
@@ -98,10 +260,8 @@ class LiteRtExecutor:
         opened = (
             contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
         )
-        self.adapters = FolderAdapters(manifest, folder)
-        self._adapters: dict[tuple[str, int], Any] = {}
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        with opened as kept, runtime_messages_kept() as said:
+        with opened as kept, captured_messages() as said:
             cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))
             options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
             try:
@@ -116,15 +276,14 @@ class LiteRtExecutor:
                     "copy both from one export"
                 )
             # The first buffer makes the runtime search for accelerators again: do so now.
-            self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
-                np.zeros((1, manifest.signatures[0].tokens), np.int32)
-            )
-        weakref.finalize(self, _close, self._model, self._buffers, self._adapters)
+            first = next(each for each in manifest.signatures if each.kind == "prefill")
+            self._buffers_of(first)[0][TOKENS].write(np.zeros((1, first.tokens), np.int32))
+        weakref.finalize(self, _close, self._model, self._buffers, self._placed)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; LiteRT has all signatures ready, only their buffers are made."""
         for done, signature in enumerate(signatures):
-            self._inputs_and_outputs(signature)
+            self._buffers_of(signature)
             if progress is not None:
                 progress("compile", done + 1, len(signatures))
 
@@ -132,158 +291,61 @@ class LiteRtExecutor:
         """See `Executor`; always True."""
         return True
 
-    def start(self, level: int, cache_tokens: int) -> Buffers:
-        """See `Executor`."""
-        buffers = self._caches(level, cache_tokens)
-        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            # Masked positions are multiplied by zero: they must be finite.
-            buffers.filled[name].write(np.zeros(shape, np.float32))
-        return buffers
-
     def grow(self, level: int, caches: Buffers, cache_tokens: int) -> Buffers:
         """See `Executor`."""
-        longer = self._caches(level, cache_tokens)
-        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            heads, width = shape[1], shape[3]
-            whole = np.zeros(shape, np.float32)
-            rows = caches.filled[name].read(caches.cache_tokens * heads * width, np.float32)
-            whole[:, :, : caches.cache_tokens] = rows.reshape(1, heads, -1, width)
-            longer.filled[name].write(whole)
-        return longer
+        return self.restored(level, cache_tokens, self.rows(level, caches, caches.cache_tokens))
 
     def rows(self, level: int, caches: Buffers, tokens: int) -> dict[str, np.ndarray]:
         """See `Executor`."""
-        found = {}
-        for name, shape in self.manifest.cache_shapes(level, caches.cache_tokens).items():
-            whole = caches.filled[name].read(math.prod(shape), np.float32).reshape(shape)
-            found[name] = np.array(whole[:, :, :tokens])
-        return found
+        shapes = self.manifest.cache_shapes(level, caches.cache_tokens).items()
+        whole = {name: _read(caches.filled[name], shape, np.dtype(np.float32)) for name, shape in shapes}
+        return {name: np.array(each[:, :, :tokens]) for name, each in whole.items()}
 
     def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Buffers:
         """See `Executor`."""
-        buffers = self._caches(level, cache_tokens)
+        decode = self.manifest.signature("decode", 1, level, cache_tokens).name
+        buffers = Buffers(cache_tokens, {}, {})
         for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            buffers.filled[name].write(lengthened(rows[name], shape))
+            buffers.filled[name] = self._model.create_input_buffer_by_name(decode, name)
+            buffers.spare[name] = self._model.create_output_buffer_by_name(decode, name)
+            # Masked positions are multiplied by zero: they must be finite.
+            own = lengthened(rows[name], shape) if rows else np.zeros(shape, np.float32)
+            buffers.filled[name].write(own)
         return buffers
 
-    def encode(self, signature: Signature, tokens: np.ndarray, count: int) -> dict[str, Any]:
+    def place(self, level: int, inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        number = np.array([count], np.int32)
-        inputs["tokens"].write(tokens)
-        inputs[SOURCE_TOKENS].write(number)
-        self._run(signature, inputs, outputs)
-        level, taking, source = signature.level, self._decode(signature.level), {}
-        for name, shape in self.manifest.source_shapes(level).items():
-            source[name] = self._model.create_input_buffer_by_name(taking, name)
-            if name == SOURCE_TOKENS:
-                source[name].write(number)
-                continue
-            heads, width = shape[1], shape[3]
-            rows = outputs[name].read(heads * signature.tokens * width, np.float32)
-            source[name].write(lengthened(rows.reshape(1, heads, signature.tokens, width), shape))
-        return source
-
-    def _decode(self, level: int) -> str:
-        """Name of a program that accepts a source of a level, as all but those that encode do."""
-        return self.manifest.signature("decode", 1, level, self.manifest.context_tokens).name
+        # All programs but those that encode accept the same arrays.
+        decode, placed = self.manifest.signature("decode", 1, level, self.manifest.context_tokens).name, {}
+        for name, each in inputs.items():
+            placed[name] = self._model.create_input_buffer_by_name(decode, name)
+            placed[name].write(each)
+        return placed
 
     def run(
-        self,
-        signature: Signature,
-        caches: Buffers,
-        tokens: np.ndarray,
-        input_pos: np.ndarray,
-        mask: np.ndarray | None = None,
-        source: Mapping[str, Any] | None = None,
-    ) -> tuple[np.ndarray | None, Buffers]:
+        self, signature: Signature, inputs: Mapping[str, Any], caches: Buffers | None = None
+    ) -> tuple[dict[str, Any], Any]:
         """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs["tokens"].write(tokens)
-        inputs["input_pos"].write(input_pos)
-        if mask is not None:
-            inputs["mask"].write(mask)
-        further = {**(source or {}), **self._adapter(signature.level)}
-        self._run(signature, {**inputs, **caches.filled, **further}, {**outputs, **caches.spare})
-        logits = None
-        if _LOGITS in outputs:
-            shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
-            logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
-        return logits, Buffers(caches.cache_tokens, caches.spare, caches.filled)
-
-    def run_block(
-        self,
-        signature: Signature,
-        caches: Buffers,
-        token: int,
-        at: int,
-        controls: Mapping[str, np.ndarray],
-        source: Mapping[str, Any] | None = None,
-    ) -> tuple[np.ndarray, Buffers]:
-        """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs["tokens"].write(np.array([[token]], np.int32))
-        inputs["input_pos"].write(np.array([at], np.int32))
+        interface, (given, results) = self._interface(signature), self._buffers_of(signature)
+        given, taken = dict(given), self._adapted(signature, inputs)
         # Without penalties the program reads none of their large arrays.
-        skipped = () if controls["draw"][PENALIZED] else PENALTIES
-        for name, each in controls.items():
-            if name not in skipped:
-                inputs[name].write(each)
-        further = {**(source or {}), **self._adapter(signature.level)}
-        self._run(signature, {**inputs, **caches.filled, **further}, {**outputs, **caches.spare})
-        count = outputs[COUNT].read(1, np.int32)[0]
-        tokens = outputs[NEXT_TOKENS].read(signature.tokens, np.int32)
-        return np.array(tokens[:count]), Buffers(caches.cache_tokens, caches.spare, caches.filled)
-
-    def run_tiny_lm(
-        self, signature: Signature, tokens: np.ndarray, mask: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs["tokens"].write(tokens)
-        inputs[MASK].write(mask)
-        self._run(signature, inputs, outputs)
-        facts = self.manifest.tiny_lm
-        assert facts is not None
-        sizes = {KEEP: signature.tokens, MODEL: len(facts.levels), PROMPT: len(facts.prompt_ratios)}
-        return {name: np.array(outputs[name].read(size, np.float32))[None] for name, size in sizes.items()}
-
-    def encode_chunks(
-        self, signature: Signature, caches: Buffers, chunks: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """See `Executor`."""
-        inputs, outputs = self._inputs_and_outputs(signature)
-        inputs[CHUNKS].write(chunks)
-        self._run(signature, {**inputs, **caches.filled}, outputs)
-        found = {}
-        for name, (shape, dtype) in self._coded(signature).items():
-            found[name] = np.array(outputs[name].read(math.prod(shape), dtype.type)).reshape(shape)
-        return found
-
-    def load_chunks(
-        self, signature: Signature, caches: Buffers, chunks: np.ndarray, coded: Mapping[str, np.ndarray]
-    ) -> Buffers:
-        """See `Executor`."""
-        inputs, _ = self._inputs_and_outputs(signature)
-        for name, each in {CHUNKS: chunks, **coded}.items():
-            inputs[name].write(np.ascontiguousarray(each))
-        self._run(signature, {**inputs, **caches.filled}, caches.spare)
-        return Buffers(caches.cache_tokens, caches.spare, caches.filled)
-
-    def _coded(self, signature: Signature) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        cfg = self.manifest.levels[signature.level].cfg
-        return coded_shapes(cfg, signature.codec, signature.bits, signature.tokens // CHUNK_TOKENS)
-
-    def _adapter(self, level: int) -> dict[str, Any]:
-        """Buffer of the current adapter for a level's programs; empty if they accept none."""
-        key = self.adapters.used, level
-        if key not in self._adapters:
-            array = self.adapters.array(level, self.adapters.used)
-            if array is None:
-                return {}
-            self._adapters[key] = self._model.create_input_buffer_by_name(self._decode(level), ADAPTER)
-            self._adapters[key].write(array)
-        return {ADAPTER: self._adapters[key]}
+        skipped = PENALTIES if "draw" in taken and not taken["draw"][PENALIZED] else ()
+        for name, each in taken.items():
+            if not isinstance(each, np.ndarray):
+                given[name] = each
+            elif name not in skipped:
+                given[name].write(np.ascontiguousarray(each))
+        after = caches
+        if caches is not None:
+            given |= caches.filled
+            if interface.writes:
+                results = {**results, **caches.spare}
+                after = Buffers(caches.cache_tokens, caches.spare, caches.filled)
+        try:
+            self._model.run_by_name(signature.name, given, results)
+        except RuntimeError as error:
+            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
+        return {name: _read(results[name], *each) for name, each in interface.outputs.items()}, after
 
     def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
         """Refuses (see `moves_rows`)."""
@@ -291,46 +353,29 @@ class LiteRtExecutor:
             f"LiteRT moves no rows, {path.tolist()} of {signature.name}: give it lines of tokens"
         )
 
-    def _run(self, signature: Signature, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        try:
-            self._model.run_by_name(signature.name, inputs, outputs)
-        except RuntimeError as error:
-            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
-
-    def _caches(self, level: int, cache_tokens: int) -> Buffers:
-        """Uninitialized buffers for caches."""
-        name = self.manifest.signature("decode", 1, level, cache_tokens).name
-        shapes = self.manifest.cache_shapes(level, cache_tokens)
-        filled = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
-        spare = {each: self._model.create_output_buffer_by_name(name, each) for each in shapes}
-        return Buffers(cache_tokens, filled, spare)
-
-    def _inputs_and_outputs(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The buffers of a signature by name, without its caches."""
-        name = signature.name
-        if name not in self._buffers and signature.kind in CODED_KINDS:
-            coded = list(self._coded(signature))
-            takes, gives = ([], coded) if signature.kind == "encode_chunks" else (coded, [])
-            self._buffers[name] = (
-                {each: self._model.create_input_buffer_by_name(name, each) for each in (CHUNKS, *takes)},
-                {each: self._model.create_output_buffer_by_name(name, each) for each in gives},
-            )
+    def _buffers_of(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The buffers of a signature's inputs and outputs by name, without caches and what `place` makes."""
+        name, interface = signature.name, self._interface(signature)
         if name not in self._buffers:
-            shapes = control_shapes(self.manifest.levels[signature.level].cfg.vocab_size)
-            more = {"verify": ["mask"], "block": list(shapes)}.get(signature.kind, [])
-            second = {"encode": SOURCE_TOKENS, "tiny_lm": MASK}.get(signature.kind, "input_pos")
-            wanted = ["tokens", second, *more]
-            inputs = {each: self._model.create_input_buffer_by_name(name, each) for each in wanted}
-            read = [each for each in self.manifest.source_shapes(signature.level) if each != SOURCE_TOKENS]
-            results = {
-                "prefill": [], "block": [NEXT_TOKENS, COUNT], "encode": read, "tiny_lm": [KEEP, MODEL, PROMPT]
-            }.get(signature.kind, [_LOGITS])  # fmt: skip
-            outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
-            if signature.kind == "block":
-                for each, (shape, dtype) in shapes.items():
-                    inputs[each].write(np.zeros(shape, dtype))
+            placed = {ADAPTER}
+            if signature.kind != "encode":
+                placed |= self.manifest.source_shapes(signature.level).keys()
+            inputs = {
+                each: self._model.create_input_buffer_by_name(name, each)
+                for each in interface.inputs
+                if each not in placed
+            }
+            outputs = {
+                each: self._model.create_output_buffer_by_name(name, each) for each in interface.outputs
+            }
+            for each in PENALTIES if signature.kind == "block" else ():
+                inputs[each].write(np.zeros(*interface.inputs[each]))
             self._buffers[name] = inputs, outputs
         return self._buffers[name]
+
+
+def _read(buffer: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return buffer.read(math.prod(shape), dtype.type).reshape(shape)
 
 
 def _missing(manifest: Manifest, model: Any) -> list[str]:
@@ -339,10 +384,10 @@ def _missing(manifest: Manifest, model: Any) -> list[str]:
     return [each.name for each in manifest.signatures if each.name not in there]
 
 
-def _close(model: Any, buffers: dict[str, Any], adapters: dict[Any, Any]) -> None:
+def _close(model: Any, *buffers: dict[Any, Any]) -> None:
     # The runtime's environment, which model and buffers own, prints a message at its end.
-    with runtime_messages_kept():
-        buffers.clear()
-        adapters.clear()
+    with captured_messages():
+        for each in buffers:
+            each.clear()
         model.close()
         vars(model).clear()

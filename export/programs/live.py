@@ -1,15 +1,16 @@
 """Runs the steps of programs jitted in this process, to compare exported ones with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
-from jaxllm.export.folder_format.levels import ProgramLevel
-from jaxllm.export.folder_format.manifest import Manifest, Signature, level_signatures
+from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.parts import ProgramLevel
+from jaxllm.export.folder_format.signature import Signature, level_signatures
 from jaxllm.export.programs.jax_programs import JaxPrograms
-from jaxllm.export.steps.exported_blocks import step_of
+from jaxllm.export.steps.exported import Step, StepOptions, step_of
 from jaxllm.models.parameters import Params
 
 
@@ -66,7 +67,7 @@ class LiveExecutor(JaxPrograms):
         )
         weights = {level: dict(each) for level, each in params.items()}
 
-        def step(signature: Signature) -> Callable[..., dict[str, jax.Array]]:
-            return step_of(signature, cfgs[signature.level], jnp.dtype(jnp.float32))
+        def step(signature: Signature) -> Step:
+            return step_of(signature, StepOptions(cfgs[signature.level], jnp.dtype(jnp.float32)))
 
         super().__init__(manifest, weights, step, lambda each: each.name, None)

@@ -1,30 +1,70 @@
 """Opens folders of exported programs as models of an engine, with a runner for each level."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxllm.config import WHOLE
-from jaxllm.export.folder_format.adapters import adapter_file
-from jaxllm.export.folder_format.files import LOOP, MAIN
-from jaxllm.export.folder_format.manifest import TOKENIZER
-from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER
-from jaxllm.export.folder_format.tokenizer import read_tokenizer
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER, Manifest
+from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
+from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import make_drafts
-from jaxllm.export.programs.executor import Executor, kept_buckets, open_executor
-from jaxllm.export.programs.runner import ProgramRunner
-from jaxllm.export.programs.tiny_lm import ProgramTinyLm, read_tiny_lm
-from jaxllm.export.programs.token_chooser import TokenChooser, bucket_chooser
+from jaxllm.export.programs.executor import Executor
+from jaxllm.export.programs.opening import cached_buckets, open_executor
+from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
 from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.speculation.speculation import Speculation
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 if TYPE_CHECKING:
     from jaxllm.export.programs.stages import StagePrograms
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramTinyLm(TinyLmFacts):
+    """The classes and the tokens of a folder's tiny LM (see
+    `jaxllm.serving.elastic.tiny_proposer.TinyClasses`); `tokenizer`: its own, None for the model's."""
+
+    tokenizer: TokenizerFiles | None = None
+
+
+def read_tiny_lm(manifest: Manifest, folder: Path) -> ProgramTinyLm | None:
+    """Reads the classes and the tokens of a folder's tiny LM; None if it has none.
+
+    Raises:
+      ProgramError: its tokenizer is malformed.
+    """
+    facts = manifest.tiny_lm
+    if facts is None:
+        return None
+    files = manifest.read_tokenizer(folder, TINY_TOKENIZER) if facts.own_tokenizer else None
+    return ProgramTinyLm(**vars(facts), tokenizer=files)
+
+
+class TinyLmPrograms:
+    """Runs the programs of a tiny LM (see `jaxllm.serving.elastic.tiny_proposer.TinyPasses`).
+
+    Attributes:
+      lengths: lengths of rows that there are programs for, ascending.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self.lengths = executor, executor.manifest.tiny_lm_tokens()
+
+    def run(self, row: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `TinyPasses`."""
+        manifest = self._executor.manifest
+        signature = manifest.signature("tiny_lm", row.shape[1], WHOLE, manifest.context_tokens)
+        out, _ = self._executor.run(signature, {TOKENS: row, MASK: mask})
+        keep, model, prompt = (np.asarray(out[name]) for name in (KEEP, MODEL, PROMPT))
+        return keep, model, prompt
 
 
 class ProgramModel:
@@ -52,13 +92,15 @@ class ProgramModel:
         whole model's prompts, None for its prefill programs."""
         watch_for_forks()
         self.executor, self.tokenizer, self.tiny_lm = executor, tokenizer, tiny_lm
-        self._token_chooser = token_chooser or bucket_chooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
         self._runners: dict[int, ProgramRunner] = {}
         self.stages = stages
-        if stages is not None:
-            from jaxllm.export.programs.staged import StagedRunner
+        if stages is None:
+            self._runners[WHOLE] = ProgramRunner(executor, token_chooser=token_chooser)
+        else:
+            from jaxllm.export.programs.stages import StagedRunner
 
-            self._runners[WHOLE] = StagedRunner(executor, stages, self._token_chooser)
+            self._runners[WHOLE] = StagedRunner(executor, stages, token_chooser)
+        self._token_chooser = self._runners[WHOLE].token_chooser
         self.load_ms = self.build_ms = 0.0
 
     @property
@@ -172,14 +214,14 @@ def open_program_model(
     require_not_forked()
     began = time.perf_counter()
     executor = open_executor(folder, threads=threads)
-    tokenizer = Tokenizer(read_tokenizer(executor.manifest, folder))
+    tokenizer = Tokenizer(executor.manifest.read_tokenizer(folder))
     if token_chooser is None:
         # Here, because LiteRT's programs run without JAX.
-        from jaxllm.export.programs.bucket_chooser import BucketChooser
+        from jaxllm.export.programs.jax_programs import BucketChooser
         from jaxllm.host_settings import require_usable_jax
 
         require_usable_jax()
-        token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
+        token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, cached_buckets())
     tiny_lm, stages = read_tiny_lm(executor.manifest, folder), None
     if processors > 1:
         # Here, because few folders have stages.

@@ -2,25 +2,34 @@
 
 import dataclasses
 import functools
-import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
-from jaxllm.export.folder_format.controls import controls
-from jaxllm.export.folder_format.manifest import Manifest, Signature
+from jaxllm.export.folder_format.signature import (
+    COUNT,
+    LOGITS,
+    MASK,
+    NEXT_TOKENS,
+    POSITIONS,
+    SOURCE_TOKENS,
+    TOKENS,
+    Kind,
+    Signature,
+    controls,
+    lengthened,
+)
 from jaxllm.export.programs.executor import Executor
-from jaxllm.export.programs.token_chooser import TokenChooser, bucket_chooser
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.forked import require_not_forked
 from jaxllm.serving.runners.chunks import padded, plan_chunks
-from jaxllm.serving.runners.runner import PrefillChunk, Verdict
+from jaxllm.serving.runners.runner import PrefillChunk, Verdict, chunks_of
 from jaxllm.serving.speculation.host_tree import accepted_path
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
@@ -67,6 +76,22 @@ class ProgramCache:
         return dataclasses.replace(self, caches=caches, length=length)
 
 
+class TokenChooser(Protocol):
+    """Draws tokens of a vocabulary of V."""
+
+    def prepare(self, trees: Iterable[int] = ()) -> None:
+        """Prepares to sample the next token, and the tokens of trees of these sizes."""
+        ...
+
+    def next_token(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
+        """The token `[1]` after logits `[1, V]`, and the next state (see `jaxllm.sampling.sample`)."""
+        ...
+
+    def of_tree(self, tree: TokenTree, logits: Any, sampler: SamplerState) -> Any:
+        """The tokens `[M]` after each node (see `jaxllm.speculation.tree.choices`)."""
+        ...
+
+
 class ProgramRunner:
     """A `jaxllm.serving.runners.runner.Runner` over an executor, as one level of its model.
 
@@ -105,8 +130,18 @@ class ProgramRunner:
         self.options = ProgramOptions(context, manifest.chunk_tokens(level, context))
         # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
-        self.token_chooser = token_chooser or bucket_chooser(self.cfg.vocab_size)
-        self._program = functools.cache(functools.partial(_program, manifest, level))
+        if token_chooser is None:
+            # Here, because LiteRT's programs run without JAX.
+            from jaxllm.export.programs.jax_programs import BucketChooser
+
+            token_chooser = BucketChooser(self.cfg.vocab_size)
+        self.token_chooser = token_chooser
+
+        @functools.cache
+        def program(kind: Kind, tokens: int, room: int) -> Signature:
+            return manifest.signature(kind, tokens, level, room)
+
+        self._program = program
 
     @property
     def lock(self) -> threading.RLock:
@@ -134,7 +169,10 @@ class ProgramRunner:
             encoding, prompt_tokens = [self._encoding(prompt_tokens)], MAX_START_TOKENS
         wanted = min(prompt_tokens + max_tokens, self.options.context_tokens)
         cache = next(each for each in self._lengths if each >= wanted)
-        chunks = dict.fromkeys(self._chunks(prompt_tokens - 1, cache))
+        chunks, left = dict[int, None](), prompt_tokens - 1
+        for each in self.prefill_chunks(prompt_tokens):
+            chunks |= dict.fromkeys(self._chunks(min(each.tokens, left), cache))
+            left -= each.tokens
         return [
             *encoding,
             *(self._program("prefill", each, cache) for each in chunks),
@@ -153,8 +191,7 @@ class ProgramRunner:
 
     def start(self, tokens: int) -> ProgramCache:
         """See `Runner`."""
-        length = self._length_for(tokens)
-        return self._cache(self.executor.start(self.level, length), length)
+        return self.restored({}, tokens)
 
     def make_room(self, cache: ProgramCache, tokens: int) -> ProgramCache:
         """See `Runner`.
@@ -167,13 +204,19 @@ class ProgramRunner:
             if cache.capacity_tokens < length <= target:
                 caches = self.executor.grow(self.level, caches, length)
         longest = max(target, cache.capacity_tokens)
-        return self._cache(caches, longest, cache.length, cache.source)
+        return dataclasses.replace(self._cache(caches, longest, cache.length), source=cache.source)
 
     def read_source(self, cache: ProgramCache, tokens: Sequence[int]) -> ProgramCache:
         """See `Runner`."""
         signature = self._encoding(len(tokens))
         row, real = padded(tokens, signature.tokens)
-        return dataclasses.replace(cache, source=self.executor.encode(signature, row, real))
+        number = np.array([real], np.int32)
+        rows, _ = self.executor.run(signature, {TOKENS: row, SOURCE_TOKENS: number})
+        shapes = self.executor.manifest.source_shapes(self.level)
+        # Padded on the host, once per source: on a device that would require a bucket for each length.
+        source = {name: lengthened(np.asarray(each), shapes[name]) for name, each in rows.items()}
+        source = self.executor.place(self.level, {**source, SOURCE_TOKENS: number})
+        return dataclasses.replace(cache, source=source)
 
     def _encoding(self, tokens: int) -> Signature:
         """Returns the program that encodes a source of so many tokens."""
@@ -189,9 +232,9 @@ class ProgramRunner:
 
     def restored(self, rows: Mapping[str, np.ndarray], tokens: int) -> ProgramCache:
         """Returns a cache with room for `tokens` positions that begins with `rows` of an equal one (see
-        `rows`)."""
+        `rows`); without any it is empty."""
         length = self._length_for(tokens)
-        filled = next(iter(rows.values())).shape[2]
+        filled = next(iter(rows.values())).shape[2] if rows else 0
         return self._cache(self.executor.restored(self.level, length, rows), length, filled)
 
     def fork(self, cache: ProgramCache, tokens: int) -> ProgramCache:
@@ -206,14 +249,14 @@ class ProgramRunner:
         """
         raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
 
-    def _cache(self, caches: Any, tokens: int, length: int = 0, source: Any = None) -> ProgramCache:
-        return ProgramCache(
-            caches, tokens, length, source, cache_bytes(self.executor.manifest, self.level, tokens)
-        )
+    def _cache(self, caches: Any, tokens: int, length: int) -> ProgramCache:
+        size = self.executor.manifest.cache_bytes(self.level, tokens)
+        return ProgramCache(caches, tokens, length, nbytes=size)
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """See `Runner`; one chunk, because the programs to run depend on the cache."""
-        return [PrefillChunk(tokens=tokens, last=True)]
+        """See `Runner`; the last chunk has one token more than its program, which is decoded."""
+        lengths = self._chunks(tokens - 1, self.options.context_tokens) or [0]
+        return chunks_of([*lengths[:-1], lengths[-1] + 1])
 
     def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
         """See `Runner`."""
@@ -229,17 +272,16 @@ class ProgramRunner:
     def prefill(
         self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
     ) -> tuple[Any, ProgramCache]:
-        """See `Runner`."""
-        del chunk
-        room, fed = cache.capacity_tokens, 0
-        for length in self._chunks(len(tokens) - 1, room):
-            row, real = padded(tokens[fed : min(fed + length, len(tokens) - 1)], length)
+        """See `Runner`; a chunk that these caches have no program for is run in shorter ones."""
+        room, count, fed = cache.capacity_tokens, len(tokens) - chunk.last, 0
+        for length in self._chunks(count, room):
+            row, real = padded(tokens[fed : min(fed + length, count)], length)
             positions = np.full(length, _PADDING, np.int32)
             positions[:real] = np.arange(at + fed, at + fed + real)
             program = self._program("prefill", length, room)
-            _, caches = self.executor.run(program, cache.caches, row, positions, None, cache.source)
-            cache, fed = cache.after(caches, at + fed + real), fed + real
-        return self.step(cache, tokens[-1], at + len(tokens) - 1)
+            _, cache = self._run(program, cache, at + fed + real, {TOKENS: row, POSITIONS: positions})
+            fed += real
+        return self.step(cache, tokens[-1], at + count) if chunk.last else (None, cache)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """Returns the next token `[1]`, and the sampler. Finds the most likely without a dispatch."""
@@ -282,12 +324,17 @@ class ProgramRunner:
 
     def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
         """Feeds one token at position `at`; returns the logits `[1, V]` after it, and the cache."""
-        row, position = np.array([[token]], np.int32), np.array([at], np.int32)
-        room = cache.capacity_tokens
-        program = self._program("decode", 1, room)
-        logits, caches = self.executor.run(program, cache.caches, row, position, None, cache.source)
+        program = self._program("decode", 1, cache.capacity_tokens)
+        out, cache = self._run(program, cache, at + 1, _next_inputs(token, at))
         # Slicing a device's array would compile a computation.
-        return np.asarray(logits)[0], cache.after(caches, at + 1)
+        return np.asarray(out[LOGITS])[0], cache
+
+    def _run(
+        self, program: Signature, cache: ProgramCache, length: int, inputs: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, Any], ProgramCache]:
+        """Runs a program over a cache, which then has `length` positions in use; returns its outputs."""
+        out, caches = self.executor.run(program, {**inputs, **(cache.source or {})}, cache.caches)
+        return out, cache.after(caches, length)
 
     def _block(
         self, cache: ProgramCache, token: int, at: int, controls: Mapping[str, np.ndarray]
@@ -300,14 +347,15 @@ class ProgramRunner:
         """
         room = cache.capacity_tokens
         program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
-        tokens, caches = self.executor.run_block(program, cache.caches, token, at, controls, cache.source)
+        out, cache = self._run(program, cache, at, {**_next_inputs(token, at), **controls})
+        tokens = np.asarray(out[NEXT_TOKENS])[0, : np.asarray(out[COUNT])[0]]
         most = int(controls["limit"][0])
         if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
             raise ProgramError(
                 f"{program.name} gave {tokens.tolist()!s:.80}, not 1 to {most} tokens of "
                 f"{self.cfg.vocab_size}; export the model again"
             )
-        return tokens, cache.after(caches, at + len(tokens))
+        return tokens, cache.after(cache.caches, at + len(tokens))
 
     def expect(self, tokens: np.ndarray) -> None:
         """See `Runner`; does nothing, because all weights are in memory."""
@@ -323,21 +371,24 @@ class ProgramRunner:
     ) -> tuple[Verdict, ProgramCache, SamplerState]:
         """See `Runner`."""
         del meanwhile
-        at, room = int(cache.length), cache.capacity_tokens
-        signature = self._program("verify", tree.room, room)
-        positions = at + np.asarray(tree.depths)
-        row, seen = np.asarray(tree.tokens)[None], np.asarray(tree.ancestors)
-        logits, caches = self.executor.run(
-            signature, cache.caches, row, positions.astype(np.int32), seen, cache.source
-        )
+        at, signature = cache.length, self._program("verify", tree.room, cache.capacity_tokens)
+        positions = (at + np.asarray(tree.depths)).astype(np.int32)
+        inputs = {
+            TOKENS: np.asarray(tree.tokens)[None],
+            POSITIONS: positions,
+            MASK: np.asarray(tree.ancestors),
+        }
+        out, cache = self._run(signature, cache, at, inputs)
+        logits = np.asarray(out[LOGITS])[0]
         if _likeliest(sampler):
-            chosen = _most_likely(np.asarray(logits)[0])
+            chosen = _most_likely(logits)
         else:
-            chosen = np.asarray(self.token_chooser.of_tree(tree, np.asarray(logits)[0], sampler))
+            chosen = np.asarray(self.token_chooser.of_tree(tree, logits, sampler))
         path = accepted_path(tree, chosen)[:limit]
         tokens = chosen[path]
         if not _likeliest(sampler):
             sampler = _after(sampler, tokens)
+        caches = cache.caches
         if path[-1] >= len(path):
             caches = self.executor.keep(signature, caches, at, path)
         return Verdict(tokens, path), cache.after(caches, at + len(path)), sampler
@@ -375,11 +426,10 @@ class ProgramRunner:
         row, real = padded(part, size)
         mask = np.tril(np.ones((size, size), np.bool_))
         mask[real:] = False
-        positions, room = np.arange(at, at + size, dtype=np.int32), cache.capacity_tokens
-        logits, caches = self.executor.run(
-            self._program("verify", size, room), cache.caches, row, positions, mask
-        )
-        return np.asarray(logits)[0, :real], cache.after(caches, at + real)
+        inputs = {TOKENS: row, POSITIONS: np.arange(at, at + size, dtype=np.int32), MASK: mask}
+        program = self._program("verify", size, cache.capacity_tokens)
+        out, cache = self._run(program, cache, at + real, inputs)
+        return np.asarray(out[LOGITS])[0, :real], cache
 
     def _length_for(self, tokens: int) -> int:
         """Returns the length of the shortest caches for `tokens`, preferably with a prepared program."""
@@ -397,10 +447,9 @@ class ProgramRunner:
         return plan_chunks(tokens, lengths) if tokens > 0 else []
 
 
-def cache_bytes(manifest: Manifest, level: int, tokens: int) -> int:
-    """Bytes of one set of a level's caches of `tokens` positions."""
-    itemsize = 4 if manifest.cache_dtype == "float32" else 2
-    return itemsize * sum(math.prod(shape) for shape in manifest.cache_shapes(level, tokens).values())
+def _next_inputs(token: int, at: int) -> dict[str, np.ndarray]:
+    """A token at a position, as inputs."""
+    return {TOKENS: np.array([[token]], np.int32), POSITIONS: np.array([at], np.int32)}
 
 
 def _after(sampler: SamplerState, tokens: np.ndarray) -> SamplerState:
@@ -409,10 +458,6 @@ def _after(sampler: SamplerState, tokens: np.ndarray) -> SamplerState:
     np.add.at(counts[0], tokens, 1)
     drawn = np.int32(int(sampler.drawn) + len(tokens))
     return dataclasses.replace(sampler, counts=counts, drawn=drawn)  # pyright: ignore[reportArgumentType]
-
-
-def _program(manifest: Manifest, level: int, kind: Any, tokens: int, room: int) -> Signature:
-    return manifest.signature(kind, tokens, level, room)
 
 
 def _most_likely(logits: np.ndarray) -> np.ndarray:

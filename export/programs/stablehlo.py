@@ -1,27 +1,32 @@
 """Runs StableHLO programs, with separate weights, on JAX's device.
 
-A program's sizes are checked before it is compiled (see `bounds`); trust a folder as a library (see
-SECURITY.md).
+A program's sizes are checked before it is compiled: it uses the manifest's arrays, and none that is far
+larger. Its computation is not checked: trust a folder of programs as you would a library (see SECURITY.md).
 """
 
+import dataclasses
 import hashlib
 import importlib.util
+import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
 
-from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.levels import ProgramLevel
-from jaxllm.export.folder_format.manifest import CODED_KINDS, WEIGHTS, Manifest, Signature
-from jaxllm.export.folder_format.tiny_lm import TINY_WEIGHTS
+from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
+from jaxllm.export.folder_format.parts import ProgramLevel
+from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.folder_format.weights import read_weights
-from jaxllm.export.programs.adapters import FolderAdapters
-from jaxllm.export.programs.bounds import Bounds, program_bounds
-from jaxllm.export.programs.jax_programs import JaxPrograms
+from jaxllm.export.programs.executor import FolderAdapters
+from jaxllm.export.programs.jax_programs import JaxPrograms, jax_shapes
 from jaxllm.serving.buckets.store import CompiledBucketFolder
+
+if TYPE_CHECKING:
+    import jax.export
 
 # JAX's name of a platform -> the name in manifests.
 _PLATFORMS = {"gpu": "cuda"}
@@ -29,6 +34,10 @@ _PLATFORMS = {"gpu": "cuda"}
 _ALIGN = 64
 # Maximum bytes of one program, which has no weights.
 MAX_PROGRAM_BYTES = 64 << 20
+# Factor over the largest argument or result of a program, and number of elements that is always allowed.
+_LARGEST, _SMALL = 256, 1 << 20
+_TENSOR = re.compile(r"\btensor<((?:[?*\d]+x)*)")
+_CUSTOM_CALL = re.compile(r"\b\w+\.custom_call\b")
 
 
 class StableHloExecutor(JaxPrograms):
@@ -71,7 +80,7 @@ class StableHloExecutor(JaxPrograms):
         import jax.export
 
         exported = jax.export.deserialize(bytearray(self._program(signature)))
-        self._bounds(signature).require(exported, self._path(signature))
+        self._bounds(signature).require(exported, self.path(signature))
         # Results have the names that were checked.
         return cast("Callable[..., dict[str, jax.Array]]", exported.call)
 
@@ -83,16 +92,74 @@ class StableHloExecutor(JaxPrograms):
         """The contents of a program's file."""
         return self.manifest.read_intact(self._folder, signature.file, most_bytes=MAX_PROGRAM_BYTES)
 
-    def _bounds(self, signature: Signature) -> Bounds:
-        return program_bounds(signature, self.manifest, self._weights_of(signature))
+    def _bounds(self, signature: Signature) -> "Bounds":
+        return program_bounds(signature, self.manifest, self.weights_of(signature))
 
-    def _weights_of(self, signature: Signature) -> Mapping[str, Any]:
-        if signature.kind in CODED_KINDS:
-            return {}
-        return self._tiny_lm if signature.kind == "tiny_lm" else self._weights[signature.level]
-
-    def _path(self, signature: Signature) -> str:
+    def path(self, signature: Signature) -> str:
+        """See `JaxPrograms`."""
         return str(self._folder / signature.file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Bounds of a program.
+
+    Attributes:
+      inputs, outputs: trees of the shapes of arguments and results.
+    """
+
+    inputs: Any
+    outputs: Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def largest_elements(self) -> int:
+        """Maximum number of elements of an array."""
+        return _SMALL + _LARGEST * max(math.prod(each.shape) for each in _leaves((self.inputs, self.outputs)))
+
+    def require(self, exported: "jax.export.Exported", name: str) -> None:
+        """Checks a program, called `name`, before it is compiled.
+
+        Raises:
+          ProgramError: its arguments or results are not those of the manifest, it calls external functions,
+            or it allocates an array of an unknown size or of one that no model of this size has.
+        """
+        for verb, avals, tree, expected in (
+            ("takes", exported.in_avals, exported.in_tree, (self.inputs, {})),
+            ("returns", exported.out_avals, exported.out_tree, self.outputs),
+        ):
+            actual = [(tuple(each.shape), each.dtype.name) for each in avals]
+            wanted = [(tuple(each.shape), each.dtype.name) for each in _leaves(expected)]
+            if actual != wanted or tree != jax.tree.structure(expected):
+                differing = [pair for pair in zip(actual, wanted, strict=False) if pair[0] != pair[1]][:1]
+                raise ProgramError(
+                    f"{name}: it {verb} {len(actual)} arrays, the manifest says {len(wanted)}, or others: "
+                    f"{differing}; export the model again"
+                )
+        text = exported.mlir_module()
+        if (call := _CUSTOM_CALL.search(text)) is not None:
+            callee = text[call.end() : call.end() + 60].strip().split("(")[0]
+            raise ProgramError(f"{name}: it calls {callee} outside of itself; export the model again")
+        for shape in dict.fromkeys(_TENSOR.findall(text)):
+            sizes = shape.split("x")[:-1]
+            known = all(each.isdigit() for each in sizes)
+            if not known or math.prod(map(int, sizes)) > self.largest_elements:
+                raise ProgramError(
+                    f"{name}: it allocates an array of {'x'.join(sizes)[:80]} numbers, and a model of its "
+                    f"size at most {self.largest_elements}; export the model again"
+                )
+
+
+def program_bounds(signature: Signature, manifest: Manifest, weights: Mapping[str, Any]) -> Bounds:
+    """The bounds of the program of a signature; `weights` are its own."""
+    interface = manifest.interface(signature)
+    shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in weights.items()}
+    caches, outputs = jax_shapes(interface.caches), jax_shapes(interface.outputs)
+    inputs = shapes, caches, jax_shapes(interface.inputs)
+    return Bounds(inputs, caches | outputs if interface.writes else outputs)
+
+
+def _leaves(tree: Any) -> list[jax.ShapeDtypeStruct]:
+    return jax.tree.leaves(tree)
 
 
 def _tiny_lm(manifest: Manifest, folder: Path) -> dict[str, jax.Array]:

@@ -19,10 +19,13 @@ import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.export.folder_format.arrays import KEYS, VALUES, lengthened
+from jaxllm.export.folder_format.codecs import KEYS, VALUES
 from jaxllm.export.folder_format.manifest import Manifest
-from jaxllm.export.folder_format.stages import EMBED, STAGE_FILES, stage_name
-from jaxllm.export.programs.messages import runtime_messages_kept
+from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
+from jaxllm.export.folder_format.signature import lengthened
+from jaxllm.export.programs.executor import Executor
+from jaxllm.export.programs.litert import captured_messages
+from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,
     Dispatcher,
@@ -39,6 +42,7 @@ from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
 from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
 from jaxllm.serving.runners.chunks import padded
+from jaxllm.serving.runners.runner import PrefillChunk
 
 # A layer's cache among a stage's arrays, and its name in a folder.
 _CACHE = {"keys": KEYS, "values": VALUES}
@@ -158,7 +162,7 @@ class StagePrograms:
     def _open(self, processor: Processor, path: Path, threads: int) -> None:
         from ai_edge_litert.interpreter import Interpreter
 
-        with runtime_messages_kept() as said:
+        with captured_messages() as said:
             try:
                 interpreter = Interpreter(str(path), num_threads=threads)
             except (RuntimeError, ValueError) as error:
@@ -173,7 +177,10 @@ class StagePrograms:
         missing = [
             tokens
             for tokens in self.facts.chunk_tokens
-            if any(self._key(each, tokens) not in self.measured for each in self.subgraphs(1))
+            if any(
+                self._timed_stage(each.layer, each.stage, tokens) not in self.measured
+                for each in self.subgraphs(1)
+            )
         ]
         for tokens in missing:
             self.measure(tokens)
@@ -191,7 +198,7 @@ class StagePrograms:
             self.pair,
             begin,
             lambda prompt: self.subgraphs(len(prompt.chunks)),
-            lambda each: self._key(each, tokens),
+            lambda each: self._timed_stage(each.layer, each.stage, tokens),
             runs,
         )
         self.measured.put(found, handover_ms)
@@ -275,9 +282,35 @@ class StagePrograms:
     def _run(self, processor: Processor, name: str, known: Mapping[str, np.ndarray]) -> Arrays:
         return self._programs[processor](name)(**{each: known[each] for each in self._taken[name]})
 
-    def _key(self, each: Subgraph, tokens: int) -> TimedStage:
-        return TimedStage(each.stage, self.facts.shadowed[each.layer], tokens)
-
-    def _timed_stage(self, layer: int, stage: Stage, tokens: int, room: int) -> TimedStage:
+    def _timed_stage(self, layer: int, stage: Stage, tokens: int, room: int = 0) -> TimedStage:
         del room
         return TimedStage(stage, self.facts.shadowed[layer], tokens)
+
+
+class StagedRunner(ProgramRunner):
+    """Runner of the whole model that prefills by stages (see `ProgramRunner`).
+
+    A cache is copied to Python's memory once for each prompt, from the programs that decode to the stages
+    and back. Prompts shorter than the shortest chunk of stages run on the prefill programs.
+    """
+
+    def __init__(
+        self, executor: Executor, stages: StagePrograms, token_chooser: TokenChooser | None = None
+    ) -> None:
+        super().__init__(executor, WHOLE, token_chooser)
+        self.stages = stages
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`; one chunk, whose own chunks the processors share out of order."""
+        return [PrefillChunk(tokens=tokens, last=True)]
+
+    def prefill(
+        self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[Any, ProgramCache]:
+        """See `Runner`."""
+        count = len(tokens) - 1
+        if count < self.stages.facts.chunk_tokens[0]:
+            return super().prefill(cache, tokens, at, chunk)
+        rows, _ = self.stages.prefill(tokens[:-1], at, self.rows(cache, at) if at else {})
+        caches = self.executor.restored(self.level, cache.capacity_tokens, rows)
+        return self.step(cache.after(caches, at + count), tokens[-1], at + count)

@@ -1,20 +1,22 @@
-"""Defines the steps of exported programs: named flat arrays, new tokens as input, caches and logits as
-output.
+"""Defines the steps of exported programs: functions of (weights, caches, inputs) to caches and outputs, each
+arrays by name (see `jaxllm.export.folder_format.signature` for names and shapes).
 
-Names and shapes are those of the LiteRT-LM runtime: `tokens` `[1, T]` and `input_pos` `[T]` int32,
-`kv_cache_k_i` and `kv_cache_v_i` `[1, K, S, H]` of layer i; a decode step returns `logits` `[1, T, V]`
-float32, a prefill step does not. A token is valid if its position is that of the first token plus its
-index; any other number in `input_pos` after the prompt's end marks padding, which is not written to the
-caches. Shapes are static, layers are unrolled, and there are no loops.
+A token is valid if its position is that of the first token plus its index; any other number in `input_pos`
+after the prompt's end marks padding, which is not written to the caches. A decode step returns `logits` `[1,
+T, V]` float32, a prefill step does not. Shapes are static, layers are unrolled, and only blocks have loops.
 
 For an encoder-decoder an encode step accepts `tokens` `[1, T]` and `source_tokens` `[1]` int32, the number
 of valid ones, and returns `source_k_i` and `source_v_i` `[1, K, T, H]` of each layer of the decoder. Its
 other steps accept these, padded with zeros to R rows, and `source_tokens`, and only read them.
+
+A block decodes several tokens in one dispatch, with sampling inside: it accepts the last token `[1, 1]` and
+its position `[1]`, as a decode step does, and the controls; it returns the caches, `next_tokens` `[1, T]` and
+`count` `[1]` int32. The caches must have room for `limit` tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,183 +24,45 @@ from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.export.folder_format.adapters import INPUT_LEFT, INPUT_RIGHT
-from jaxllm.export.folder_format.arrays import KEYS, SOURCE_KEYS, SOURCE_TOKENS, SOURCE_VALUES, VALUES
-from jaxllm.export.folder_format.manifest import LEFT, RIGHT
+from jaxllm.export.folder_format.codecs import KEYS, VALUES
+from jaxllm.export.folder_format.parts import (
+    ADAPTER,
+    INPUT_LEFT,
+    INPUT_RIGHT,
+    LEFT,
+    RIGHT,
+    AdapterInputs,
+)
+from jaxllm.export.folder_format.signature import (
+    COUNT,
+    LOGITS,
+    MASK,
+    NEXT_TOKENS,
+    POSITIONS,
+    SOURCE_KEYS,
+    SOURCE_TOKENS,
+    SOURCE_VALUES,
+    TOKENS,
+    Signature,
+)
+from jaxllm.export.steps.portable_sampling import choose, one_by_one
 from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
 from jaxllm.kv.states import SourceLayers
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.encoder_decoder import encode, encoder_params, with_source
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Adapted, Weight
+from jaxllm.sampling import by_loop
+from jaxllm.sampling_state import NO_TOKEN
 
 Arrays = Mapping[str, jax.Array]
-# The name of a mask of attention among a step's arrays.
-ATTENTION_MASK = "mask"
+Step = Callable[[Arrays, Arrays, Arrays], dict[str, jax.Array]]
 ParamsOf = Callable[[Mapping[str, Weight], ModelConfig], Params]
-
-
-def run_step(
-    weights: Arrays,
-    caches: Arrays,
-    tokens: jax.Array,
-    input_pos: jax.Array,
-    *,
-    cfg: ModelConfig,
-    dtype: DTypeLike,
-    with_logits: bool,
-    params_of: ParamsOf | None = None,
-) -> dict[str, jax.Array]:
-    """Runs consecutive tokens through the model.
-
-    Args:
-      weights: parameters by name, and the two factors of each adapter; for an encoder-decoder also the
-        source's arrays; for `run_masked_step` also the mask.
-      caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
-      tokens: `[1, T]` int32.
-      input_pos: `[T]` int32, their positions (see the module).
-      cfg: config of the model, or of the sub-model with the weights' shapes.
-      dtype: dtype of the activations.
-      with_logits: whether to run the head.
-      params_of: function that makes the model's parameters from the weights; None for `with_adapters`.
-
-    Returns:
-      The caches with the tokens' rows, and `logits` if `with_logits`.
-    """
-    axes = Axes("run_step")
-    axes.check(jnp.int32, "1 T", tokens=tokens)
-    axes.check(jnp.int32, "T", input_pos=input_pos)
-    count = tokens.shape[1]
-    start = input_pos[0]
-    real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
-    at = TokenPositions.after(start, count, jnp.sum(real, dtype=jnp.int32))
-    if ATTENTION_MASK in weights:
-        at = dataclasses.replace(at, mask=weights[ATTENTION_MASK][0, 0])
-    params = (params_of or with_adapters)(weights, cfg)
-    return _step(params, caches, tokens, at, cfg, dtype, with_logits, _source(weights, cfg))
-
-
-def run_masked_step(
-    step: Callable[..., dict[str, jax.Array]],
-    weights: Arrays,
-    caches: Arrays,
-    tokens: jax.Array,
-    input_pos: jax.Array,
-    mask: jax.Array,
-    **options: Any,
-) -> dict[str, jax.Array]:
-    """Runs `run_step`, given as `step`, for runtimes that make the attention mask themselves: `[1, 1, T,
-    S]` bool, the positions that each token attends to, instead of all up to its own."""
-    return step({**weights, ATTENTION_MASK: mask}, caches, tokens, input_pos, **options)
-
-
-def run_tree(
-    weights: Arrays,
-    caches: Arrays,
-    tokens: jax.Array,
-    input_pos: jax.Array,
-    mask: jax.Array,
-    *,
-    cfg: ModelConfig,
-    dtype: DTypeLike,
-    params_of: ParamsOf | None = None,
-) -> dict[str, jax.Array]:
-    """Runs a token tree after the sequence in the caches; returns logits after each node.
-
-    Args:
-      weights, caches, cfg, dtype, params_of: see `run_step`.
-      tokens: `[1, M]` int32, the nodes from the root on, in consecutive rows of the cache.
-      input_pos: `[M]` int32, their positions in a sequence; the root's is the length of the cached sequence.
-      mask: `[M, M]` bool, the nodes that each node attends to, with itself; all False for padding.
-
-    Returns:
-      The caches with the nodes' rows, and `logits` `[1, M, V]`.
-    """
-    axes = Axes("run_tree")
-    axes.check(jnp.int32, "1 M", tokens=tokens)
-    axes.check(jnp.int32, "M", input_pos=input_pos)
-    axes.check(jnp.bool_, "M M", mask=mask)
-    base = input_pos[0]
-    rows = base + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    real = jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
-    at = TokenPositions(input_pos, real, TreePositions(base, rows, mask), consecutive=True)
-    params = (params_of or with_adapters)(weights, cfg)
-    return _step(params, caches, tokens, at, cfg, dtype, True, _source(weights, cfg))
-
-
-def run_encode(
-    weights: Arrays,
-    caches: Arrays,
-    tokens: jax.Array,
-    source_tokens: jax.Array,
-    *,
-    cfg: ModelConfig,
-    dtype: DTypeLike,
-    params_of: ParamsOf | None = None,
-) -> dict[str, jax.Array]:
-    """Encodes a source, and projects its hidden states for each layer of the decoder.
-
-    Args:
-      weights, cfg, dtype, params_of: see `run_step`.
-      caches: empty, because a source has none.
-      tokens: `[1, T]` int32.
-      source_tokens: `[1]` int32, number of valid tokens.
-
-    Returns:
-      `source_k_i`, `source_v_i` `[1, K, T, H]`.
-    """
-    del caches
-    axes = Axes("run_encode")
-    axes.check(jnp.int32, "1 T", tokens=tokens)
-    axes.check(jnp.int32, "1", source_tokens=source_tokens)
-    assert cfg.encoder is not None
-    params, valid = (params_of or with_adapters)(weights, cfg), source_tokens[0]
-    # Programs have no loops.
-    hidden = encode(encoder_params(params), tokens, valid, cfg=cfg.encoder, dtype=dtype, block_tokens=0)
-    empty = (jnp.zeros(0, dtype),) * cfg.layers
-    source = with_source(params, hidden, valid, SourceLayers(empty, empty, valid), cfg=cfg)
-    out = {SOURCE_KEYS.format(layer): each for layer, each in enumerate(source.keys)}
-    return out | {SOURCE_VALUES.format(layer): each for layer, each in enumerate(source.values)}
-
-
-def _source(weights: Arrays, cfg: ModelConfig) -> SourceLayers | None:
-    """Returns the source's arrays among the weights."""
-    if cfg.encoder is None:
-        return None
-    keys, values = (
-        tuple(weights[name.format(layer)] for layer in range(cfg.layers))
-        for name in (SOURCE_KEYS, SOURCE_VALUES)
-    )
-    return SourceLayers(keys, values, weights[SOURCE_TOKENS][0])
-
-
-def _step(
-    params: Params,
-    caches: Arrays,
-    tokens: jax.Array,
-    at: TokenPositions,
-    cfg: ModelConfig,
-    dtype: DTypeLike,
-    with_logits: bool,
-    source: SourceLayers | None,
-) -> dict[str, jax.Array]:
-    cache = KVCache(
-        keys=tuple(caches[KEYS.format(layer)] for layer in range(cfg.layers)),
-        values=tuple(caches[VALUES.format(layer)] for layer in range(cfg.layers)),
-        length=at.positions[0],
-        source=source,
-    )
-    hidden, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype)
-    out = {KEYS.format(layer): each for layer, each in enumerate(cache.keys)}
-    out |= {VALUES.format(layer): each for layer, each in enumerate(cache.values)}
-    if with_logits:
-        out["logits"] = logits(params, hidden, cfg=cfg)
-    return out
 
 
 def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, Weight]:
     """Returns the model's parameters: weights with an adapter become `Adapted`, and those with an
-    additional adapter as an input (see `jaxllm.export.folder_format.adapters`) once more."""
+    additional adapter as an input (see `jaxllm.export.folder_format.parts`) once more."""
     params: dict[str, Weight] = {}
     for name in param_specs(cfg):
         if name not in weights:
@@ -210,3 +74,234 @@ def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, 
             if left is not None:
                 params[name] = Adapted(params[name], left, right)  # pyright: ignore[reportArgumentType]: arrays
     return params
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Options that the steps of a model share.
+
+    Attributes:
+      cfg: config of the model, or of the sub-model with the weights' shapes.
+      dtype: dtype of the activations.
+      params_of: function that makes the model's parameters from the weights.
+    """
+
+    cfg: ModelConfig
+    dtype: DTypeLike
+    params_of: ParamsOf = with_adapters
+
+
+def step_of(
+    signature: Signature, options: StepOptions, *, loops: bool = True, adapters: AdapterInputs | None = None
+) -> Step:
+    """Returns the step of a signature, for a level's model; without `loops` for a runtime that has none,
+    with `adapters` for programs that accept them as an input."""
+    if signature.kind == "encode":
+        return functools.partial(run_encode, options=options)
+    if signature.kind == "verify":
+        step = functools.partial(run_tree, options=options)
+    elif signature.kind == "block":
+        block = run_block if loops else run_unrolled_block
+        step = functools.partial(block, options=options, count=signature.tokens)
+    else:
+        step = functools.partial(run_step, options=options, with_logits=signature.kind == "decode")
+    if adapters is None:
+        return step
+
+    def adapted(weights: Arrays, caches: Arrays, inputs: Arrays) -> dict[str, jax.Array]:
+        return step({**weights, **adapters.split(signature.level, inputs[ADAPTER])}, caches, inputs)
+
+    return adapted
+
+
+def run_step(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, options: StepOptions, with_logits: bool
+) -> dict[str, jax.Array]:
+    """Runs consecutive tokens through the model.
+
+    Args:
+      weights: parameters by name, and the two factors of each adapter.
+      caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
+      inputs: `tokens` and `input_pos` (see the module), for an encoder-decoder the source's arrays; for
+        runtimes that make the attention mask themselves `mask` `[1, 1, T, S]` bool, the positions that each
+        token attends to, instead of all up to its own.
+      options: options of the model.
+      with_logits: whether to run the head.
+
+    Returns:
+      The caches with the tokens' rows, and `logits` if `with_logits`.
+    """
+    tokens, positions = inputs[TOKENS], inputs[POSITIONS]
+    axes = Axes("run_step")
+    axes.check(jnp.int32, "1 T", tokens=tokens)
+    axes.check(jnp.int32, "T", input_pos=positions)
+    count = tokens.shape[1]
+    real = positions == positions[0] + jnp.arange(count, dtype=jnp.int32)
+    at = TokenPositions.after(positions[0], count, jnp.sum(real, dtype=jnp.int32))
+    if MASK in inputs:
+        at = dataclasses.replace(at, mask=inputs[MASK][0, 0])
+    return _step(weights, caches, inputs, at, options, with_logits)
+
+
+def run_tree(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, options: StepOptions
+) -> dict[str, jax.Array]:
+    """Runs a token tree after the sequence in the caches; returns logits after each node.
+
+    Args:
+      weights, caches, options: see `run_step`.
+      inputs: `tokens` `[1, M]` int32, the nodes from the root on, in consecutive rows of the cache;
+        `input_pos` `[M]` int32, their positions in a sequence, of which the root's is the length of the
+        cached sequence; and `mask` `[M, M]` bool, the nodes that each node attends to, with itself, all False
+        for padding.
+
+    Returns:
+      The caches with the nodes' rows, and `logits` `[1, M, V]`.
+    """
+    tokens, positions, mask = inputs[TOKENS], inputs[POSITIONS], inputs[MASK]
+    axes = Axes("run_tree")
+    axes.check(jnp.int32, "1 M", tokens=tokens)
+    axes.check(jnp.int32, "M", input_pos=positions)
+    axes.check(jnp.bool_, "M M", mask=mask)
+    rows = positions[0] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    real = jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
+    tree = TreePositions(positions[0], rows, mask)
+    at = TokenPositions(positions, real, tree, consecutive=True)
+    return _step(weights, caches, inputs, at, options, True)
+
+
+def run_encode(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, options: StepOptions
+) -> dict[str, jax.Array]:
+    """Encodes a source, and projects its hidden states for each layer of the decoder.
+
+    Args:
+      weights, options: see `run_step`.
+      caches: empty, because a source has none.
+      inputs: `tokens` `[1, T]` int32, and `source_tokens` `[1]` int32, number of valid tokens.
+
+    Returns:
+      `source_k_i`, `source_v_i` `[1, K, T, H]`.
+    """
+    del caches
+    tokens, count, cfg = inputs[TOKENS], inputs[SOURCE_TOKENS], options.cfg
+    axes = Axes("run_encode")
+    axes.check(jnp.int32, "1 T", tokens=tokens)
+    axes.check(jnp.int32, "1", source_tokens=count)
+    assert cfg.encoder is not None
+    params, valid, dtype = options.params_of(weights, cfg), count[0], options.dtype
+    # Programs have no loops.
+    hidden = encode(encoder_params(params), tokens, valid, cfg=cfg.encoder, dtype=dtype, block_tokens=0)
+    empty = (jnp.zeros(0, dtype),) * cfg.layers
+    source = with_source(params, hidden, valid, SourceLayers(empty, empty, valid), cfg=cfg)
+    return _by_layer((SOURCE_KEYS, tuple(source.keys)), (SOURCE_VALUES, tuple(source.values)))
+
+
+def run_block(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, options: StepOptions, count: int
+) -> dict[str, jax.Array]:
+    """Decodes up to `inputs["limit"]` of at most `count` tokens in a loop, and stops after a stop token.
+
+    Other arguments are those of `run_step`. The caller updates the sampler's state: `count` tokens were
+    sampled.
+    """
+    step = _block_step(weights, inputs, options)
+
+    def more(carry):
+        done, _, running = carry[:3]
+        return running & (done < inputs["limit"][0])
+
+    def one(carry):
+        done, token, _, rows, counts, caches = carry
+        logits, caches = step(caches, token, inputs[POSITIONS] + done)
+        token = choose(logits, inputs, counts, done, by_loop)
+        counts = _counted(counts, token)
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, token[None], done, axis=1)
+        return done + 1, token, ~_stops(token, inputs), rows, counts, caches
+
+    start = (
+        jnp.zeros((), jnp.int32), inputs[TOKENS][0], jnp.ones((), jnp.bool_),
+        jnp.full((1, count), NO_TOKEN, jnp.int32), inputs["counts"], dict(caches),
+    )  # fmt: skip
+    done, _, _, rows, _, caches = jax.lax.while_loop(more, one, start)
+    return {**caches, NEXT_TOKENS: rows, COUNT: done[None]}
+
+
+def run_unrolled_block(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, options: StepOptions, count: int
+) -> dict[str, jax.Array]:
+    """Computes the results of `run_block` without a loop, for runtimes that have none: after the last token
+    the remaining steps repeat the last one, which changes nothing."""
+    step = _block_step(weights, inputs, options)
+    token, at, counts = inputs[TOKENS][0], inputs[POSITIONS], inputs["counts"]
+    running, done, found, kept = jnp.ones((), jnp.bool_), jnp.zeros((), jnp.int32), [], dict(caches)
+    for index in range(count):
+        logits, kept = step(kept, token, at)
+        drawn = choose(logits, inputs, counts, jnp.int32(index), one_by_one)
+        found.append(jnp.where(running, drawn, NO_TOKEN))
+        counts = _counted(counts, found[-1])
+        done = done + running.astype(jnp.int32)
+        running = running & ~_stops(drawn, inputs) & (index + 1 < inputs["limit"][0])
+        token, at = jnp.where(running, drawn, token), jnp.where(running, at + 1, at)
+    return {**kept, NEXT_TOKENS: jnp.stack(found, axis=1), COUNT: done[None]}
+
+
+def _block_step(
+    weights: Arrays, inputs: Arrays, options: StepOptions
+) -> Callable[[Arrays, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
+    """The step `(caches, token [1], position [1])` -> logits `[1, V]`, caches."""
+    axes = Axes("run_block")
+    axes.check(jnp.int32, "1 1", tokens=inputs[TOKENS])
+    axes.check(jnp.int32, "1", input_pos=inputs[POSITIONS], limit=inputs["limit"])
+    axes.check(jnp.int32, "1 V", counts=inputs["counts"])
+
+    def step(caches: Arrays, token: jax.Array, at: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        own = {**inputs, TOKENS: token[None], POSITIONS: at}
+        out = run_step(weights, caches, own, options=options, with_logits=True)
+        return out.pop(LOGITS)[0], out
+
+    return step
+
+
+def _counted(counts: jax.Array, token: jax.Array) -> jax.Array:
+    """`counts` `[1, V]` with a token `[1]` more."""
+    index = jnp.arange(counts.shape[-1], dtype=jnp.int32)[None]
+    return counts + (index == token[:, None]).astype(jnp.int32)
+
+
+def _stops(token: jax.Array, controls: Arrays) -> jax.Array:
+    """Whether a token `[1]` ends the answer."""
+    # NO_TOKEN pads the stop tokens, and ends an answer, too.
+    same = (controls["stop_ids"] == token).astype(jnp.int32)
+    return (jnp.max(same) > 0) | (token[0] == NO_TOKEN)
+
+
+def _step(
+    weights: Arrays,
+    caches: Arrays,
+    inputs: Arrays,
+    at: TokenPositions,
+    options: StepOptions,
+    with_logits: bool,
+) -> dict[str, jax.Array]:
+    """Runs the tokens of the inputs, at positions, with any source among the inputs."""
+    cfg = options.cfg
+    params = options.params_of(weights, cfg)
+
+    def layers(arrays: Arrays, name: str) -> tuple[jax.Array, ...]:
+        return tuple(arrays[name.format(layer)] for layer in range(cfg.layers))
+
+    source = None
+    if cfg.encoder is not None:
+        keys, values = layers(inputs, SOURCE_KEYS), layers(inputs, SOURCE_VALUES)
+        source = SourceLayers(keys, values, inputs[SOURCE_TOKENS][0])
+    keys, values = layers(caches, KEYS), layers(caches, VALUES)
+    cache = KVCache(keys=keys, values=values, length=at.positions[0], source=source)
+    hidden, cache = forward_at(params, inputs[TOKENS], cache, at, cfg=cfg, dtype=options.dtype)
+    out = _by_layer((KEYS, cache.keys), (VALUES, cache.values))
+    return {**out, LOGITS: logits(params, hidden, cfg=cfg)} if with_logits else out
+
+
+def _by_layer(*stacks: tuple[str, tuple[jax.Array, ...]]) -> dict[str, jax.Array]:
+    """Arrays of layers by name."""
+    return {name.format(layer): each for name, arrays in stacks for layer, each in enumerate(arrays)}

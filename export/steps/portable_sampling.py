@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.axes import Axes
-from jaxllm.export.folder_format.controls import DRAWN, OPTIONS, PENALIZED, SEED, TOP_K
+from jaxllm.export.folder_format.signature import DRAWN, OPTIONS, PENALIZED, SEED, TOP_K
 from jaxllm.sampling import BITS, Repeat, filtered, gumbel_noise, largest, only_if
 from jaxllm.sampling_state import NO_TOKEN, SamplerState, penalize
 
@@ -30,7 +30,7 @@ def choose(
 
     Args:
       logits: `[1, V]` float32.
-      controls: see `jaxllm.export.folder_format.controls`.
+      controls: see `jaxllm.export.folder_format.signature`.
       counts: `[1, V]` int32, number of each token in the answer so far.
       done: int32 scalar, number of tokens sampled since `controls` were made.
       repeat: `jaxllm.sampling.by_loop` or `one_by_one`.

@@ -177,8 +177,11 @@ def experts_command(
     """
     # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.calibration import BundleOutput, PairWidthsRecipe, WidthTarget
-    from jaxllm.training.experts.expert_widths import dry_run_experts, quantize_experts
-    from jaxllm.training.experts.seq2seq_widths import quantize_seq2seq_experts
+    from jaxllm.training.experts.expert_widths import (
+        dry_run_experts,
+        quantize_experts,
+        quantize_seq2seq_experts,
+    )
     from jaxllm.training.loop.parallel import MeshShape
     from jaxllm.training.seq2seq.pairs import read_pair_files
 

@@ -7,15 +7,14 @@ import click
 
 from jaxllm.cli.console import progress_bars, read_text
 from jaxllm.cli.shared_options import context_option, path_argument, path_option
-from jaxllm.export.contents import CONTENTS, require_contents, require_family
+from jaxllm.export.contents import CONTENTS, require_contents, require_family, require_format
 from jaxllm.option_types import Level
 
 if TYPE_CHECKING:
     from jaxllm.export.folder_format.manifest import Manifest
-    from jaxllm.export.input_adapters import AdapterOptions
     from jaxllm.export.signatures import ExportPlan
     from jaxllm.export.static_products import Ranges
-    from jaxllm.export.subject import Subject
+    from jaxllm.export.subject import AdapterOptions, Subject
     from jaxllm.serving.host.progress import Progress
 
 PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
@@ -200,7 +199,7 @@ def export_command(
             raise click.UsageError(f"--adapter-input goes with programs; --format {kind} takes --adapter")
         _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
-    from jaxllm.export import extras, quantized
+    from jaxllm.export import quantized
     from jaxllm.export.stablehlo import DTYPES, export_stablehlo
     from jaxllm.export.subject import read_subject
 
@@ -208,7 +207,7 @@ def export_command(
     plan = _plan(kind, shapes)
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
     # Fail before anything is read, also for extras that are not imported yet.
-    extras.require_format(kind)
+    require_format(kind)
     subject = read_subject(
         bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision), inputs=inputs
     )
@@ -244,12 +243,11 @@ def _export_plain(
         raise click.UsageError(f"--format {kind} writes one model; give one --level")
     from jaxllm.bundle import Bundle
     from jaxllm.config import WHOLE
-    from jaxllm.export import extras
     from jaxllm.export.gguf_file import write_plain_gguf
     from jaxllm.export.plain_model import read_plain, write_plain_folder
     from jaxllm.models.parameters import parameter_count
 
-    extras.require_format(kind)
+    require_format(kind)
     write = write_plain_folder if kind == "hf" else write_plain_gguf
     with Bundle.open(path) as bundle:
         model = read_plain(bundle, level=levels[0] if levels else WHOLE, adapter=adapter)
@@ -305,7 +303,7 @@ def _check_usage(
 
 def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None":
     """The adapters that are inputs of programs; None for none."""
-    from jaxllm.export.input_adapters import AdapterOptions
+    from jaxllm.export.subject import AdapterOptions
 
     if not given and not rank:
         return None
@@ -362,7 +360,7 @@ def _export_tflite(
     require_holdable(subject.cfg)
     ranges = None if calibration_text is None else _ranges(subject, plan, calibration_text)
     if kind in ("tflite", "device"):
-        from jaxllm.export.device_folder import write_loop
+        from jaxllm.export.folder import write_loop
 
         manifest, sharing = export_tflite(
             subject,

@@ -77,9 +77,13 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
     # Imported here, so that --help and usage errors do not wait for JAX and orbax.
     from jaxllm.training.loop.monitoring import Monitoring
     from jaxllm.training.loop.run_files import keep_checkpoints_at
-    from jaxllm.training.pretrain.continued import train_on
-    from jaxllm.training.pretrain.job import PretrainRecipe
-    from jaxllm.training.pretrain.run import PretrainTexts, dry_run_pretrain, pretrain
+    from jaxllm.training.pretrain.run import (
+        PretrainRecipe,
+        PretrainTexts,
+        dry_run_pretrain,
+        pretrain,
+        train_on,
+    )
     from jaxllm.training.seq2seq.job import Seq2SeqRecipe
     from jaxllm.training.seq2seq.run import train_seq2seq
     from jaxllm.training.settings import load_recipe
@@ -150,8 +154,7 @@ def lora_command(
     # Imported here, so that --help and usage errors do not wait for JAX and orbax.
     from jaxllm.training.loop.monitoring import Monitoring
     from jaxllm.training.loop.run_files import keep_checkpoints_at
-    from jaxllm.training.lora.job import LoraRecipe
-    from jaxllm.training.lora.run import dry_run_lora, train_lora
+    from jaxllm.training.lora.run import LoraRecipe, dry_run_lora, train_lora
 
     recipe = changed(LoraRecipe.load(recipe_name), options, *LOOP_SETTINGS)
     sources = given_sources(*(options.pop(name) for name in _SOURCES))

@@ -162,8 +162,7 @@ def given_sources(
     prefixes: Sequence[str] = (),
 ) -> "tuple[Source, ...]":
     """The sources given by --text, --chat, --skip-bad, --pairs and --prefix; empty for the recipe's."""
-    from jaxllm.training.data.remote_files import source_name
-    from jaxllm.training.data.sources import Source
+    from jaxllm.training.data.sources import Source, source_name
 
     plain = (Source(text=source_name(path)) for path in texts)
     talks = (Source(chat=source_name(path), skip_bad=skip_bad) for path in chats)

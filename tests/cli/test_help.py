@@ -94,7 +94,7 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     from jaxllm.serving.ground.int8_prefill_options import INTEGER_DEVICES, MODES, PrefillOptions
     from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
     from jaxllm.training import calibration
-    from jaxllm.training.experts.seq2seq_widths import MEASURES
+    from jaxllm.training.experts.expert_widths import MEASURES
 
     assert model_choice.PREFILL_MODES == MODES
     assert get_args(declaration(model_choice.ModelChoice, "integer_device")[0]) == INTEGER_DEVICES

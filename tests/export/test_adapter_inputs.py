@@ -9,10 +9,9 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextGone, ProgramError
 from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.service import ProgramService
-from jaxllm.export.folder_format.adapters import adapter_file
-from jaxllm.export.input_adapters import AdapterOptions
+from jaxllm.export.folder_format.parts import adapter_file
 from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.subject import read_subject
+from jaxllm.export.subject import AdapterOptions, read_subject
 from jaxllm.serving.elastic.coarse_profile import measure_coarsely
 from tests.export.models import CHUNKS, CONFIG, CONTEXT, OPTIONS, PROMPTS, exported, write_adapters
 
@@ -77,7 +76,7 @@ def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
     assert answers(engine, WHOLE) == wanted[None][WHOLE]
     again = service.context("app", context.name)
     assert again.adapter == "notes"
-    assert again.generate([5], config=CONFIG).result().restoration.resident == 16
+    assert again.generate([5], config=CONFIG).result().restoration.resident == 1
     record = dataclasses.replace(again.record.origin, adapter="of another folder")
     contexts.store.commit(dataclasses.replace(again.record, origin=record))
     with pytest.raises(ContextGone, match=r"adapter that is not among these programs \(of another folder\)"):

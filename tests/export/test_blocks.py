@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.export.folder_format.signature import COUNT, NEXT_TOKENS
 from jaxllm.export.programs.live import LiveExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program
+from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.text.tokenizer import Tokenizer
 from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, exported
 from tests.tiny import tiny_params, tiny_tokenizer
@@ -61,12 +64,16 @@ def engine():
 
 
 def test_tokens_that_no_block_may_give(engine, monkeypatch):
+    run = engine.model.executor.run
     for tokens in ([], [1, CFG.vocab_size], [-2], [1] * (BLOCK + 1)):
 
-        def wrong(signature, caches, *_, tokens=tokens):
-            return np.array(tokens, np.int32), caches
+        def wrong(signature, inputs, caches, tokens=tokens):
+            out, caches = run(signature, inputs, caches)
+            if signature.kind != "block":
+                return out, caches
+            return {NEXT_TOKENS: np.array([tokens], np.int32), COUNT: np.array([len(tokens)])}, caches
 
-        monkeypatch.setattr(engine.model.executor, "run_block", wrong)
+        monkeypatch.setattr(engine.model.executor, "run", wrong)
         with pytest.raises(ProgramError, match="block_4 gave"):
             engine.generate(PROMPTS[1], CONFIG)
     for block in (1, 65, -1):
@@ -76,14 +83,14 @@ def test_tokens_that_no_block_may_give(engine, monkeypatch):
 
 def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
     dispatched = []
-    block = engine.model.executor.run_block
+    run = engine.model.executor.run
 
-    def counted(*arguments):
-        tokens, caches = block(*arguments)
-        dispatched.append(len(tokens))
-        return tokens, caches
+    def counted(signature, *arguments):
+        out, caches = run(signature, *arguments)
+        dispatched.extend(np.asarray(out[COUNT]).tolist() if signature.kind == "block" else [])
+        return out, caches
 
-    monkeypatch.setattr(engine.model.executor, "run_block", counted)
+    monkeypatch.setattr(engine.model.executor, "run", counted)
     # Neither is anything that other tests may have left.
     jax.clear_caches()
     with compiles() as count:
@@ -92,6 +99,21 @@ def test_a_loop_on_the_device(engine, one_by_one, compiles, monkeypatch):
     assert max(dispatched) == BLOCK
     # The first token comes of the prompt, and all others of blocks.
     assert sum(dispatched) == sum(map(len, one_by_one)) - len(one_by_one)
+
+
+def test_a_chunk_that_short_caches_have_no_program_for_is_run_in_shorter_ones():
+    params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
+    prompt, found = [(3 * i) % CFG.vocab_size for i in range(30)], []
+    for chunks, planned in (((16,), [16, 17]), ((16, 48), [49])):
+        executor = LiveExecutor(
+            "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=chunks, cache_tokens=(32,)
+        )
+        runner = ProgramRunner(executor)
+        assert [each.tokens for each in runner.prefill_chunks(len(prompt))] == planned
+        names = [each.name for each in runner.request_signatures(len(prompt), 2)]
+        assert names == ["cache_32_prefill_16", "cache_32_decode"]
+        found.append(np.asarray(prefill_prompt(runner, runner.start(32), prompt, 0)[0]))
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["stablehlo", "tflite"])

@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("flatbuffers")
 
 from jaxllm.config import WHOLE
-from jaxllm.export.folder_format.arrays import cache_shapes
-from jaxllm.export.folder_format.shapes import input_shapes
-from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.folder_format.signature import cache_shapes
+from jaxllm.export.signatures import ExportPlan, step_shapes
 from jaxllm.export.stablehlo import PLATFORMS, traced
 from jaxllm.export.subject import read_subject
 from tests.copied_bytes import copied_bytes
@@ -33,9 +32,8 @@ def subject(tmp_path_factory):
 def compiled(signature, subject, *, branches):
     """A program of all platforms, as this CPU compiles it."""
     program = traced(signature, subject, PLAN, precision="f32", platforms=PLATFORMS, branches=branches)
-    shapes = input_shapes(signature, subject.cfg, ROOM, np.dtype(np.float32))
     step = jax.jit(program.call, donate_argnums=(1,), keep_unused=True)
-    return step.lower(subject.weights(WHOLE), *shapes).compile()
+    return step.lower(*step_shapes(signature, subject, PLAN, np.dtype(np.float32))).compile()
 
 
 @pytest.mark.parametrize("name", ["decode", "block_4", "verify_8", "prefill_16", "prefill_64"])

@@ -97,7 +97,7 @@ def test_the_command_exports_a_calibrated_bundle_with_its_shadow_or_says_without
 ):
     """What the exporter is given, for the converter lives elsewhere."""
     given = []
-    monkeypatch.setattr("jaxllm.export.extras.require_format", lambda kind: None)
+    monkeypatch.setattr("jaxllm.cli.export.require_format", lambda kind: None)
     monkeypatch.setattr("jaxllm.cli.export._export_tflite", lambda *of: given.append(of) or ["made"])
     (tmp_path / "text").write_text("the hello")
     asked = [str(bundle), "-o", str(tmp_path / "out"), "--format", "tflite", "--precision", "w8a8"]

@@ -11,11 +11,10 @@ import pytest
 from jaxllm.contexts.codecs import WIDTHS, ChunkShape
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import ConfigError
-from jaxllm.export.device.context import ProgramContext
-from jaxllm.export.device.contexts import ProgramContexts
-from jaxllm.export.folder_format.arrays import KEYS, VALUES, cache_shapes
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, chunk_format
-from jaxllm.export.programs.codecs import encoded, loaded
+from jaxllm.export.device.contexts import ProgramContexts, encoded, loaded
+from jaxllm.export.device.service import ProgramContext
+from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, KEYS, VALUES, chunk_format
+from jaxllm.export.folder_format.signature import cache_shapes
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.kv.cache import Past
@@ -83,7 +82,7 @@ def test_a_context_at_few_bits_outlives_its_process(kind, elastic, tmp_path):
         contexts.close()
         again = ProgramContexts(engine, place, budget_bytes=1 << 20, bits=bits)
         answer = ProgramContext(again, again.record("app", name)).generate(turns[1], config=GREEDY).result()
-        assert answer.restoration.read == 2 * CHUNK_TOKENS
+        assert answer.restoration.read == (0, 1)
         answers[bits] = answer.tokens
         again.close()
     assert answers[8] == answers[0]

@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest, StoredFile
-from jaxllm.export.folder_format.tokenizer import read_tokenizer, write_tokenizer
+from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest, StoredFile, write_tokenizer
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.speculation.drafter import Growing
@@ -91,9 +90,9 @@ def test_what_does_not_fit(stablehlo, plain, tmp_path):
     dataclasses.replace(manifest, signatures=kept).write(folder)
     with pytest.raises(ConfigError, match=r"verify no drafts; export the model with --verify-tokens"):
         opened(folder, drafter="ngram")
-    files = read_tokenizer(manifest, folder)
+    files = manifest.read_tokenizer(folder)
     swapped = files.tokenizer_json.replace('"!"', '"\\u0000\\u0000"', 1)
-    write_tokenizer(folder, dataclasses.replace(files, tokenizer_json=swapped))
+    write_tokenizer(folder / TOKENIZER, dataclasses.replace(files, tokenizer_json=swapped))
     stored = {**manifest.files, TOKENIZER: StoredFile.of(folder / TOKENIZER)}
     dataclasses.replace(manifest, files=stored).write(folder)
     with pytest.raises(ConfigError, match="another tokenizer"):

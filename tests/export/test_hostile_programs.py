@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import BudgetExceeded, JaxllmError, ProgramError
-from jaxllm.export.folder_format.files import StoredFile
-from jaxllm.export.folder_format.manifest import MANIFEST
-from jaxllm.export.programs.bounds import program_bounds
-from jaxllm.export.programs.executor import open_executor
+from jaxllm.export.folder_format.manifest import MANIFEST, StoredFile
 from jaxllm.export.programs.model import open_program
+from jaxllm.export.programs.opening import open_executor
+from jaxllm.export.programs.stablehlo import program_bounds
 
 pytest.importorskip("flatbuffers")
 
@@ -122,7 +121,7 @@ def test_sizes_that_are_known_at_run_time_only(decode):
 
 def test_a_program_of_other_arguments(decode, executor):
     program, allowed = decode
-    with pytest.raises(ProgramError, match="it takes 27 arrays, the manifest says 26, or others"):
+    with pytest.raises(ProgramError, match="it takes 27 arrays, the manifest says 25, or others"):
         inspect(program.serialize(), dataclasses.replace(allowed, inputs=allowed.inputs[:-1]))
     renamed = {f"{name}!": each for name, each in allowed.outputs.items()}
     with pytest.raises(ProgramError, match="it returns 5 arrays"):
@@ -209,7 +208,7 @@ def test_files_that_are_none_and_caches_larger_than_this_machine(copy, monkeypat
         path.unlink()
         path.write_bytes(kept)
     open_executor(copy)
-    monkeypatch.setattr("jaxllm.export.programs.executor.memory_bytes", lambda: 1000)
+    monkeypatch.setattr("jaxllm.export.programs.opening.memory_bytes", lambda: 1000)
     with pytest.raises(BudgetExceeded, match=r"caches of 64 tokens take .*--context"):
         open_program(copy)
 

@@ -9,8 +9,7 @@ import pytest
 
 from jaxllm import Engine
 from jaxllm.errors import ConfigError
-from jaxllm.export.litertlm import export_litertlm, metadata
-from jaxllm.export.litertlm_chat import runtime_template
+from jaxllm.export.litertlm import export_litertlm, metadata, runtime_template
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.engine.request import GenerationConfig

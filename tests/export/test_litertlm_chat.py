@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import TemplateError
-from jaxllm.export.litertlm_chat import runtime_template
+from jaxllm.export.litertlm import runtime_template
 from jaxllm.text.template_program import TemplateProgram
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import tiny_tokenizer

@@ -8,9 +8,8 @@ import pytest
 
 from jaxllm.config import WHOLE
 from jaxllm.export.device.opening import open_device
-from jaxllm.export.input_adapters import AdapterOptions
 from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.subject import read_subject
+from jaxllm.export.subject import AdapterOptions, read_subject
 from tests.export.models import CHUNKS, CONFIG, CONTEXT, PROMPTS, write_planned
 
 pytest.importorskip("litert_converter")

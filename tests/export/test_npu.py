@@ -9,8 +9,8 @@ import pytest
 from jaxllm import Engine
 from jaxllm.errors import ConfigError
 from jaxllm.export.litertlm import export_litertlm
+from jaxllm.export.npu import _parts, require_divisible
 from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.steps.exported_npu import cache_inputs, layer_inputs, require_divisible
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.models import CFG, CHUNKS, CONTEXT, OPTIONS, PROMPTS, models_of
@@ -61,7 +61,8 @@ def test_signatures_have_the_names_that_the_runtime_looks_for(models):
     }  # fmt: skip
     for name, tokens in (("prefill_16", CHUNK), ("decode", 1)):
         facts = models[name].get_signature_list()[name]
-        assert set(facts["inputs"]) == set(layer_inputs(CFG, tokens, CONTEXT))
+        (shapes,) = (each for _, part, _, each in _parts(CFG, PLAN) if part == name)
+        assert set(facts["inputs"]) == set(shapes)
         slices = {f"kv_slice_{side}_{layer}" for side in "kv" for layer in range(CFG.layers)}
         assert set(facts["outputs"]) == slices | ({"logits"} if tokens == 1 else set())
         details = models[name].get_output_tensor_details(name)
@@ -75,7 +76,8 @@ def test_together_they_answer_as_the_live_engine(models, elastic):
     # Two chunks, one of them padded, and one token.
     prompt, tokens = PROMPTS[3], 8
     wanted = live.generate(prompt, GenerationConfig(max_tokens=tokens, ignore_eos=True)).tokens
-    caches = {name: np.zeros(each.shape, np.float32) for name, each in cache_inputs(CFG, CONTEXT).items()}
+    (shapes,) = (each for _, part, _, each in _parts(CFG, PLAN) if part == "decode")
+    caches = {name: np.zeros(each.shape, each.dtype) for name, each in shapes.items() if "cache" in name}
 
     def fed(kind, suffix, part, at):
         nonlocal caches

@@ -10,7 +10,7 @@ from jaxllm.bundle.calibrations import prefill_parts
 from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
 from jaxllm.export.device.opening import needed_bytes, open_device, weights_bytes
 from jaxllm.export.folder_format.manifest import Manifest
-from jaxllm.export.folder_format.stages import STAGE_FILES, stage_name
+from jaxllm.export.folder_format.parts import STAGE_FILES, stage_name
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.int8_prefill.schedule import ORDERS, simulate

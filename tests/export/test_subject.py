@@ -9,7 +9,7 @@ import pytest
 from jaxllm.bundle import Bundle, lay_experts_apart
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.export.folder_format.manifest import LEFT
+from jaxllm.export.folder_format.parts import LEFT
 from jaxllm.export.subject import read_subject
 from jaxllm.models.lora import LoraConfig, merge
 from jaxllm.quant import dequantize

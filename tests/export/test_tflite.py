@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.export.folder_format.manifest import LEFT, RIGHT, Manifest, StoredFile
-from jaxllm.export.programs.litert import LiteRtExecutor
+from jaxllm.export.folder_format.manifest import Manifest, StoredFile
+from jaxllm.export.folder_format.parts import LEFT, RIGHT
+from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.programs.model import ProgramModel, open_program
-from jaxllm.export.programs.packed import PackedFolder
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.engine.engine import Engine
@@ -24,7 +24,7 @@ from tests.tiny import tiny_params
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from jaxllm.export.flatbuffer import share_buffers
+from jaxllm.export.converter import share_buffers
 from jaxllm.export.quantized import quantized_subject
 from jaxllm.export.static_products import calibrate
 from jaxllm.export.tflite import FILE, export_tflite, require_holdable, tflite_model

@@ -7,10 +7,8 @@ import pytest
 
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
-from jaxllm.errors import ProgramError
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.folder_format.manifest import Manifest
-from jaxllm.export.folder_format.tiny_lm import TINY_TOKENIZER, parse_tokenizer
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.elastic import tiny_lm as live_tiny_lm
@@ -96,8 +94,3 @@ def test_a_manifest_with_a_tiny_lm_and_no_programs_of_it_is_refused(service):
     with pytest.raises(ValueError, match="reads its rows of 64 tokens"):
         dataclasses.replace(manifest, signatures=shorter)
     assert isinstance(manifest, Manifest)
-
-
-def test_a_malformed_tokenizer_is_refused():
-    with pytest.raises(ProgramError, match=f"{TINY_TOKENIZER}: malformed"):
-        parse_tokenizer(b"{")

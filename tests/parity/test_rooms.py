@@ -24,8 +24,8 @@ from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.config import WHOLE
 from jaxllm.errors import BudgetExceeded
 from jaxllm.export.contents import require_family
-from jaxllm.export.folder_format.levels import ProgramLevel
 from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.export.folder_format.parts import ProgramLevel
 from jaxllm.export.programs.jax_programs import JaxPrograms
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.signatures import ExportPlan

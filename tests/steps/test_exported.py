@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.export.folder_format.arrays import cache_shapes
-from jaxllm.export.steps.exported import run_step, run_tree
+from jaxllm.export.folder_format.signature import MASK, POSITIONS, TOKENS, cache_shapes
+from jaxllm.export.steps.exported import StepOptions, run_step, run_tree
 from jaxllm.models.decoder import forward, logits
 from tests.tiny import TINY, tiny_params
 
 CONTEXT = 24
 PARAMS = {name: jnp.asarray(value) for name, value in tiny_params().items()}
-TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, CONTEXT).astype(np.int32)
+TEXT = np.random.default_rng(0).integers(0, TINY.vocab_size, CONTEXT).astype(np.int32)
 NOT_A_PLACE = (-1, 0)
 
 
@@ -23,19 +23,18 @@ def caches(fill=0.0):
     return {name: np.full(shape, fill, np.float32) for name, shape in cache_shapes(TINY, CONTEXT).items()}
 
 
-@jax.jit
-def prefill(caches, tokens, places):
-    return run_step(PARAMS, caches, tokens, places, cfg=TINY, dtype=jnp.float32, with_logits=False)
+OPTIONS = StepOptions(TINY, jnp.float32)
 
 
-@jax.jit
-def decode(caches, tokens, places):
-    return run_step(PARAMS, caches, tokens, places, cfg=TINY, dtype=jnp.float32, with_logits=True)
+@functools.partial(jax.jit, static_argnames="with_logits")
+def step(caches, tokens, places, with_logits):
+    inputs = {TOKENS: tokens, POSITIONS: places}
+    return run_step(PARAMS, caches, inputs, options=OPTIONS, with_logits=with_logits)
 
 
 @jax.jit
 def tree(caches, tokens, places, mask):
-    return run_tree(PARAMS, caches, tokens, places, mask, cfg=TINY, dtype=jnp.float32)
+    return run_tree(PARAMS, caches, {TOKENS: tokens, POSITIONS: places, MASK: mask}, options=OPTIONS)
 
 
 @jax.jit
@@ -46,16 +45,16 @@ def whole(tokens):
 def fed(count, at=0, state=None, length=16, padding=-1):
     """Caches with the tokens at positions `at` to `at + count`, in one chunk."""
     row, places = np.zeros((1, length), np.int32), np.full(length, padding, np.int32)
-    row[0, :count] = TOKENS[at : at + count]
+    row[0, :count] = TEXT[at : at + count]
     places[:count] = np.arange(at, at + count)
-    return prefill(caches() if state is None else state, row, places)
+    return step(caches() if state is None else state, row, places, False)
 
 
 @pytest.mark.parametrize("padding", NOT_A_PLACE)
 def test_a_padded_chunk_and_a_step_give_what_the_whole_text_gives(padding):
-    out = decode(fed(11, padding=padding), TOKENS[None, 11:12], np.array([11], np.int32))
+    out = step(fed(11, padding=padding), TEXT[None, 11:12], np.array([11], np.int32), True)
     chex.assert_shape(out["logits"], (1, 1, TINY.vocab_size))
-    np.testing.assert_allclose(out["logits"][0, 0], whole(TOKENS[:12])[-1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out["logits"][0, 0], whole(TEXT[:12])[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_padding_is_written_nowhere():
@@ -79,7 +78,7 @@ def test_a_chunk_over_the_end_leaves_older_rows_alone():
 
 def test_every_path_of_a_tree_is_a_text_of_its_own():
     # A root with two children, and a child of the second; the last place is padding.
-    parents, nodes = (-1, 0, 0, 2), TOKENS[8:12]
+    parents, nodes = (-1, 0, 0, 2), TEXT[8:12]
     mask = np.zeros((5, 5), np.bool_)
     for node, parent in enumerate(parents):
         mask[node, node] = True
@@ -91,7 +90,7 @@ def test_every_path_of_a_tree_is_a_text_of_its_own():
     chex.assert_shape(out["logits"], (1, 5, TINY.vocab_size))
     chex.assert_trees_all_equal_shapes_and_dtypes({name: out[name] for name in before}, before)
     for node in range(4):
-        path = [*TOKENS[:8], *nodes[mask[node, :4]]]
+        path = [*TEXT[:8], *nodes[mask[node, :4]]]
         want = whole(np.array(path, np.int32))[-1]
         np.testing.assert_allclose(out["logits"][0, node], want, rtol=1e-4, atol=1e-5, err_msg=str(node))
     assert (np.asarray(out["kv_cache_k_0"])[:, :, 12:] == 0).all()

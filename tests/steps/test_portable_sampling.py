@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import sampling
-from jaxllm.export.folder_format.controls import STOP_IDS, control_shapes, controls
+from jaxllm.export.folder_format.signature import STOP_IDS, control_shapes, controls
 from jaxllm.export.steps import portable_sampling
 from jaxllm.export.steps.portable_sampling import one_by_one
 from jaxllm.sampling import by_loop

@@ -11,7 +11,7 @@ from jaxllm.training.data.corpus import TokenizedDocuments
 from jaxllm.training.data.packing import PackedBatches, evaluation_batches
 from jaxllm.training.loop import trainer as loop
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
-from jaxllm.training.pretrain.job import PretrainRecipe, pretrain_job
+from jaxllm.training.pretrain.run import PretrainRecipe, pretrain_job
 
 SMOKE = PretrainRecipe.load("smoke")
 # One layer: these tests spend their time on compilation.

@@ -9,8 +9,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.training.data.sources import Source
 from jaxllm.training.elastic.job import ElasticRecipe
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
-from jaxllm.training.lora.job import LoraRecipe
-from jaxllm.training.pretrain.job import PretrainRecipe
+from jaxllm.training.lora.run import LoraRecipe
+from jaxllm.training.pretrain.run import PretrainRecipe
 from jaxllm.training.seq2seq.job import Seq2SeqRecipe
 from tests.training.seq2seq.tiny import SWITCH, tiny_recipe
 

@@ -1,7 +1,6 @@
 """Turns files into the batch of a step.
 
-In this order: `sources` names files and tasks, `documents` and `chats` read them, also from URLs
-(`remote_files`; `shortened_prompts` drops words), `encoders` turns them into tokens (by a `tokenizer`
-trained here, or by a model's own), `corpus` splits them and stores the tokens on disk, `packing` samples
-batches, or `windows` of corpora that are too large to pack. `digests` names models by their contents.
+In this order: `sources` names and opens files, also at URLs, `documents` and `chats` read them, `encoders`
+turns them into tokens (by a `tokenizer` trained here, or by a model's own), `corpus` splits them and stores
+the tokens on disk, `packing` samples batches of packed documents into `rows`, or of windows.
 """

@@ -30,7 +30,7 @@ from jaxllm.training.data.documents import (
     conversation_document,
     text_document,
 )
-from jaxllm.training.data.remote_files import RemoteFile, open_bytes, open_text
+from jaxllm.training.data.sources import RemoteFile, open_bytes, open_text
 
 ROLES = ("system", "user", "assistant")
 _MESSAGE_KEYS = frozenset({"role", "content", "weight"})
@@ -88,7 +88,7 @@ def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator
         kind, records = "row", _parquet_rows(path)
     else:
         kind, records = "line", _json_lines(path)
-    told: set[str] = set()
+    reported: set[str] = set()
     for number, record in records:
         try:
             parsed = record()
@@ -101,8 +101,8 @@ def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator
                 ) from error
             on_bad(wrong)
             continue
-        for key in sorted(parsed.keys() - _read_keys(parsed) - told):
-            told.add(key)
+        for key in sorted(parsed.keys() - _read_keys(parsed) - reported):
+            reported.add(key)
             _say_ignored(str(path), key)
         yield from documents
 

@@ -4,7 +4,9 @@ A recipe names its sources by paths under the folder of all data. Documents are 
 that they are needed, so a corpus may be larger than memory. Nothing is shuffled or dropped here:
 `jaxllm.training.data.packing` samples batches from these files.
 
-The processes of a group open and encode a corpus together, each its own files (see `process_shards`).
+The processes of a group open and encode a corpus together, each its own files. If there are fewer files than
+processes, all read them and each encodes every n-th block of documents, which is most of the work. The result
+is the same for any number of processes.
 """
 
 import dataclasses
@@ -18,9 +20,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.tasks import find_task
 from jaxllm.tasks.readers import story_example
@@ -32,13 +35,56 @@ from jaxllm.training.data.documents import (
     documents_digest,
     held_out_digests,
     read_texts,
+    shortened_document,
     text_document,
 )
 from jaxllm.training.data.encoders import Encoder
-from jaxllm.training.data.process_shards import exchanged, takes_block, takes_file
-from jaxllm.training.data.remote_files import RemoteFile, is_remote, remote_files
-from jaxllm.training.data.shortened_prompts import shortened_document
-from jaxllm.training.data.sources import Source
+from jaxllm.training.data.sources import RemoteFile, Source, is_remote, remote_files
+
+_DONE, _FAILED = b"\0", b"\1"
+
+
+def takes_file(number: int, files: int) -> bool:
+    """Whether this process reads a file, of so many in all, to encode it."""
+    processes = jax.process_count()
+    return files < processes or number % processes == jax.process_index()
+
+
+def takes_block(number: int, files: int) -> bool:
+    """Whether this process encodes a block of documents of a file that it reads, of so many files in all."""
+    processes = jax.process_count()
+    return files >= processes or number % processes == jax.process_index()
+
+
+def exchanged(work: Callable[[], bytes]) -> list[bytes]:
+    """Returns the result of `work` in each process, by process; all call this together, and wait for each
+    other.
+
+    Raises:
+      ConfigError: `work` fails in one of them, and then in all.
+    """
+    try:
+        own = _DONE + work()
+    except (JaxllmError, OSError) as error:
+        if jax.process_count() == 1:
+            raise
+        own = _FAILED + f"process {jax.process_index()}: {error}".encode()
+    found = _gathered(own)
+    for each in found:
+        if each[:1] == _FAILED:
+            raise ConfigError(each[1:].decode())
+    return [each[1:] for each in found]
+
+
+def _gathered(own: bytes) -> list[bytes]:
+    if jax.process_count() == 1:
+        return [own]
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([len(own)], np.int32))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
 
 Split = Literal["train", "held_out"]
 
@@ -56,7 +102,7 @@ class Corpus:
       data: folder of relative paths.
       digests: digest of every document, in order.
       held_out: digests of the origins that are held out.
-      shortened_share: share of the training questions that lose words (see `shortened_prompts`); held-out
+      shortened_share: share of the training questions that lose words (see `shortened_document`); held-out
         ones stay complete.
       bad_lines: errors of the lines that were left out.
     """
@@ -106,8 +152,8 @@ class Corpus:
 
         by_file: dict[int, list[bytes]] = {}
         bad: list[str] = []
-        for told in exchanged(read):
-            head, _, joined = told.partition(b"\n")
+        for part in exchanged(read):
+            head, _, joined = part.partition(b"\n")
             head, at = json.loads(head), 0
             bad += head["bad"]
             for number, count in head["files"]:
@@ -182,8 +228,8 @@ class Corpus:
 
         blocks = [
             (number, block, process, count)
-            for process, told in enumerate(exchanged(write))
-            for number, block, count in json.loads(told)
+            for process, part in enumerate(exchanged(write))
+            for number, block, count in json.loads(part)
         ]
 
         def join() -> bytes:

@@ -5,7 +5,6 @@ import datetime
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import tokenizers
 
@@ -23,24 +22,6 @@ _NOW = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 _MODEL_ENCODING = "special tokens' names are text"
 
 
-class Encoder(Protocol):
-    """Methods of a tokenizer that a corpus needs."""
-
-    @property
-    def identity(self) -> str:
-        """A name that differs if the ids may differ."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the highest id."""
-        ...
-
-    def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
-        """Returns the ids of each document, and the number of the prompt's."""
-        ...
-
-
 class PieceEncoder:
     """Encodes pieces unchanged, by a tokenizer of `train_tokenizer`."""
 
@@ -52,7 +33,7 @@ class PieceEncoder:
 
     @property
     def identity(self) -> str:
-        """The tokenizer's own file."""
+        """The tokenizer's own file, which differs if the ids may differ."""
         return self._tokenizer.to_str()
 
     @property
@@ -61,7 +42,7 @@ class PieceEncoder:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
-        """See `Encoder`."""
+        """Returns the ids of each document, and the number of the prompt's."""
         texts = [text for document in documents for text in document.texts]
         encodings = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
         return [self._joined(document, encodings) for document in documents]
@@ -100,8 +81,8 @@ class ModelEncoder:
     @property
     def identity(self) -> str:
         """A digest of the tokenizer's files, and of how they are used."""
-        told = [_MODEL_ENCODING, self._tokenizer.files.to_json()]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        facts = [_MODEL_ENCODING, self._tokenizer.files.to_json()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property
     def vocab_size(self) -> int:
@@ -109,7 +90,7 @@ class ModelEncoder:
         return self._tokenizer.vocab_size
 
     def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
-        """See `Encoder`."""
+        """See `PieceEncoder`."""
         parts = [self._parts(each) for each in documents]
         # All texts of a kind at once, which the tokenizer's threads share.
         ids: dict[bool, Iterator[list[int]]] = {}
@@ -144,6 +125,10 @@ class ModelEncoder:
             # A user may spell special tokens in a text to continue; a corpus may not.
             text = MarkedText.of_content(text.text)
         return text, special
+
+
+# What a corpus is encoded by.
+Encoder = PieceEncoder | ModelEncoder
 
 
 @dataclasses.dataclass(frozen=True)

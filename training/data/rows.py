@@ -1,19 +1,111 @@
-"""Cuts documents into parts that fit a row, places parts into rows, and fills rows.
+"""Cuts documents into parts that fit a row, places parts into rows, and fills rows and batches.
 
 Documents are placed undivided into rows by best fit, longest first (best-fit packing, arXiv 2404.10830).
 Documents longer than a row are cut, and each part but the first begins with the last token of the previous
 one, so that every token but a document's first is a target once. If prompts are not learned, the cuts are
 counted from the document's end, so that the answer follows as much of its prompt as fits the row, and parts
 without a learned token are left out.
+
+Corpora that are too large to pack are read in windows of the token files, by grain. A source's tokens are cut
+every `row_tokens` into windows, which grain shuffles without storing their order in memory and mixes by
+weight. As with packed rows, attention stops at documents' borders. Unlike there, a document may begin in one
+window and continue in another, which does not see its beginning; a source's tokens after its last full window
+are left out, and so are windows without a learned token.
 """
 
+import abc
 import bisect
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from jaxllm.training.data.corpus import TokenizedDocuments
 from jaxllm.training.data.sources import Source
+
+# What a batch's rows are filled for: their numbers, ascending; None for all.
+Rows = tuple[int, ...] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of packed documents.
+
+    Attributes:
+      tokens: `[B, T]` int32, the inputs.
+      targets: `[B, T]` int32, the token after each.
+      starts: `[B, T]` int32, position in the row of the beginning of each token's document.
+      weights: `[B, T]` float32, weight of each target's loss; 0 in padding.
+      sources: `[B, T]` int32, number of each document's source.
+
+    Rows of other processes are zero.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    starts: np.ndarray
+    weights: np.ndarray
+    sources: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches(abc.ABC):
+    """The batches of a run: a pure function of (documents, mixture, seed, step), so that there is no position
+    to save.
+
+    Attributes:
+      documents: documents to learn.
+      mixture: the sources, by number; empty for every document once per epoch, at weight 1.
+      row_tokens: T.
+      batch: B, rows per step.
+      seed: seed of the order.
+      own: rows of each batch that this process fills.
+    """
+
+    documents: TokenizedDocuments
+    mixture: tuple[Source, ...]
+    row_tokens: int
+    batch: int
+    seed: int
+    own: Rows = None
+
+    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        """Raises ConfigError unless there are rows."""
+
+    def batch_at(self, step: int, *, whole: bool = False) -> Batch:
+        """The batch of step `step` (from 0), with `whole` all rows of it. Batches run across epochs' ends."""
+        own = None if whole else self.own
+        return filled(self.batch, own, lambda number: self.row(step * self.batch + number))
+
+    @abc.abstractmethod
+    def row(self, number: int) -> tuple[np.ndarray, ...]:
+        """The five arrays `[T]` of row `number` (from 0, without an end)."""
+
+    @abc.abstractmethod
+    def epoch(self, number: int) -> Sequence[Any]:
+        """The rows of an epoch."""
+
+    @abc.abstractmethod
+    def epochs_at(self, step: int) -> float:
+        """Passes over the mixture after `step` steps."""
+
+    @abc.abstractmethod
+    def left_out(self) -> str:
+        """Describes what is never trained on, for messages; empty if there is nothing."""
+
+
+def filled(batch: int, own: Rows, row: Callable[[int], tuple[np.ndarray, ...]]) -> Batch:
+    """A batch of `batch` rows, with those of `own` filled by `row`."""
+    found = {number: row(number) for number in (range(batch) if own is None else own)}
+    nothing = tuple(map(np.zeros_like, next(iter(found.values()))))
+    rows = [found.get(number, nothing) for number in range(batch)]
+    return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
 
 
 def learnt_parts(
@@ -119,3 +211,116 @@ def fill_row(
     # Padding is a document of its own, which no loss counts.
     starts[at:] = min(at, row_tokens - 1)
     return tokens, targets, starts, weights, sources
+
+
+class _Span(NamedTuple):
+    """Windows of a source: first token of each, number per epoch, and number left out."""
+
+    begins: np.ndarray
+    drawn: float
+    left_out: int
+
+
+class WindowBatches(Batches):
+    """Batches of windows (see the module); a run resumes at any step."""
+
+    def __post_init__(self) -> None:
+        if not self.count:
+            raise ConfigError(
+                f"no source has {self.row_tokens + 1} tokens, a window and its last target, one of them "
+                'learnt; take shorter rows, more text, or loader = "packed"'
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of windows of an epoch: those of every source `repeats` times."""
+        return round(sum(span.drawn for span in self._spans))
+
+    def epoch(self, number: int) -> range:
+        """The numbers of an epoch's rows."""
+        return range(number * self.count, (number + 1) * self.count)
+
+    def epochs_at(self, step: int) -> float:
+        """See `Batches`."""
+        return step * self.batch / self.count
+
+    def left_out(self) -> str:
+        """See `Batches`."""
+        count = sum(span.left_out for span in self._spans)
+        return f"{count:,} rows of prompts alone are left out" if count else ""
+
+    def row(self, number: int) -> tuple[np.ndarray, ...]:
+        """See `Batches`."""
+        source, chosen = self._order[number]
+        at = int(self._spans[source].begins[chosen])
+        ids = np.asarray(self.documents.tokens[at : at + self.row_tokens + 1], np.int32)
+        place = np.arange(at, at + self.row_tokens + 1)
+        of = np.searchsorted(self.documents.starts, place, side="right") - 1
+        begins = self.documents.starts[of]
+        inside = of[1:] == of[:-1]
+        prompt = place[1:] - begins[1:] < self.documents.prompt_tokens[of[1:]]
+        sources = self.documents.sources[of[1:]]
+        given, learnt = 1.0, 1.0
+        if self.mixture:
+            given, learnt = self.mixture[source].weights
+        weights = np.where(inside, np.where(prompt, given, learnt), 0).astype(np.float32)
+        starts = np.maximum(begins[:-1] - at, 0).astype(np.int32)
+        return ids[:-1], ids[1:], starts, weights, sources.astype(np.int32)
+
+    @functools.cached_property
+    def _spans(self) -> list[_Span]:
+        spans = []
+        for number in range(max(len(self.mixture), 1)):
+            own = np.flatnonzero(self.documents.sources == number)
+            begins, every = np.zeros(0, np.int64), 0
+            weights, repeats = (1.0, 1.0), 1.0
+            if self.mixture:
+                weights, repeats = self.mixture[number].weights, self.mixture[number].repeats
+            if len(own):
+                # Sources follow one another in the files.
+                first, end = (int(self.documents.starts[each]) for each in (own[0], own[-1] + 1))
+                every = max((end - first - 1) // self.row_tokens, 0)
+                begins = first + self.row_tokens * np.arange(every)
+                begins = begins[self._learns(begins, own, weights)]
+            spans.append(_Span(begins, len(begins) * repeats, every - len(begins)))
+        return spans
+
+    def _learns(self, begins: np.ndarray, own: np.ndarray, weights: tuple[float, float]) -> np.ndarray:
+        """Whether each window of a source's documents `own` has a target with a weight."""
+        lengths, prompt = self.documents.lengths[own], self.documents.prompt_tokens[own]
+        given, learnt = weights
+        # Of each document the places of its weighted targets; its first token is none.
+        lowest = np.maximum(prompt, 1) if not given else np.ones_like(lengths)
+        highest = np.minimum(prompt, lengths) if not learnt else lengths
+        counts = np.maximum(highest - lowest, 0)
+        before = np.cumsum(counts) - counts
+
+        def up_to(place: np.ndarray) -> np.ndarray:
+            of = np.searchsorted(self.documents.starts[own], place, side="right") - 1
+            return before[of] + np.clip(place - self.documents.starts[own][of] - lowest[of], 0, counts[of])
+
+        return up_to(begins + self.row_tokens + 1) > up_to(begins + 1)
+
+    @functools.cached_property
+    def _order(self) -> Any:
+        """grain's endless data set of (source, window)."""
+        grain = _grain()
+        parts, weights = [], []
+        for number, span in enumerate(self._spans):
+            if span.drawn:
+                order = grain.MapDataset.range(len(span.begins)).seed(self.seed + number).shuffle().repeat()
+                parts.append(order.map(functools.partial(_with_source, number)))
+                weights.append(span.drawn)
+        return grain.MapDataset.mix(parts, weights=[each / sum(weights) for each in weights])
+
+
+def _with_source(source: int, window: int) -> tuple[int, int]:
+    return source, int(window)
+
+
+def _grain() -> Any:
+    try:
+        import grain  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError("loader = \"grain\" needs `pip install 'jaxllm[data]'`") from error
+    return grain

@@ -1,7 +1,15 @@
-"""Names sources of documents: texts, stories to be told, tasks, conversations."""
+"""Names sources of documents: texts, stories to be told, tasks, conversations; and opens their files.
 
+Files at URLs (`gs://`, `s3://`, `https://`) are read through fsspec; other paths are local files.
+"""
+
+import contextlib
 import dataclasses
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, TextIO
 
 from jaxllm.errors import ConfigError
 from jaxllm.options import check_options, option
@@ -83,3 +91,124 @@ class Source:
         if self.text or self.chat:
             return Path(self.text or self.chat).stem
         return f"{Path(self.stories).stem}-told"
+
+
+_GLOB = frozenset("*?[")
+# `Path` reduces two slashes to one; a drive of Windows has one letter.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file at a URL."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def is_remote(path: Path | str | RemoteFile) -> bool:
+    """Whether a path is a URL."""
+    return "://" in str(path)
+
+
+def require_local(path: Path | str, what: str) -> Path:
+    """Checks that a path to write, or of a folder to read, is local.
+
+    Raises:
+      ConfigError: it is a URL. As a path it would be a local folder named like the URL's scheme.
+    """
+    if _URL.match(str(path)):
+        raise ConfigError(f"{what} is a path of this machine or of a mounted file system, not {path}")
+    return Path(path)
+
+
+def is_s3(url: str) -> bool:
+    """Whether a URL names an object of S3, or of another service with its protocol."""
+    return url.startswith("s3://")
+
+
+def require_bucket(url: str) -> None:
+    """Checks, before anything is written, that checkpoints can be stored at a URL.
+
+    Raises:
+      ConfigError: it is not `gs://bucket/path` or `s3://bucket/path`, or the package that writes there is
+        not installed.
+    """
+    kind, _, place = url.partition("://")
+    bucket, _, path = place.partition("/")
+    if kind not in ("gs", "s3") or not bucket or (kind == "s3" and not path.strip("/")):
+        raise ConfigError(
+            f"checkpoints are kept in folders, at gs://bucket/path and at s3://bucket/path, not at {url}; "
+            "mount other storage as a folder, and give --run in it"
+        )
+    if kind == "gs" and importlib.util.find_spec("gcsfs") is None:
+        raise ConfigError(f"cannot keep checkpoints at {url}: `pip install gcsfs` first")
+
+
+def source_name(path: Path | str) -> str:
+    """A path as recipes name it: absolute, or a URL unchanged."""
+    return str(path) if is_remote(path) else str(Path(path).absolute())
+
+
+def open_text(path: Path | str | RemoteFile) -> contextlib.AbstractContextManager[TextIO]:
+    """Opens a local file or a URL as UTF-8 text.
+
+    Raises:
+      ConfigError: the package that reads such URLs is not installed.
+      OSError: the file cannot be opened.
+    """
+    return _opened(path, "r", encoding="utf-8")
+
+
+def open_bytes(path: Path | str | RemoteFile) -> contextlib.AbstractContextManager[BinaryIO]:
+    """Opens a local file or a URL to read its bytes; raises as `open_text` does."""
+    return _opened(path, "rb")
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str | RemoteFile, mode: str, encoding: str | None = None) -> Iterator[Any]:
+    if not is_remote(path):
+        with Path(str(path)).open(mode, encoding=encoding) as file:
+            yield file
+        return
+    files, own = _file_system(str(path))
+    with files.open(own, mode, **({} if encoding is None else {"encoding": encoding})) as file:
+        yield file
+
+
+def remote_files(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
+    """Lists the files of a URL: one, those under it that end in `suffixes`, or those of a pattern; sorted.
+
+    Raises:
+      ConfigError: there are none, or the package that reads such URLs is not installed.
+    """
+    files, own = _file_system(url)
+    try:
+        if _GLOB & set(own):
+            found = files.glob(own)
+        elif files.isdir(own):
+            found = [each for each in files.find(own) if each.endswith(tuple(suffixes))]
+        else:
+            return [RemoteFile(url)]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot list {url}: {error}") from error
+    if not found:
+        raise ConfigError(f"no file at {url} ends in {' or '.join(suffixes)}, or fits the pattern")
+    return [RemoteFile(files.unstrip_protocol(each)) for each in sorted(found)]
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Returns the file system of a URL, and its path there."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ConfigError(f"cannot read {url}: `pip install 'jaxllm[data]'` first") from error
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        # fsspec names the package of this kind of URL.
+        raise ConfigError(f"cannot read {url}: {error}; install it beside jaxllm[data]") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot read {url}: {error}") from error

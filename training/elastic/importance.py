@@ -27,7 +27,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, Remat, unstacked
-from jaxllm.training.elastic.levels import sides, without_layer
+from jaxllm.training.elastic.job import sides, without_layer
 from jaxllm.training.loop.losses import next_token_losses
 from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, place_rows
 from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any

@@ -5,7 +5,7 @@ sharded over the mesh; no stage has a whole model on the host.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import WeightFormat
 from jaxllm.bundle.levels import Recovery
@@ -25,14 +24,21 @@ from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import dequantize
 from jaxllm.training.data.packing import Splits
 from jaxllm.training.elastic.importance import Importance, calibration_batches, measure
-from jaxllm.training.elastic.job import ElasticRecipe, divergence_job, joint_job, level_job
-from jaxllm.training.elastic.levels import adapter_of_level, cut_adapter, level_counts
+from jaxllm.training.elastic.job import (
+    ElasticRecipe,
+    adapter_of_level,
+    cut_adapter,
+    divergence_job,
+    joint_job,
+    level_counts,
+    level_job,
+)
 from jaxllm.training.loop.fitting import fit
-from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.monitoring import Monitoring, progress_bar
 from jaxllm.training.loop.parallel import laid_out, one_by_one
 from jaxllm.training.loop.run_files import wait_for_first
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.job import FittedAdapter, fit_adapter
+from jaxllm.training.lora.run import fit_adapter
 from jaxllm.training.seq2seq.pairs import PairSplits
 
 # Function that reads a model's tensors anew, in the order of `param_specs`.
@@ -44,7 +50,7 @@ _HALVINGS = 8
 
 @dataclasses.dataclass(frozen=True)
 class ElasticRun:
-    """State that all stages of a run share; `profile` is a folder for a trace of the first training stage."""
+    """State that all stages of a run share; the first training stage is traced if `monitoring` traces."""
 
     cfg: ModelConfig
     recipe: ElasticRecipe
@@ -52,20 +58,12 @@ class ElasticRun:
     folder: Path
     mesh: Mesh
     console: Console
-    profile: Path | None = None
+    monitoring: Monitoring
 
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights that are not trained."""
         return jnp.dtype(self.recipe.computed_in)
-
-
-@dataclasses.dataclass(frozen=True)
-class RecoveredLevel:
-    """Result of a level's training: its adapter, if that lowers the loss, and facts for the summary."""
-
-    recovery: Recovery | None
-    facts: dict[str, Any]
 
 
 def importance_of(run: ElasticRun, params: Params) -> Importance:
@@ -76,16 +74,9 @@ def importance_of(run: ElasticRun, params: Params) -> Importance:
         return Importance.read(path, run.cfg)
     # One epoch at most: repeating the text adds nothing.
     chosen = calibration_batches(run.splits.first_epoch(), recipe.calibration_tokens)
-    with ProgressBar(console=run.console, transient=True) as bar:
-        task = bar.add_task("importance", total=len(chosen))
+    with progress_bar(run.console, "importance") as report:
         found = measure(
-            run.cfg,
-            params,
-            chosen,
-            mesh=run.mesh,
-            remat=recipe.remat,
-            by=recipe.importance,
-            report=lambda done, total: bar.update(task, completed=done, total=total),
+            run.cfg, params, chosen, mesh=run.mesh, remat=recipe.remat, by=recipe.importance, report=report
         )
     if jax.process_index() == 0:
         found.write(path)
@@ -105,10 +96,8 @@ def train_together(run: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[T
     # The first step donates its initial parameters.
     job = joint_job(cfg, laid_out(tensors(), cfg, run.mesh, wide), ladder, recipe, original=before)
     trainer = Trainer(job, recipe, run.mesh)
-    monitoring, folder = Monitoring(console=console, profile=run.profile), run.folder / "joint"
-    best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, folder, splits.source_names, monitoring
-    )
+    batches, names = (splits.train.batch_at, splits.held_out_batches), splits.source_names
+    best = fit(trainer, *batches, run.folder / "joint", names, run.monitoring)
     if before is None:
         return (lambda: one_by_one(best.params, cfg)), {}
     del job, trainer
@@ -166,8 +155,11 @@ def as_stored(
         yield name, np.asarray(dequantize(stored_form(value, specs[name], weights), jnp.float32))  # pyright: ignore
 
 
-def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[tuple[int, RecoveredLevel]]:
+def recover_levels(
+    run: ElasticRun, served: Params, ladder: Ladder
+) -> Iterator[tuple[int, Recovery | None, dict[str, Any]]]:
     """Measures every level, and trains its adapter if the recipe has one; one compiled step serves all.
+    Yields each level, its adapter, if that lowers the loss, and facts for the summary.
 
     Args:
       run: state of the run.
@@ -186,9 +178,9 @@ def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[
         trainer = whole.beside(init, level_counts(cfg, ladder, level))
         if level == WHOLE or not adapters:
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
-            yield level, RecoveredLevel(None, {"share": share, "held_out": loss})
+            yield level, None, {"share": share, "held_out": loss}
             continue
-        monitoring = Monitoring(console=run.console, profile=run.profile if level == first else None)
+        monitoring = run.monitoring if level == first else run.monitoring.untraced()
         fitted = fit_adapter(trainer, splits, run.folder / "levels" / str(level), monitoring)
         adapter = cut_adapter(part, fitted.adapter)
         facts = {
@@ -197,10 +189,5 @@ def recover_levels(run: ElasticRun, served: Params, ladder: Ladder) -> Iterator[
             "recovered": fitted.loss,
             "best_step": fitted.best_step,
         }
-        yield level, RecoveredLevel(_worthwhile(fitted, adapter, recipe), facts)
-
-
-def _worthwhile(
-    fitted: FittedAdapter, adapter: Mapping[str, np.ndarray], recipe: ElasticRecipe
-) -> Recovery | None:
-    return None if fitted.loss >= fitted.without else Recovery(adapter, recipe.lora.scaling)
+        helps = fitted.loss < fitted.without
+        yield level, Recovery(adapter, recipe.lora.scaling) if helps else None, facts

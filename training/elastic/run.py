@@ -28,8 +28,7 @@ from jaxllm.models.scanned_layers import is_stacked, stacked
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.documents import digesting, model_digest
 from jaxllm.training.elastic.importance import Importance, magnitudes, random_order, unit_step
-from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_job
-from jaxllm.training.elastic.levels import level_counts
+from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_counts, level_job
 from jaxllm.training.elastic.recovery import (
     ElasticRun,
     Tensors,
@@ -41,7 +40,7 @@ from jaxllm.training.elastic.recovery import (
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
 from jaxllm.training.elastic.tiny_lm.run import train_tiny_lm
 from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel
-from jaxllm.training.elastic.tiny_lm.sources import TinyLmSources
+from jaxllm.training.elastic.tiny_lm.start import TinyLmSources
 from jaxllm.training.loop.dry_run import (
     Estimate,
     estimate,
@@ -52,8 +51,7 @@ from jaxllm.training.loop.dry_run import (
     recomputed_share,
     rows_shapes,
 )
-from jaxllm.training.loop.fitting import fitted_to_window
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.fitting import FrozenModel, fitted_to_window
 from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, placed, require_divisible
@@ -127,7 +125,7 @@ def elasticize(
     splits = claimed_splits(
         run_dir, recipe, frozen, mesh, data, console, shortened_share=recipe.shortened_share, weights=weights
     )
-    run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring.profile)
+    run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring)
     importance = importance_of(run, frozen.params)
     tokenizer, name = frozen.tokenizer, frozen.name
     # Read again in order, instead of permuted: so there is only one copy on host and devices.
@@ -154,15 +152,15 @@ def elasticize(
         }
     facts["levels"] = {}
     if recipe.recovery == "joint":
-        tensors, told = train_together(run, ordered, ladder)
-        facts |= told
+        tensors, measured = train_together(run, ordered, ladder)
+        facts |= measured
     digests: dict[str, str] = {}
     served = laid_out(digesting(as_stored(cfg, tensors(), weights), digests), cfg, mesh, run.dtype)
     recoveries: dict[int, Recovery] = {}
-    for level, found in recover_levels(run, served, ladder):
-        facts["levels"][str(level)] = found.facts
-        if found.recovery is not None:
-            recoveries[level] = found.recovery
+    for level, recovery, own in recover_levels(run, served, ladder):
+        facts["levels"][str(level)] = own
+        if recovery is not None:
+            recoveries[level] = recovery
     parts = elastic_parts(
         ladder, recoveries, order=order, facts={"recovery": recipe.recovery, "order": recipe.order, **facts}
     )
@@ -243,7 +241,8 @@ def _trained_tiny_lm(
     )
     # One folder for each model, because a resumed recovery may lead to other adapters.
     folder = run.folder / f"tlm-{digest[:12]}"
-    return train_tiny_lm(sources, model, folder, name=digest, mesh_shape=mesh_shape, console=run.console)
+    monitoring = run.monitoring.untraced()
+    return train_tiny_lm(sources, model, folder, name=digest, mesh_shape=mesh_shape, monitoring=monitoring)
 
 
 def dry_run_elastic(
@@ -275,10 +274,7 @@ def dry_run_elastic(
     if recipe.recovery == "lora":
         stages["adapters of levels"] = _levels(cfg, ladder, recipe, mesh, device)
     hours = sum(each.device_hours for each in stages.values())
-    told = {
-        name: {**dataclasses.asdict(each), "advice": each.advice(recipe)} for name, each in stages.items()
-    }
-    return {"stages": told, "device_hours": hours}
+    return {"stages": {name: each.facts(recipe) for name, each in stages.items()}, "device_hours": hours}
 
 
 def _importance(cfg: ModelConfig, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str) -> Estimate:

@@ -7,11 +7,17 @@ The same text gives the statistics of activation paths. All other weights stay u
 storing them narrower is not counted. Experts of a bundle only get narrower, and those that keep their width
 are not changed.
 
-A run's folder has `recipe.json`, `tokens/` and `losses.json`, every measured loss: the same command
-resumes, and another tolerable loss requires few new measurements.
+EdgeMoE's own models, Switch Transformers, are measured on pairs of sources and targets: each expert of both
+sides is lowered in turn, with the others at 4 bits. The loss is of the perplexity of the targets or of
+Rouge-2; successions of experts are counted for each side.
+
+A run's folder has `recipe.json`, `tokens/` of a text, and every measured loss (`losses.json` and
+`rouge2.json`, and those of held-out data): the same command resumes, and another tolerable loss requires few
+new measurements.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import Bundle, Part, expert_widths
 from jaxllm.bundle.calibrations import expert_parts
@@ -30,22 +35,45 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
 from jaxllm.host_settings import own_jax_settings
-from jaxllm.models.features import require_decoder_alone
+from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.parameters import sparse_layers
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
-from jaxllm.training.calibration import LEAST_TOKENS, BundleOutput, ExpertWidthsRecipe, WidthTarget
+from jaxllm.training.calibration import (
+    LEAST_TOKENS,
+    BundleOutput,
+    ExpertWidthsRecipe,
+    PairWidthsRecipe,
+    WidthTarget,
+)
 from jaxllm.training.data.corpus import TokenizedDocuments, write_tokens
-from jaxllm.training.data.documents import builtin_texts, documents_digest, read_texts, text_document
+from jaxllm.training.data.documents import (
+    builtin_texts,
+    documents_digest,
+    model_digest,
+    read_texts,
+    text_document,
+)
 from jaxllm.training.data.encoders import ModelEncoder
-from jaxllm.training.data.packing import Batch, evaluation_batches
-from jaxllm.training.experts.text_measure import TextPerplexity, nats_step
-from jaxllm.training.experts.width_losses import WidthLosses
+from jaxllm.training.data.packing import evaluation_batches
+from jaxllm.training.data.rows import Batch
+from jaxllm.training.experts.measures import (
+    PairPerplexity,
+    PairRouge,
+    TextPerplexity,
+    WidthLosses,
+    nats_step,
+    pair_visits,
+)
 from jaxllm.training.loop.dry_run import estimate_of, frozen_shapes, known_figures, placed_shapes, rows_shapes
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.fitting import FrozenModel
 from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.monitoring import progress_bar
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, require_divisible
 from jaxllm.training.loop.run_files import claimed
+from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.seq2seq.pairs import TextPairs
+from jaxllm.training.seq2seq.translation import LENGTHS, Translator
 
 LOSSES_FILE = "losses.json"
 
@@ -105,17 +133,11 @@ def quantize_experts(
     text = TextPerplexity(frozen.cfg, batches, mesh)
     losses = WidthLosses(frozen.cfg, floats, text, run_dir / LOSSES_FILE, mesh)
     visited = text.visited(losses.params)
-    bits, facts = chosen_widths(losses, visited.shares, own, target, console)
     judge = TextPerplexity(frozen.cfg, held_out, mesh)
     unseen = WidthLosses(frozen.cfg, floats, judge, run_dir / f"held_out_{LOSSES_FILE}", mesh)
-    facts |= {
-        "experts": int(bits.size),
-        "loss": round(losses.loss_of(bits), 5),
-        "held_out_loss": round(unseen.loss_of(bits), 5),
-        "perplexity": round(math.exp(losses.whole), 4),
-        "held_out_perplexity": round(math.exp(unseen.whole), 4),
-        "tokens": text.tokens,
-    }
+    by_measure = {"perplexity": losses}, {"perplexity": unseen}
+    bits, facts = chosen_widths(*by_measure, "perplexity", visited.shares, own, target, console)
+    facts["tokens"] = text.tokens
     return write_widths(model, out, bits, facts, expert_parts(visited.paths, facts, visited.tokens))
 
 
@@ -150,7 +172,7 @@ def dry_run_experts(
         step_flops=step_flops_per_token(cfg, row_tokens) / 3 * tokens,
         steps=losses * -(-recipe.tokens // tokens),
     )
-    return {**dataclasses.asdict(found), "advice": found.advice()}
+    return found.facts()
 
 
 def require_model(model: Path, *, pairs: bool) -> None:
@@ -204,27 +226,42 @@ def own_widths(model: Path, cfg: ModelConfig, target: WidthTarget) -> np.ndarray
 
 
 def chosen_widths(
-    losses: WidthLosses, loads: np.ndarray, own: np.ndarray, target: WidthTarget, console: Console
+    losses: Mapping[str, WidthLosses],
+    unseen: Mapping[str, WidthLosses],
+    measure: str,
+    loads: np.ndarray,
+    own: np.ndarray,
+    target: WidthTarget,
+    console: Console,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Chooses the widths `[L_sparse, E]` for the target, and returns facts about them.
 
     Args:
-      losses: losses by widths.
+      losses: losses by widths, by measure; of the perplexity always.
+      unseen: the same on held-out data.
+      measure: name of the measure that widths are chosen by.
       loads: `[L_sparse, E]`, frequency of each expert's loads, in any unit.
       own: see `own_widths`; upper bounds.
       target: requirements on the widths.
       console: console of the progress.
     """
+    facts: dict[str, Any] = {}
     if target.uniform:
-        return np.full(losses.shape, target.uniform, np.int8), {"uniform": target.uniform}
-    plan = _search(losses, loads, target.most_loss, console)
-    facts = {
-        "most_loss": target.most_loss,
-        "lower": plan.lower,
-        "upper": plan.upper,
-        "lowered": plan.lowered,
-    }
-    return np.minimum(plan.bits, own).astype(np.int8), facts
+        bits, facts["uniform"] = np.full(own.shape, target.uniform, np.int8), target.uniform
+    else:
+        plan = _search(losses[measure], loads, target.most_loss, console)
+        bits = np.minimum(plan.bits, own).astype(np.int8)
+        facts["most_loss"] = target.most_loss
+        facts |= {name: getattr(plan, name) for name in ("lower", "upper", "lowered")}
+    facts["experts"] = int(bits.size)
+    for lead, found in (("", losses), ("held_out_", unseen)):
+        perplexity = found["perplexity"]
+        facts[f"{lead}loss"] = round(found[measure].loss_of(bits), 5)
+        facts[f"{lead}perplexity"] = round(math.exp(perplexity.whole), 4)
+        if "rouge2" in found:
+            facts[f"{lead}rouge2"] = round(found["rouge2"].whole, 5)
+            facts[f"{lead}perplexity_loss"] = round(perplexity.loss_of(bits), 5)
+    return bits, facts
 
 
 def write_widths(
@@ -237,16 +274,10 @@ def write_widths(
 
 
 def _search(text: WidthLosses, shares: np.ndarray, most_loss: float, console: Console) -> WidthPlan:
-    with ProgressBar(console=console, transient=True) as bar:
-        task = bar.add_task("experts", total=shares.size)
-        importance = text.importance(lambda done, total: bar.update(task, completed=done, total=total))
-        task = bar.add_task("widths", total=None)
-
-        def loss_of(bits: np.ndarray) -> float:
-            bar.advance(task)
-            return text.loss_of(bits)
-
-        return search_widths(importance, shares, loss_of, most_loss=most_loss)
+    with progress_bar(console, "experts") as report:
+        importance = text.importance(report)
+    with console.status("searching widths"):
+        return search_widths(importance, shares, text.loss_of, most_loss=most_loss)
 
 
 def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[list[Batch], list[Batch]]:
@@ -266,3 +297,125 @@ def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[l
             f"{2 * LEAST_TOKENS}: give more text"
         )
     return taken
+
+
+# What a loss is a loss of: the perplexity of the targets, or Rouge-2 of the model's answers.
+MEASURES = ("perplexity", "rouge2")
+_ROUGE_FILE = "rouge2.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """Pairs to measure on: their rows, sources as token ids, and targets as texts."""
+
+    rows: PairRows
+    sources: list[list[int]]
+    targets: list[str]
+
+
+@own_jax_settings()
+def quantize_seq2seq_experts(
+    recipe: PairWidthsRecipe,
+    model: Path,
+    out: BundleOutput,
+    run_dir: Path,
+    *,
+    pairs: TextPairs,
+    prefix: str | None = None,
+    target: WidthTarget | None = None,
+    measure: str = "perplexity",
+) -> dict[str, Any]:
+    """Makes a bundle of an encoder-decoder with separately stored experts, or resumes the run in `run_dir`.
+
+    Args:
+      recipe: sizes of the measurement.
+      model: Switch Transformers: a Hugging Face folder or bundle.
+      out: path of the bundle; its width is that of all other matrices, and a bundle keeps its own.
+      run_dir: folder of the run, created if missing.
+      pairs: pairs of sources and targets.
+      prefix: task prefix of each source; None for the model's own.
+      target: requirements on the widths.
+      measure: name in `MEASURES` of the metric that losses are measured by.
+
+    Returns:
+      The results: bounds, number of lowered experts, losses on both halves of the pairs.
+
+    Raises:
+      ConfigError: the model has no experts or no encoder, its experts cannot be stored separately, there
+        are too few pairs, a pair is too long, no widths lose so little, or `run_dir` belongs to another
+        run.
+      CheckpointError: the model cannot be read.
+    """
+    if measure not in MEASURES:
+        raise ConfigError(f"losses are measured by {' or '.join(MEASURES)}, got {measure!r}")
+    run_dir, model, target = Path(run_dir), Path(model), target or WidthTarget()
+    require_model(model, pairs=True)
+    # Progress goes to the terminal's error stream.
+    translator, console = Translator.read(model), Console(stderr=True)
+    require_room(translator.cfg, "experts apart")
+    own = own_widths(model, translator.cfg, target)
+    lead = translator.tokenizer.files.source_prefix if prefix is None else f"{prefix.strip()} "
+    taken, kept = _split_pairs(pairs, translator, lead, recipe)
+    digest = hashlib.blake2b(f"{lead}\0{pairs.digest()}".encode(), digest_size=16).hexdigest()
+    with claimed(run_dir, recipe, model=model_digest(translator.cfg, translator.params), pairs=digest):
+        pass
+
+    def measured(each: _Pairs, lead: str) -> dict[str, WidthLosses]:
+        """Losses by measure, of the perplexity always."""
+        cfg, params = translator.cfg, translator.params
+        perplexity = PairPerplexity(cfg, each.rows)
+        found = {"perplexity": WidthLosses(cfg, params, perplexity, run_dir / f"{lead}{LOSSES_FILE}")}
+        if measure == "rouge2":
+            judged = PairRouge(translator, each.sources, each.targets, recipe.answer_tokens)
+            found["rouge2"] = WidthLosses(cfg, params, judged, run_dir / f"{lead}{_ROUGE_FILE}")
+        return found
+
+    losses, unseen = measured(taken, ""), measured(kept, "held_out_")
+    visits = pair_visits(translator.cfg, taken.rows, losses["perplexity"].params)
+    bits, facts = chosen_widths(losses, unseen, measure, visits.loads, own, target, console)
+    tokens = sum(len(each) for _, each in taken.rows.pairs)
+    facts |= {"measure": measure, "pairs": len(taken.targets), "tokens": tokens}
+    encoder = visits.encoder.paths, visits.encoder.tokens
+    parts = expert_parts(visits.decoder.paths, facts, visits.decoder.tokens, encoder=encoder)
+    return write_widths(model, out, bits, facts, parts)
+
+
+def _split_pairs(
+    pairs: TextPairs, translator: Translator, lead: str, recipe: PairWidthsRecipe
+) -> tuple[_Pairs, _Pairs]:
+    """The pairs to calibrate on, and those held out: alternately, until both have enough tokens."""
+    sources = translator.encode([lead + source for source, _ in pairs.texts])
+    targets = translator.encode([target for _, target in pairs.texts])
+    longest = max(
+        (max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)), default=0
+    )
+    if longest > LENGTHS[-1]:
+        raise ConfigError(
+            f"a source or a target has {longest} tokens; experts are measured on at most "
+            f"{LENGTHS[-1]}: leave such pairs out"
+        )
+    places: tuple[list[int], list[int]] = ([], [])
+    room = [recipe.tokens, recipe.tokens]
+    for number, each in enumerate(targets):
+        if room[number % 2] > 0:
+            places[number % 2].append(number)
+            room[number % 2] -= len(each)
+    if max(room) > recipe.tokens - LEAST_TOKENS:
+        raise ConfigError(
+            f"the targets of {len(targets):,} pairs have {sum(map(len, targets)):,} tokens; calibrating and "
+            f"holding out take at least {2 * LEAST_TOKENS:,}: give more pairs"
+        )
+
+    def chosen(own: list[int]) -> _Pairs:
+        rows = PairRows(
+            [(sources[each], targets[each]) for each in own],
+            np.zeros(len(own), np.int32),
+            LENGTHS,
+            batch_tokens=recipe.batch_tokens,
+            rows_multiple=1,
+            start_id=translator.start_id,
+            seed=0,
+        )
+        return _Pairs(rows, [sources[each] for each in own], [pairs.texts[each][1] for each in own])
+
+    return chosen(places[0]), chosen(places[1])

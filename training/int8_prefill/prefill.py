@@ -34,7 +34,7 @@ from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, dequantize
 from jaxllm.training.calibration import PrefillRecipe, bundle_of, require_folder_of, text_tokens
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.fitting import FrozenModel
 
 
 @own_jax_settings()

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from jaxllm.errors import CheckpointError, one_line
-from jaxllm.training.data.remote_files import is_remote, is_s3, require_bucket, require_local
+from jaxllm.training.data.sources import is_remote, is_s3, require_bucket, require_local
 from jaxllm.training.loop.s3_checkpoints import S3Checkpoints
 
 Params = dict[str, jax.Array]

@@ -17,7 +17,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.scanned_layers import Remat, stacked
-from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.rows import Batch
 from jaxllm.training.loop.hardware import DEVICES, Device, known_device, what_to_change
 from jaxllm.training.loop.parallel import ROWS, shardings_of
 from jaxllm.training.loop.trainer import Job, Trainer
@@ -50,6 +50,10 @@ class Estimate:
     device_memory_bytes: int
     step_s: float
     device_hours: float
+
+    def facts(self, settings: TrainSettings | None = None) -> dict[str, Any]:
+        """The fields, and the advice for the settings, for people and programs."""
+        return {**dataclasses.asdict(self), "advice": self.advice(settings)}
 
     def advice(self, settings: TrainSettings | None = None) -> str:
         """Suggests changes, also of the settings, if the memory is too small; otherwise empty."""

@@ -105,7 +105,9 @@ def what_to_change(state_bytes: int, temporary_bytes: int, settings: TrainSettin
 
 
 @contextlib.contextmanager
-def memory_told(step: Callable[[], jax.stages.Compiled | None], settings: TrainSettings) -> Iterator[None]:
+def explain_memory_errors(
+    step: Callable[[], jax.stages.Compiled | None], settings: TrainSettings
+) -> Iterator[None]:
     """Reraises a lack of memory as a readable error, and other errors unchanged.
 
     Args:

@@ -22,7 +22,7 @@ from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.scanned_layers import STACKS, Remat
 from jaxllm.nn.layers import MASKED, constrained
 from jaxllm.quant import dequantize
-from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.rows import Batch
 
 # Logits of a batch up to this size are computed at once.
 WHOLE_LOGITS_BYTES = 1 << 30
@@ -105,7 +105,7 @@ def next_token_losses(outputs: Outputs, batch: Targets) -> jax.Array:
     targets = jnp.asarray(batch.targets)
     if outputs.logits is not None:
         return optax.softmax_cross_entropy_with_integer_labels(outputs.logits, targets)
-    sums, of_targets = _over_blocks(outputs, targets)
+    sums, of_targets, _ = _over_blocks(outputs, targets)
     return jax.nn.logsumexp(sums, axis=0) - of_targets.sum(0)
 
 
@@ -122,8 +122,7 @@ def distillation_losses(
         soft = optax.softmax_cross_entropy(outputs.logits, wanted)
         return share * soft + rest * next_token_losses(outputs, batch)
     targets = jnp.asarray(batch.targets)
-    teacher_sum = jax.nn.logsumexp(_over_blocks(teacher, targets)[0], axis=0)
-    sums, of_targets, expected = _beside_teacher(outputs, teacher, targets, teacher_sum)
+    sums, of_targets, expected = _over_blocks(outputs, targets, teacher)
     return jax.nn.logsumexp(sums, axis=0) - share * expected.sum(0) - rest * of_targets.sum(0)
 
 
@@ -152,34 +151,24 @@ def vocabulary_blocks(vocab_size: int) -> int:
     return next((count for count in range(least, most + 1) if vocab_size % count == 0), least)
 
 
-def _over_blocks(outputs: Outputs, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns, per block of the vocabulary, the logarithm of the summed exponentials of logits, and the
-    logits of the targets in it, else zero: each `[blocks, B, T]` float32."""
-    logits_of, blocks = _blocks(outputs)
-
-    @jax.checkpoint
-    def block(own: _Block) -> tuple[jax.Array, jax.Array]:
-        part = logits_of(own)
-        return jax.nn.logsumexp(part, axis=-1), _of_targets(part, targets, own)
-
-    return jax.lax.map(block, blocks)
-
-
-def _beside_teacher(
-    outputs: Outputs, teacher: Outputs, targets: jax.Array, teacher_sum: jax.Array
+def _over_blocks(
+    outputs: Outputs, targets: jax.Array, teacher: Outputs | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns `_over_blocks` of a student, and the expectation of its logits under the teacher's
-    distribution, whose logarithms of summed exponentials are `teacher_sum` `[B, T]`."""
+    """Returns, per block of the vocabulary, the logarithm of the summed exponentials of logits, the logits of
+    the targets in it, else zero, and the expectation of its logits under the teacher's distribution, zero
+    without one: each `[blocks, B, T]` float32."""
     logits_of, blocks = _blocks(outputs)
-    teacher_logits_of, teacher_blocks = _blocks(teacher)
+    teacher_logits_of, teacher_blocks = (None, None) if teacher is None else _blocks(teacher)
+    total = None if teacher is None else jax.nn.logsumexp(_over_blocks(teacher, targets)[0], axis=0)
 
     @jax.checkpoint
-    def block(each: tuple[_Block, _Block]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def block(each: tuple[_Block, _Block | None]) -> tuple[jax.Array, jax.Array, jax.Array]:
         own, others = each
-        part = logits_of(own)
-        wanted = jnp.exp(teacher_logits_of(others) - teacher_sum[..., None])
-        # A padded entry's logit is far below zero, but finite, so that its probability of zero wins.
-        expected = (wanted * part).sum(-1)
+        part, expected = logits_of(own), jnp.zeros(targets.shape, jnp.float32)
+        if teacher_logits_of is not None and others is not None and total is not None:
+            wanted = jnp.exp(teacher_logits_of(others) - total[..., None])
+            # A padded entry's logit is far below zero, but finite, so that its probability of zero wins.
+            expected = (wanted * part).sum(-1)
         return jax.nn.logsumexp(part, axis=-1), _of_targets(part, targets, own), expected
 
     return jax.lax.map(block, (blocks, teacher_blocks))

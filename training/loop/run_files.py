@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_text
-from jaxllm.training.data.remote_files import require_bucket, require_local
-from jaxllm.training.settings import TrainSettings
+from jaxllm.training.data.sources import require_bucket, require_local
+from jaxllm.training.settings import Recipe, TrainSettings
 
 RECIPE_FILE = "recipe.json"
 CHECKPOINTS = "checkpoints"
@@ -22,19 +22,6 @@ URL_FILE = "checkpoints.url"
 
 # Settings that a resumed run may change: duration, ways to compute, and reports.
 _MAY_CHANGE = ("steps", "accumulate", "remat", "checkpoint_steps", "log_steps")
-
-
-class RunRecipe(Protocol):
-    """A recipe as JSON."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The recipe as a plain dict for `from_json`."""
-        ...
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """Reads the dict of `to_json`."""
-        ...
 
 
 def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
@@ -103,7 +90,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bool]:
+def claimed(run_dir: Path, recipe: Recipe, **learns_from: str) -> Iterator[bool]:
     """Prepares a run's folder, created if missing, to start or resume a run.
 
     A new run claims the folder, by its `recipe.json`, when the block ends without an error. In a group the
@@ -149,7 +136,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
         raise CheckpointError(f"{run_dir} is not the folder of a training run: {error}") from error
 
 
-def _as_computed(recipe: RunRecipe) -> dict[str, Any]:
+def _as_computed(recipe: Recipe) -> dict[str, Any]:
     data = recipe.to_json()
     for name, part in vars(recipe).items():
         if isinstance(part, TrainSettings):
@@ -157,7 +144,7 @@ def _as_computed(recipe: RunRecipe) -> dict[str, Any]:
     return {**data, "precision": recipe.computed_in} if isinstance(recipe, TrainSettings) else data
 
 
-def _check_identity(run_dir: Path, recipe: RunRecipe, learns_from: Mapping[str, str]) -> None:
+def _check_identity(run_dir: Path, recipe: Recipe, learns_from: Mapping[str, str]) -> None:
     earlier = read_identity(run_dir)
     # Read by the recipe's class, so that settings newer than the run have their defaults.
     before, now = (_as_computed(each) for each in (type(recipe).from_json(earlier.pop("recipe")), recipe))

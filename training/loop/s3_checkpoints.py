@@ -55,8 +55,8 @@ class S3Checkpoints:
 
     def losses(self) -> dict[int, float]:
         """Held-out loss of each complete checkpoint by its step, infinite if none was measured."""
-        told = {step: each["held_out_loss"] for step, each in self._done.items()}
-        return {step: math.inf if loss is None else loss for step, loss in told.items()}
+        losses = {step: each["held_out_loss"] for step, each in self._done.items()}
+        return {step: math.inf if loss is None else loss for step, loss in losses.items()}
 
     def save(self, step: int, state: Any, held_out_loss: float) -> None:
         """Begins to write a state, when an earlier one is written; all processes together.
@@ -66,7 +66,7 @@ class S3Checkpoints:
         """
         arrays = _named(state)
         whole = {"held_out_loss": held_out_loss if math.isfinite(held_out_loss) else None}
-        whole |= {"arrays": {name: _told(array) for name, array in arrays.items()}}
+        whole |= {"arrays": {name: _described(array) for name, array in arrays.items()}}
 
         def end() -> None:
             whole["objects"] = len(self._store.list(_under(f"{step}/")).result())
@@ -94,7 +94,7 @@ class S3Checkpoints:
           ValueError: the checkpoint is damaged, or of another tree.
         """
         wanted, whole = _named(abstract), self._done[step]
-        differing = {name for name, array in wanted.items() if whole["arrays"].get(name) != _told(array)}
+        differing = {name for name, array in wanted.items() if whole["arrays"].get(name) != _described(array)}
         differing |= whole["arrays"].keys() - wanted.keys()
         if differing:
             raise ValueError(f"it has no {min(differing)} of the shape and type that this run trains")
@@ -182,7 +182,7 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _told(array: Any) -> list[Any]:
+def _described(array: Any) -> list[Any]:
     return [list(array.shape), jnp.dtype(array.dtype).name]
 
 

@@ -29,8 +29,8 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.scanned_layers import stacked, unstacked
 from jaxllm.training.data.packing import spread
 from jaxllm.training.loop.checkpoints import Checkpoints, Params, TrainState
-from jaxllm.training.loop.hardware import memory_told, peak_memory_bytes, utilization
-from jaxllm.training.loop.monitoring import StepTrace
+from jaxllm.training.loop.hardware import explain_memory_errors, peak_memory_bytes, utilization
+from jaxllm.training.loop.monitoring import Preemption, Progress, StepTrace
 from jaxllm.training.loop.optimizer import learning_rate, make_optimizer
 from jaxllm.training.loop.parallel import (
     gathered,
@@ -42,7 +42,6 @@ from jaxllm.training.loop.parallel import (
     stacked_on,
     stacks_layers,
 )
-from jaxllm.training.loop.preemption import Preemption
 from jaxllm.training.settings import TrainSettings
 
 
@@ -84,30 +83,6 @@ class Job:
     cfg: ModelConfig | None = None
     frozen_cfg: ModelConfig | None = None
     flops_per_token: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Metrics after `step` steps; losses in nats per token, weighted as in training.
-
-    `loss` is the mean over the steps with a weight since the last record, 0 if there are none; `penalty`
-    likewise; `gradient_norm` is the last step's before clipping. `tokens_per_s` is over the same steps,
-    without compilation; `utilization` the share of the devices' peak that model operations used, if both
-    are known; `peak_memory_bytes` the maximum so far of a device. `held_out_loss` is set if a checkpoint
-    was written, with `held_out_by_source` (by the source's number; with weights of that source only).
-    """
-
-    step: int
-    loss: float
-    penalty: float
-    gradient_norm: float
-    learning_rate: float
-    tokens_per_s: float
-    utilization: float | None = None
-    peak_memory_bytes: int = 0
-    compile_s: float = 0.0
-    held_out_loss: float | None = None
-    held_out_by_source: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 class Preempted(JaxllmError):
@@ -162,7 +137,7 @@ class Trainer:
     def initial(self) -> TrainState:
         """The job's parameters, from the settings' seed, and a fresh optimizer state."""
         # Placed first: an argument on the host would go to every device whole.
-        with memory_told(lambda: None, self.settings):
+        with explain_memory_errors(lambda: None, self.settings):
             given = None if self._given is None else placed(self._given.items(), self.mesh)
             return self._start(given)
 
@@ -204,7 +179,10 @@ class Trainer:
             rows = place_rows(batch, self.mesh, self.settings.accumulate)
             # Batches of some jobs differ in their shapes.
             shapes = tuple(leaf.shape for leaf in jax.tree.leaves(rows))
-        with jax.set_mesh(self.mesh), memory_told(lambda: self._compiled.get(shapes), self.settings):
+        with (
+            jax.set_mesh(self.mesh),
+            explain_memory_errors(lambda: self._compiled.get(shapes), self.settings),
+        ):
             if shapes not in self._compiled:
                 started = time.perf_counter()
                 self._compiled[shapes] = self._step.lower(state, self._frozen, rows).compile()

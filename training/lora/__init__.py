@@ -1,1 +1,1 @@
-"""Trains low-rank adapters over frozen models: `recipe`, `job`, then `run`."""
+"""Trains low-rank adapters over frozen models."""

@@ -8,9 +8,10 @@ A run's folder has `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, an
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
@@ -21,19 +22,88 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.lora import LoraConfig, adapt, adapted_parameters, init_adapter
+from jaxllm.models.parameters import Params
+from jaxllm.options import option
 from jaxllm.training.data.corpus import Corpus
 from jaxllm.training.data.encoders import ModelEncoder
 from jaxllm.training.data.packing import Splits
+from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.dry_run import estimate, frozen_shapes
-from jaxllm.training.loop.fitting import fitted_to_window
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.fitting import FrozenModel, fit, fitted_to_window
+from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.losses import next_token_losses
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, own_rows
 from jaxllm.training.loop.run_files import claimed, wait_for_first, write_json
-from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.job import LoraRecipe, fit_adapter, lora_job
+from jaxllm.training.loop.trainer import Job, Trainer
+from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any
 from jaxllm.training.seq2seq.job import FAMILIES
 from jaxllm.training.seq2seq.pairs import PairSplits, read_splits
+from jaxllm.training.settings import TrainSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraRecipe(TrainSettings):
+    """One run of low-rank adaptation; the options' help describes it."""
+
+    folder = "lora"
+
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    sources: tuple[Source, ...] = option(help="Training documents.", entries=1)
+    held_out_share: float = option(
+        0.02, "Share of the documents that is not trained on and picks the best checkpoint.", above=0, below=1
+    )
+    loader: Literal["packed", "grain"] = option("packed", "Rows of packed documents, or windows by grain.")
+    # An adapter is small and starts at zero.
+    weight_decay: float = option(0.0, "Decay of matrices.", low=0)
+    warmup_steps: int = option(20, "Steps of linear warm-up.", low=0)
+
+
+def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
+    """Returns the job that trains an adapter over the frozen model."""
+    dtype, scaling = jnp.dtype(recipe.computed_in), recipe.lora.scaling
+    adapted_parameters(cfg, recipe.lora.targets)
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return init_adapter(cfg, recipe.lora, key)
+
+    def losses(adapter: dict[str, jax.Array], frozen: Params, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
+        params = adapt(frozen, adapter, scaling)
+        outputs = outputs_of_any(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        return next_token_losses(outputs, batch), jnp.zeros(())
+
+    flops = step_flops_per_token(cfg, recipe.row_tokens, adapter=True)
+    return Job(init, losses, dict(params), cfg=cfg, frozen_cfg=cfg, flops_per_token=flops)
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedAdapter:
+    """Result of training: the best adapter, its step, and held-out losses with and without it."""
+
+    adapter: dict[str, Any]
+    best_step: int
+    loss: float
+    without: float
+
+
+def fit_adapter(
+    trainer: Trainer, splits: Splits | PairSplits, folder: Path, monitoring: Monitoring
+) -> FittedAdapter:
+    """Trains an adapter, or resumes from the checkpoints in `folder`.
+
+    Args:
+      trainer: trainer of a `lora_job`.
+      splits: tokens of the run.
+      folder: folder of `checkpoints/` and `metrics.jsonl`, created if missing.
+      monitoring: destinations of the progress.
+    """
+    # An untrained adapter changes nothing: this is the loss of the model without one.
+    without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+    best = fit(
+        trainer, splits.train.batch_at, splits.held_out_batches, folder, splits.source_names, monitoring
+    )
+    return FittedAdapter(trainer.whole(best.params), best.step, best.loss, without)
 
 
 @own_jax_settings()
@@ -118,8 +188,7 @@ def dry_run_lora(
     recipe = recipe.within(cfg.window_tokens).on_accelerator()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     frozen = frozen_shapes(cfg, weights or recipe.frozen_in)
-    found = estimate(lora_job(cfg, {}, recipe), recipe, mesh, frozen=frozen, device=device)
-    return {**dataclasses.asdict(found), "advice": found.advice(recipe)}
+    return estimate(lora_job(cfg, {}, recipe), recipe, mesh, frozen=frozen, device=device).facts(recipe)
 
 
 def require_trainable(cfg: ModelConfig, recipe: LoraRecipe, what: str) -> None:

@@ -1,8 +1,9 @@
-"""Trains a decoder from documents to a Hugging Face folder: tokenizer, token files, loop, export.
+"""Trains a decoder from documents to a Hugging Face folder: tokenizer, token files, loop, export; or goes on
+with a folder's model: pretraining on texts, full fine-tuning on answers of conversations.
 
-A run's folder has `recipe.json`, `tokenizer.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the
-end `hf/` and `summary.json`. Calling `pretrain` again on the same folder resumes. It never trains on
-`PretrainTexts.valid`.
+A run's folder has `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `hf/` and
+`summary.json`; of a new model `tokenizer.json`, too. Calling `pretrain` or `train_on` again on the same
+folder resumes. It never trains on `PretrainTexts.valid`.
 
 Models of one family share a tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
 """
@@ -11,24 +12,28 @@ import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.files.input_files import read_json
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models import parameters
+from jaxllm.models.features import require_decoder_alone
+from jaxllm.options import option
 from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import TokenizerFiles
-from jaxllm.training.data.corpus import Corpus, TokenizedDocuments, write_tokens
+from jaxllm.training.data.corpus import Corpus, TokenizedDocuments, exchanged, write_tokens
 from jaxllm.training.data.documents import read_texts, text_document
-from jaxllm.training.data.encoders import PieceEncoder
-from jaxllm.training.data.packing import Rows, Splits, evaluation_batches
-from jaxllm.training.data.process_shards import exchanged
-from jaxllm.training.data.remote_files import source_name
-from jaxllm.training.data.sources import Source
+from jaxllm.training.data.encoders import ModelEncoder, PieceEncoder
+from jaxllm.training.data.packing import Splits, evaluation_batches
+from jaxllm.training.data.rows import Batch, Rows
+from jaxllm.training.data.sources import Source, source_name
 from jaxllm.training.data.tokenizer import (
     END_OF_TEXT,
     END_OF_TURN,
@@ -42,17 +47,86 @@ from jaxllm.training.loop.dry_run import estimate
 from jaxllm.training.loop.fitting import (
     MODEL_FOLDER,
     TOKENIZER_FILE,
+    FrozenModel,
     export_best_of,
     fit,
+    fitted_to_window,
     read_teacher,
     read_tokenizer_file,
-    tell_summary,
+    report_summary,
 )
+from jaxllm.training.loop.hardware import step_flops_per_token
+from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of, router_penalty
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, own_rows
 from jaxllm.training.loop.run_files import claimed, read_identity, wait_for_first, write_json, write_text
-from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.pretrain.job import PretrainRecipe, Teacher, pretrain_job
+from jaxllm.training.loop.trainer import Job, Trainer
+from jaxllm.training.settings import TrainSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainRecipe(TrainSettings):
+    """One pretraining run; the options' help describes it. A recipe without sources trains on any texts."""
+
+    folder = "pretrain"
+
+    model: ModelConfig
+    sources: tuple[Source, ...] = option((), "Training documents, by paths under the folder of all data.")
+    held_out_share: float = option(
+        0.02, "Share of the documents that is not trained on and picks the best checkpoint.", above=0, below=1
+    )
+    loader: Literal["packed", "grain"] = option("packed", "Rows of packed documents, or windows by grain.")
+    teacher_share: float = option(0.0, "Share of the loss from a teacher's distribution.", low=0, high=1)
+    balance_weight: float = option(0.01, "Weight of the load-balancing loss of experts.", low=0)
+    router_z_weight: float = option(0.001, "Weight of the routers' z-loss.", low=0)
+    chat_template: str = option(
+        ROLE_TEMPLATE, "Jinja template that renders messages, written into the tokenizer's config."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_window(self.model.window_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A trained model to distil; its vocabulary is the student's."""
+
+    cfg: ModelConfig
+    params: Params
+
+    @classmethod
+    def read(cls, folder: Path) -> "Teacher":
+        """Reads a Hugging Face folder."""
+        cfg = huggingface.read_config(folder)
+        return cls(cfg, {name: jnp.asarray(value) for name, value in huggingface.read_params(folder, cfg)})
+
+
+def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
+    """Returns the job that trains a recipe's model."""
+    cfg, dtype = recipe.model, jnp.dtype(recipe.computed_in)
+
+    def init(key: jax.Array) -> Params:
+        return parameters.init_params(cfg, key)
+
+    def losses(params: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        outputs = outputs_of(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        penalty = jnp.zeros(())
+        if outputs.routing is not None:
+            penalty = router_penalty(
+                outputs.routing, balance_weight=recipe.balance_weight, z_weight=recipe.router_z_weight
+            )
+        if teacher is None:
+            return next_token_losses(outputs, batch), penalty
+        wanted = outputs_of(frozen, batch, cfg=teacher.cfg, dtype=dtype)
+        return distillation_losses(outputs, wanted, batch, teacher_share=recipe.teacher_share), penalty
+
+    flops = step_flops_per_token(cfg, recipe.row_tokens)
+    if teacher is None:
+        return Job(init, losses, cfg=cfg, flops_per_token=flops)
+    # A teacher only runs forward.
+    flops += step_flops_per_token(teacher.cfg, recipe.row_tokens) / 3
+    return Job(init, losses, teacher.params, cfg=cfg, frozen_cfg=teacher.cfg, flops_per_token=flops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +217,7 @@ def pretrain(
             trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"), own
         )
     if first:
-        tell_summary(run_dir, summary, console)
+        report_summary(run_dir, summary, console)
     return run_dir / MODEL_FOLDER
 
 
@@ -171,8 +245,7 @@ def dry_run_pretrain(
         recipe = dataclasses.replace(recipe.within(cfg.window_tokens), model=cfg)
     recipe = recipe.on_accelerator()
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    found = estimate(pretrain_job(recipe), recipe, mesh, frozen=None, device=device)
-    return {**dataclasses.asdict(found), "advice": found.advice(recipe)}
+    return estimate(pretrain_job(recipe), recipe, mesh, frozen=None, device=device).facts(recipe)
 
 
 def export_best(run_dir: Path, out: Path | None = None) -> Path:
@@ -285,3 +358,80 @@ def _losses(trainer: Trainer, params: Params, documents: TokenizedDocuments, own
     size = _size(documents)
     per_byte = loss * (size["tokens"] - size["documents"]) / max(size["bytes"], 1)
     return {"nats_per_token": loss, "nats_per_byte": per_byte, **size}
+
+
+@own_jax_settings()
+def train_on(
+    recipe: PretrainRecipe,
+    model: Path,
+    run_dir: Path,
+    *,
+    data: Path | None = None,
+    mesh_shape: MeshShape | None = None,
+    monitoring: Monitoring | None = None,
+) -> Path:
+    """Trains all weights of a model, or resumes the run in `run_dir`, and exports the best.
+
+    Args:
+      recipe: recipe of the run; its model is replaced by the folder's.
+      model: Hugging Face folder to start from.
+      run_dir: folder of the run, created if missing.
+      data: folder of the recipe's sources.
+      mesh_shape: devices; all of them along `data` by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
+
+    Returns:
+      The Hugging Face folder, `run_dir/hf`.
+
+    Raises:
+      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    run_dir, first = Path(run_dir), jax.process_index() == 0
+    monitoring = monitoring or Monitoring()
+    console = monitoring.own_console()
+    if recipe.teacher_share:
+        raise ConfigError("a model that is trained on has no teacher: take a recipe with teacher_share = 0")
+    if not recipe.sources:
+        raise ConfigError("say with --text or --chat what to learn, or take a recipe that names its sources")
+    cfg = huggingface.read_config(model)
+    require_decoder_alone(cfg, "training all weights of a model", "train an adapter (jaxllm lora --pairs)")
+    recipe = dataclasses.replace(fitted_to_window(recipe, cfg, console), model=cfg)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    start = FrozenModel.read_onto(mesh, model, "f32")
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share).tell(console)
+    own = own_rows(mesh, recipe.batch, recipe.accumulate)
+    with claimed(run_dir, recipe, model=start.fingerprint(), documents=corpus.digest()):
+        encoder = ModelEncoder(start.tokenizer)
+        splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader, own=own)
+    wait_for_first("recipe")
+    job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
+    trainer = Trainer(job, recipe, mesh)
+    count = parameters.parameter_count(cfg)
+    console.print(
+        f"{count:,} parameters of {start.name} on {mesh.size} devices; "
+        f"{splits.size()}; {recipe.steps:,} steps, "
+        f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
+        soft_wrap=True,
+    )
+    before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+    best = fit(
+        trainer, splits.train.batch_at, splits.held_out_batches, run_dir, splits.source_names, monitoring
+    )
+    whole = trainer.whole(best.params)
+    if first:
+        _write_like(run_dir / MODEL_FOLDER, Path(model), recipe, start, whole)
+        losses = {"before": before, "after": best.loss}
+        summary = {"parameters": count, "best_step": best.step, "held_out": losses}
+        report_summary(run_dir, summary, console)
+    return run_dir / MODEL_FOLDER
+
+
+def _write_like(folder: Path, model: Path, recipe: PretrainRecipe, start: FrozenModel, params: Any) -> None:
+    """Writes a folder like the one that training started from, with new weights."""
+    config = read_json(model / "config.json", "download the folder again")
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
+    tokenizer_folder.write_tokenizer(folder, start.tokenizer.files)
+    if (model / "generation_config.json").is_file():
+        shutil.copyfile(model / "generation_config.json", folder / "generation_config.json")

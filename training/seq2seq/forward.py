@@ -101,7 +101,7 @@ def target_hidden(
 
     Args:
       params: floats, or frozen weights of any format, also with adapters; a level has the counts of its
-        units (see `jaxllm.training.elastic.levels`).
+        units (see `jaxllm.training.elastic.job`).
       batch: the pairs.
       cfg: config of the whole model.
 

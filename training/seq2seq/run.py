@@ -24,7 +24,7 @@ from jaxllm.training.loop.fitting import (
     fit,
     read_teacher,
     read_tokenizer_file,
-    tell_summary,
+    report_summary,
 )
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
@@ -107,7 +107,7 @@ def train_seq2seq(
             **{names[source]: loss for source, loss in by_source.items()},
         },
     }
-    tell_summary(run_dir, summary, console)
+    report_summary(run_dir, summary, console)
     return run_dir / MODEL_FOLDER
 
 

@@ -26,7 +26,6 @@ from jaxllm.cli.shared_options import (
 from jaxllm.config import WHOLE
 from jaxllm.contexts.codecs import RAW, WIDTHS
 from jaxllm.errors import ConfigError
-from jaxllm.export.device.context import ProgramContextAnswer
 from jaxllm.export.device.opening import (
     device_profile,
     needed_bytes,
@@ -85,7 +84,7 @@ class _Choice:
     def serve(self, folder: Path | None, budget_bytes: int, context_bits: int) -> ProgramService:
         """Opens the service, with contexts if there is a folder for them."""
         with progress_bars() as progress:
-            return ProgramService.over(
+            return ProgramService.open(
                 self.open(),
                 threads=self.threads,
                 contexts=folder,
@@ -354,7 +353,7 @@ def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:
 
 def _moved(answer: Answer) -> dict[str, Any]:
     """The parts of an answer's context that were of other programs, if any."""
-    moved = answer.restoration.moved if isinstance(answer, ProgramContextAnswer) else ()
+    moved = answer.restoration.moved
     return {"moved": list(moved)} if moved else {}
 
 

@@ -9,11 +9,10 @@ import pytest
 
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
-from jaxllm.export.device.context import ProgramContext
 from jaxllm.export.device.contexts import CHUNK_TOKENS, ProgramContexts
 from jaxllm.export.device.opening import open_device, profile_path
-from jaxllm.export.folder_format.files import LOOP, MAIN, StoredFile
-from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest
+from jaxllm.export.device.service import ProgramContext
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, TOKENIZER, Manifest, StoredFile
 from jaxllm.serving.contexts.layout import SUFFIX
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from tests.export.sizes import CFG
@@ -90,9 +89,8 @@ def test_a_restart_restores_to_the_bit(engine, contexts, tmp_path):
     with reopened(engine, tmp_path) as again:
         answer = go_on(again, name)
         assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
-        assert (answer.restoration.resident, answer.restoration.read) == (0, CHUNK_TOKENS)
-        # All tokens but those of the chunk; the last of the first answer was never fed.
-        assert answer.restoration.computed == len(TURNS[1]) + CONFIG.max_tokens - CHUNK_TOKENS
+        assert (answer.restoration.resident, answer.restoration.read) == (0, (0,))
+        assert (answer.restoration.computed, answer.reused_tokens) == ((), CHUNK_TOKENS)
         restored = engine.runner.rows(answer.session.cache, CHUNK_TOKENS)
         assert all((rows[each] == restored[each]).all() for each in rows)
 
@@ -107,7 +105,7 @@ def test_a_damaged_chunk_is_computed_again(engine, contexts, tmp_path):
     with reopened(engine, tmp_path) as again:
         answer = go_on(again, name)
         assert answer.tokens == uninterrupted(engine, TURNS[2])[1]
-        assert answer.restoration.read == 0
+        assert answer.restoration.read == ()
         # The chunk is stored anew, beside the next.
         assert again.record("app", name).bits == (RAW, RAW)
 
@@ -131,7 +129,7 @@ def test_an_update_of_the_loop_leaves_chunks_and_profile(engine, folder, context
     assert profile_path(loop) == profile_path(engine)
     with reopened(loop, tmp_path) as again:
         answer = go_on(again, name)
-        assert (answer.restoration.read, answer.restoration.moved) == (CHUNK_TOKENS, ())
+        assert (answer.restoration.read, answer.restoration.moved) == ((0,), ())
         assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
 
 
@@ -148,7 +146,7 @@ def test_a_context_of_other_programs_is_computed_again_from_its_tokens(engine, f
         answer = go_on(again, name)
         assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
         assert answer.restoration.moved == ("model",)
-        assert answer.restoration.computed == len(TURNS[1]) + CONFIG.max_tokens
+        assert answer.restoration.computed == (0,)
         assert opened(again, "app", name).generate([5], config=CONFIG).result().restoration.moved == ()
         assert again.record("app", name).bits == (RAW, RAW)
 

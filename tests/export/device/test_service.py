@@ -59,11 +59,15 @@ def test_contexts_take_a_folder(service):
 
 
 def test_contexts_of_a_service(folder, cache, tmp_path):
-    opened = ProgramService.open(folder, contexts=tmp_path / "contexts", budget_bytes=1 << 20)
+    opened = ProgramService.open(
+        opening.open_device(folder), contexts=tmp_path / "contexts", budget_bytes=1 << 20
+    )
     context = opened.new_context("mail")
     text = context.generate([1, 2, 3]).result().text
     opened.close()
-    again = ProgramService.open(folder, contexts=tmp_path / "contexts", budget_bytes=1 << 20)
+    again = ProgramService.open(
+        opening.open_device(folder), contexts=tmp_path / "contexts", budget_bytes=1 << 20
+    )
     tokens = again.context("mail", context.name).tokens
     assert tokens[:3] == (1, 2, 3)
     assert again.engine.tokenizer.decode(tokens[3:]).startswith(text)

@@ -19,10 +19,8 @@ SHARED = {
     "jaxllm.contexts": ("codecs", "eviction", "tolerance", "recompute"),
     "jaxllm.serving.speculation": ("speculation", "host_tree", "payoff", "ngram_drafter", "lookup_drafter"),
     "jaxllm.serving.engine": ("engine", "step", "run", "answer", "request", "decoding"),
-    "jaxllm.export.programs": (
-        "model", "runner", "executor", "adapters", "tiny_lm", "litert", "packed", "drafts",
-    ),
-    "jaxllm.export.device": ("context", "contexts", "host_sampling", "opening", "service", "serving"),
+    "jaxllm.export.programs": ("model", "runner", "executor", "litert", "drafts"),
+    "jaxllm.export.device": ("contexts", "host_sampling", "opening", "service", "serving"),
     "jaxllm.serving.server": ("calls", "prompts", "daemon", "limits", "identity", "api.app"),
     "jaxllm.text": ("tokenizer", "chat_template", "prompts"),
     "jaxllm": (

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ProgramError
-from jaxllm.export.folder_format.arrays import cache_shapes
-from jaxllm.export.folder_format.files import StoredFile
-from jaxllm.export.folder_format.levels import Argument, ProgramLevel
-from jaxllm.export.folder_format.manifest import MANIFEST, TOKENIZER, Manifest, Signature, level_signatures
-from jaxllm.export.folder_format.tokenizer import read_tokenizer, write_tokenizer
+from jaxllm.export.folder_format.manifest import MANIFEST, TOKENIZER, Manifest, StoredFile, write_tokenizer
+from jaxllm.export.folder_format.parts import Argument, ProgramLevel
+from jaxllm.export.folder_format.signature import Signature, cache_shapes, level_signatures
 from jaxllm.export.folder_format.weights import read_weights, write_weights
 from tests.tiny import TINY, tiny_tokenizer
 
@@ -22,7 +20,7 @@ ARRAYS = {"a": np.arange(32, dtype=np.float32).reshape(4, 8), "b": np.ones(3, np
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"programs")
-    write_tokenizer(tmp_path, tiny_tokenizer())
+    write_tokenizer(tmp_path / TOKENIZER, tiny_tokenizer())
     levels = {100: ProgramLevel(cfg=TINY, weights={"a": Argument(stored="a", shape=(2, 8))})}
     sizes = [("prefill", 64), ("prefill", 16), ("decode", 1), ("verify", 8)]
     signatures = [Signature(kind=kind, tokens=tokens, level=100, file="x.bin") for kind, tokens in sizes]
@@ -50,7 +48,7 @@ def test_what_is_written_is_read(folder):
     assert manifest.signature("verify", 8, 100, 64).name == "verify_8"
     with pytest.raises(ProgramError, match=r"no prefill program of 32 tokens .* prefill_64, prefill_16"):
         manifest.signature("prefill", 32, 100, 64)
-    assert read_tokenizer(manifest, folder) == tiny_tokenizer()
+    assert manifest.read_tokenizer(folder) == tiny_tokenizer()
     assert manifest.require_intact(folder, "x.bin") == folder / "x.bin"
     assert manifest.cache_shapes(100, 64) == cache_shapes(TINY, 64)
     assert manifest.cache_shapes(100, 64)["kv_cache_v_1"] == (1, TINY.kv_heads, 64, TINY.head_dim)
@@ -93,7 +91,7 @@ def test_a_level_takes_the_beginnings_of_arrays():
         ({"version": 99}, "version 99"),
         ({"format": "live"}, "format 'live'"),
         ({"levels": {}}, "no whole model"),
-        ({"context_tokens": 1 << 20}, "context_tokens has 1048576"),
+        ({"context_tokens": 1 << 20}, "context_tokens 1048576 is more than the window"),
         (
             {"files": {name: {"size_bytes": 1, "xxh3_128": ""} for name in ("../x", "x.bin", TOKENIZER)}},
             "not a file of",
@@ -101,7 +99,10 @@ def test_a_level_takes_the_beginnings_of_arrays():
         ({"extra": 1}, "malformed"),
         ({"signatures": [{"kind": "decode", "tokens": 1, "level": 100, "file": "x.bin"}]}, "cannot read"),
         ({"signatures": [*SIGNATURES, {**SIGNATURES[0], "tokens": 8, "file": "y"}]}, "no file y"),
-        ({"signatures": [*SIGNATURES, {**SIGNATURES[0], "tokens": "8"}]}, "has '8'"),
+        (
+            {"signatures": [*SIGNATURES, {**SIGNATURES[0], "tokens": "8"}]},
+            "whole number in .* got '8'",
+        ),
         ({"signatures": [*SIGNATURES, {**SIGNATURES[0], "tokens": 65}]}, "does not fit"),
         ({"signatures": [*SIGNATURES, {**SIGNATURES[0], "level": 30}]}, "is of no level"),
         ({"signatures": [*SIGNATURES, {**SIGNATURES[0], "cache_tokens": 32}]}, "in 32 tokens"),
@@ -134,11 +135,11 @@ def test_a_corrupt_tokenizer(folder):
         (folder / TOKENIZER).write_text(text)
         files = {**manifest.files, TOKENIZER: StoredFile.of(folder / TOKENIZER)}
         with pytest.raises(ProgramError, match=r"tokenizer\.json: malformed"):
-            read_tokenizer(dataclasses.replace(manifest, files=files), folder)
+            dataclasses.replace(manifest, files=files).read_tokenizer(folder)
     with pytest.raises(ProgramError, match="checksum"):
-        read_tokenizer(manifest, folder)
+        manifest.read_tokenizer(folder)
     with pytest.raises(ProgramError, match=r"has no tokenizer\.json"):
-        read_tokenizer(dataclasses.replace(manifest, files={}), folder)
+        dataclasses.replace(manifest, files={}).read_tokenizer(folder)
 
 
 def test_weights_are_safetensors_at_places_that_a_processor_reads(tmp_path):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxllm.export.programs.messages import runtime_messages_kept
+from jaxllm.export.programs.litert import captured_messages
 
 OWN = b"""INFO: [accelerator_registry.cc:43] DestroyAccelerator
 INFO: Created TensorFlow Lite XNNPACK delegate for CPU.
@@ -14,7 +14,7 @@ I0000 00:00:1795368174.097093   24790 port.cc:153] oneDNN custom operations are 
 
 
 def test_others_are_heard_when_the_block_ends(capfd):
-    with runtime_messages_kept() as said:
+    with captured_messages() as said:
         os.write(2, OWN)
         os.write(2, b"warning: another thread\n")
         assert capfd.readouterr().err == ""
@@ -26,7 +26,7 @@ def test_others_are_heard_when_the_block_ends(capfd):
 
 def test_an_error_gives_standard_error_back(capfd):
     def fail():
-        with runtime_messages_kept():
+        with captured_messages():
             os.write(2, OWN)
             raise ValueError("x")
 
@@ -40,10 +40,10 @@ def test_threads_take_it_one_after_the_other(capfd):
     inside, order = threading.Event(), []
 
     def second():
-        with runtime_messages_kept():
+        with captured_messages():
             order.append("second")
 
-    with runtime_messages_kept(), runtime_messages_kept():
+    with captured_messages(), captured_messages():
         thread = threading.Thread(target=second)
         thread.start()
         inside.wait(0.05)

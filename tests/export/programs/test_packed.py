@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from jaxllm.export.programs import packed as packed_weights
-from jaxllm.export.programs.packed import PackedFolder
+from jaxllm.export.programs import litert as packed_weights
+from jaxllm.export.programs.litert import PackedFolder
 
 
 def packed(folder, program, made_of, content, width="int8", limit=1000):

@@ -16,8 +16,8 @@ from jaxllm.training.data.sources import Source
 from jaxllm.training.elastic.job import joint_job
 from jaxllm.training.loop.dry_run import batch_shapes, placed_shapes
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.job import LoraRecipe, lora_job
-from jaxllm.training.pretrain.job import PretrainRecipe
+from jaxllm.training.lora.run import LoraRecipe, lora_job
+from jaxllm.training.pretrain.run import PretrainRecipe
 from tests.training.accelerator.topologies import (
     DEVICES,
     TPU,

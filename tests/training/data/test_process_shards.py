@@ -10,10 +10,9 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.training.data import corpus
-from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.corpus import Corpus, exchanged
 from jaxllm.training.data.encoders import PieceEncoder
 from jaxllm.training.data.packing import PackedBatches, evaluation_batches
-from jaxllm.training.data.process_shards import exchanged
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.fitting import TOKENIZER_FILE, read_tokenizer_file
 from jaxllm.training.loop.parallel import MeshShape

@@ -5,8 +5,13 @@ import dataclasses
 import pytest
 
 from jaxllm.tasks.example import TaskExample
-from jaxllm.training.data.documents import chat_document, text_document
-from jaxllm.training.data.shortened_prompts import LEAST_SHARE, shortened_document, with_fewer_words
+from jaxllm.training.data.documents import (
+    LEAST_SHARE,
+    chat_document,
+    shortened_document,
+    text_document,
+    with_fewer_words,
+)
 
 OPTIONS = (" yes", " no")
 

@@ -8,9 +8,8 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.training.data.corpus import TokenizedDocuments
-from jaxllm.training.data.packing import WindowBatches
+from jaxllm.training.data.rows import WindowBatches
 from jaxllm.training.data.sources import Source
-from jaxllm.training.data.windows import WindowRows
 from jaxllm.training.loop import trainer as loop
 from tests.training.jobs import DOCUMENTS, SMOKE, assert_same_bits, held_out_of, trainer_of
 
@@ -29,7 +28,7 @@ MIXTURE = (Source(text="a", repeats=2), Source(text="b", prompt_weight=0.5, answ
 
 def test_an_epoch_of_one_source_has_every_window_once():
     pytest.importorskip("grain")
-    rows = WindowRows(DOCUMENTS, (), 16, 1)
+    rows = WindowBatches(DOCUMENTS, (), 16, 1, 1)
     windows = (len(DOCUMENTS.tokens) - 1) // 16
     assert rows.count == windows
     epochs = [
@@ -37,12 +36,14 @@ def test_an_epoch_of_one_source_has_every_window_once():
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(windows))
     assert epochs[0] != epochs[1] != sorted(epochs[1])
-    assert [int(WindowRows(DOCUMENTS, (), 16, 2)._order[each][1]) for each in range(windows)] != epochs[0]
+    assert [int(WindowBatches(DOCUMENTS, (), 16, 1, 2)._order[each][1]) for each in range(windows)] != epochs[
+        0
+    ]
 
 
 def test_rows_stop_at_borders_and_weigh_prompts():
     pytest.importorskip("grain")
-    rows, seen = WindowRows(TWO, MIXTURE, T, 0), {0: 0, 1: 0}
+    rows, seen = WindowBatches(TWO, MIXTURE, T, 1, 0), {0: 0, 1: 0}
     # 6 windows of 50 tokens twice, and 4 of 40.
     assert rows.count == 16
     for number in range(160):
@@ -62,8 +63,8 @@ def test_rows_stop_at_borders_and_weigh_prompts():
     assert seen == {0: 120, 1: 40}
     # Windows of prompts alone are left out.
     documents = documents_of([30, 11, 9, 40], [25, 3, 0, 20], [0, 0, 0, 1])
-    rows = WindowRows(documents, (Source(chat="a"), Source(chat="b", answer_weight=0)), T, 0)
-    assert rows.left_out == 3 + 4
+    rows = WindowBatches(documents, (Source(chat="a"), Source(chat="b", answer_weight=0)), T, 1, 0)
+    assert rows.left_out() == f"{3 + 4} rows of prompts alone are left out"
     seen = set()
     for number in range(rows.count):
         tokens, _, _, weights, _ = rows.row(number)
@@ -77,7 +78,7 @@ def test_a_run_resumes_with_the_batches_of_its_steps(tmp_path):
     pytest.importorskip("grain")
 
     def run(folder, steps):
-        batches = WindowBatches(WindowRows(DOCUMENTS, (), SMOKE.row_tokens, SMOKE.seed), SMOKE.batch)
+        batches = WindowBatches(DOCUMENTS, (), SMOKE.row_tokens, SMOKE.batch, SMOKE.seed)
         trainer = trainer_of(SMOKE)
         trainer.settings = dataclasses.replace(SMOKE, steps=steps)
         return loop.train(
@@ -90,7 +91,7 @@ def test_a_run_resumes_with_the_batches_of_its_steps(tmp_path):
 
 def test_what_is_missing_is_said(monkeypatch):
     with pytest.raises(ConfigError, match="no source has 65 tokens"):
-        WindowRows(TWO, MIXTURE, 64, 0)
+        WindowBatches(TWO, MIXTURE, 64, 1, 0)
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[data\]'"):
-        WindowRows(TWO, MIXTURE, T, 0).row(0)
+        WindowBatches(TWO, MIXTURE, T, 1, 0).row(0)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError
-from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.rows import Batch
 from jaxllm.training.elastic import importance
 from jaxllm.training.elastic.importance import (
     Importance,
@@ -17,7 +17,7 @@ from jaxllm.training.elastic.importance import (
     measure,
     random_order,
 )
-from jaxllm.training.elastic.levels import without_layer
+from jaxllm.training.elastic.job import without_layer
 from jaxllm.training.loop.losses import next_token_losses, outputs_of
 from tests.elastic.models import LLAMA, MIXTRAL, MODELS, PLAIN, scaled_params
 

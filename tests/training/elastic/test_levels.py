@@ -11,12 +11,11 @@ from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.models.lora import LoraConfig, init_adapter
 from jaxllm.models.scanned_layers import stacked
 from jaxllm.training.data.sources import Source
-from jaxllm.training.elastic.job import level_job
-from jaxllm.training.elastic.levels import adapter_of_level, at_level, cut_adapter, level_counts
+from jaxllm.training.elastic.job import adapter_of_level, at_level, cut_adapter, level_counts, level_job
 from jaxllm.training.loop.losses import next_token_losses, outputs_of
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.job import LoraRecipe, lora_job
+from jaxllm.training.lora.run import LoraRecipe, lora_job
 from tests.elastic.models import MODELS, scaled_params
 from tests.training.elastic.test_importance import batch
 

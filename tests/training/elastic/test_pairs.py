@@ -23,8 +23,7 @@ from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.sources import Source
 from jaxllm.training.elastic import importance
 from jaxllm.training.elastic.importance import Importance, measure, random_order
-from jaxllm.training.elastic.job import ElasticRecipe
-from jaxllm.training.elastic.levels import at_level, level_counts
+from jaxllm.training.elastic.job import ElasticRecipe, at_level, level_counts
 from jaxllm.training.elastic.run import elasticize
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
 from jaxllm.training.lora.run import require_trainable

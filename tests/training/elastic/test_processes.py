@@ -12,8 +12,7 @@ from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.elastic import importance
 from jaxllm.training.elastic.run import elasticize
 from jaxllm.training.loop.parallel import MeshShape
-from jaxllm.training.lora.job import LoraRecipe
-from jaxllm.training.lora.run import train_lora
+from jaxllm.training.lora.run import LoraRecipe, train_lora
 from tests.training.elastic.test_run import RECIPE
 from tests.training.processes import join, started_group, told_by
 from tests.training.tiny_runs import SILENT

@@ -19,9 +19,8 @@ from jaxllm.training import calibration
 from jaxllm.training.calibration import BundleOutput, ExpertWidthsRecipe, WidthTarget
 from jaxllm.training.experts import expert_widths as room
 from jaxllm.training.experts.expert_widths import quantize_experts
-from jaxllm.training.experts.text_measure import TextPerplexity
-from jaxllm.training.experts.width_losses import WidthLosses
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.experts.measures import TextPerplexity, WidthLosses
+from jaxllm.training.loop.fitting import FrozenModel
 from tests.tiny import BEGIN_ID, TINY, tiny_params, write_tiny_folder
 from tests.training.tiny_runs import QUIET
 

@@ -16,10 +16,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.models import encoder_decoder
 from jaxllm.training import calibration
 from jaxllm.training.calibration import BundleOutput, PairWidthsRecipe, WidthTarget
-from jaxllm.training.experts import expert_widths, seq2seq_widths
-from jaxllm.training.experts.pair_measures import PairPerplexity, PairRouge, pair_visits
-from jaxllm.training.experts.seq2seq_widths import _split, quantize_seq2seq_experts
-from jaxllm.training.experts.width_losses import WidthLosses
+from jaxllm.training.experts import expert_widths
+from jaxllm.training.experts.expert_widths import _split_pairs, quantize_seq2seq_experts
+from jaxllm.training.experts.measures import PairPerplexity, PairRouge, WidthLosses, pair_visits
 from jaxllm.training.seq2seq.forward import encode_rows
 from jaxllm.training.seq2seq.pairs import TextPairs, pair_tokenizer, read_pair_files
 from jaxllm.training.seq2seq.run import write_seq2seq
@@ -35,7 +34,7 @@ MODEL = {**SWITCH, "num_experts": 4, "num_layers": 4, "num_sparse_encoder_layers
 
 @pytest.fixture(autouse=True)
 def _few_pairs(monkeypatch):
-    for module in (expert_widths, seq2seq_widths, calibration):
+    for module in (expert_widths, calibration):
         monkeypatch.setattr(module, "LEAST_TOKENS", 128)
 
 
@@ -125,7 +124,7 @@ def test_widths_by_rouge(folder, pairs, run_dir, tmp_path):
 
 
 def test_one_expert_is_lowered_and_the_others_have_four_bits(translator, pairs, tmp_path):
-    taken, _ = _split(pairs, translator, f"{PREFIX} ", RECIPE)
+    taken, _ = _split_pairs(pairs, translator, f"{PREFIX} ", RECIPE)
     cfg = translator.cfg
     measure = PairPerplexity(cfg, taken.rows)
     losses = WidthLosses(cfg, translator.params, measure, tmp_path / "losses.json")
@@ -146,7 +145,7 @@ def test_one_expert_is_lowered_and_the_others_have_four_bits(translator, pairs, 
 
 
 def test_rouge_of_what_the_model_says_is_whole(translator, pairs):
-    taken, _ = _split(pairs, translator, f"{PREFIX} ", RECIPE)
+    taken, _ = _split_pairs(pairs, translator, f"{PREFIX} ", RECIPE)
     judged = PairRouge(translator, taken.sources, taken.targets, RECIPE.answer_tokens)
     whole = judged.value(translator.params)
     assert whole > 0.5

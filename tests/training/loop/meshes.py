@@ -13,15 +13,14 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.training.data.corpus import TokenizedDocuments
 from jaxllm.training.data.packing import evaluation_batches
 from jaxllm.training.elastic import importance
-from jaxllm.training.experts.text_measure import TextPerplexity
-from jaxllm.training.experts.width_losses import WidthLosses
+from jaxllm.training.experts.measures import TextPerplexity, WidthLosses
 from jaxllm.training.loop import parallel
 from jaxllm.training.loop.dry_run import batch_shapes
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.fitting import FrozenModel
 from jaxllm.training.loop.optimizer import Matrix, orthogonal
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.pretrain.job import pretrain_job
+from jaxllm.training.pretrain.run import pretrain_job
 from tests.tiny import tiny_params, write_tiny_folder
 from tests.training.jobs import SMOKE, train
 

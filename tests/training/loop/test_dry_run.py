@@ -18,8 +18,7 @@ from jaxllm.training.elastic.job import ElasticRecipe
 from jaxllm.training.elastic.run import dry_run_elastic
 from jaxllm.training.experts.expert_widths import dry_run_experts
 from jaxllm.training.loop.dry_run import Estimate
-from jaxllm.training.lora.job import LoraRecipe
-from jaxllm.training.lora.run import dry_run_lora
+from jaxllm.training.lora.run import LoraRecipe, dry_run_lora
 from jaxllm.training.pretrain.run import dry_run_pretrain
 from tests.tiny import TINY, write_tiny_folder
 from tests.training.jobs import SMOKE

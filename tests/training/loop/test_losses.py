@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.models.parameters import init_params
-from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.rows import Batch
 from jaxllm.training.loop import losses
 from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of, vocabulary_blocks
 from tests.training.jobs import SMOKE

@@ -15,13 +15,12 @@ from jaxllm.models.parameters import init_params
 from jaxllm.models.scanned_layers import stacked
 from jaxllm.training.data.sources import Source
 from jaxllm.training.elastic.importance import MEASURES, unit_step
-from jaxllm.training.elastic.job import joint_job, level_job
-from jaxllm.training.elastic.levels import level_counts
+from jaxllm.training.elastic.job import joint_job, level_counts, level_job
 from jaxllm.training.loop.dry_run import batch_shapes, placed_shapes
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.job import LoraRecipe, lora_job
-from jaxllm.training.pretrain.job import PretrainRecipe, pretrain_job
+from jaxllm.training.lora.run import LoraRecipe, lora_job
+from jaxllm.training.pretrain.run import PretrainRecipe, pretrain_job
 from tests.gpu_lowering import lowers_for_gpus  # noqa: F401
 
 # Of JAX 0.12, see `jaxllm.kernels.fused_attention`.

@@ -16,11 +16,11 @@ import pytest
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.training.loop import trainer as loop
 from jaxllm.training.loop.checkpoints import Checkpoints
-from jaxllm.training.loop.hardware import memory_told, peak_memory_bytes, what_to_change
+from jaxllm.training.loop.hardware import explain_memory_errors, peak_memory_bytes, what_to_change
 from jaxllm.training.loop.monitoring import StepTrace
 from jaxllm.training.loop.optimizer import decays, learning_rate, make_optimizer, matrices
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.pretrain.job import pretrain_job
+from jaxllm.training.pretrain.run import pretrain_job
 from tests.training.jobs import (
     SMOKE,
     assert_same_bits,
@@ -342,10 +342,10 @@ def test_too_little_memory_is_told_with_what_to_change(compiles, figure):
 def test_a_kernel_that_does_not_fit_is_no_lack_of_memory():
     shared = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 262656, available: 232448"
     message = "a kernel does not fit cpu.*requested 262656.*JAXLLM_KERNELS=xla"
-    with pytest.raises(ConfigError, match=message) as found, memory_told(lambda: None, SMOKE):
+    with pytest.raises(ConfigError, match=message) as found, explain_memory_errors(lambda: None, SMOKE):
         raise jax.errors.JaxRuntimeError(shared)
     assert "accumulate" not in str(found.value)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="quota"), memory_told(lambda: None, SMOKE):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="quota"), explain_memory_errors(lambda: None, SMOKE):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: quota of requests used up")
     # Advice leaves out what the settings say already.
     done = dataclasses.replace(SMOKE, remat="full", accumulate=SMOKE.batch)

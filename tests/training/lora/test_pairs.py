@@ -11,8 +11,7 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.prepare import prepare
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.training.data.sources import Source
-from jaxllm.training.lora.job import LoraRecipe
-from jaxllm.training.lora.run import dry_run_lora, train_lora
+from jaxllm.training.lora.run import LoraRecipe, dry_run_lora, train_lora
 from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_random_folder
 from tests.training.tiny_runs import ONE, SILENT
 

@@ -11,11 +11,10 @@ from jaxllm.checkpoints.peft import read_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.lora import LoraConfig
 from jaxllm.training.data.sources import Source
-from jaxllm.training.loop.frozen_model import FrozenModel
+from jaxllm.training.loop.fitting import FrozenModel
 from jaxllm.training.loop.parallel import make_mesh
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.job import LoraRecipe, lora_job
-from jaxllm.training.lora.run import train_lora
+from jaxllm.training.lora.run import LoraRecipe, lora_job, train_lora
 from tests.tiny import TINY, write_tiny_bundle
 from tests.training.tiny_runs import ONE, SILENT
 

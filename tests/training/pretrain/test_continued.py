@@ -15,7 +15,7 @@ from jaxllm.training.data.encoders import ModelEncoder
 from jaxllm.training.data.packing import Splits
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.losses import next_token_losses, outputs_of
-from jaxllm.training.pretrain.continued import train_on
+from jaxllm.training.pretrain.run import train_on
 from tests.tiny import tiny_tokenizer, write_tiny_folder
 from tests.training.jobs import SMOKE
 from tests.training.tiny_runs import ONE, SILENT

@@ -16,8 +16,7 @@ from jaxllm.training.data.corpus import TokenizedDocuments
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.checkpoints import read_best
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.pretrain.job import pretrain_job
-from jaxllm.training.pretrain.run import PretrainTexts, export_best, pretrain
+from jaxllm.training.pretrain.run import PretrainTexts, export_best, pretrain, pretrain_job
 from tests.training.jobs import SMOKE, assert_same_bits, one_device
 from tests.training.tiny_runs import SILENT
 

@@ -153,9 +153,9 @@ class DecisionRows:
 
     def _batch(self, questions: np.ndarray, slos: np.ndarray) -> DecisionBatch:
         tokens, mask = zip(*(self.rows[each] for each in questions), strict=True)
-        told = [self.slos[each] for each in slos]
+        objectives = [self.slos[each] for each in slos]
         return DecisionBatch(
-            tokens=_marked_each(np.stack(tokens), told, self.mark_ids),
+            tokens=_marked_each(np.stack(tokens), objectives, self.mark_ids),
             mask=np.stack(mask),
             choices=self.labels[questions, slos],
             weights=np.ones((self.batch, 1), np.float32),

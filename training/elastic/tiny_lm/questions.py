@@ -91,7 +91,7 @@ def kept_answers(
     questions: Sequence[Question],
     scores: Sequence[np.ndarray],
     make: Callable[[Sequence[Question], Sequence[np.ndarray]], Answers],
-    told: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answers:
     """Reads answers from a file, or makes them and writes it.
 
@@ -103,7 +103,7 @@ def kept_answers(
       questions: questions to answer.
       scores: scores that their prompts were shortened by; answers to other prompts are made anew.
       make: function that answers some questions.
-      told: callback for (questions answered, all questions) after each shard.
+      report: callback for (questions answered, all questions) after each shard.
     """
     shards = path.with_suffix("")
 
@@ -117,7 +117,7 @@ def kept_answers(
             return {"correct": answers.correct, "shares": answers.shares}
 
         found = _kept(own, _answers_key(questions[some], scores[some]), ("correct", "shares"), arrays)
-        told(min(first + SHARD_QUESTIONS, len(questions)), len(questions))
+        report(min(first + SHARD_QUESTIONS, len(questions)), len(questions))
         return found
 
     def arrays() -> dict[str, np.ndarray]:

@@ -10,47 +10,46 @@ A run's folder has `recipe.json`, a folder for each head (`score/`, `decide/`) w
 at the end `summary.json`. Calling `train_tiny_lm` again on the same folder resumes.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle.tiny_lm import TinyLm
+from jaxllm.elastic.compression import marked
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
+from jaxllm.models import tiny_lm as tlm
+from jaxllm.models.tiny_lm import TlmConfig
 from jaxllm.tasks.questions import Question
 from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.training.elastic.tiny_lm.batches import (
     TOLD_SLOS,
     DecisionRows,
+    ScoreBatch,
     ScoreRows,
     joined,
     score_rows,
 )
 from jaxllm.training.elastic.tiny_lm.questions import kept_answers, kept_support
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
-from jaxllm.training.elastic.tiny_lm.scores import (
-    answer_metrics,
-    decision_metrics,
-    decisions,
-    keep_metrics,
-    keep_scores,
+from jaxllm.training.elastic.tiny_lm.self_labels import (
+    Answers,
+    ElasticModel,
+    allowed_choices,
+    answer,
+    lightest,
 )
-from jaxllm.training.elastic.tiny_lm.self_labels import Answers, ElasticModel, answer, lightest
-from jaxllm.training.elastic.tiny_lm.sources import TinyLmSources
-from jaxllm.training.elastic.tiny_lm.start import decide_job, score_job
+from jaxllm.training.elastic.tiny_lm.start import TinyLmSources, decide_job, decided, score_job
 from jaxllm.training.elastic.tiny_lm.word_labels import question_score_rows, token_support
 from jaxllm.training.loop.fitting import fit
-from jaxllm.training.loop.monitoring import Monitoring
+from jaxllm.training.loop.monitoring import Monitoring, progress_bar
 from jaxllm.training.loop.parallel import MeshShape, gathered, make_mesh
 from jaxllm.training.loop.run_files import claimed, write_json
-from jaxllm.training.loop.trainer import Batch, Job, Trainer
+from jaxllm.training.loop.trainer import Job, Trainer
 from jaxllm.training.settings import TrainSettings
 
 
@@ -61,8 +60,7 @@ def train_tiny_lm(
     *,
     name: str,
     mesh_shape: MeshShape | None = None,
-    tensorboard: bool = False,
-    console: Console | None = None,
+    monitoring: Monitoring | None = None,
 ) -> TinyLm:
     """Trains a tiny LM for an elastic model, or resumes the run in `run_dir`.
 
@@ -72,8 +70,7 @@ def train_tiny_lm(
       run_dir: folder of the run, created if missing.
       name: name of the model; a run cannot be resumed with another.
       mesh_shape: devices; all of them along `data` by default.
-      tensorboard: whether to write TensorBoard's events, too.
-      console: console of the progress; the terminal's error stream by default.
+      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The tiny LM of both heads' best checkpoints.
@@ -81,20 +78,20 @@ def train_tiny_lm(
     Raises:
       ConfigError: the model lacks a level, or `run_dir` belongs to another run.
     """
-    console, run_dir = console or Console(stderr=True), Path(run_dir)
+    run_dir, monitoring = Path(run_dir), monitoring or Monitoring()
+    console = monitoring.own_console()
     recipe, start = sources.recipe, sources.start
     questions, sides = sources.questions.all, sources.questions.held_out
     if missing := sorted(set(recipe.levels) - set(model.ladder.levels)):
         raise ConfigError(f"the recipe chooses between levels of which the model lacks {missing}")
     reader = start.reader(recipe.score.row_tokens)
     with claimed(run_dir, recipe, model=name, **sources.identity):
-        told = recipe.instructions, recipe.score.seed
+        options = recipe.instructions, recipe.score.seed
         # Rows by the kind of their labels, first to train on, then held out.
         labelled = [
-            [score_rows([each[side] for each in sources.texts], model.tokenizer, reader, *told)]
+            [score_rows([each[side] for each in sources.texts], model.tokenizer, reader, *options)]
             for side in (False, True)
         ]
-    run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
     console.print(
         f"{sum(value.size for value in start.params.values()):,} parameters; "
         f"{sum(len(rows) for split in sources.texts for rows in split):,} shortened texts, "
@@ -104,8 +101,12 @@ def train_tiny_lm(
 
     names = [Path(path).stem for path in recipe.compressions]
     if sources.used.all:
-        measured = functools.partial(run.token_support, model, sources.used.all)
-        support = kept_support(run_dir / "used.npz", sources.used.all, measured)
+        with progress_bar(console, "words used") as measured:
+            support = kept_support(
+                run_dir / "used.npz",
+                sources.used.all,
+                lambda: token_support(model, sources.used.all, on_measured=measured),
+            )
         for side in (False, True):
             places = np.flatnonzero(sources.used.held_out == side).tolist()
             rows = question_score_rows(
@@ -121,24 +122,36 @@ def train_tiny_lm(
         ScoreRows(rows, start.mark_ids, recipe.score.batch, recipe.score.seed)
         for rows in (joined(*labelled[False]), joined(*labelled[True]), *labelled[True])
     )
+
+    def head(
+        name: str, job: Job, settings: TrainSettings, train: Any, held_out: Any, sources: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Trains a head, or resumes: its best parameters, and their step and loss."""
+        mesh = make_mesh(mesh_shape or MeshShape(), settings.batch // settings.accumulate)
+        console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
+        batches = train.batch_at, held_out.held_out
+        best = fit(Trainer(job, settings, mesh), *batches, run_dir / name, sources, monitoring)
+        return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
+
+    def answered(done: int, total: int) -> None:
+        console.print(f"all levels have answered {done:,} of {total:,} questions", highlight=False)
+
     job = score_job(start, recipe.score)
-    trained, summary = run.head("score", job, recipe.score, learnt.batch_at, held_out[0].held_out, names)
+    trained, summary = head("score", job, recipe.score, learnt, held_out[0], names)
     for name, rows in zip(("shortened", "used"), held_out[1:], strict=False):
         summary[name] = keep_metrics(start.cfg, trained, rows.held_out())
 
     scores = keep_scores(start.cfg, trained, reader, questions)
     choices = {"levels": recipe.levels, "prompt_ratios": recipe.prompt_ratios}
     ask = functools.partial(answer, model, **choices)
-    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask, run.answered)
+    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask, answered)
 
     asked, held_out = (
         decision_rows(recipe, answers, questions, sides == side, reader, slos)
         for side, slos in ((False, TOLD_SLOS), (True, SLOS))
     )
     job = decide_job(start, trained, recipe.decide)
-    best, decided_on = run.head(
-        "decide", job, recipe.decide, asked.batch_at, held_out.held_out, list(map(str, SLOS))
-    )
+    best, decided_on = head("decide", job, recipe.decide, asked, held_out, list(map(str, SLOS)))
     params = {**trained, **best}
     chosen, own = (
         decisions(start.cfg, params, held_out),
@@ -183,40 +196,132 @@ def decision_rows(
     return DecisionRows(rows, labels, tuple(slos), reader.mark_ids, recipe.decide.batch, recipe.decide.seed)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The training of either head in a run's folder."""
+# Number of rows that are scored in one dispatch.
+_SCORED_ROWS = 32
 
-    folder: Path
-    mesh_shape: MeshShape
-    console: Console
-    tensorboard: bool
 
-    def head(
-        self,
-        name: str,
-        job: Job,
-        settings: TrainSettings,
-        batch_at: Callable[[int], Batch],
-        held_out: Callable[[], Iterable[Batch]],
-        sources: Sequence[str],
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Trains a head, or resumes: its best parameters, and their step and loss."""
-        mesh: Mesh = make_mesh(self.mesh_shape, settings.batch // settings.accumulate)
-        trainer = Trainer(job, settings, mesh)
-        self.console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
-        monitoring = Monitoring(console=self.console, tensorboard=self.tensorboard)
-        best = fit(trainer, batch_at, held_out, self.folder / name, sources, monitoring)
-        return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
+def keep_scores(
+    cfg: TlmConfig, params: Mapping[str, Any], reader: TinyReader, questions: Sequence[Question]
+) -> list[np.ndarray]:
+    """Returns the probability of keeping each token of each question's prompt, under the loosest SLO: `[T]`
+    float64 per question (see `TinyReader.keep_likely`)."""
+    rows = [reader.rows(each.prompt) for each in questions]
+    tokens, mask = (np.concatenate([row[i] for row in rows]) for i in range(2))
+    tokens = marked(tokens, SLOS[0], reader.mark_ids)
+    logits = np.concatenate(list(_in_batches(_scorer(cfg), params, tokens, mask)))
+    found, at = [], 0
+    for question, (row, real) in zip(questions, rows, strict=True):
+        found.append(reader.keep_likely(question.prompt, logits[at : at + len(row)], real))
+        at += len(row)
+    return found
 
-    def token_support(self, model: ElasticModel, questions: Sequence[Question]) -> list[np.ndarray]:
-        with ProgressBar(console=self.console, transient=True) as bar:
-            task = bar.add_task("words used", total=len(questions))
-            return token_support(
-                model,
-                questions,
-                on_measured=lambda done, total: bar.update(task, completed=done, total=total),
-            )
 
-    def answered(self, done: int, total: int) -> None:
-        self.console.print(f"all levels have answered {done:,} of {total:,} questions", highlight=False)
+def keep_metrics(
+    cfg: TlmConfig, params: Mapping[str, Any], batches: Iterable[ScoreBatch]
+) -> dict[str, float]:
+    """Returns accuracy on labelled tokens, kept if that is more likely than not, and precision, recall and
+    F1 of kept ones; `majority` is the accuracy, `kept_f1` the F1, of giving all tokens one label."""
+    score = _scorer(cfg)
+    counts = np.zeros((2, 2))
+    for batch in batches:
+        chosen = np.asarray(score(params, batch.tokens, batch.mask)) > 0
+        real = batch.weights > 0
+        places = (batch.labels[real] > 0.5).astype(int), chosen[real].astype(int)
+        np.add.at(counts, places, batch.weights[real])
+    (_, wrong), (missed, right) = counts
+    total, kept = max(counts.sum(), 1e-9), max(missed + right, 1e-9)
+    shares = {
+        "accuracy": counts.trace() / total,
+        "precision": right / max(right + wrong, 1e-9),
+        "recall": right / kept,
+        "f1": 2 * right / max(2 * right + wrong + missed, 1e-9),
+        "majority": max(kept, total - kept) / total,
+        "kept_f1": 2 * kept / (kept + total),
+    }
+    return {name: round(float(each), 4) for name, each in shares.items()}
+
+
+def decisions(cfg: TlmConfig, params: Mapping[str, Any], rows: DecisionRows) -> np.ndarray:
+    """The tiny LM's choices `[N, S, 2]` for all questions under all objectives of some rows."""
+    decide = jax.jit(functools.partial(decided, cfg=cfg))
+    chosen = []
+    for batch in rows.held_out():
+        likely = [np.asarray(each).argmax(-1) for each in decide(params, batch.tokens, batch.mask)]
+        chosen.append(np.stack(likely, axis=-1)[batch.weights[:, 0] > 0])
+    ordered = np.empty_like(rows.labels)
+    ordered[rows.order] = np.concatenate(chosen).reshape(rows.labels.shape)
+    return ordered
+
+
+def decision_metrics(chosen: np.ndarray, labels: np.ndarray, slos: Sequence[Slo]) -> dict[str, Any]:
+    """Returns shares of decisions with the labelled level, the labelled prompt ratio and both, and both by
+    SLO.
+
+    `majority` is the share for a choice by only the SLO, the commonest label of each.
+
+    Args:
+      chosen, labels: `[N, S, 2]` int.
+      slos: S objectives.
+    """
+    right = chosen == labels
+    both = right.all(-1)
+    pairs = labels @ np.array([1 << 16, 1])
+    commonest = sum(np.unique(column, return_counts=True)[1].max() for column in pairs.T)
+    by_slo = {str(slo): round(float(each), 4) for slo, each in zip(slos, both.mean(0), strict=True)}
+    shares = {
+        "accuracy": both.mean(),
+        "model_accuracy": right[..., 0].mean(),
+        "prompt_accuracy": right[..., 1].mean(),
+        "majority": commonest / pairs.size,
+    }
+    return {name: round(float(each), 4) for name, each in shares.items()} | {"accuracy_by_slo": by_slo}
+
+
+def answer_metrics(
+    answers: Answers,
+    chosen: np.ndarray,
+    slos: Sequence[Slo],
+    levels: Sequence[int],
+    prompt_ratios: Sequence[float],
+) -> dict[str, dict[str, float]]:
+    """Returns shares of questions that decisions answer right within each SLO.
+
+    Args:
+      answers: answers to N questions.
+      chosen: `[N, S, 2]` int, the decisions; one that does not meet its SLO is replaced by the default.
+      slos: S objectives.
+      levels, prompt_ratios: meanings of the classes.
+
+    Returns:
+      The share of questions answered right with the choice that was `decided`, the `default`, and the
+      `best` choice for each, by SLO.
+    """
+    correct, shares = answers.correct, answers.shares
+    choices = (slos, levels, prompt_ratios, shares)
+    default = lightest(np.zeros_like(correct), *choices)
+    questions, objectives = np.ogrid[: len(chosen), : len(slos)]
+    meets = allowed_choices(*choices)[questions, objectives, chosen[..., 0], chosen[..., 1]]
+    decisions = {
+        "decided": np.where(meets[..., None], chosen, default),
+        "default": default,
+        "best": lightest(correct, *choices),
+    }
+    right = {name: correct[questions, each[..., 0], each[..., 1]].mean(0) for name, each in decisions.items()}
+    return {
+        str(slo): {name: round(float(each[number]), 4) for name, each in right.items()}
+        for number, slo in enumerate(slos)
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _scorer(cfg: TlmConfig) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(tlm.score, cfg=cfg))
+
+
+def _in_batches(
+    score: Callable[..., jax.Array], params: Mapping[str, Any], tokens: np.ndarray, mask: np.ndarray
+) -> Iterable[np.ndarray]:
+    """Scores of rows `[R, T]`, some rows at a time, in one dispatch."""
+    for first in range(0, len(tokens), _SCORED_ROWS):
+        places = np.minimum(np.arange(first, first + _SCORED_ROWS), len(tokens) - 1)
+        yield np.asarray(score(params, tokens[places], mask[places]))[: len(tokens) - first]

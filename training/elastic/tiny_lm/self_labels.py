@@ -179,8 +179,8 @@ def answer(
     rows = {length: max(1, DISPATCH_TOKENS // length) for length in pieces}
     correct = np.zeros((len(questions), len(levels), len(prompt_ratios)), bool)
     for place, level in enumerate(levels):
-        told = None if on_answered is None else functools.partial(on_answered, level)
-        likely = score_pieces(asked, pieces, rows, _dispatcher(model, level), told)
+        report = None if on_answered is None else functools.partial(on_answered, level)
+        likely = score_pieces(asked, pieces, rows, _dispatcher(model, level), report)
         right = {key: questions[key[0]].is_right(each) for key, each in zip(keys, likely, strict=True)}
         for number, (prompts, _) in enumerate(shortened):
             correct[number, place] = [right[number, each] for each in prompts]

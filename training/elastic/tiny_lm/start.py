@@ -1,30 +1,40 @@
-"""Makes a tiny LM to train: random, or over a trained MobileBERT, with tokens for an SLO's marks."""
+"""Makes a tiny LM to train: random, or over a trained MobileBERT, with tokens for an SLO's marks; and reads
+all inputs of its training before it begins, so that mistakes show at once.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jaxllm.checkpoints.mobilebert_folder import read_encoder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.elastic.compression import pooled
 from jaxllm.elastic.slo import marks
 from jaxllm.errors import ConfigError
 from jaxllm.models import tiny_lm as tlm
 from jaxllm.models.tiny_lm import TlmConfig
 from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+from jaxllm.training.data.documents import documents_digest, text_document
 from jaxllm.training.elastic.tiny_lm.batches import (
     DecisionBatch,
     ScoreBatch,
 )
-from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
-from jaxllm.training.elastic.tiny_lm.scores import (
-    decided,
+from jaxllm.training.elastic.tiny_lm.keep_labels import (
+    KeptWords,
+    align,
+    read_compressions,
+    split_rows,
+    well_aligned,
 )
+from jaxllm.training.elastic.tiny_lm.questions import Questions, questions_digest, read_questions
+from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.loop.checkpoints import Params
 from jaxllm.training.loop.trainer import Job
 from jaxllm.training.settings import TrainSettings
@@ -139,5 +149,99 @@ def decide_job(start: Start, trained: Mapping[str, Any], settings: TrainSettings
     return Job(own, losses, _without(trained, "score."))
 
 
+def decided(
+    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: DTypeLike = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """The decision of questions of R rows each, in one piece as in service.
+
+    Args:
+      params: of the tiny LM.
+      tokens: `[B, R, T]` int32.
+      mask: `[B, R, T]` bool.
+      cfg: the tiny LM.
+      dtype: of the activations.
+
+    Returns:
+      Logits of the levels `[B, levels]` and of the prompt's ratios `[B, ratios]`, float32.
+    """
+    flat = tokens.shape[0] * tokens.shape[1], tokens.shape[2]
+    logits = tlm.decide(params, tokens.reshape(flat), mask.reshape(flat), cfg=cfg, dtype=dtype)
+    model, share = (pooled(each.reshape(*tokens.shape[:2], -1)) for each in logits)
+    return model, share
+
+
 def _without(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name: value for name, value in params.items() if not name.startswith(prefix)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TinyLmSources:
+    """Inputs of a recipe, read for one large model.
+
+    Attributes:
+      recipe: recipe of the run.
+      start: the tiny LM before its training.
+      texts: training and held-out rows, for each file of shorter versions.
+      questions: questions of all tasks, to learn decisions from.
+      used: questions of all tasks, to learn the words from that the elastic model uses.
+      identity: names and digests of all inputs, to claim a run's folder with.
+    """
+
+    recipe: TinyLmRecipe
+    start: Start
+    texts: tuple[tuple[list[KeptWords], list[KeptWords]], ...]
+    questions: Questions
+    used: Questions
+    identity: dict[str, str]
+
+    @classmethod
+    def read(
+        cls,
+        recipe: TinyLmRecipe,
+        data: Path,
+        tokenizer: Tokenizer,
+        window_tokens: int,
+        encoder: Path | None = None,
+    ) -> "TinyLmSources":
+        """Reads all inputs of a run.
+
+        Args:
+          recipe: recipe of the run.
+          data: folder of the recipe's files.
+          tokenizer: tokenizer of the large model.
+          window_tokens: window of the large model; longer questions are left out.
+          encoder: MobileBERT folder to start from; None trains the recipe's encoder from scratch.
+
+        Raises:
+          ConfigError: a file is missing, malformed or too small, or the encoder is too small.
+          CheckpointError: the encoder cannot be read.
+        """
+        rows = [_aligned(data / path) for path in recipe.compressions]
+        texts = tuple(split_rows(each, recipe.held_out_share) for each in rows)
+        questions = read_questions(recipe, data, tokenizer, window_tokens)
+        return cls(
+            recipe=recipe,
+            start=Start.of(recipe, tokenizer, encoder),
+            texts=texts,
+            questions=questions.first(recipe.questions),
+            used=questions.first(recipe.used_questions),
+            identity={
+                "encoder": "" if encoder is None else Path(encoder).resolve().name,
+                "texts": _texts_digest(rows),
+                "questions": questions_digest(questions.all),
+            },
+        )
+
+
+def _aligned(path: Path) -> list[KeptWords]:
+    rows = well_aligned([align(pair) for pair in read_compressions(path)])
+    if not rows:
+        raise ConfigError(f"{path} holds no text with a shorter version")
+    return rows
+
+
+def _texts_digest(sources: Sequence[Sequence[KeptWords]]) -> str:
+    digests = [
+        text_document(f"{row.text}\0{row.kept.tobytes().hex()}").digest() for rows in sources for row in rows
+    ]
+    return documents_digest(digests)

@@ -29,17 +29,17 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.elastic.tiny_lm.batches import TOLD_SLOS, DecisionRows, ScoreRows, score_rows
 from jaxllm.training.elastic.tiny_lm.keep_labels import Compression, align
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
-from jaxllm.training.elastic.tiny_lm.run import train_tiny_lm
-from jaxllm.training.elastic.tiny_lm.scores import (
+from jaxllm.training.elastic.tiny_lm.run import (
     answer_metrics,
     decision_metrics,
     decisions,
     keep_metrics,
     keep_scores,
+    train_tiny_lm,
 )
 from jaxllm.training.elastic.tiny_lm.self_labels import Answers, ElasticModel, Question
-from jaxllm.training.elastic.tiny_lm.sources import TinyLmSources
-from jaxllm.training.elastic.tiny_lm.start import Start, decide_job, score_job
+from jaxllm.training.elastic.tiny_lm.start import Start, TinyLmSources, decide_job, score_job
+from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import make_mesh
 from jaxllm.training.loop.trainer import Trainer, train
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
@@ -200,7 +200,9 @@ def elastic():
 
 def run(folder, data, recipe=TLM_RECIPE):
     sources = TinyLmSources.read(recipe, data, TOKENIZER, TINY.window_tokens)
-    return train_tiny_lm(sources, elastic(), folder, name="tiny", mesh_shape=ONE, console=QUIET)
+    return train_tiny_lm(
+        sources, elastic(), folder, name="tiny", mesh_shape=ONE, monitoring=Monitoring(console=QUIET)
+    )
 
 
 @pytest.mark.slow

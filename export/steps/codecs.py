@@ -1,15 +1,13 @@
 """Defines the steps of exported programs that encode chunks of a cache, and load them back (see
 `jaxllm.contexts.codecs`).
 
-An encode step accepts the caches and `chunks` `[n]` int32, numbers of chunks within them. It returns, for
-keys and values of each layer, packed levels `[n, K, C, H·bits/8]` uint8, and `[n, 2, ...]` float32, their
-lows and scales, each of them a float16 number: `jaxllm.export.folder_format.codecs` makes the bytes of
-blobs from both. A load step accepts these in addition, and returns the caches with the chunks in their
-places. A repeated number is the same chunk. There are no bit operations, which few runtimes have: a byte is
-a sum of levels times powers of two.
+An encode step accepts caches, and `chunks` `[n]` int32, numbers of chunks within them. It returns, for keys
+and values of each layer, packed levels `[n, K, C, H·bits/8]` uint8, and `[n, 2, ...]` float32, their lows and
+scales, each of them a float16 number: `jaxllm.export.folder_format.codecs` makes the bytes of blobs from
+both. A load step accepts these in addition, and returns the caches with the chunks in their places.
+A repeated number is the same chunk. There are no bit operations, which few runtimes have: a byte is a sum of
+levels times powers of two.
 """
-
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +17,15 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import AXES, ChunkFormat, Sharing
 from jaxllm.contexts.coding import quantized_part
-from jaxllm.export.folder_format.arrays import KEYS, VALUES
-from jaxllm.export.folder_format.codecs import FACTORS, LEVELS
-
-Arrays = Mapping[str, jax.Array]
+from jaxllm.export.folder_format.codecs import CHUNKS, FACTORS, KEYS, LEVELS, VALUES
+from jaxllm.export.steps.exported import Arrays
 
 
 def run_encode_chunks(
-    weights: Arrays, caches: Arrays, chunks: jax.Array, *, cfg: ModelConfig, form: ChunkFormat, bits: int
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: ModelConfig, form: ChunkFormat, bits: int
 ) -> dict[str, jax.Array]:
     """Encodes chunks of all layers at a width (see the module); `weights` is empty."""
-    del weights
+    chunks = inputs[CHUNKS]
     Axes("run_encode_chunks").check(jnp.int32, "n", chunks=chunks)
     found = {}
     sides: tuple[tuple[str, Sharing], ...] = ((KEYS, form.codec.keys), (VALUES, form.codec.values))
@@ -46,18 +42,17 @@ def run_encode_chunks(
 
 
 def run_load_chunks(
-    weights: Arrays, caches: Arrays, chunks: jax.Array, coded: Arrays, *, cfg: ModelConfig, form: ChunkFormat,
-    bits: int,
-) -> dict[str, jax.Array]:  # fmt: skip
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: ModelConfig, form: ChunkFormat, bits: int
+) -> dict[str, jax.Array]:
     """Writes chunks of all layers into caches (see the module); `weights` is empty."""
-    del weights
+    chunks = inputs[CHUNKS]
     Axes("run_load_chunks").check(jnp.int32, "n", chunks=chunks)
     found = {}
     for layer in range(cfg.layers):
         for name in (KEYS, VALUES):
             side = name.format(layer)
-            factors = coded[FACTORS.format(side)]
-            levels = _unpacked(coded[LEVELS.format(side)], bits)
+            factors = inputs[FACTORS.format(side)]
+            levels = _unpacked(inputs[LEVELS.format(side)], bits)
             rows = form.codec.transformed(factors[:, 0] + factors[:, 1] * levels).astype(caches[side].dtype)
             whole = caches[side]
             for place in range(chunks.shape[0]):
