@@ -12,25 +12,23 @@ interval: where that holds 0, density was not shown to matter.
 """
 
 import contextlib
-import dataclasses
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.contexts.quality import Stored, density_widths, write_with_outliers
-from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.contexts import Plan, Setting
+from benchmarks.contexts.quality import STORED_SHARE, Stored, density_widths, write_with_outliers
+from benchmarks.harness.bench import Run
 from benchmarks.harness.report import OURS, Row, compared
 from benchmarks.samples import story_tokens, text_windows
 from jaxllm.contexts.codecs import WIDTHS
 from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.chunk_io import ChunkIO, kept_by
-from jaxllm.serving.contexts.growth import require_ratio
-from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.contexts.growth import least_ratio
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.scorer import Scorer
 
@@ -40,102 +38,55 @@ KINDS = (OURS, SHUFFLED, FLAT)
 _NORMAL_95 = 1.96
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """How chunks are stored.
-
-    Attributes:
-      codec: its name.
-      chunk_tokens: of a chunk.
-      outliers: whether the model's keys have outliers put in (see `quality.py`).
-    """
-
-    codec: str
-    chunk_tokens: int
-    outliers: bool = False
-
-    @property
-    def name(self) -> str:
-        """As rows have it."""
-        return f"{self.codec}, chunks of {self.chunk_tokens}{', outliers' if self.outliers else ''}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DensityPlan(BasePlan):
-    """Sizes.
-
-    Attributes:
-      settings: how chunks are stored.
-      ratios: of bytes; those that a setting's scales leave no room for are left out, and told.
-      texts: contexts that are measured; each is a window of the text.
-      context_share: of the window that is stored; the rest is fed behind it.
-      seed: of the shuffling.
-    """
-
-    # Outliers of channels do not matter where each has a scale of its own.
-    settings: tuple[Setting, ...] = sized(
-        (Setting("channel", 16), Setting("channel", 32), Setting("channel", 64), Setting("token", 16, True)),
-        quick=(Setting("channel", 32),),
-    )
-    ratios: tuple[float, ...] = sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
-    texts: int = sized(64, quick=6)
-    context_share: float = 0.75
-    seed: int = 0
-
-
-def density_rows(model: Path, data: Path | None, plan: DensityPlan, progress: Progress = silent) -> list[Row]:
+def density_rows(bench: Run[Plan]) -> list[Row]:
     """Perplexity and recall of the three kinds of widths, by setting and ratio.
-
-    Args:
-      model: a bundle of a trained model.
-      data: the folder of texts; None takes the packaged stories.
-      plan: how much.
-      progress: called with (stage, done, total).
 
     Raises:
       ConfigError: there is too little text, or outliers cannot be put into the model.
     """
-    rows = []
+    rows, model = [], bench.path()
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
         changed = Path(folder) / "outliers.jaxllm"
-        if any(each.outliers for each in plan.settings):
+        if any(each.outliers for each in bench.plan.settings):
             write_with_outliers(model, changed)
-        for setting in plan.settings:
+        for setting in bench.plan.settings:
             path = changed if setting.outliers else model
             options = EngineOptions(kv_codec=setting.codec, kv_chunk_tokens=setting.chunk_tokens)
-            with contextlib.closing(Engine.open(path, options=options, progress=progress)) as engine:
-                rows += _setting_rows(engine, setting, data, plan, progress)
+            with contextlib.closing(Engine.open(path, options=options, progress=bench.progress)) as engine:
+                rows += _setting_rows(engine, setting, bench)
     return rows
 
 
-def _setting_rows(
-    engine: Engine, setting: Setting, data: Path | None, plan: DensityPlan, progress: Progress
-) -> list[Row]:
-    chunk_io, window = ChunkIO(engine.runner, kept_by(engine)), engine.options.context_tokens
-    Scorer(engine.runner).prepare(window, progress)
+def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Row]:
+    plan, window = bench.plan, engine.options.context_tokens
+    chunk_io, scorer = ChunkIO(engine.runner, kept_by(engine)), Scorer(engine.runner)
+    scorer.prepare(window, bench.progress)
     size = chunk_io.chunk_tokens
-    chunks = int(plan.context_share * window) // size
-    ratios = [each for each in plan.ratios if _possible(chunk_io, each)]
+    chunks = int(STORED_SHARE * window) // size
+    # Ratios have few digits: 0.4 is not exactly two fifths.
+    ratios = [each for each in plan.ratios if each >= least_ratio(chunk_io) - 1e-6]
     if not ratios:
         raise ConfigError(f"{setting.name}: scales leave no room for any of the ratios {plan.ratios}")
     losses: dict[tuple[float, str], list[tuple[float, float]]] = {}
     sizes: dict[tuple[float, str], list[int]] = {}
-    texts = list(text_windows(story_tokens(engine.tokenizer, data), window, plan.texts))
+    texts = list(text_windows(story_tokens(engine.tokenizer, plan.data), window, plan.density_texts))
     for number, text in enumerate(texts):
         # All chunks in turn are repeated; where there are fewer texts, chunks spread over the context.
         at = number * chunks // len(texts) if len(texts) < chunks else number % chunks
-        stored = _stored(chunk_io, text[: chunks * size], ratios, plan.seed + number)
-        for key, found in _losses(stored, text, chunks * size, text[at * size : (at + 1) * size]).items():
+        stored = Stored.raw(chunk_io, text[: chunks * size])
+        draw = np.random.default_rng(plan.seed + number)
+        for ratio in ratios:
+            _add_widths(stored, text[: chunks * size], ratio, draw)
+        for key, found in _losses(stored, text, text[at * size : (at + 1) * size], scorer).items():
             losses.setdefault(key, []).append(found)
-            sizes.setdefault(key, []).append(stored.bytes_of(_name(*key)))
-        progress(f"density, {setting.name}", number + 1, len(texts))
+            sizes.setdefault(key, []).append(stored.bytes_of(key))
+        bench.progress(f"density, {setting.name}", number + 1, len(texts))
     left_out = ", ".join(f"{each:g}" for each in plan.ratios if each not in ratios)
     told = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
     rows = []
     for ratio in ratios:
-        shares = {
-            kind: float(np.mean(sizes[ratio, kind])) / (chunks * chunk_io.reference_bytes) for kind in KINDS
-        }
+        whole = chunks * chunk_io.reference_bytes
+        shares = {kind: float(np.mean(sizes[ratio, kind])) / whole for kind in KINDS}
         for place, metric in enumerate(("perplexity", "recall_loss")):
             nats = {kind: np.array([each[place] for each in losses[ratio, kind]]) for kind in KINDS}
             means = {kind: float(each.mean()) for kind, each in nats.items()}
@@ -152,36 +103,20 @@ def _setting_rows(
     return rows
 
 
-def _possible(chunk_io: ChunkIO, ratio: float) -> bool:
-    try:
-        require_ratio(chunk_io, ContextOptions(folder="", ratio=ratio))
-    except ConfigError:
-        return False
-    return True
-
-
-def _name(ratio: float, kind: str) -> str:
-    return f"{kind} {ratio}"
-
-
-def _stored(chunk_io: ChunkIO, tokens: list[int], ratios: Sequence[float], seed: int) -> Stored:
-    """A context with widths of every ratio and kind."""
-    raw, widths = Stored.raw(chunk_io, tokens), {}
-    draw, sizes = np.random.default_rng(seed), {each: chunk_io.chunk_bytes(each) for each in WIDTHS}
-    for ratio in ratios:
-        bits = density_widths(chunk_io, tokens, raw.cache, ratio)
-        widths[_name(ratio, OURS)] = bits
-        widths[_name(ratio, SHUFFLED)] = draw.permutation(bits)
-        taken = sum(sizes[each] for each in bits.tolist())
-        widths[_name(ratio, FLAT)] = flat_widths(len(bits), taken, sizes)
-    return dataclasses.replace(raw, widths=widths)
+def _add_widths(stored: Stored, tokens: list[int], ratio: float, draw: np.random.Generator) -> None:
+    """Gives a context widths of every kind."""
+    sizes = {each: stored.chunk_io.chunk_bytes(each) for each in WIDTHS}
+    bits = density_widths(stored.chunk_io, tokens, stored.cache, ratio)
+    taken = sum(sizes[each] for each in bits.tolist())
+    stored.widths[ratio, OURS] = bits
+    stored.widths[ratio, SHUFFLED] = draw.permutation(bits)
+    stored.widths[ratio, FLAT] = flat_widths(len(bits), taken, sizes)
 
 
 def flat_widths(count: int, budget_bytes: int, sizes: Mapping[int, int]) -> np.ndarray:
     """Two neighbouring widths, the wider of which is spread evenly over `count` chunks.
 
     Args:
-      count: of chunks.
       budget_bytes: that all take at most.
       sizes: bits -> bytes of a chunk.
     """
@@ -196,23 +131,19 @@ def flat_widths(count: int, budget_bytes: int, sizes: Mapping[int, int]) -> np.n
 
 
 def _losses(
-    stored: Stored, text: list[int], stored_tokens: int, passage: list[int]
+    stored: Stored, text: list[int], passage: list[int], scorer: Scorer
 ) -> dict[tuple[float, str], tuple[float, float]]:
     """By ratio and kind, the loss (nats per token) behind a context, and of the second half of a chunk when
     all of it is repeated."""
-    scorer = Scorer(stored.chunk_io.runner)
     # The first token behind the context is predicted by the last stored one, which is not fed.
-    later = text[stored_tokens:]
+    later = text[int(stored.cache.length) :]
     known: dict[bytes, tuple[float, float]] = {}
-    found = {}
-    for name, bits in stored.widths.items():
+    for key, bits in stored.widths.items():
         if (same := bits.tobytes()) not in known:
-            behind = scorer.score(later[:-1], later[1:], stored.restored(name))
-            again = scorer.score(passage[:-1], passage[1:], stored.restored(name))[len(passage) // 2 - 1 :]
+            behind = scorer.score(later[:-1], later[1:], stored.restored(key))
+            again = scorer.score(passage[:-1], passage[1:], stored.restored(key))[len(passage) // 2 - 1 :]
             known[same] = -float(behind.mean(dtype=np.float64)), -float(again.mean(dtype=np.float64))
-        kind, _, ratio = name.partition(" ")
-        found[float(ratio), kind] = known[same]
-    return found
+    return {key: known[bits.tobytes()] for key, bits in stored.widths.items()}
 
 
 def _difference(ours: np.ndarray, other: np.ndarray) -> str:

@@ -22,12 +22,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks.contexts import Plan
 from benchmarks.contexts.switching import copied
-from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.harness.bench import Run
 from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.samples import read_examples, story_tokens, text_windows
 from benchmarks.traces import TRACE_TASKS
@@ -43,7 +45,6 @@ from jaxllm.serving.contexts.growth import grown_record
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Origin, Record
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
@@ -58,71 +59,45 @@ RATIOS = {OURS: ContextOptions.ratio}
 _BEGUN_SHARE = 0.5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QualityPlan(BasePlan):
-    """Sizes.
-
-    Attributes:
-      texts: windows that perplexity is measured in.
-      questions: of each task.
-      passages: chunks whose beginning is repeated, all chunks in turn.
-      context_share: of the window that is stored; the rest is fed behind it.
-      codec, chunk_tokens: of chunks, as those of services by default.
-      seed: of all draws.
-    """
-
-    texts: int = sized(96, quick=6)
-    questions: int = sized(20, quick=1)
-    passages: int = sized(96, quick=6)
-    context_share: float = 0.75
-    codec: str = CODEC
-    chunk_tokens: int = CODEC_CHUNK_TOKENS
-    seed: int = 0
+# Of the window that is stored; the rest is fed behind it.
+STORED_SHARE = 0.75
 
 
-def quality_rows(model: Path, data: Path | None, plan: QualityPlan, progress: Progress = silent) -> list[Row]:
-    """Perplexity, accuracy and recall of every encoding.
-
-    Args:
-      model: a bundle of a trained model.
-      data: the folder of texts and tasks, whose validation halves are read; None takes packaged samples.
-      plan: how much.
-      progress: called with (stage, done, total).
+def quality_rows(bench: Run[Plan]) -> list[Row]:
+    """Perplexity, accuracy and recall of every encoding, as services store chunks.
 
     Raises:
       ConfigError: the data are not there, or too little.
     """
-    options = EngineOptions(kv_codec=plan.codec, kv_chunk_tokens=plan.chunk_tokens)
-    engine = Engine.open(model, options=options, progress=progress)
+    options = EngineOptions(kv_codec=CODEC, kv_chunk_tokens=CODEC_CHUNK_TOKENS)
+    engine = Engine.open(bench.path(), options=options, progress=bench.progress)
     window = engine.options.context_tokens
-    Scorer(engine.runner).prepare(window, progress)
+    Scorer(engine.runner).prepare(window, bench.progress)
     chunk_io = ChunkIO(engine.runner, kept_by(engine))
-    stored_tokens = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
-    stories = story_tokens(engine.tokenizer, data)
+    stored_tokens = int(STORED_SHARE * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
+    stories = story_tokens(engine.tokenizer, bench.plan.data)
     return [
-        *_perplexity(chunk_io, stories, stored_tokens, plan, progress),
-        *_accuracy(engine, chunk_io, data, stored_tokens, plan, progress),
-        *_passages(chunk_io, stories, stored_tokens, plan, progress),
+        *_perplexity(chunk_io, stories, stored_tokens, bench),
+        *_accuracy(engine, chunk_io, stored_tokens, bench),
+        *_passages(chunk_io, stories, stored_tokens, bench),
     ]
 
 
-def _perplexity(
-    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress
-) -> list[Row]:
-    window, scorer = chunk_io.runner.options.context_tokens, Scorer(chunk_io.runner)
-    loss, count, sizes, widths = {}, 0, {}, {}
+def _perplexity(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench: Run[Plan]) -> list[Row]:
+    window, scorer, plan = chunk_io.runner.options.context_tokens, Scorer(chunk_io.runner), bench.plan
+    loss, count, sizes, widths = Counter[str](), 0, {}, {}
     for number, text in enumerate(text_windows(stories, window, plan.texts)):
         stored = Stored.of(chunk_io, text[:stored_tokens], RATIOS, plan.seed + number)
         later = text[stored_tokens - 1 :]
         for encoding in stored.encodings:
             # The first token behind the context is predicted by the last stored one, which is not fed.
             scores = scorer.score(later[1:-1], later[2:], stored.restored(encoding))
-            loss[encoding] = loss.get(encoding, 0.0) - float(scores.sum(dtype="float64"))
+            loss[encoding] -= float(scores.sum(dtype="float64"))  # pyright: ignore[reportArgumentType]
             sizes[encoding] = stored.bytes_of(encoding)
             if encoding in stored.widths:
                 widths.setdefault(encoding, Counter()).update(stored.widths[encoding].tolist())
         count += len(later) - 2
-        _tell(progress, "perplexity", number + 1, plan.texts)
+        bench.progress("perplexity", number + 1, plan.texts)
     values = {encoding: math.exp(each / count) for encoding, each in loss.items()}
     notes = {
         encoding: f"{value / values[EIGHT] - 1:+.2%} against {EIGHT}; "
@@ -133,19 +108,11 @@ def _perplexity(
     return compared(f"text behind {stored_tokens} stored tokens", "perplexity", values, notes)
 
 
-def _accuracy(
-    engine: Engine,
-    chunk_io: ChunkIO,
-    data: Path | None,
-    stored_tokens: int,
-    plan: QualityPlan,
-    progress: Progress,
-) -> list[Row]:
-    examples = read_examples(TRACE_TASKS, data, plan.questions)
-    end = end_of_turn_id(engine.tokenizer)
+def _accuracy(engine: Engine, chunk_io: ChunkIO, stored_tokens: int, bench: Run[Plan]) -> list[Row]:
+    examples = read_examples(TRACE_TASKS, bench.plan.data, bench.plan.questions)
+    end, scorer = end_of_turn_id(engine.tokenizer), Scorer(chunk_io.runner)
     right: dict[str, list[bool]] = {}
-    asked = sum(len(each) for each in examples.values())
-    done = 0
+    asked, done = sum(map(len, examples.values())), 0
     for group in examples.values():
         said = [_exchange(engine, each, end) for each in group]
         for place, example in enumerate(group):
@@ -160,13 +127,17 @@ def _accuracy(
             if not 0 < len(question.trunk) - tail <= size:
                 continue
             before, trunk = whole[-tail - size : -tail], whole[-tail:]
-            stored = Stored.of(chunk_io, before, RATIOS, plan.seed + done)
+            stored = Stored.of(chunk_io, before, RATIOS, bench.plan.seed + done)
             for encoding in stored.encodings:
                 restored = stored.restored(encoding)
-                scores = [_score(chunk_io, copied(restored), trunk, list(each)) for each in question.branches]
+                scores = []
+                for branch in question.branches:
+                    ids = [*trunk, *branch]
+                    found = scorer.score(ids[:-1], ids[1:], copied(restored))
+                    scores.append(float(found[len(trunk) - 1 :].sum()))
                 chosen = example.options[int(np.argmax(scores))]
                 right.setdefault(encoding, []).append(chosen == example.answer)
-            _tell(progress, "questions", done, asked)
+            bench.progress("questions", done, asked)
     if not right:
         raise ConfigError(
             f"no question is stored in whole chunks of {stored_tokens} tokens; take a model of a longer "
@@ -181,10 +152,8 @@ def _accuracy(
     return compared(f"questions in up to {stored_tokens} stored tokens", "accuracy", shares, notes)
 
 
-def _passages(
-    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress
-) -> list[Row]:
-    scorer, size = Scorer(chunk_io.runner), chunk_io.chunk_tokens
+def _passages(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench: Run[Plan]) -> list[Row]:
+    scorer, size, plan = Scorer(chunk_io.runner), chunk_io.chunk_tokens, bench.plan
     chunks, begun = stored_tokens // size, round(_BEGUN_SHARE * size)
     gains: dict[str, list[float]] = {}
     texts = list(text_windows(stories, stored_tokens + size, plan.passages))
@@ -197,23 +166,22 @@ def _passages(
         def rest(cache: KVCache, passage: list[int] = passage) -> float:
             return float(scorer.score(passage[:-1], passage[1:], cache)[begun - 1 :].mean())
 
-        without = Stored.of(chunk_io, [*context[:at], *other, *context[at + size :]], {}, plan.seed)
+        without = Stored.raw(chunk_io, [*context[:at], *other, *context[at + size :]])
         unseen = rest(without.restored(RAW))
         stored = Stored.of(chunk_io, context, RATIOS, plan.seed + number)
         for encoding in stored.encodings:
             gains.setdefault(encoding, []).append(rest(stored.restored(encoding)) - unseen)
-        _tell(progress, "passages", number + 1, len(texts))
-    values = {encoding: float(np.mean(each)) for encoding, each in gains.items()}
-    notes = {}
+        bench.progress("passages", number + 1, len(texts))
+    # Around zero there is no ratio.
+    case, rows = f"passage of {stored_tokens} stored tokens repeated", []
     for encoding, each in gains.items():
         lost = np.array(each) - np.array(gains[EIGHT])
-        notes[encoding] = (
+        note = (
             f"{lost.mean():+.4f} ± {lost.std() / math.sqrt(len(lost)):.4f} against {EIGHT}; {len(each)} "
             f"passages, in turn of {chunks} chunks"
         )
-    # Around zero there is no ratio.
-    case = f"passage of {stored_tokens} stored tokens repeated"
-    return [row(case, "recall", value, notes[each], system=each) for each, value in values.items()]
+        rows.append(row(case, "recall", float(np.mean(each)), note, system=encoding))
+    return rows
 
 
 def _said(widths: Counter[int] | None) -> str:
@@ -224,21 +192,10 @@ def _said(widths: Counter[int] | None) -> str:
     return f", chunks: {counts}"
 
 
-def _score(chunk_io: ChunkIO, cache: KVCache, trunk: list[int], branch: list[int]) -> float:
-    """Log-probability of an answer behind the end of a question."""
-    whole = [*trunk, *branch]
-    scores = Scorer(chunk_io.runner).score(whole[:-1], whole[1:], cache)
-    return float(scores[len(trunk) - 1 :].sum())
-
-
 def _exchange(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
     """Token ids of a question with its right answer, as a context holds them."""
     answer = engine.tokenizer.encode(example.answer, add_special_tokens=False)
     return [*prompt_ids(engine.tokenizer, example), *answer, *([] if end is None else [end])]
-
-
-def _tell(progress: Progress, stage: str, done: int, total: int) -> None:
-    progress(stage, done, total)
 
 
 RAW = "raw"
@@ -265,7 +222,7 @@ class Stored:
 
     chunk_io: ChunkIO
     cache: KVCache
-    widths: Mapping[str, np.ndarray]
+    widths: dict[Any, np.ndarray]
 
     @classmethod
     def of(cls, chunk_io: ChunkIO, tokens: list[int], ratios: Mapping[str, float], seed: int) -> "Stored":
@@ -276,15 +233,14 @@ class Stored:
           tokens: of the context; as many as fill whole chunks.
           ratios: by encoding, of the bytes of 8 bits; each is also there with its widths shuffled over the
             chunks but the newest.
-          seed: of the shuffling.
         """
-        raw = cls.raw(chunk_io, tokens)
-        widths = {name: np.full(len(tokens) // chunk_io.chunk_tokens, bits) for name, bits in _FLAT.items()}
+        stored, chunks = cls.raw(chunk_io, tokens), len(tokens) // chunk_io.chunk_tokens
+        stored.widths.update({name: np.full(chunks, bits) for name, bits in _FLAT.items()})
         for name, ratio in ratios.items():
-            widths[name] = bits = density_widths(chunk_io, tokens, raw.cache, ratio)
+            stored.widths[name] = bits = density_widths(chunk_io, tokens, stored.cache, ratio)
             shuffled = np.random.default_rng(seed).permutation(bits[:-1])
-            widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
-        return cls(chunk_io, raw.cache, widths)
+            stored.widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
+        return stored
 
     @classmethod
     def raw(cls, chunk_io: ChunkIO, tokens: list[int]) -> "Stored":
@@ -299,7 +255,7 @@ class Stored:
         """Names of all encodings, ours first."""
         return sorted([*self.widths, RAW], key=lambda name: not name.startswith(OURS))
 
-    def restored(self, encoding: str) -> KVCache:
+    def restored(self, encoding: Any) -> KVCache:
         """The cache as it is restored from an encoding."""
         if encoding == RAW:
             return copied(self.cache)
@@ -309,7 +265,7 @@ class Stored:
         jax.block_until_ready(cache.keys)
         return dataclasses.replace(cache, length=np.int32(len(coded) * self.chunk_io.chunk_tokens))
 
-    def bytes_of(self, encoding: str) -> int:
+    def bytes_of(self, encoding: Any) -> int:
         """Bytes of all chunks in an encoding."""
         if encoding == RAW:
             return sum(each.nbytes for each in (*self.cache.keys, *self.cache.values))

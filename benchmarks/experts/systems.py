@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness.bench import silent
 from benchmarks.harness.children import in_turns, taken_by
-from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS, Row, compared
 from jaxllm.bundle import Bundle, Part
 from jaxllm.bundle.calibrations import copied_parts, expert_facts, read_path_counts
@@ -139,8 +139,6 @@ def make_nested(folder: Path, mixed: Path, cache: Path, progress: Progress = sil
     Args:
       folder: of the checkpoint, perhaps with wider experts than `mixed`.
       mixed: made of it, with its statistics.
-      cache: the folder for both.
-      progress: see `prepare`.
     """
     with Bundle.open(mixed) as bundle:
         parts = copied_parts(bundle)
@@ -160,10 +158,8 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress = si
     """The bundles of a mixture's Hugging Face folder, made unless they are there.
 
     Args:
-      folder: the checkpoint.
       mixed: made of it by `jaxllm calibrate experts`.
       cache: the folder for the others.
-      progress: see `prepare`.
     """
     with Bundle.open(mixed) as bundle:
         # The same statistics for all.
@@ -350,7 +346,6 @@ def measured(
     """Times answers of all systems in turns, over the same prompts, of which the first warms up.
 
     Args:
-      engines: by system.
       prompts: token ids.
       config: of the answer to the prompt of a number.
     """
@@ -423,8 +418,6 @@ def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
 
     Args:
       names: of systems, ours among them.
-      setting: of all of them.
-      case: of the rows.
     """
     found = {name: taken_by(_answered, name, setting) for name in names}
     notes: dict[str, str | None] = {

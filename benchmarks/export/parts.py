@@ -4,6 +4,7 @@ Times stage programs on two processors in each order, beside the simulator's tim
 beside whole prefill programs on the threads of both.
 """
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -13,131 +14,117 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.export.formats import TFLITE, Plan, Tell, exported, llama_cpp
+from benchmarks.export import Plan
+from benchmarks.export.formats import CALIBRATION_BYTES, TFLITE, chunk_options, llama_cpp
+from benchmarks.harness.bench import Run
 from benchmarks.harness.children import in_process
 from benchmarks.harness.machine import wait_for_quiet
 from benchmarks.harness.report import Row, compared, row
-from benchmarks.models import Checkpoint
+from benchmarks.models import Checkpoint, exported
 from benchmarks.peers.ours import DRAWN, GREEDY
-from benchmarks.peers.process import Result, System, alternate, opened, prompt_ids
+from benchmarks.peers.process import (
+    Results,
+    System,
+    alternate,
+    opened,
+    opening_of,
+    phase_case,
+    prompt_ids,
+    rate_rows,
+)
 from jaxllm.bundle import Bundle
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.programs.model import open_program
 from jaxllm.export.programs.stages import StagePrograms
 from jaxllm.int8_prefill.schedule import Order, simulate
-from jaxllm.serving.host.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 16
 SHADOW = f"{TFLITE['w8a8']}-shadow"
 _SUFFIX = "-blocks"
-_CALIBRATION_BYTES = 1 << 16
 _CALIBRATION_WORDS = 2048
 
 
-def sampling_rows(bundle: Path, plan: Plan, progress: Progress) -> list[Row]:
-    """Decoding by programs of `BLOCK_TOKENS` tokens with sampling inside, beside the same model by a dispatch
-    for each token with NumPy's sampling; greedy, and drawn.
+def _options(bench: Run[Plan], *own: object, chunks: Sequence[int] = (16, 64, 256)) -> list[object]:
+    """Options of a TFLite export of the plan's sizes, with one length of caches."""
+    context = bench.plan.context_tokens
+    sizes = ["--context", context, "--cache-tokens", 0, *chunk_options(chunks, context)]
+    return ["--format", "tflite", *own, *sizes]
 
-    Args:
-      bundle: of float weights.
-      plan: of the measurement; prompts have the first length.
-      progress: called with (stage, done, total).
-    """
-    openings, scratch = {}, Path()
+
+def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
+    """Decoding by programs of `BLOCK_TOKENS` tokens with sampling inside, beside the same model by a dispatch
+    for each token with NumPy's sampling; greedy, and drawn. The bundle has float weights; prompts have the
+    first length."""
+    plan, openings = bench.plan, {}
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        for precision in plan.sampled_precisions:
-            for suffix, block in (("", 0), (_SUFFIX, BLOCK_TOKENS)):
-                name = f"{TFLITE[precision]}{suffix}"
-                options = ["--format", "tflite", "--precision", precision, "--block-tokens", block]
-                made = exported(bundle, scratch / name, [*options, *plan.export_options()])
-                openings[name] = plan.opening("device-programs", made.path)
-        with opened(openings, progress) as children:
+        for precision, (suffix, block) in itertools.product(
+            plan.sampled_precisions, {"": 0, _SUFFIX: BLOCK_TOKENS}.items()
+        ):
+            name = f"{TFLITE[precision]}{suffix}"
+            options = _options(bench, "--precision", precision, "--block-tokens", block)
+            made = exported(bundle, Path(folder) / name, *options)
+            openings[name] = opening_of(plan, "device-programs", made.path)
+        with opened(openings, bench.progress) as children:
             systems = [
                 System(f"{name} {how}", child, (how,))
                 for name, child in children.items()
                 for how in (GREEDY, DRAWN)
             ]
-            results, prompt = _alternated(systems, bundle, plan, plan.prompt_tokens[:1], progress)
-    rows = []
-    for precision in plan.sampled_precisions:
-        for how in (GREEDY, DRAWN):
-            rates = {
-                each: 1000 * plan.decode_tokens / results[f"{each} {how}", prompt].decode_ms
-                for each in (f"{TFLITE[precision]}{_SUFFIX}", TFLITE[precision])
-            }
-            rows += compared(
-                f"decode {plan.decode_tokens} after {prompt}, {how}",
-                "decode_tokens_per_s",
-                rates,
-                ours=f"{TFLITE[precision]}{_SUFFIX}",
-            )
+            results = _alternated(systems, bundle, bench, plan.prompt_tokens[:1])
+    rows, (prompt, *_) = [], {length for _, length in results}
+    for precision, how in itertools.product(plan.sampled_precisions, (GREEDY, DRAWN)):
+        ours = f"{TFLITE[precision]}{_SUFFIX}"
+        rates = {
+            each: results[f"{each} {how}", prompt].rate("decode", plan.decode_tokens)
+            for each in (ours, TFLITE[precision])
+        }
+        case = f"{phase_case('decode', prompt, plan.decode_tokens)}, {how}"
+        rows += compared(case, "decode_tokens_per_s", rates, ours=ours)
     return rows
 
 
-def shadow_rows(integer: Path, text: Path | None, plan: Plan, progress: Progress, tell: Tell) -> list[Row]:
+def shadow_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
     """Prefill by W8A8 programs with the shadow of a calibrated bundle, beside those without, the int8
-    programs, and llama.cpp.
-
-    Args:
-      integer: a calibrated bundle.
-      text: its end gives the steps of outputs; None for words of the model's.
-      plan: of the measurement.
-      progress: called with (stage, done, total).
-      tell: called with a line for what is left out.
-    """
+    programs, and llama.cpp."""
+    plan, openings = bench.plan, {}
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        part = calibration_text(integer, text, scratch)
-        static = ["--precision", "w8a8", "--calibration-text", part]
+        static = ["--precision", "w8a8", *_calibration(integer, plan.text, Path(folder))]
         forms = {
             SHADOW: static,
             TFLITE["w8a8"]: [*static, "--without-shadow"],
             TFLITE["int8"]: ["--precision", "int8"],
         }
-        openings = {}
         for name, options in forms.items():
-            made = exported(integer, scratch / name, ["--format", "tflite", *options, *plan.export_options()])
-            openings[name] = plan.opening("programs", made.path)
-        openings |= llama_cpp(Checkpoint.find(integer).folder(progress), plan, tell)
-        with opened(openings, progress) as children:
+            made = exported(integer, Path(folder) / name, *_options(bench, *options))
+            openings[name] = opening_of(plan, "programs", made.path)
+        openings |= llama_cpp(Checkpoint.find(integer).folder(bench.progress), bench)
+        with opened(openings, bench.progress) as children:
             systems = [System(name, child, tuple(child.settings)) for name, child in children.items()]
-            results, _ = _alternated(systems, integer, plan, plan.prompt_tokens, progress)
-    rows = []
-    for prompt in {length for _, length in results}:
-        rates = {name: 1000 * prompt / results[name, prompt].prefill_ms for name in openings}
-        case = f"prompt {prompt}"
-        rows += compared(case, "prefill_tokens_per_s", rates, ours=SHADOW)
-    return rows
+            results = _alternated(systems, integer, bench, plan.prompt_tokens)
+    rows = rate_rows(results, {name: name for name in openings}, plan, ours=SHADOW)
+    return [each for each in rows if each.metric == "prefill_tokens_per_s"]
 
 
-def calibration_text(integer: Path, text: Path | None, folder: Path) -> Path:
-    """A file with the end of a text, or with words of a bundle's vocabulary."""
+def _calibration(integer: Path, text: Path | None, folder: Path) -> list[object]:
+    """The option that gives the steps of outputs: the end of a text, or words of a bundle's vocabulary."""
     part = folder / "calibration.txt"
     if text is not None:
-        part.write_bytes(text.read_bytes()[-_CALIBRATION_BYTES:])
-        return part
-    with Bundle.open(integer) as bundle:
-        words = prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
-        part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
-    return part
+        part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
+    else:
+        with Bundle.open(integer) as bundle:
+            words = prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
+            part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
+    return ["--calibration-text", part]
 
 
-def _alternated(
-    systems: Sequence[System], bundle: Path, plan: Plan, lengths: Sequence[int], progress: Progress
-) -> tuple[dict[tuple[str, int], Result], int]:
-    """The results of prompts of these lengths, or half the context, and the longest."""
+def _alternated(systems: Sequence[System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]) -> Results:
+    """The results of prompts of these lengths, or half the context."""
     with Bundle.open(bundle) as model:
         vocab_size = model.cfg.vocab_size
-    fitting = sorted({min(each, plan.context_tokens // 2) for each in lengths})
-    results = alternate(
-        systems,
-        [prompt_ids(vocab_size, each) for each in fitting],
-        plan=plan,
-        progress=progress,
-    )
-    return results, fitting[-1]
+    fitting = sorted({min(each, bench.plan.context_tokens // 2) for each in lengths})
+    prompts = [prompt_ids(vocab_size, each) for each in fitting]
+    return alternate(systems, prompts, plan=bench.plan, progress=bench.progress)
 
 
 OURS = "jaxllm-stages"
@@ -151,29 +138,22 @@ _CHUNKS = (64, 128, 256)
 _WHOLE = TFLITE["w8a8"]
 
 
-def stage_rows(integer: Path, text: Path | None, plan: Plan, progress: Progress) -> list[Row]:
-    """Makespans of prompts on two processors.
-
-    Args:
-      integer: a calibrated bundle.
-      text: its end gives the steps of outputs; None for words of the model's.
-      plan: of the measurement; there is one more prompt, of half the context.
-      progress: called with (stage, done, total).
+def stage_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
+    """Makespans of prompts of a calibrated bundle on two processors, one more of half the context among them.
 
     Raises:
       JaxllmError: exporting or measuring failed.
     """
+    plan = bench.plan
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        options = ["--format", "tflite", "--precision", "w8a8", "--stages", *plan.export_options(_CHUNKS)]
-        options += ["--calibration-text", calibration_text(integer, text, scratch)]
-        progress("Measuring", 0, 2)
-        made = exported(integer, scratch / "stages", options)
-        progress("Measuring", 1, 2)
-        lengths = {min(each, plan.context_tokens // 2) for each in plan.prompt_tokens}
-        lengths = sorted({*lengths, plan.context_tokens // 2})
+        own = ["--precision", "w8a8", "--stages", *_calibration(integer, plan.text, Path(folder))]
+        bench.progress("Measuring", 0, 2)
+        made = exported(integer, Path(folder) / "stages", *_options(bench, *own, chunks=_CHUNKS))
+        bench.progress("Measuring", 1, 2)
+        half = plan.context_tokens // 2
+        lengths = sorted({*(min(each, half) for each in plan.prompt_tokens), half})
         found = in_process(_measured, made.path, lengths, plan.rounds)
-    progress("Measuring", 2, 2)
+    bench.progress("Measuring", 2, 2)
     return _rows(found)
 
 
@@ -209,8 +189,7 @@ def _measured(folder: Path, lengths: Sequence[int], rounds: int) -> dict[int, An
         plan, runs = list(stages.plan(length, 0)), {}
         for number in range(rounds + 1):
             tokens = draw.integers(0, vocab_size, length).tolist()
-            systems = list(_ORDERS) if number % 2 else list(_ORDERS)[::-1]
-            for name in systems:
+            for name in list(_ORDERS) if number % 2 else list(_ORDERS)[::-1]:
                 runs.setdefault(name, []).append(_timed(stages, _ORDERS[name], tokens, plan))
             cache = runner.start(length + 1)
             wait_for_quiet(0.3)

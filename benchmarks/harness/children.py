@@ -4,12 +4,14 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import JaxllmError, one_line
 
 Found = TypeVar("Found")
 Name = TypeVar("Name")
@@ -22,7 +24,6 @@ def in_process(
 
     Args:
       function: by whose name the process finds it.
-      given: to it.
       environment: variables of that process, besides those of this one.
 
     Raises:
@@ -44,6 +45,29 @@ def in_process(
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def run_python(what: str, *words: object, **how: Any) -> str:
+    """The standard output of this Python with some arguments, in a process of its own.
+
+    Args:
+      what: is run, for the error.
+      **how: arguments of `subprocess.run`.
+
+    Raises:
+      JaxllmError: it failed; with the last line of its standard error.
+    """
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    if done.returncode:
+        raise JaxllmError(f"{what} failed: {last_words(done.stderr)}")
+    return done.stdout
+
+
+def last_words(stderr: str) -> str:
+    """The last line of a failed process's standard error."""
+    lines = stderr.strip().splitlines()
+    return one_line(lines[-1]) if lines else "it said nothing"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +100,7 @@ def _taken(function: Callable[..., Any], *given: Any) -> Taken:
     import jax
     import numpy as np
 
-    from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+    from benchmarks.harness.machine import peak_resident_bytes, reset_peak_memory
 
     # JAX takes memory of its own before there is a model.
     jax.device_put(np.zeros(4)).block_until_ready()
