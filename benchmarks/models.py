@@ -1,6 +1,5 @@
-"""Provides the models that benchmarks run on.
-
-Random models of one benchmark (elastic, calibrated) are made in its room.
+"""Provides the models that benchmarks run on; random models of one benchmark (elastic, calibrated) are made
+in its room.
 
 Provides a model's float checkpoint, from which all peers are made: they compute with the same weights.
 
@@ -23,7 +22,6 @@ but are read, checked and stored as the others are.
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,33 +117,6 @@ class Checkpoint:
             return Tokenizer(read_tokenizer(self.model))
         with Bundle.open(self.model) as bundle:
             return Tokenizer(bundle.tokenizer_files())
-
-
-@dataclasses.dataclass(frozen=True)
-class Export:
-    """An export that was made: where, how large it is, and how long it took."""
-
-    path: Path
-    file_bytes: int
-    export_ms: float
-
-
-def exported(bundle: Path, out: Path, *options: object) -> Export:
-    """The export that `jaxllm export` makes with some options, in a process of its own.
-
-    Raises:
-      JaxllmError: it failed.
-    """
-    from benchmarks.harness.children import run_python
-
-    out.parent.mkdir(exist_ok=True)
-    if "litertlm" in options:
-        out = out.with_suffix(".litertlm")
-    began = time.perf_counter()
-    run_python("the export", "-m", "jaxllm.cli.main", "export", bundle, "-o", out, *options)
-    took_ms = 1000 * (time.perf_counter() - began)
-    files = [out] if out.is_file() else list(out.iterdir())
-    return Export(out, sum(each.stat().st_size for each in files), took_ms)
 
 
 def float_params(bundle: Bundle) -> dict[str, np.ndarray]:

@@ -23,8 +23,7 @@ import jax
 import numpy as np
 
 from benchmarks.contexts import UNTIMED, Plan
-from benchmarks.contexts.density import density_rows
-from benchmarks.contexts.quality import quality_rows
+from benchmarks.contexts.quality import density_rows, quality_rows
 from benchmarks.contexts.switching import (
     ABLATIONS,
     SYSTEMS,

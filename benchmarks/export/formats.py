@@ -3,28 +3,54 @@
 Quantizes an exported float TFLite model to 8 bits with Google's AI Edge Quantizer: weights of fully connected
 layers and embeddings become 8-bit by output channel, activations are quantized while the model runs
 (`dynamic_wi8_afp32`). Only the model's file is replaced, and the same loop runs it.
+
+Measures parts of TFLite programs by themselves: sampling inside of programs, and W8A8 with its shadow.
+
+Times stage programs on two processors in each order, beside the simulator's times of the same stages, and
+beside whole prefill programs on the threads of both.
 """
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import shutil
+import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.export import Plan
 from benchmarks.harness.bench import Run, Tell
-from benchmarks.harness.children import run_python
-from benchmarks.models import Export, exported
+from benchmarks.harness.children import Export, exported, in_process, run_python
+from benchmarks.harness.machine import wait_for_quiet
+from benchmarks.harness.report import Row, compared, row
+from benchmarks.models import Checkpoint
 from benchmarks.peers import PEERS, Opening
-from benchmarks.peers.process import opening_of
+from benchmarks.peers.ours import DRAWN, GREEDY
+from benchmarks.peers.process import (
+    Results,
+    System,
+    alternate,
+    opened,
+    opening_of,
+    phase_case,
+    prompt_ids,
+    rate_rows,
+)
+from jaxllm.bundle import Bundle
 from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
+from jaxllm.export.programs.model import open_program
+from jaxllm.export.programs.stages import StagePrograms
+from jaxllm.int8_prefill.schedule import Order, simulate
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
+from jaxllm.text.tokenizer import Tokenizer
 
 LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
 TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
@@ -148,3 +174,197 @@ def quantize_folder(floats: Path, out: Path) -> None:
         raise JaxllmError(f"{PACKAGE} failed: it wrote no model")
     files = {**manifest.files, model: StoredFile.of(out / model)}
     dataclasses.replace(manifest, precision="int8", files=files).write(out)
+
+
+SHADOW = f"{TFLITE['w8a8']}-shadow"
+_SUFFIX = "-blocks"
+_CALIBRATION_WORDS = 2048
+
+
+def _options(bench: Run[Plan], *own: object, chunks: Sequence[int] = (16, 64, 256)) -> list[object]:
+    """Options of a TFLite export of the plan's sizes, with one length of caches."""
+    context = bench.plan.context_tokens
+    sizes = ["--context", context, "--cache-tokens", 0, *chunk_options(chunks, context)]
+    return ["--format", "tflite", *own, *sizes]
+
+
+def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
+    """Decoding by programs of `BLOCK_TOKENS` tokens with sampling inside, beside the same model by a dispatch
+    for each token with NumPy's sampling; greedy, and drawn. The bundle has float weights; prompts have the
+    first length."""
+    plan, openings = bench.plan, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for precision, (suffix, block) in itertools.product(
+            plan.sampled_precisions, {"": 0, _SUFFIX: BLOCK_TOKENS}.items()
+        ):
+            name = f"{TFLITE[precision]}{suffix}"
+            options = _options(bench, "--precision", precision, "--block-tokens", block)
+            made = exported(bundle, Path(folder) / name, *options)
+            openings[name] = opening_of(plan, "device-programs", made.path)
+        with opened(openings, bench.progress) as children:
+            systems = [
+                System(f"{name} {how}", child, (how,))
+                for name, child in children.items()
+                for how in (GREEDY, DRAWN)
+            ]
+            results = _alternated(systems, bundle, bench, plan.prompt_tokens[:1])
+    rows, (prompt, *_) = [], {length for _, length in results}
+    for precision, how in itertools.product(plan.sampled_precisions, (GREEDY, DRAWN)):
+        ours = f"{TFLITE[precision]}{_SUFFIX}"
+        rates = {
+            each: results[f"{each} {how}", prompt].rate("decode", plan.decode_tokens)
+            for each in (ours, TFLITE[precision])
+        }
+        case = f"{phase_case('decode', prompt, plan.decode_tokens)}, {how}"
+        rows += compared(case, "decode_tokens_per_s", rates, ours=ours)
+    return rows
+
+
+def shadow_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
+    """Prefill by W8A8 programs with the shadow of a calibrated bundle, beside those without, the int8
+    programs, and llama.cpp."""
+    plan, openings = bench.plan, {}
+    with tempfile.TemporaryDirectory() as folder:
+        static = ["--precision", "w8a8", *_calibration(integer, plan.text, Path(folder))]
+        forms = {
+            SHADOW: static,
+            TFLITE["w8a8"]: [*static, "--without-shadow"],
+            TFLITE["int8"]: ["--precision", "int8"],
+        }
+        for name, options in forms.items():
+            made = exported(integer, Path(folder) / name, *_options(bench, *options))
+            openings[name] = opening_of(plan, "programs", made.path)
+        openings |= llama_cpp(Checkpoint.find(integer).folder(bench.progress), bench)
+        with opened(openings, bench.progress) as children:
+            systems = [System(name, child, tuple(child.settings)) for name, child in children.items()]
+            results = _alternated(systems, integer, bench, plan.prompt_tokens)
+    rows = rate_rows(results, {name: name for name in openings}, plan, ours=SHADOW)
+    return [each for each in rows if each.metric == "prefill_tokens_per_s"]
+
+
+def _calibration(integer: Path, text: Path | None, folder: Path) -> list[object]:
+    """The option that gives the steps of outputs: the end of a text, or words of a bundle's vocabulary."""
+    part = folder / "calibration.txt"
+    if text is not None:
+        part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
+    else:
+        with Bundle.open(integer) as bundle:
+            words = prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
+            part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
+    return ["--calibration-text", part]
+
+
+def _alternated(systems: Sequence[System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]) -> Results:
+    """The results of prompts of these lengths, or half the context."""
+    with Bundle.open(bundle) as model:
+        vocab_size = model.cfg.vocab_size
+    fitting = sorted({min(each, bench.plan.context_tokens // 2) for each in lengths})
+    prompts = [prompt_ids(vocab_size, each) for each in fitting]
+    return alternate(systems, prompts, plan=bench.plan, progress=bench.progress)
+
+
+STAGES = "jaxllm-stages"
+_ORDERS: dict[str, Order] = {
+    STAGES: "out-of-order",
+    f"{STAGES}-in-order": "in-order",
+    f"{STAGES}-equation-5": "equation-5",
+}
+# Short ones give the order more to choose from.
+_CHUNKS = (64, 128, 256)
+_WHOLE = TFLITE["w8a8"]
+
+
+def stage_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
+    """Makespans of prompts of a calibrated bundle on two processors, one more of half the context among them.
+
+    Raises:
+      JaxllmError: exporting or measuring failed.
+    """
+    plan = bench.plan
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--precision", "w8a8", "--stages", *_calibration(integer, plan.text, Path(folder))]
+        bench.progress("Measuring", 0, 2)
+        made = exported(integer, Path(folder) / "stages", *_options(bench, *own, chunks=_CHUNKS))
+        bench.progress("Measuring", 1, 2)
+        half = plan.context_tokens // 2
+        lengths = sorted({*(min(each, half) for each in plan.prompt_tokens), half})
+        found = in_process(_measured, made.path, lengths, plan.rounds)
+    bench.progress("Measuring", 2, 2)
+    return makespan_rows(found)
+
+
+def makespan_rows(found: dict[int, Any]) -> list[Row]:
+    """Rows of prompts by length, of what was measured of each system."""
+    rows = []
+    for length, systems in found.items():
+        case = f"prompt {length}, two processors"
+        notes = {
+            name: f"chunks of {each['chunks']}; {each['real_to_simulated'] - 1:+.0%} against simulated "
+            f"{each['simulated_ms']:.0f} ms"
+            for name, each in systems.items()
+            if name in _ORDERS
+        }
+        spans = {name: each["real_ms"] for name, each in systems.items()}
+        rows += compared(case, "makespan_ms", spans, notes, ours=STAGES)
+        rows += [
+            row(case, "real_to_simulated", each["real_to_simulated"], system=name)
+            for name, each in systems.items()
+            if name in _ORDERS
+        ]
+    return rows
+
+
+def _measured(folder: Path, lengths: Sequence[int], rounds: int) -> dict[int, Any]:
+    """Milliseconds of prompts of these lengths, by length and system."""
+    manifest = Manifest.read(folder)
+    stages, runner = StagePrograms(manifest, folder), open_program(folder).runner
+    draw, found = np.random.default_rng(0), {}
+    vocab_size = stages.cfg.vocab_size
+    for tokens in stages.facts.chunk_tokens:
+        stages.measure(tokens)
+    for length in lengths:
+        plan, runs = list(stages.plan(length, 0)), {}
+        for number in range(rounds + 1):
+            tokens = draw.integers(0, vocab_size, length).tolist()
+            for name in list(_ORDERS) if number % 2 else list(_ORDERS)[::-1]:
+                runs.setdefault(name, []).append(_timed(stages, _ORDERS[name], tokens, plan))
+            cache = runner.start(length + 1)
+            wait_for_quiet(0.3)
+            began = time.perf_counter()
+            runner.prefill(cache, [*tokens, 0], 0, runner.prefill_chunks(length + 1)[0])
+            runs.setdefault(_WHOLE, []).append({"real_ms": 1000 * (time.perf_counter() - began)})
+        # The first run of each is not counted.
+        found[length] = {
+            name: {key: statistics.median(run[key] for run in each[1:]) for key in each[0]}
+            for name, each in runs.items()
+        }
+        for name in _ORDERS:
+            found[length][name]["chunks"] = " + ".join(map(str, plan))
+    stages.close()
+    return found
+
+
+def _timed(
+    stages: StagePrograms, order: Order, tokens: list[int], lengths: Sequence[int]
+) -> dict[str, float]:
+    """Milliseconds of a prompt, and the simulator's by times that were measured just before: they change with
+    the machine's load, from moment to moment."""
+    for length in dict.fromkeys(lengths):
+        stages.measure(length, runs=1)
+    chunks = [(length, sum(lengths[:place])) for place, length in enumerate(lengths)]
+    subgraphs = stages.subgraphs(len(lengths))
+    simulated_ms = simulate(
+        subgraphs,
+        stages.times_of(chunks),
+        order,
+        overhead_ms=stages.measured.handover_ms,
+        shared=stages.times_of(chunks, shared=True),
+    ).makespan_ms
+    stages.order = order
+    wait_for_quiet(0.3)
+    _, trace = stages.prefill(tokens, 0, {}, lengths)
+    return {
+        "real_ms": trace.makespan_ms,
+        "simulated_ms": simulated_ms,
+        "real_to_simulated": trace.makespan_ms / simulated_ms,
+    }

@@ -28,8 +28,10 @@ from benchmarks.export.formats import (
     Export,
     llama_cpp,
     make_exports,
+    sampling_rows,
+    shadow_rows,
+    stage_rows,
 )
-from benchmarks.export.parts import sampling_rows, shadow_rows, stage_rows
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import run_python
 from benchmarks.harness.report import Row, median, row

@@ -257,7 +257,7 @@ def benchmark(
 
             if shape is not None and model is not None:
                 raise click.UsageError("--shape and --model exclude each other")
-            plot, as_json = given.pop("plot"), given.pop("as_json")
+            how = {key: given.pop(key) for key in ("plot", "as_json")}
             chosen = {key: value for key, value in given.items() if value not in (None, ())}
             sizes = dataclasses.replace(plan.quick() if quick else plan(), **chosen)
             with progress_bars() as progress:
@@ -272,9 +272,7 @@ def benchmark(
                     tell=tell,
                 )
                 rows, draw = measure(bench)
-            from benchmarks.harness.report import emit
-
-            emit(name, rows, as_json=as_json, plot=plot, draw=draw)
+            report(name, rows, draw, **how)
 
         declared = [
             click_option(plan, field.name, *field.metadata["flags"], **field.metadata["how"])
@@ -287,6 +285,19 @@ def benchmark(
         return click.command(name, cls=EngineCommand)(command)
 
     return decorate
+
+
+def report(
+    bench: str, rows: "Sequence[Row]", draw: "Draw | None" = None, *, plot: Path | None, as_json: bool
+) -> None:
+    """Prints the rows of a benchmark, and draws them into the folder `plot` if there is one: by `draw`, or as
+    bars."""
+    from benchmarks.harness.figures import draw_metrics
+    from benchmarks.harness.report import emit
+
+    emit(bench, rows, as_json=as_json)
+    if plot is not None:
+        (draw or functools.partial(draw_metrics, bench))(rows, plot)
 
 
 def parts_of(parts: Mapping[str, str]) -> Any:

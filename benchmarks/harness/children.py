@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.errors import JaxllmError, one_line
@@ -68,6 +69,31 @@ def last_words(stderr: str) -> str:
     """The last line of a failed process's standard error."""
     lines = stderr.strip().splitlines()
     return one_line(lines[-1]) if lines else "it said nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """An export that was made: where, how large it is, and how long it took."""
+
+    path: Path
+    file_bytes: int
+    export_ms: float
+
+
+def exported(bundle: Path, out: Path, *options: object) -> Export:
+    """The export that `jaxllm export` makes with some options, in a process of its own.
+
+    Raises:
+      JaxllmError: it failed.
+    """
+    out.parent.mkdir(exist_ok=True)
+    if "litertlm" in options:
+        out = out.with_suffix(".litertlm")
+    began = time.perf_counter()
+    run_python("the export", "-m", "jaxllm.cli.main", "export", bundle, "-o", out, *options)
+    took_ms = 1000 * (time.perf_counter() - began)
+    files = [out] if out.is_file() else list(out.iterdir())
+    return Export(out, sum(each.stat().st_size for each in files), took_ms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ section 3.8). Two systems are compared request by request, which cancels how har
 """
 
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -137,16 +136,8 @@ def less_is_better(metric: str) -> bool:
     return metric in _LESS or unit_of(metric) in _LESS
 
 
-def emit(
-    bench: str,
-    rows: Sequence[Row],
-    *,
-    as_json: bool = False,
-    plot: Path | None = None,
-    draw: Draw | None = None,
-) -> None:
-    """Prints the rows of a benchmark as a table or as JSON, and draws them into the folder `plot` if there is
-    one: by `draw`, or as bars."""
+def emit(bench: str, rows: Sequence[Row], *, as_json: bool) -> None:
+    """Prints the result as a table or as JSON."""
     if as_json:
         result = {"bench": bench, "machine": machine(), "rows": [dataclasses.asdict(r) for r in rows]}
         click.echo(json.dumps(result))
@@ -155,10 +146,6 @@ def emit(
         # A file or pipe has no width; the usual 80 columns would break the rows.
         console.width = console.width if console.is_terminal else 180
         console.print(_table(bench, rows))
-    if plot is not None:
-        from benchmarks.harness.figures import draw_metrics
-
-        (draw or functools.partial(draw_metrics, bench))(rows, plot)
 
 
 def _table(bench: str, rows: Sequence[Row]) -> Table:

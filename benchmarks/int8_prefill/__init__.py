@@ -7,7 +7,7 @@ and other steps in layers without one.
 
 import dataclasses
 
-from benchmarks.harness.bench import DENSE_SHAPES, DataPlan, Result, Run, benchmark, parts_of, sized
+from benchmarks.harness.bench import DataPlan, parts_of, sized
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -56,24 +56,3 @@ class Plan(DataPlan):
     quantizers: tuple[str, ...] = sized(
         QUANTIZERS, quick=tuple(each for each in QUANTIZERS if each != "jaxllm-per-tensor")
     )
-
-
-@benchmark("prefill", Plan, "draft", DENSE_SHAPES)
-def prefill_command(bench: Run[Plan]) -> Result:
-    """Measure the speed and the loss of integer prefill.
-
-    Runs prompts on one processor and on two, and compares the loss of a trained model with that of other
-    quantizers of activations. The order of subgraphs is simulated on a phone, too.
-
-    \b
-    Example:
-      jaxllm bench prefill
-      jaxllm bench prefill --shape 110m --only two-processors
-    """
-    from benchmarks.int8_prefill import run
-
-    if bench.shape is not None:
-        bench = bench.without(("accuracy", "pruning"), "random weights have none")
-    if bench.is_quick and bench.plan.data is None:
-        bench = bench.changed(tasks=())
-    return run.run(bench), None

@@ -29,10 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.bench import silent
+from benchmarks.harness.children import exported
 from benchmarks.harness.report import OURS, Row, compared
 from benchmarks.int8_prefill import Plan
 from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rotated_steps, rule_of
-from benchmarks.models import Checkpoint, exported
+from benchmarks.models import Checkpoint
 from benchmarks.samples import read_examples, stories_file, story_tokens
 from jaxllm.bundle import write_bundle
 from jaxllm.bundle.calibrations import prefill_parts

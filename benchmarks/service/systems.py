@@ -178,37 +178,35 @@ class LlamaServer:
         """See `OurService`."""
         assert given.floats is not None
         model = gguf_of(given.floats, FORMATS[given.weights], threads=given.threads, progress=progress)
-        port, threads = free_port(), str(given.threads)
+        port, threads = free_port(), given.threads
+        options: dict[str, Any] = {"model": model, "host": "127.0.0.1", "port": port}
         if self.binary:
-            command = [
-                str(self.binary), "--model", str(model), "--host", "127.0.0.1", "--port", str(port),
+            program: list[str] = [str(self.binary)]
+            options |= {
                 # The binary's context is of all slots together.
-                "--ctx-size", str(self.slots * given.context_tokens), "--parallel", str(self.slots),
-                "--threads", threads, "--threads-batch", threads, "--gpu-layers", "0",
+                "ctx-size": self.slots * given.context_tokens, "parallel": self.slots,
+                "threads": threads, "threads-batch": threads, "gpu-layers": 0,
                 # In every event; else the file's path is.
-                "--alias", "model",
-            ]  # fmt: skip
-            return Server(self.name, command, port=port, ready="/health", threads=given.threads)
-        command = [
-            sys.executable, "-m", "llama_cpp.server", "--model", str(model), "--host", "127.0.0.1",
-            "--port", str(port), "--n_ctx", str(given.context_tokens), "--n_threads", threads,
-            "--n_threads_batch", threads, "--n_batch", "512", "--logits_all", "false",
-            # Else it ends an answer when another request comes.
-            "--interrupt_requests", "false",
-        ]  # fmt: skip
-        return Server(self.name, command, port=port, ready="/v1/models", threads=given.threads)
+                "alias": "model",
+            }  # fmt: skip
+        else:
+            program = [sys.executable, "-m", "llama_cpp.server"]
+            options |= {
+                "n_ctx": given.context_tokens, "n_threads": threads, "n_threads_batch": threads,
+                "n_batch": 512, "logits_all": "false",
+                # Else it ends an answer when another request comes.
+                "interrupt_requests": "false",
+            }  # fmt: skip
+        command = [*program, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
+        ready = "/health" if self.binary else "/v1/models"
+        return Server(self.name, command, port=port, ready=ready, threads=threads)
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
         """See `OurService`: it knows neither apps nor objectives. llama-cpp-python's takes no token ids, but
         in our GGUF a token is a character."""
         del limits_ms, given
         prompt = request.prompt if self.binary else "".join(map(text_of_token, request.prompt))
-        body = {
-            "prompt": prompt,
-            "max_tokens": request.answer_tokens,
-            "temperature": 0,
-            "stream": True,
-        }
+        body = {"prompt": prompt, "max_tokens": request.answer_tokens, "temperature": 0, "stream": True}
         if self.binary:
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
             # Its other samplers would sort the vocabulary for each token, though the likeliest one is taken.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.harness.bench import REPORT_OPTIONS, tell
+from benchmarks.harness.bench import REPORT_OPTIONS, report, tell
 from jaxllm.errors import JaxllmError
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
         return "tiny" if tiny else full
 
     def attending() -> "list[Row]":
-        if tiny:
-            return steps.check_attention(256, 4, 2, 64, repetitions)
-        wide = steps.check_attention(4096, 32, 8, 128, repetitions)
-        return wide + steps.check_attention(8192, 16, 8, 64, repetitions)
+        sizes = [(256, 4, 2, 64)] if tiny else [(4096, 32, 8, 128), (8192, 16, 8, 64)]
+        return [row for each in sizes for row in steps.check_attention(*each, repetitions)]
+
+    def pretrained(full: str, remat: str, optimizer: str) -> "Callable[[], list[Row]]":
+        return lambda: steps.measure_pretraining(size(full), remat, optimizer, repetitions)  # pyright: ignore
 
     def resumed() -> "list[Row]":
         with tempfile.TemporaryDirectory() as folder:
@@ -55,10 +56,10 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
 
     return {
         "attention": attending,
-        "pretrain-350m": lambda: steps.measure_pretraining(size("350m"), "none", "adamw", repetitions),
-        "pretrain-350m-dots": lambda: steps.measure_pretraining(size("350m"), "dots", "adamw", repetitions),
-        "pretrain-60m": lambda: steps.measure_pretraining(size("60m"), "none", "adamw", repetitions),
-        "pretrain-60m-muon": lambda: steps.measure_pretraining(size("60m"), "none", "muon", repetitions),
+        "pretrain-350m": pretrained("350m", "none", "adamw"),
+        "pretrain-350m-dots": pretrained("350m", "dots", "adamw"),
+        "pretrain-60m": pretrained("60m", "none", "adamw"),
+        "pretrain-60m-muon": pretrained("60m", "none", "muon"),
         "lora-8b-bf16": lambda: steps.measure_lora(size("8b"), "bf16", repetitions),
         "lora-8b-int4": lambda: steps.measure_lora(size("8b"), "int4", repetitions),
         "importance-1b": lambda: steps.measure_importance(size("1b"), repetitions),
@@ -99,7 +100,7 @@ def train_command(
     listed: bool,
     child: str | None,
     quick: bool,
-    **report: Any,
+    **how: Any,
 ) -> None:
     """Measure training and serving on one accelerator.
 
@@ -112,8 +113,6 @@ def train_command(
     """
     if cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    from benchmarks.harness.report import emit
-
     repetitions = repetitions or (2 if quick else 10)
     checks = checks_of(tiny=quick, cpu=cpu, repetitions=repetitions)
     if child is not None:
@@ -130,7 +129,7 @@ def train_command(
         raise click.UsageError(f"--only: choose among {', '.join(checks)}")
     words = [*["--cpu"] * cpu, "--repetitions", str(repetitions), "--quick" if quick else "--full"]
     rows, failed = run(names, words, out, minutes)
-    emit("train", rows, **report)
+    report("train", rows, **how)
     if failed:
         raise JaxllmError(f"failed or not begun: {', '.join(failed)}")
 

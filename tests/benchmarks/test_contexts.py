@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.contexts import PARTS, density, quality, run
+from benchmarks.contexts import PARTS, quality, run
 from benchmarks.contexts.quality import EIGHT, RAW, Stored, write_with_outliers
 from benchmarks.contexts.run import most_contexts, switch_rows
 from benchmarks.contexts.switching import ABLATIONS, SYSTEMS, Switches, flush_times
@@ -239,13 +239,13 @@ def test_quality_of_the_packaged_model():
 
 def test_flat_widths_are_spread_and_fit():
     sizes = {8: 10, 4: 6, 2: 4}
-    assert density.flat_widths(4, 20, sizes).tolist() == [2, 4, 2, 4]
-    assert density.flat_widths(4, 24, sizes).tolist() == [4] * 4
-    assert density.flat_widths(4, 31, sizes).tolist() == [4, 4, 4, 8]
-    assert density.flat_widths(3, 99, sizes).tolist() == [8] * 3
-    assert density.flat_widths(3, 12, sizes).tolist() == [2] * 3
+    assert quality.flat_widths(4, 20, sizes).tolist() == [2, 4, 2, 4]
+    assert quality.flat_widths(4, 24, sizes).tolist() == [4] * 4
+    assert quality.flat_widths(4, 31, sizes).tolist() == [4, 4, 4, 8]
+    assert quality.flat_widths(3, 99, sizes).tolist() == [8] * 3
+    assert quality.flat_widths(3, 12, sizes).tolist() == [2] * 3
     with pytest.raises(ConfigError, match="3 chunks take more than 11 bytes at 2 bits"):
-        density.flat_widths(3, 11, sizes)
+        quality.flat_widths(3, 11, sizes)
 
 
 def test_outliers_change_keys_and_no_answer(tiny, tmp_path):

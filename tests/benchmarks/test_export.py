@@ -12,12 +12,12 @@ from benchmarks.export.formats import (
     LIVE,
     LLAMA_CPP,
     STABLEHLO,
+    STAGES,
     STEPS,
     TFLITE,
     Export,
+    makespan_rows,
 )
-from benchmarks.export.parts import OURS
-from benchmarks.export.parts import _rows as stage_rows_of
 from benchmarks.export.run import agreement_rows, opening_rows, speed_rows
 from benchmarks.harness.bench import Run
 from benchmarks.peers import SYSTEMS, Opening
@@ -127,9 +127,9 @@ def test_a_run(bundle):
 def test_rows_of_recorded_stages_stand_beside_each_other():
     times = {"simulated_ms": 8.0, "real_to_simulated": 1.25, "chunks": "64 + 128", "real_ms": 10.0}
     whole, in_order = {"real_ms": 20.0}, {**times, "real_ms": 15.0}
-    found = {64: {OURS: times, f"{OURS}-in-order": in_order, TFLITE["w8a8"]: whole}}
-    rows = stage_rows_of(found)
+    found = {64: {STAGES: times, f"{STAGES}-in-order": in_order, TFLITE["w8a8"]: whole}}
+    rows = makespan_rows(found)
     spans = [(row.system, row.baseline, row.ratio) for row in rows if row.metric == "makespan_ms"]
-    assert spans[:2] == [(OURS, f"{OURS}-in-order", 1.5), (OURS, TFLITE["w8a8"], 2.0)]
+    assert spans[:2] == [(STAGES, f"{STAGES}-in-order", 1.5), (STAGES, TFLITE["w8a8"], 2.0)]
     assert rows[0].note == "chunks of 64 + 128; +25% against simulated 8 ms"
-    assert {row.system for row in rows if row.metric == "real_to_simulated"} == {OURS, f"{OURS}-in-order"}
+    assert {row.system for row in rows if row.metric == "real_to_simulated"} == {STAGES, f"{STAGES}-in-order"}

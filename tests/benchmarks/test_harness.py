@@ -59,12 +59,12 @@ def test_rows_are_one_object_or_a_table_and_figures(tmp_path, capsys):
     # The machine is described without its name.
     assert (result["machine"]["cores"] >= 1, result["machine"]["backend"]) == (True, "cpu")
     assert socket.gethostname() not in json.dumps(result["machine"])
-    emit("engine", ROWS)
+    emit("engine", ROWS, as_json=False)
     text = capsys.readouterr().out
     assert all(part in text for part in ("1.50x", "10,000.0 tokens/s", "at its best"))
     pytest.importorskip("matplotlib")
     check_plot(tmp_path / "figures")
-    emit("engine", ROWS, as_json=True, plot=tmp_path / "figures")
+    options.report("engine", ROWS, as_json=True, plot=tmp_path / "figures")
     drawn = {path.name: path.stat().st_size for path in (tmp_path / "figures").iterdir()}
     assert set(drawn) == {"engine_decode_tokens_per_s.png", "engine_ttft_ms.png"}
     assert min(drawn.values()) > 1000
