@@ -67,12 +67,9 @@ class Setting(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(ShapePlan, DataPlan):
-    """Sizes of one run.
+    """Sizes of one run; what an option asks for is said there.
 
     Attributes:
-      contexts: numbers of active contexts, ascending.
-      patterns: of traces.
-      calls: of each trace.
       devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
       fitting: number of contexts of ours that fit into the budget with all of their chunks.
       chunk_tokens: sizes of chunks to compare, besides the paper's.

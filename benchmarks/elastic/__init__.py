@@ -44,11 +44,9 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(ShapePlan, DataPlan):
-    """Sizes of one run.
+    """Sizes of one run; what an option asks for is said there.
 
     Attributes:
-      plain, pruned, compared, timed_shape: other models; see their options.
-      parts: of `PARTS`, those to run.
       repeats: of each timing.
       rounds: pairs of requests that change to each level and that stay.
       requests: of the trace.

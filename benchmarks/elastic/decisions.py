@@ -44,10 +44,9 @@ _ROUNDING = 1e-9
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Variants:
-    """Times and answers of V variants on N questions.
+    """Times and answers of V variants on N questions, the largest variant last.
 
     Attributes:
-      names: of the variants `[V]`, the largest last.
       ttft_ms: `[N, V]` float64, to the first token, without changing to the variant. Infinite where the
         context does not hold the question, which is then answered wrong and late.
       tpot_ms: `[N, V]` float64, per further token.
@@ -56,7 +55,6 @@ class Variants:
       keys: level and share of the prompt of each of ours; of other systems none.
     """
 
-    names: tuple[str, ...]
     ttft_ms: np.ndarray
     tpot_ms: np.ndarray
     right: np.ndarray
@@ -70,7 +68,6 @@ class Variants:
     def only(self, indices: Sequence[int]) -> "Variants":
         """Some of the variants."""
         return Variants(
-            names=tuple(self.names[each] for each in indices),
             ttft_ms=self.ttft_ms[:, indices],
             tpot_ms=self.tpot_ms[:, indices],
             right=self.right[:, indices],
@@ -177,9 +174,9 @@ class Asked:
           ignore_tpot: whether the system is counted as meeting every time per token.
         """
         right, met = np.zeros(len(self.trace), bool), np.zeros(len(self.trace), bool)
-        last = len(variants.names) - 1
+        last = len(variants.change_ms) - 1
         for request, question in enumerate(self.indices):
-            changes = np.where(np.arange(len(variants.names)) == last, 0.0, variants.change_ms)
+            changes = np.where(np.arange(len(variants.change_ms)) == last, 0.0, variants.change_ms)
             tpot = 0.0 if ignore_tpot else variants.tpot_ms[question]
             excess = self.overruns(request, variants.ttft_ms[question] + changes, tpot)
             allowed = excess <= margin + _ROUNDING
@@ -230,7 +227,6 @@ class _Column:
     """One variant: the engine that answers, the prompts as it reads them and their tokens `[N]`, and its
     times."""
 
-    name: str
     engine: Engine
     level: int
     prompts: Sequence[Branching]
@@ -247,7 +243,6 @@ def _variants(columns: Sequence[_Column], questions: Sequence[Question], progres
         ttft.append(np.where(fits, [each.profile.ttft(each.level, count) for count in each.tokens], np.inf))
         tpot.append([each.profile.tpot(each.level, count) for count in each.tokens])
     return Variants(
-        names=tuple(each.name for each in columns),
         ttft_ms=np.array(ttft).T,
         tpot_ms=np.array(tpot).T,
         right=np.array(right).T,
@@ -275,7 +270,6 @@ def our_variants(
     tokens = np.maximum(1, np.rint(lengths[:, None] * np.array([shares for _, shares in made]))).astype(int)
     columns = [
         _Column(
-            name=f"{level} % of the model, {ratio:.0%} of the prompt",
             engine=engine,
             level=level,
             prompts=[prompts[ratios.index(ratio)] for prompts, _ in made],
@@ -309,7 +303,6 @@ def size_variants(
         prompts, tokens = read(size.engine.tokenizer)
         columns.append(
             _Column(
-                name=size.name,
                 engine=size.engine,
                 level=size.level,
                 prompts=prompts,

@@ -14,13 +14,9 @@ PEERS = ("llama.cpp", "transformers")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(TimedPlan):
-    """Sizes of one measurement.
+    """Sizes of one measurement; what an option asks for is said there.
 
     Attributes:
-      weights: widths of ours; empty takes the model's own.
-      context_tokens: of every system; 0 takes the model's window, up to 2048.
-      peers: names in `peers.PEERS`, or "all" for those that are installed and can run the model.
-      text: to measure perplexity on; `separator` splits it into documents.
       slow_peers: whether "all" peers hold those too that take minutes.
     """
 

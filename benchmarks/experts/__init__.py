@@ -35,13 +35,11 @@ DECODER_PARTS = ("nested", "predictors")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(TextPlan):
-    """Sizes of one run.
+    """Sizes of one run; what an option asks for is said there.
 
     Attributes:
       text: whose pieces are the prompts of a trained decoder.
-      checkpoint, others, tasks, data, pairs, prefix, budgets: see their options.
       devices: that experts are read from; all but systems are measured on the first alone.
-      parts: of `PARTS`, those to run.
       tokens, repeats, prompt_tokens, context_tokens: of answers without an encoder: tokens of each, answers
         of each system, tokens of each prompt and of every context.
       task_tokens, task_answers, task_context_tokens: the same of answers to sources, which are read whole.

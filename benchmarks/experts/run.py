@@ -311,24 +311,24 @@ class Mixture:
         each = max(1, plan.context_tokens - plan.prompt_tokens - 1)
         runs = -(-plan.watched_tokens // each)
         prompts = self._prompts(engine, runs)[:runs]
-        watched = watch(engine, counts, prompts, min(each, plan.watched_tokens))
+        visits, hits = watch(engine, counts, prompts, min(each, plan.watched_tokens))
         engine.close()
         rows = []
         names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
         # Predictors that use a text's statistics alone are left out where there are none.
         told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
-        for layer in range(len(watched.visits)):
-            rates = {names[name]: float(watched.hits[name][layer]) for name in told} | {"oracle": 1.0}
+        for layer in range(len(visits)):
+            rates = {names[name]: float(hits[name][layer]) for name in told} | {"oracle": 1.0}
             rows += [
                 row(f"predictor: layer {layer}", "hit_rate", rate, system=system)
                 for system, rate in rates.items()
             ]
-        choices = watched.visits.shape[-1]
+        choices = visits.shape[-1]
         share = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
         for room in sorted({min(each, counts.alone.size) for each in self._rooms}):
             ratios = {
                 OURS if name == "frequency-nearness" else name.upper(): hit_ratio(
-                    watched.visits, policy, room, 64 * choices * share
+                    visits, policy, room, 64 * choices * share
                 )
                 for name, policy in POLICIES.items()
             }
@@ -349,20 +349,6 @@ def median_rows(case: str, found: Mapping[str, Measured], notes: Mapping[str, st
 
 _UNKNOWN = np.zeros(0, np.int32)
 COMPARED = ("paths", "router", "tokens", "frequency")
-
-
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """The visits of a model's tokens to experts, and their predictions.
-
-    Attributes:
-      visits: `[L_sparse, M, k]` int, of M decoded tokens.
-      hits: by predictor, the share of each layer's visits that it predicted when the layer before was
-        computed, of the first layer when the token was known.
-    """
-
-    visits: np.ndarray
-    hits: Mapping[str, np.ndarray]
 
 
 class _Watching(Predictor):
@@ -404,14 +390,21 @@ class _Watching(Predictor):
             each.learn(visited)
 
 
-def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int) -> Watched:
-    """Observes the experts that an engine visits in its answers; its experts are streamed."""
+def watch(
+    engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Observes the experts that an engine visits in its answers; its experts are streamed.
+
+    Returns:
+      Visits `[L_sparse, M, k]` int, of M decoded tokens; and by predictor the share of each layer's visits
+      that it predicted when the layer before was computed, of the first layer when the token was known.
+    """
     watching = _Watching(counts, read_token_experts(engine.model.bundle))
     engine.runner.layers.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
         engine.generate(list(prompt), drawn(tokens)(number))
     hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
-    return Watched(np.stack(watching.passes, axis=1), hits)
+    return np.stack(watching.passes, axis=1), hits
 
 
 def hit_ratio(visits: np.ndarray, policy: Policy, room: int, frequency: np.ndarray) -> float:

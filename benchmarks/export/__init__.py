@@ -15,11 +15,10 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(TimedPlan, TextPlan):
-    """Sizes of one measurement.
+    """Sizes of one measurement; what an option asks for is said there.
 
     Attributes:
       text: calibrates w8a8, gives prompts and is scored; of a shape None, without w8a8.
-      parts: of `PARTS`, those to run.
       answers: greedy answers that are compared with the live engine's.
       answer_tokens: of each.
       sampled_precisions: of the TFLite programs whose sampling is measured.

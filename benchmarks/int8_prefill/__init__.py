@@ -25,10 +25,9 @@ QUANTIZERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(DataPlan):
-    """Sizes.
+    """Sizes; what an option asks for is said there.
 
     Attributes:
-      parts: of `PARTS`, those to run.
       lengths: of prompts that are timed, ascending.
       repeats: of each of them on each system, which take turns.
       chunk_tokens: of buckets.

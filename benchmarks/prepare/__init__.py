@@ -16,12 +16,11 @@ VOCABULARY_SHAPES = ("0.5b-128k",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(TimedPlan, TextPlan):
-    """What is measured, and how long.
+    """What is measured, and how long; what an option asks for is said there.
 
     Attributes:
       kinds: types of GGUF files, keys of `run.FORMATS`.
       vocabulary_data: of whose texts the tokenizer of a shape is learned; None for the packaged stories.
-      parts: of `PARTS`.
     """
 
     kinds: tuple[Literal["F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"], ...] = sized(

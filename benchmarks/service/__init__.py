@@ -23,18 +23,9 @@ SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(ShapePlan, ThreadsPlan):
-    """Sizes of one measurement.
+    """Sizes of one measurement; what an option asks for is said there.
 
     Attributes:
-      systems: of `SYSTEMS`, besides ours; empty for all that run here.
-      llama_server, slots, trace, outcomes: see their options.
-      loads: of the six apps: requests per second, in those of the idle whole model one after another.
-      clients: numbers of clients that call as soon as they are answered.
-      prompt_tokens, answer_tokens: medians of lengths.
-      slo_scale: objectives are shares of so many times the idle whole model's times.
-      repetitions: of everything, in servers of their own.
-      seconds: of each load and of each number of clients, where they are given.
-      parts: of `PARTS`, those to run.
       load_s: seconds of each load, of which the first `warm_up_share` is not counted; more where these would
         be less than `least_requests`.
       clients_s: of each number of clients; more where the idle whole model would answer fewer than

@@ -41,14 +41,11 @@ SHAPE_SHARES = (0.25, 0.5, 0.75)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(DataPlan):
-    """Sizes of one run.
+    """Sizes of one run; what an option asks for is said there.
 
     Attributes:
-      draft, enlarge, file, shares: see their options.
       prompts: of each task, timed.
       devices: that weights are read from.
-      presets: of `PRESETS`, those to run.
-      parts: of `PARTS`, those to run.
       tokens: of each answer, at most.
       tried: prompts of each task that systems are tuned on; 0 does not tune.
       compared_answers: that are compared with the target's own.

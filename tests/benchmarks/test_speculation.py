@@ -51,7 +51,6 @@ from benchmarks.speculation.shards import narrow_bundles, plan_widths, shard_imp
 from benchmarks.speculation.systems import (
     PUBLISHED,
     Setting,
-    Thresholds,
     _options,
     big_little,
     drafted,
@@ -121,10 +120,10 @@ def test_exact_systems_give_the_targets_answer(setting, expected):
 @pytest.mark.slow
 def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(setting, expected):
     # Nothing is sure enough to be said by the small model alone, or nothing of it may stay.
-    for thresholds in (Thresholds(fallback=2.0, rollback=3.0), Thresholds(fallback=0.6, rollback=-1.0)):
-        assert answer(big_little(setting, thresholds)) == expected
+    for fallback, rollback in ((2.0, 3.0), (0.6, -1.0)):
+        assert answer(big_little(setting, fallback, rollback)) == expected
     # All of it may stay: the small model's answer, but for a token of the large one now and then.
-    engine = big_little(setting, Thresholds(fallback=0.0, rollback=1e9))
+    engine = big_little(setting, 0.0, 1e9)
     small = Engine.open(setting.draft, options=EngineOptions(context_tokens=128))
     first, *rest = engine.generate(PROMPT, CONFIG).tokens
     assert first == expected[0]
