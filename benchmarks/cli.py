@@ -7,43 +7,43 @@ from jaxllm.cli.lazy import LazyGroup
 SECTIONS = {
     "Benchmarks": {
         "engine": (
-            "benchmarks.engine.command:engine_command",
+            "benchmarks.commands:engine_command",
             "Measure load, build and run times, speed and memory beside other engines.",
         ),
         "elastic": (
-            "benchmarks.elastic.command:elastic_command",
+            "benchmarks.commands:elastic_command",
             "Measure the cost of a model's levels, and right answers in time.",
         ),
         "speculative": (
-            "benchmarks.speculation.command:speculative_command",
+            "benchmarks.commands:speculative_command",
             "Measure a model larger than memory, with drafts and without.",
         ),
         "contexts": (
-            "benchmarks.contexts.command:contexts_command",
+            "benchmarks.commands:contexts_command",
             "Measure switching between contexts of apps, and the quality of compressed ones.",
         ),
         "experts": (
-            "benchmarks.experts.command:experts_command",
+            "benchmarks.commands:experts_command",
             "Measure a mixture of experts larger than memory.",
         ),
         "prefill": (
-            "benchmarks.int8_prefill.command:prefill_command",
+            "benchmarks.commands:prefill_command",
             "Measure the speed and the loss of integer prefill.",
         ),
         "prepare": (
-            "benchmarks.prepare.command:prepare_command",
+            "benchmarks.commands:prepare_command",
             "Measure preparing a folder and GGUF files of the same weights.",
         ),
         "service": (
-            "benchmarks.service.command:service_command",
+            "benchmarks.commands:service_command",
             "Measure the service under load, beside ours without a technique and llama.cpp's server.",
         ),
         "export": (
-            "benchmarks.export.command:export_command",
+            "benchmarks.commands:export_command",
             "Measure exported programs beside the live engine.",
         ),
         "train": (
-            "benchmarks.train.command:train_command",
+            "benchmarks.train:train_command",
             "Measure training and serving on one accelerator.",
         ),
     },

@@ -1,6 +1,5 @@
-"""Provides the models that benchmarks run on.
-
-Random models of one benchmark (elastic, calibrated) are made in its room.
+"""Provides the models that benchmarks run on; random models of one benchmark (elastic, calibrated) are made
+in its room.
 
 Provides a model's float checkpoint, from which all peers are made: they compute with the same weights.
 
@@ -35,7 +34,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.ground.bundles import default_bundle
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
-from jaxllm.text.tokenizer import TokenizerFiles
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +108,15 @@ class Checkpoint:
             if not (folder / "config.json").exists():
                 _write(bundle, folder, progress)
         return folder
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's own."""
+        from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+
+        if self.stored is None:
+            return Tokenizer(read_tokenizer(self.model))
+        with Bundle.open(self.model) as bundle:
+            return Tokenizer(bundle.tokenizer_files())
 
 
 def float_params(bundle: Bundle) -> dict[str, np.ndarray]:

@@ -23,6 +23,8 @@ from typing import Any
 
 import click
 
+from benchmarks.harness.report import less_is_better
+
 ROOT = Path(__file__).resolve().parent.parent
 README, RECORDED = ROOT / "README.md", ROOT / "docs" / "results" / "readme.json"
 MARK = "<!-- made of docs/results/readme.json by `python -m benchmarks.readme` -->"
@@ -44,7 +46,6 @@ class Claim:
       metric: of the rows.
       rivals: systems of which the strongest is named; all must have been measured.
       also: systems that are named besides, for what they say about the first two.
-      lower: whether less is better.
       detail: a pattern of what is told of each system from its row's note; "" for nothing.
     """
 
@@ -55,7 +56,6 @@ class Claim:
     metric: str
     rivals: tuple[str, ...]
     also: tuple[str, ...] = ()
-    lower: bool = False
     detail: str = ""
 
 
@@ -71,7 +71,7 @@ CLAIMS = (
     ),
     Claim(
         name="engine", claim="peak memory of that process", command=_ENGINE,
-        case=r".*, run", metric="peak_memory_bytes", rivals=("llama.cpp",), lower=True,
+        case=r".*, run", metric="peak_memory_bytes", rivals=("llama.cpp",),
     ),
     Claim(
         name="elastic", claim="right answers in time under six SLOs",
@@ -85,20 +85,19 @@ CLAIMS = (
         name="contexts", claim="perplexity behind stored contexts",
         command="jaxllm bench contexts --full --only quality --data DIR",
         case=r"text behind \d+ stored tokens", metric="perplexity", rivals=("8 bit", "4 bit"), also=("raw",),
-        lower=True, detail=_BYTES,
+        detail=_BYTES,
     ),
     Claim(
         name="speculation", claim="a token of a model twice its memory, eMMC emulated",
         command="jaxllm bench speculative --enlarge 4 --device emmc --count 4 --only systems --data DIR",
         case=".*: all tasks", metric="tpot_ms", rivals=("Std", "StdPL", "SP", "LLMCad"), also=("Std",),
-        lower=True,
     ),
     Claim(
         name="prefill", claim="perplexity by integer prefill, outliers put in",
         command="jaxllm bench prefill --full --only accuracy --model draft --data DIR",
         case=".*, with outliers put in", metric="perplexity",
         rivals=("naive-int8", "SmoothQuant", "SmoothQuant-all", "LLM.int8()", "K-Quant", "Hadamard"),
-        also=("float",), lower=True,
+        also=("float",),
     ),
 )  # fmt: skip
 
@@ -161,18 +160,18 @@ def _is_of(claim: Claim, row: Mapping[str, Any]) -> bool:
 
 def _cells(claim: Claim, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
     own = {each["system"]: each for each in rows if _is_of(claim, each)}
-    ours = own[_OURS]
+    ours, lower = own[_OURS], less_is_better(claim.metric)
 
     def better(system: str) -> float:
         value = own[system]["value"]
-        return -value if claim.lower else value
+        return -value if lower else value
 
     def beside(system: str) -> str:
         said = f"{system} {_shown(claim, own[system])}"
         if own[system]["unit"] in ("share", ""):
             return said
         pair = ours["value"], own[system]["value"]
-        top, bottom = reversed(pair) if claim.lower else pair
+        top, bottom = reversed(pair) if lower else pair
         return f"{said}, {top / bottom:.2f}x"
 
     strongest = max(claim.rivals, key=better)

@@ -11,7 +11,7 @@ from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import json_option, model_option
 
 if TYPE_CHECKING:
-    from benchmarks.traces import ContextCall, Lengths, Totals
+    from benchmarks.traces import ContextCall, Lengths
 
 
 ANSWER_TOKENS, HOURS, MAX_CONTEXTS = 32, 72.0, 100_000
@@ -154,11 +154,15 @@ def make_switching_command(
     Example:
       jaxllm bench trace make-switching --data DIR --contexts 4 --output switching.jsonl
     """
-    from benchmarks.traces import make_switching, read_azure_lengths
+    from benchmarks.traces import make_switching, read_azure
 
     if (data is None) == (azure is None):
         raise click.UsageError("say where lengths come from: --data or --azure")
-    lengths = _task_lengths(data, model) if data is not None else read_azure_lengths(azure)  # pyright: ignore
+    if azure is not None:
+        lengths = [lengths for _, lengths in read_azure(azure)]
+    else:
+        assert data is not None
+        lengths = _task_lengths(data, model)
     trace = make_switching(pattern, lengths, contexts=contexts, calls=calls, hours=hours, seed=seed)
     _write(output, trace)
 
@@ -237,15 +241,18 @@ def replay_command(
             }
         )
         return
-    _print_totals({**by_slo, **sums})
+    cells = ("{0.requests}", "{0.accuracy:.1%}", "{0.met:.1%}", "{0.right_and_met:.1%}", "{0.level:.0f} %")
+    cells += ("{0.kept_share:.0%}", "{0.ttft_ms:.2f}", "{0.tpot_ms:.2f}", "{0.planning_ms:.2f}")
+    rows = {**by_slo, **sums}.items()
+    print_columns(_COLUMNS, [[name, *(cell.format(each) for cell in cells)] for name, each in rows])
     if whole.failed:
         click.echo(f"{whole.failed} calls failed: {next(each.failure for each in outcomes if each.failure)}")
 
 
 def _write(output: Path, trace: "list[ContextCall]") -> None:
-    from benchmarks.traces import write_switching
+    from benchmarks.traces import write_trace
 
-    write_switching(output, trace)
+    write_trace(output, trace)
     active = len({each.context for each in trace})
     click.echo(
         f"{len(trace)} calls of {active} contexts over {trace[-1].time_s / 3600:.1f} hours in {output}"
@@ -265,22 +272,4 @@ def _task_lengths(data: Path, model: Path | None) -> "list[Lengths]":
         (len(prompt_ids(tokenizer, each)), len(tokenizer.encode(each.answer, add_special_tokens=False)) + 1)
         for examples in questions.examples.values()
         for each in examples
-    ]
-
-
-def _print_totals(rows: "dict[str, Totals]") -> None:
-    print_columns(_COLUMNS, [[name, *_cells(each)] for name, each in rows.items()])
-
-
-def _cells(each: "Totals") -> list[str]:
-    return [
-        str(each.requests),
-        f"{each.accuracy:.1%}",
-        f"{each.met:.1%}",
-        f"{each.right_and_met:.1%}",
-        f"{each.level:.0f} %",
-        f"{each.kept_share:.0%}",
-        f"{each.ttft_ms:.2f}",
-        f"{each.tpot_ms:.2f}",
-        f"{each.planning_ms:.2f}",
     ]

@@ -27,6 +27,7 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import open_regular
+from jaxllm.options import check_options, option
 from jaxllm.serving.elastic.objectives import Cost
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.evaluation.tasks import is_right
@@ -113,12 +114,10 @@ def make_trace(
 
     Args:
       questions: by task; all tasks are equally likely, as are the questions of one.
-      requests: number of requests.
       slos: of the apps, one app each.
       skew: app i makes requests in proportion to (i + 1)^-skew: 0 is even, a positive one gives the first
         apps more, a negative one the last.
       rate_per_s: mean arrivals per second of the Poisson process.
-      seed: of the draw.
 
     Raises:
       ConfigError: there are no questions, or a number is out of its domain.
@@ -148,8 +147,8 @@ def make_trace(
     return trace
 
 
-def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
-    """Writes a trace, a JSON line per request, whole or not at all.
+def write_trace(path: Path, trace: "Iterable[TraceRequest | ContextCall]") -> None:
+    """Writes a trace, a JSON line per call, whole or not at all.
 
     Raises:
       ConfigError: it cannot be written.
@@ -164,6 +163,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
       ConfigError: it cannot be read, is malformed, or too long.
     """
     return read_lines(path, TraceRequest.from_json)
+
+
+_NO_COST = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,13 +186,13 @@ class Outcome:
     """
 
     request: TraceRequest
-    right: bool
-    met: bool
-    cost: Cost
-    level: int
-    kept_share: float
-    source: str
-    planning_ms: float
+    right: bool = False
+    met: bool = False
+    cost: Cost = _NO_COST
+    level: int = 0
+    kept_share: float = 0.0
+    source: str = "failed"
+    planning_ms: float = 0.0
     confident: bool = False
     failure: str | None = None
 
@@ -208,8 +210,6 @@ def replay(
     A request that does not fit the context fails: it is neither right nor in time.
 
     Args:
-      service: that answers.
-      trace: the requests.
       answer_tokens: most tokens of an answer.
       progress: called with ("replay", requests done, requests in all).
     """
@@ -219,7 +219,7 @@ def replay(
             answer = service.call(request.example, slo=request.slo, max_tokens=answer_tokens).result()
             outcomes.append(outcome_of(request, answer))
         except ContextOverflow as error:
-            outcomes.append(failed(request, str(error)))
+            outcomes.append(Outcome(request=request, failure=str(error)))
         if progress is not None:
             progress("replay", done, len(trace))
     return outcomes
@@ -227,26 +227,18 @@ def replay(
 
 def outcome_of(request: TraceRequest, answer: Answer) -> Outcome:
     """The outcome of a finished answer."""
-    plan, cost = answer.plan, answer.cost
+    plan = answer.plan
     return Outcome(
         request=request,
         right=is_right(request.example, answer.text),
         met=bool(answer.met),
-        cost=cost,
+        cost=answer.cost,
         level=plan.level,
         kept_share=len(plan.kept) / plan.prompt_tokens,
         source=plan.source,
         planning_ms=plan.planning_ms,
         confident=plan.confident,
     )
-
-
-def failed(request: TraceRequest, failure: str) -> Outcome:
-    """The outcome of a request without an answer."""
-    return Outcome(
-        request=request, right=False, met=False, cost=Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=0), level=0,
-        kept_share=0.0, source="failed", planning_ms=0.0, failure=failure,
-    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,23 +270,28 @@ def totals(outcomes: Sequence[Outcome]) -> Totals:
     """Means over at least one outcome."""
     answered = [each for each in outcomes if each.failure is None]
 
-    def share(value: Callable[[Outcome], bool]) -> float:
-        return sum(map(value, outcomes)) / len(outcomes)
+    def mean(values: Iterable[float], count: int) -> float:
+        return sum(values) / max(1, count)
 
-    def mean(value: Callable[[Outcome], float]) -> float:
-        return sum(map(value, answered)) / max(1, len(answered))
-
+    shares = {
+        "accuracy": (each.right for each in outcomes),
+        "met": (each.met for each in outcomes),
+        "right_and_met": (each.right and each.met for each in outcomes),
+    }
+    means = {
+        name: mean((getattr(each, name) for each in answered), len(answered))
+        for name in ("level", "kept_share", "planning_ms")
+    }
+    costs = {
+        name: mean((getattr(each.cost, name) for each in answered), len(answered))
+        for name in ("ttft_ms", "tpot_ms")
+    }
     return Totals(
         requests=len(outcomes),
         failed=len(outcomes) - len(answered),
-        accuracy=share(lambda each: each.right),
-        met=share(lambda each: each.met),
-        right_and_met=share(lambda each: each.right and each.met),
-        level=mean(lambda each: each.level),
-        kept_share=mean(lambda each: each.kept_share),
-        ttft_ms=mean(lambda each: each.cost.ttft_ms),
-        tpot_ms=mean(lambda each: each.cost.tpot_ms),
-        planning_ms=mean(lambda each: each.planning_ms),
+        **{name: mean(flags, len(outcomes)) for name, flags in shares.items()},
+        **means,
+        **costs,
     )
 
 
@@ -326,21 +323,17 @@ class ContextCall:
       answer_tokens: that the answer adds.
     """
 
-    time_s: float
-    context: int
-    prompt_tokens: int
-    answer_tokens: int
+    time_s: float = option(low=0)
+    context: int = option(low=0, high=MAX_CONTEXTS - 1)
+    prompt_tokens: int = option(low=1, high=_MAX_TOKENS)
+    answer_tokens: int = option(low=1, high=_MAX_TOKENS)
 
     def __post_init__(self) -> None:
-        counts = (self.context, self.prompt_tokens, self.answer_tokens)
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in counts):
-            raise ConfigError(f"a call's context and tokens are whole numbers, got {counts}")
-        if not 0 <= self.context < MAX_CONTEXTS:
-            raise ConfigError(f"contexts are numbered from 0 to {MAX_CONTEXTS - 1}, got {self.context}")
-        if not 1 <= self.prompt_tokens <= _MAX_TOKENS or not 1 <= self.answer_tokens <= _MAX_TOKENS:
-            raise ConfigError(f"a call has 1 to {_MAX_TOKENS} tokens on either side, got {counts[1:]}")
-        if not 0 <= self.time_s < float("inf"):
-            raise ConfigError(f"a call at {self.time_s} s")
+        check_options(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for `from_json`."""
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ContextCall":
@@ -404,10 +397,6 @@ def make_switching(
     Args:
       pattern: one of `PATTERNS`.
       lengths: (prompt, answer) tokens of real calls.
-      contexts: number of active contexts.
-      calls: number of calls.
-      hours: length of the trace.
-      seed: of the draw.
 
     Raises:
       ConfigError: an argument is out of its domain.
@@ -437,15 +426,6 @@ def make_switching(
     return trace
 
 
-def write_switching(path: Path, trace: Iterable[ContextCall]) -> None:
-    """Writes a trace, a JSON line per call, whole or not at all.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
-    write_lines(path, map(dataclasses.asdict, trace))
-
-
 def read_switching(path: Path) -> list[ContextCall]:
     """Reads a trace that `write_switching` wrote.
 
@@ -453,11 +433,6 @@ def read_switching(path: Path) -> list[ContextCall]:
       ConfigError: it cannot be read, is malformed, or too long.
     """
     return read_lines(path, ContextCall.from_json)
-
-
-def read_azure_lengths(path: Path) -> list[Lengths]:
-    """(prompt, answer) tokens of the requests of a trace (see `read_azure`)."""
-    return [lengths for _, lengths in read_azure(path)]
 
 
 def read_azure(path: Path) -> list[tuple[float, Lengths]]:
@@ -468,16 +443,22 @@ def read_azure(path: Path) -> list[tuple[float, Lengths]]:
       ConfigError: it cannot be read or is malformed.
     """
     requests: list[tuple[float, Lengths]] = []
-    first: datetime | None = None
-    for number, row in enumerate(_csv_rows(path), 2):
-        try:
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-            first = first or at
-            lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            requests.append(((at - first).total_seconds(), lengths))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path}, line {number}: {error!s:.200}") from error
-    return [(at, (prompt, answer)) for at, (prompt, answer) in requests if prompt > 0 and answer > 0]
+    first, reader = None, None
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            for row in itertools.islice(reader, MAX_ENTRIES):
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                first = first or at
+                lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                if min(lengths) > 0:
+                    requests.append(((at - first).total_seconds(), lengths))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: the trace cannot be read ({error!s:.200})") from error
+    except (KeyError, TypeError, ValueError) as error:
+        line = reader.line_num if reader else 1
+        raise ConfigError(f"{path}, line {line}: {error!s:.200}") from error
+    return requests
 
 
 def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1.0) -> list[ContextCall]:
@@ -524,14 +505,6 @@ def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1
         )
 
     return read_lines(path, call)
-
-
-def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
-    try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            yield from itertools.islice(csv.DictReader(file), MAX_ENTRIES)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: the trace cannot be read ({error!s:.200})") from error
 
 
 Entry = TypeVar("Entry")

@@ -14,7 +14,12 @@ MOST_LINES, MOST_PARAMETERS = 600, 8
 # Bindings have the parameters of their kernels.
 BINDINGS = ("jaxllm/kernels/native*.py",)
 # Commands have a parameter for each option.
-COMMANDS = ("jaxllm/cli/*.py", "jaxllm/cli/*/*.py", "benchmarks/*/command.py", "benchmarks/trace_command.py")
+COMMANDS = (
+    "jaxllm/cli/*.py",
+    "jaxllm/cli/*/*.py",
+    "benchmarks/train/__init__.py",
+    "benchmarks/trace_command.py",
+)
 # File -> functions whose parameters hypothesis draws: they are the sizes of one case.
 DRAWN = {
     "tests/kernels/test_attention.py": {"case", "test_any_shape"},

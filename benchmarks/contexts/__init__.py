@@ -23,6 +23,11 @@ too; of ours until all chunks have been read, where the prompt is computed meanw
 that was called last is no switch. Contexts are computed once, and stored and kept by each system.
 """
 
+import dataclasses
+from typing import Literal, NamedTuple
+
+from benchmarks.harness.bench import PHONES, DataPlan, ShapePlan, devices_of, parts_of, sized
+
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
     "switching": "time to switch contexts, on every system",
@@ -37,3 +42,73 @@ PARTS = {
     "quality": "perplexity, accuracy and recall of compressed contexts",
     "density": "the same for widths by density, and flat and shuffled ones in equal bytes",
 }
+# Of models without a trained answer, and of counted bytes nothing is timed.
+UNTIMED = ("traffic", "quality", "density")
+
+
+class Setting(NamedTuple):
+    """How chunks are stored, for the part `density`.
+
+    Attributes:
+      codec: its name.
+      chunk_tokens: of a chunk.
+      outliers: whether the model's keys have outliers put in (see `quality.py`).
+    """
+
+    codec: str
+    chunk_tokens: int
+    outliers: bool = False
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        return f"{self.codec}, chunks of {self.chunk_tokens}{', outliers' if self.outliers else ''}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(ShapePlan, DataPlan):
+    """Sizes of one run; what an option asks for is said there.
+
+    Attributes:
+      devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
+      fitting: number of contexts of ours that fit into the budget with all of their chunks.
+      chunk_tokens: sizes of chunks to compare, besides the paper's.
+      repeats: of each timing of inference.
+      budget_shares: budgets to compare, as shares of the one that fits `fitting` contexts.
+      context_tokens: most tokens of contexts to compare, as far as the model's window goes.
+      interval_s: mean seconds between calls to compare.
+      texts, passages: windows that perplexity is measured in, and chunks whose beginning is repeated.
+      questions: of each task.
+      settings, ratios: how chunks are stored and with what share of the bytes, where densities are compared;
+        ratios that a setting's scales leave no room for are left out, and told.
+      density_texts: contexts in which they are.
+      seed: of all draws.
+    """
+
+    contexts: tuple[int, ...] = sized((2, 4, 8, 16), "Number of active contexts.", quick=(4,), low=1)
+    patterns: tuple[Literal["random", "markov", "gaussian"], ...] = sized(
+        ("random", "markov", "gaussian"), "Order in which contexts are called.", "--pattern",
+        quick=("random",),
+    )  # fmt: skip
+    calls: int = sized(
+        30, "Calls of each trace, over 72 hours: 864 are one in five minutes.", quick=10, low=4
+    )
+    devices: tuple[str, ...] = devices_of(PHONES)
+    parts: tuple[str, ...] = parts_of(PARTS)
+    fitting: int = sized(8, quick=4)
+    chunk_tokens: tuple[int, ...] = sized((8, 32, 64), quick=(32,))
+    repeats: int = sized(5, quick=2)
+    budget_shares: tuple[float, ...] = sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
+    context_tokens: tuple[int, ...] = sized((256, 512, 1024, 2048, 4096), quick=(512,))
+    interval_s: tuple[float, ...] = (0.0, 0.25, 1.0)
+    texts: int = sized(96, quick=6)
+    passages: int = sized(96, quick=6)
+    questions: int = sized(20, quick=1)
+    # Outliers of channels do not matter where each has a scale of its own.
+    settings: tuple[Setting, ...] = sized(
+        (Setting("channel", 16), Setting("channel", 32), Setting("channel", 64), Setting("token", 16, True)),
+        quick=(Setting("channel", 32),),
+    )
+    ratios: tuple[float, ...] = sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
+    density_texts: int = sized(64, quick=6)
+    seed: int = 0

@@ -15,19 +15,35 @@ Puts outliers into the keys of a model without changing what it computes.
 A pair of channels that rotary embedding turns together is made larger in keys by a power of two, and smaller
 in queries: their products are the same. Large models have such channels by themselves (KIVI, arXiv
 2402.02750, figure 2).
+
+Tests whether widths by density matter (LLMS, sections 3.2 and 5.2): at equal bytes, against the same ones
+shuffled over the chunks, and against flat ones.
+
+Each context is computed once and restored at every ratio with widths
+
+- by density, as ours;
+- shuffled: ours, at random places;
+- flat: at most two neighbouring widths, spread evenly, whatever the chunks say.
+
+A trained model goes on behind it. Every difference is taken context by context, and given with its 95 %
+interval: where that holds 0, density was not shown to matter.
 """
 
+import contextlib
 import dataclasses
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks.contexts import Plan, Setting
 from benchmarks.contexts.switching import copied
-from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.harness.bench import Run
 from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.samples import read_examples, story_tokens, text_windows
 from benchmarks.traces import TRACE_TASKS
@@ -41,9 +57,8 @@ from jaxllm.quant import BlockedArray
 from jaxllm.serving.contexts.chunk_io import ChunkIO, kept_by
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Origin, Record
-from jaxllm.serving.contexts.saving import grown_record
+from jaxllm.serving.contexts.saving import grown_record, least_ratio
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
@@ -58,71 +73,45 @@ RATIOS = {OURS: ContextOptions.ratio}
 _BEGUN_SHARE = 0.5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QualityPlan(BasePlan):
-    """Sizes.
-
-    Attributes:
-      texts: windows that perplexity is measured in.
-      questions: of each task.
-      passages: chunks whose beginning is repeated, all chunks in turn.
-      context_share: of the window that is stored; the rest is fed behind it.
-      codec, chunk_tokens: of chunks, as those of services by default.
-      seed: of all draws.
-    """
-
-    texts: int = sized(96, quick=6)
-    questions: int = sized(20, quick=1)
-    passages: int = sized(96, quick=6)
-    context_share: float = 0.75
-    codec: str = CODEC
-    chunk_tokens: int = CODEC_CHUNK_TOKENS
-    seed: int = 0
+# Of the window that is stored; the rest is fed behind it.
+STORED_SHARE = 0.75
 
 
-def quality_rows(model: Path, data: Path | None, plan: QualityPlan, progress: Progress = silent) -> list[Row]:
-    """Perplexity, accuracy and recall of every encoding.
-
-    Args:
-      model: a bundle of a trained model.
-      data: the folder of texts and tasks, whose validation halves are read; None takes packaged samples.
-      plan: how much.
-      progress: called with (stage, done, total).
+def quality_rows(bench: Run[Plan]) -> list[Row]:
+    """Perplexity, accuracy and recall of every encoding, as services store chunks.
 
     Raises:
       ConfigError: the data are not there, or too little.
     """
-    options = EngineOptions(kv_codec=plan.codec, kv_chunk_tokens=plan.chunk_tokens)
-    engine = Engine.open(model, options=options, progress=progress)
+    options = EngineOptions(kv_codec=CODEC, kv_chunk_tokens=CODEC_CHUNK_TOKENS)
+    engine = Engine.open(bench.path(), options=options, progress=bench.progress)
     window = engine.options.context_tokens
-    Scorer(engine.runner).prepare(window, progress)
+    Scorer(engine.runner).prepare(window, bench.progress)
     chunk_io = ChunkIO(engine.runner, kept_by(engine))
-    stored_tokens = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
-    stories = story_tokens(engine.tokenizer, data)
+    stored_tokens = int(STORED_SHARE * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
+    stories = story_tokens(engine.tokenizer, bench.plan.data)
     return [
-        *_perplexity(chunk_io, stories, stored_tokens, plan, progress),
-        *_accuracy(engine, chunk_io, data, stored_tokens, plan, progress),
-        *_passages(chunk_io, stories, stored_tokens, plan, progress),
+        *_perplexity(chunk_io, stories, stored_tokens, bench),
+        *_accuracy(engine, chunk_io, stored_tokens, bench),
+        *_passages(chunk_io, stories, stored_tokens, bench),
     ]
 
 
-def _perplexity(
-    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress
-) -> list[Row]:
-    window, scorer = chunk_io.runner.options.context_tokens, Scorer(chunk_io.runner)
-    loss, count, sizes, widths = {}, 0, {}, {}
+def _perplexity(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench: Run[Plan]) -> list[Row]:
+    window, scorer, plan = chunk_io.runner.options.context_tokens, Scorer(chunk_io.runner), bench.plan
+    loss, count, sizes, widths = Counter[str](), 0, {}, {}
     for number, text in enumerate(text_windows(stories, window, plan.texts)):
         stored = Stored.of(chunk_io, text[:stored_tokens], RATIOS, plan.seed + number)
         later = text[stored_tokens - 1 :]
         for encoding in stored.encodings:
             # The first token behind the context is predicted by the last stored one, which is not fed.
             scores = scorer.score(later[1:-1], later[2:], stored.restored(encoding))
-            loss[encoding] = loss.get(encoding, 0.0) - float(scores.sum(dtype="float64"))
+            loss[encoding] -= float(scores.sum(dtype="float64"))  # pyright: ignore[reportArgumentType]
             sizes[encoding] = stored.bytes_of(encoding)
             if encoding in stored.widths:
                 widths.setdefault(encoding, Counter()).update(stored.widths[encoding].tolist())
         count += len(later) - 2
-        _tell(progress, "perplexity", number + 1, plan.texts)
+        bench.progress("perplexity", number + 1, plan.texts)
     values = {encoding: math.exp(each / count) for encoding, each in loss.items()}
     notes = {
         encoding: f"{value / values[EIGHT] - 1:+.2%} against {EIGHT}; "
@@ -133,19 +122,11 @@ def _perplexity(
     return compared(f"text behind {stored_tokens} stored tokens", "perplexity", values, notes)
 
 
-def _accuracy(
-    engine: Engine,
-    chunk_io: ChunkIO,
-    data: Path | None,
-    stored_tokens: int,
-    plan: QualityPlan,
-    progress: Progress,
-) -> list[Row]:
-    examples = read_examples(TRACE_TASKS, data, plan.questions)
-    end = end_of_turn_id(engine.tokenizer)
+def _accuracy(engine: Engine, chunk_io: ChunkIO, stored_tokens: int, bench: Run[Plan]) -> list[Row]:
+    examples = read_examples(TRACE_TASKS, bench.plan.data, bench.plan.questions)
+    end, scorer = end_of_turn_id(engine.tokenizer), Scorer(chunk_io.runner)
     right: dict[str, list[bool]] = {}
-    asked = sum(len(each) for each in examples.values())
-    done = 0
+    asked, done = sum(map(len, examples.values())), 0
     for group in examples.values():
         said = [_exchange(engine, each, end) for each in group]
         for place, example in enumerate(group):
@@ -160,13 +141,17 @@ def _accuracy(
             if not 0 < len(question.trunk) - tail <= size:
                 continue
             before, trunk = whole[-tail - size : -tail], whole[-tail:]
-            stored = Stored.of(chunk_io, before, RATIOS, plan.seed + done)
+            stored = Stored.of(chunk_io, before, RATIOS, bench.plan.seed + done)
             for encoding in stored.encodings:
                 restored = stored.restored(encoding)
-                scores = [_score(chunk_io, copied(restored), trunk, list(each)) for each in question.branches]
+                scores = []
+                for branch in question.branches:
+                    ids = [*trunk, *branch]
+                    found = scorer.score(ids[:-1], ids[1:], copied(restored))
+                    scores.append(float(found[len(trunk) - 1 :].sum()))
                 chosen = example.options[int(np.argmax(scores))]
                 right.setdefault(encoding, []).append(chosen == example.answer)
-            _tell(progress, "questions", done, asked)
+            bench.progress("questions", done, asked)
     if not right:
         raise ConfigError(
             f"no question is stored in whole chunks of {stored_tokens} tokens; take a model of a longer "
@@ -181,10 +166,8 @@ def _accuracy(
     return compared(f"questions in up to {stored_tokens} stored tokens", "accuracy", shares, notes)
 
 
-def _passages(
-    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress
-) -> list[Row]:
-    scorer, size = Scorer(chunk_io.runner), chunk_io.chunk_tokens
+def _passages(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench: Run[Plan]) -> list[Row]:
+    scorer, size, plan = Scorer(chunk_io.runner), chunk_io.chunk_tokens, bench.plan
     chunks, begun = stored_tokens // size, round(_BEGUN_SHARE * size)
     gains: dict[str, list[float]] = {}
     texts = list(text_windows(stories, stored_tokens + size, plan.passages))
@@ -197,23 +180,22 @@ def _passages(
         def rest(cache: KVCache, passage: list[int] = passage) -> float:
             return float(scorer.score(passage[:-1], passage[1:], cache)[begun - 1 :].mean())
 
-        without = Stored.of(chunk_io, [*context[:at], *other, *context[at + size :]], {}, plan.seed)
+        without = Stored.raw(chunk_io, [*context[:at], *other, *context[at + size :]])
         unseen = rest(without.restored(RAW))
         stored = Stored.of(chunk_io, context, RATIOS, plan.seed + number)
         for encoding in stored.encodings:
             gains.setdefault(encoding, []).append(rest(stored.restored(encoding)) - unseen)
-        _tell(progress, "passages", number + 1, len(texts))
-    values = {encoding: float(np.mean(each)) for encoding, each in gains.items()}
-    notes = {}
+        bench.progress("passages", number + 1, len(texts))
+    # Around zero there is no ratio.
+    case, rows = f"passage of {stored_tokens} stored tokens repeated", []
     for encoding, each in gains.items():
         lost = np.array(each) - np.array(gains[EIGHT])
-        notes[encoding] = (
+        note = (
             f"{lost.mean():+.4f} ± {lost.std() / math.sqrt(len(lost)):.4f} against {EIGHT}; {len(each)} "
             f"passages, in turn of {chunks} chunks"
         )
-    # Around zero there is no ratio.
-    case = f"passage of {stored_tokens} stored tokens repeated"
-    return [row(case, "recall", value, notes[each], system=each) for each, value in values.items()]
+        rows.append(row(case, "recall", float(np.mean(each)), note, system=encoding))
+    return rows
 
 
 def _said(widths: Counter[int] | None) -> str:
@@ -224,21 +206,10 @@ def _said(widths: Counter[int] | None) -> str:
     return f", chunks: {counts}"
 
 
-def _score(chunk_io: ChunkIO, cache: KVCache, trunk: list[int], branch: list[int]) -> float:
-    """Log-probability of an answer behind the end of a question."""
-    whole = [*trunk, *branch]
-    scores = Scorer(chunk_io.runner).score(whole[:-1], whole[1:], cache)
-    return float(scores[len(trunk) - 1 :].sum())
-
-
 def _exchange(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
     """Token ids of a question with its right answer, as a context holds them."""
     answer = engine.tokenizer.encode(example.answer, add_special_tokens=False)
     return [*prompt_ids(engine.tokenizer, example), *answer, *([] if end is None else [end])]
-
-
-def _tell(progress: Progress, stage: str, done: int, total: int) -> None:
-    progress(stage, done, total)
 
 
 RAW = "raw"
@@ -265,7 +236,7 @@ class Stored:
 
     chunk_io: ChunkIO
     cache: KVCache
-    widths: Mapping[str, np.ndarray]
+    widths: dict[Any, np.ndarray]
 
     @classmethod
     def of(cls, chunk_io: ChunkIO, tokens: list[int], ratios: Mapping[str, float], seed: int) -> "Stored":
@@ -276,15 +247,14 @@ class Stored:
           tokens: of the context; as many as fill whole chunks.
           ratios: by encoding, of the bytes of 8 bits; each is also there with its widths shuffled over the
             chunks but the newest.
-          seed: of the shuffling.
         """
-        raw = cls.raw(chunk_io, tokens)
-        widths = {name: np.full(len(tokens) // chunk_io.chunk_tokens, bits) for name, bits in _FLAT.items()}
+        stored, chunks = cls.raw(chunk_io, tokens), len(tokens) // chunk_io.chunk_tokens
+        stored.widths.update({name: np.full(chunks, bits) for name, bits in _FLAT.items()})
         for name, ratio in ratios.items():
-            widths[name] = bits = density_widths(chunk_io, tokens, raw.cache, ratio)
+            stored.widths[name] = bits = density_widths(chunk_io, tokens, stored.cache, ratio)
             shuffled = np.random.default_rng(seed).permutation(bits[:-1])
-            widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
-        return cls(chunk_io, raw.cache, widths)
+            stored.widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
+        return stored
 
     @classmethod
     def raw(cls, chunk_io: ChunkIO, tokens: list[int]) -> "Stored":
@@ -299,7 +269,7 @@ class Stored:
         """Names of all encodings, ours first."""
         return sorted([*self.widths, RAW], key=lambda name: not name.startswith(OURS))
 
-    def restored(self, encoding: str) -> KVCache:
+    def restored(self, encoding: Any) -> KVCache:
         """The cache as it is restored from an encoding."""
         if encoding == RAW:
             return copied(self.cache)
@@ -309,7 +279,7 @@ class Stored:
         jax.block_until_ready(cache.keys)
         return dataclasses.replace(cache, length=np.int32(len(coded) * self.chunk_io.chunk_tokens))
 
-    def bytes_of(self, encoding: str) -> int:
+    def bytes_of(self, encoding: Any) -> int:
         """Bytes of all chunks in an encoding."""
         if encoding == RAW:
             return sum(each.nbytes for each in (*self.cache.keys, *self.cache.values))
@@ -369,3 +339,126 @@ def _scaled(weight: BlockedArray, cfg: ModelConfig, factor: float) -> BlockedArr
     scale = np.array(weight.scale)
     scale[: units * rows] *= np.tile(by, units * rows // cfg.head_dim)
     return dataclasses.replace(weight, scale=scale)  # pyright: ignore[reportArgumentType]: a host array
+
+
+SHUFFLED, FLAT = "shuffled", "flat"
+KINDS = (OURS, SHUFFLED, FLAT)
+# Standard errors on either side of a mean in its 95 % interval.
+_NORMAL_95 = 1.96
+
+
+def density_rows(bench: Run[Plan]) -> list[Row]:
+    """Perplexity and recall of the three kinds of widths, by setting and ratio.
+
+    Raises:
+      ConfigError: there is too little text, or outliers cannot be put into the model.
+    """
+    rows, model = [], bench.path()
+    with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
+        changed = Path(folder) / "outliers.jaxllm"
+        if any(each.outliers for each in bench.plan.settings):
+            write_with_outliers(model, changed)
+        for setting in bench.plan.settings:
+            path = changed if setting.outliers else model
+            options = EngineOptions(kv_codec=setting.codec, kv_chunk_tokens=setting.chunk_tokens)
+            with contextlib.closing(Engine.open(path, options=options, progress=bench.progress)) as engine:
+                rows += _setting_rows(engine, setting, bench)
+    return rows
+
+
+def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Row]:
+    plan, window = bench.plan, engine.options.context_tokens
+    chunk_io, scorer = ChunkIO(engine.runner, kept_by(engine)), Scorer(engine.runner)
+    scorer.prepare(window, bench.progress)
+    size = chunk_io.chunk_tokens
+    chunks = int(STORED_SHARE * window) // size
+    # Ratios have few digits: 0.4 is not exactly two fifths.
+    ratios = [each for each in plan.ratios if each >= least_ratio(chunk_io) - 1e-6]
+    if not ratios:
+        raise ConfigError(f"{setting.name}: scales leave no room for any of the ratios {plan.ratios}")
+    losses: dict[tuple[float, str], list[tuple[float, float]]] = {}
+    sizes: dict[tuple[float, str], list[int]] = {}
+    texts = list(text_windows(story_tokens(engine.tokenizer, plan.data), window, plan.density_texts))
+    for number, text in enumerate(texts):
+        # All chunks in turn are repeated; where there are fewer texts, chunks spread over the context.
+        at = number * chunks // len(texts) if len(texts) < chunks else number % chunks
+        stored = Stored.raw(chunk_io, text[: chunks * size])
+        draw = np.random.default_rng(plan.seed + number)
+        for ratio in ratios:
+            _add_widths(stored, text[: chunks * size], ratio, draw)
+        for key, found in _losses(stored, text, text[at * size : (at + 1) * size], scorer).items():
+            losses.setdefault(key, []).append(found)
+            sizes.setdefault(key, []).append(stored.bytes_of(key))
+        bench.progress(f"density, {setting.name}", number + 1, len(texts))
+    left_out = ", ".join(f"{each:g}" for each in plan.ratios if each not in ratios)
+    told = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
+    rows = []
+    for ratio in ratios:
+        whole = chunks * chunk_io.reference_bytes
+        shares = {kind: float(np.mean(sizes[ratio, kind])) / whole for kind in KINDS}
+        for place, metric in enumerate(("perplexity", "recall_loss")):
+            nats = {kind: np.array([each[place] for each in losses[ratio, kind]]) for kind in KINDS}
+            means = {kind: float(each.mean()) for kind, each in nats.items()}
+            rows += compared(
+                f"density: {setting.name}, ratio {ratio:g}, {chunks * size} stored tokens",
+                metric,
+                {kind: math.exp(each) for kind, each in means.items()} if place == 0 else means,
+                {
+                    kind: f"{shares[kind]:.3f} of the bytes{_difference(nats[OURS], each)}; {len(each)} "
+                    f"contexts{told}"
+                    for kind, each in nats.items()
+                },
+            )
+    return rows
+
+
+def _add_widths(stored: Stored, tokens: list[int], ratio: float, draw: np.random.Generator) -> None:
+    """Gives a context widths of every kind."""
+    sizes = {each: stored.chunk_io.chunk_bytes(each) for each in WIDTHS}
+    bits = density_widths(stored.chunk_io, tokens, stored.cache, ratio)
+    taken = sum(sizes[each] for each in bits.tolist())
+    stored.widths[ratio, OURS] = bits
+    stored.widths[ratio, SHUFFLED] = draw.permutation(bits)
+    stored.widths[ratio, FLAT] = flat_widths(len(bits), taken, sizes)
+
+
+def flat_widths(count: int, budget_bytes: int, sizes: Mapping[int, int]) -> np.ndarray:
+    """Two neighbouring widths, the wider of which is spread evenly over `count` chunks.
+
+    Args:
+      budget_bytes: that all take at most.
+      sizes: bits -> bytes of a chunk.
+    """
+    for wide, narrow in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[-1]), strict=True):
+        left = budget_bytes - count * sizes[narrow]
+        if left < 0:
+            continue
+        wider = min(count, left // (sizes[wide] - sizes[narrow])) if wide != narrow else 0
+        steps = np.arange(count + 1) * wider // count if count else np.zeros(1, int)
+        return np.where(np.diff(steps) > 0, wide, narrow)
+    raise ConfigError(f"{count} chunks take more than {budget_bytes} bytes at {min(WIDTHS)} bits")
+
+
+def _losses(
+    stored: Stored, text: list[int], passage: list[int], scorer: Scorer
+) -> dict[tuple[float, str], tuple[float, float]]:
+    """By ratio and kind, the loss (nats per token) behind a context, and of the second half of a chunk when
+    all of it is repeated."""
+    # The first token behind the context is predicted by the last stored one, which is not fed.
+    later = text[int(stored.cache.length) :]
+    known: dict[bytes, tuple[float, float]] = {}
+    for key, bits in stored.widths.items():
+        if (same := bits.tobytes()) not in known:
+            behind = scorer.score(later[:-1], later[1:], stored.restored(key))
+            again = scorer.score(passage[:-1], passage[1:], stored.restored(key))[len(passage) // 2 - 1 :]
+            known[same] = -float(behind.mean(dtype=np.float64)), -float(again.mean(dtype=np.float64))
+    return {key: known[bits.tobytes()] for key, bits in stored.widths.items()}
+
+
+def _difference(ours: np.ndarray, other: np.ndarray) -> str:
+    """How many more nats per token another one loses than ours, with its 95 % interval."""
+    if other is ours:
+        return ""
+    more = other - ours
+    half = _NORMAL_95 * float(more.std(ddof=1)) / math.sqrt(len(more)) if len(more) > 1 else math.inf
+    return f"; {more.mean():+.4f} ± {half:.4f} nats/token against {OURS}"

@@ -1,23 +1,16 @@
-"""Describes ours and the baselines as options of one context manager.
+"""Describes ours and the baselines as options of one context manager, and replays a switching trace on each.
 
-Describes a case on which systems are compared.
-
-Counts how long flushes to storage take, so that times can be given with and without them.
-
-Computes contexts with a history once, for every system to store and keep.
-
-Replays a switching trace on one system, and times each switch.
-
-Defines the sizes of a run, and makes the engines, histories and traces of its cells, each once.
+Contexts with a history are computed once, for every system to store and keep. How long flushes to storage
+take is counted, so that times can be given with and without them.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,12 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.contexts import PARTS
-from benchmarks.harness.machine import PHONES, REAL, Device, EnergyMeter, named_devices
-from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.contexts import Plan
+from benchmarks.harness.bench import Run
+from benchmarks.harness.machine import REAL, Device, EnergyMeter
 from benchmarks.harness.report import OURS
 from benchmarks.traces import ContextCall, Lengths, make_switching
-from jaxllm.bundle import WeightFormat
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.serving.buckets.bucket import no_chunks
@@ -43,7 +35,6 @@ from jaxllm.serving.engine.request import Session
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.plan import Restoration
 from jaxllm.serving.host.direct_io import Storage
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 
@@ -120,7 +111,7 @@ class Cell:
     contexts: int
     device: Device
     budget_bytes: int
-    interval_s: float = sized(0.0, quick=(0.1,))
+    interval_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -129,104 +120,53 @@ class Cell:
         return f"{self.pattern}, {self.contexts} contexts in {size}, {self.device.name}"
 
 
-class FlushClock:
-    """The time that `os.fsync` took, in all threads.
+@contextmanager
+def flush_times() -> Iterator[list[float]]:
+    """Milliseconds of each `os.fsync` in the block, in all threads. Nothing else in the process may replace
+    `os.fsync` meanwhile."""
+    flush, taken_ms = os.fsync, []
 
-    Attributes:
-      ms: since it was made, or reset.
-    """
-
-    def __init__(self) -> None:
-        self.ms = 0.0
-
-    def reset(self) -> float:
-        """The time so far, which begins anew."""
-        taken, self.ms = self.ms, 0.0
-        return taken
-
-    @contextmanager
-    def running(self) -> Iterator["FlushClock"]:
-        """Counts until the end of the block. Nothing else in the process may replace `os.fsync` meanwhile."""
-        flush = os.fsync
-
-        def timed(file: int) -> None:
-            began = time.perf_counter()
-            try:
-                flush(file)
-            finally:
-                self.ms += 1000 * (time.perf_counter() - began)
-
-        os.fsync = timed  # pyright: ignore[reportAttributeAccessIssue]: files of other kinds are not flushed here
+    def timed(file: int) -> None:
+        began = time.perf_counter()
         try:
-            yield self
+            flush(file)
         finally:
-            os.fsync = flush
+            taken_ms.append(1000 * (time.perf_counter() - began))
+
+    os.fsync = timed  # pyright: ignore[reportAttributeAccessIssue]: files of other kinds are not flushed here
+    try:
+        yield taken_ms
+    finally:
+        os.fsync = flush
 
 
 # The first ids of every tokenizer are special tokens.
 _FIRST_TOKEN = 16
+# A context's tokens, and its cache with all of them.
+History = tuple[list[int], KVCache]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Histories:
-    """The tokens of some contexts, and their keys and values.
+def compute_history(engine: Engine, length: int, draw: np.random.Generator) -> History:
+    """Draws and feeds tokens; keys and values do not depend on the engine's codec."""
+    tokens, runner = random_tokens(engine, length, draw), engine.runner
+    _, cache = prefill_prompt(runner, runner.start(engine.options.context_tokens), tokens, 0)
+    return tokens, jax.block_until_ready(cache)
 
-    Attributes:
-      tokens: of each context.
-      caches: of each context, with all of its tokens.
-    """
 
-    tokens: Sequence[list[int]]
-    caches: Sequence[KVCache]
-
-    @classmethod
-    def compute(
-        cls, engine: Engine, lengths: Sequence[int], seed: int, progress: Progress = silent
-    ) -> "Histories":
-        """Draws tokens and feeds them.
-
-        Args:
-          engine: keeps contexts; keys and values do not depend on its codec.
-          lengths: tokens of each context.
-          seed: of the draw.
-          progress: called with ("prefill", tokens fed, tokens in all).
-        """
-        draw, runner = np.random.default_rng(seed), engine.runner
-        tokens, caches, done = [], [], 0
-        for length in lengths:
-            ids = random_tokens(engine, length, draw)
-            _, cache = prefill_prompt(runner, runner.start(engine.options.context_tokens), ids, 0)
-            tokens.append(ids)
-            caches.append(jax.block_until_ready(cache))
-            done += length
-            progress("prefill", done, sum(lengths))
-        return cls(tokens, caches)
-
-    def repeated(self, times: int) -> "Histories":
-        """The same contexts so many times, in the same memory."""
-        return Histories(times * list(self.tokens), times * list(self.caches))
-
-    def first(self, lengths: Sequence[int]) -> "Histories":
-        """The beginnings of the first contexts, each of its length."""
-        kept = zip(self.tokens, self.caches, lengths, strict=False)
-        # Attention never reads behind a context's length.
-        found = [(ids[:length], dataclasses.replace(c, length=np.int32(length))) for ids, c, length in kept]
-        return Histories(*map(list, zip(*found, strict=True)))
-
-    def keep(self, contexts: Contexts) -> list[Context]:
-        """Contexts with these histories, as if a call had just ended in each, in order."""
-        made = []
-        for tokens, cache in zip(self.tokens, self.caches, strict=True):
-            context = Context(contexts, contexts.create("bench"))
-            session, length = Session(), len(tokens)
-            turn = contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
-            if contexts.engine.options.attend_coded and cache.coded is None:
-                cache = dataclasses.replace(cache, coded=no_chunks(contexts.engine.options))
-            # A copy: dispatches donate the cache.
-            session.tokens, session.cache = list(tokens), copied(cache)
-            contexts.finish(turn, tokens, 0)
-            made.append(context)
-        return made
+def keep(histories: Sequence[History], contexts: Contexts) -> list[Context]:
+    """Contexts with these histories, as if a call had just ended in each, in order."""
+    made = []
+    for tokens, cache in histories:
+        context = Context(contexts, contexts.create("bench"))
+        session, length = Session(), len(tokens)
+        turn = contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
+        if contexts.engine.options.attend_coded and cache.coded is None:
+            cache = dataclasses.replace(cache, coded=no_chunks(contexts.engine.options))
+        # A copy: dispatches donate the cache.
+        session.tokens, session.cache = list(tokens), copied(cache)
+        contexts.finish(turn, tokens, 0)
+        made.append(context)
+    return made
 
 
 def random_tokens(engine: Engine, count: int, draw: np.random.Generator) -> list[int]:
@@ -235,7 +175,7 @@ def random_tokens(engine: Engine, count: int, draw: np.random.Generator) -> list
 
 
 # The first calls are not counted: memory is then as the system leaves it, not as it was filled.
-_UNCOUNTED = 2
+UNCOUNTED = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,25 +201,18 @@ class Switches:
     joules: float | None = None
 
     @property
-    def mean_ms(self) -> float:
-        """Of a switch, until its context was there: all of it in a cache, or read while the prompt was
-        computed."""
-        return float(np.mean(self._switch_ms))
-
-    @property
-    def mean_ttft_ms(self) -> float:
-        """Of a switch, until the first token."""
-        return float(np.mean(self.ttft_ms))
-
-    @property
-    def mean_finish_ms(self) -> float:
-        """Of a call."""
-        return float(np.mean(self.finish_ms))
-
-    @property
-    def mean_flush_ms(self) -> float:
-        """Of a call."""
-        return float(np.mean(self.flush_ms))
+    def metrics(self) -> dict[str, float]:
+        """Means by metric (see `run.METRICS`): of a switch until its context is there, all of it in a cache,
+        or read while the prompt is computed; and of the call."""
+        switch, finish = float(np.mean(self._switch_ms)), float(np.mean(self.finish_ms))
+        found = {
+            "switch_ms": switch,
+            "ttft_ms": float(np.mean(self.ttft_ms)),
+            "finish_ms": finish,
+            "finish_unflushed_ms": max(0.0, finish - float(np.mean(self.flush_ms))),
+            "switch_and_finish_ms": switch + finish,
+        }
+        return found if self.joules is None else {**found, "joules_per_call": self.joules}
 
     @property
     def note(self) -> str:
@@ -301,47 +234,45 @@ def replay(
     system: System,
     engine: Engine,
     trace: Sequence[ContextCall],
-    histories: Histories,
+    histories: Sequence[History],
     *,
     cell: Cell,
-    folder: Path,
     seed: int = 0,
 ) -> Switches:
-    """Makes the calls of a trace one after another. Contexts that outgrow the window slide (see
-    `Context.generate`).
+    """Makes the calls of a trace one after another, in a store that is removed again. Contexts that outgrow
+    the window slide (see `Context.generate`).
 
     Args:
-      system: keeps the contexts.
       engine: answers, by the system's codec.
       trace: of contexts that are numbered like the histories.
       histories: of the contexts before the trace; a context's calls fit behind its own.
       cell: memory, storage, and time between calls.
-      folder: a store is made in it, and removed.
-      seed: of the prompts' tokens.
     """
     draw = np.random.default_rng(seed)
     restorations, ttft_ms, finish_ms, flush_ms = [], [], [], []
     waits = np.diff([call.time_s for call in trace], prepend=trace[0].time_s)
     waits *= cell.interval_s / max(float(waits.mean()), 1e-9)
     meter = EnergyMeter.of_machine()
-    with (
-        _kept(system, engine, cell, folder) as contexts,
-        FlushClock().running() as flushes,
-    ):
-        made = histories.keep(contexts)
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()))
+        options = system.options(Path(root) / "store", cell.budget_bytes, cell.device.storage)
+        contexts = stack.enter_context(contextlib.closing(Contexts(engine, options)))
+        flushes = stack.enter_context(flush_times())
+        made = keep(histories, contexts)
         for number, (call, wait_s) in enumerate(zip(trace, waits.tolist(), strict=True)):
             prompt = random_tokens(engine, call.prompt_tokens, draw)
-            context = made[call.context]
-            if meter is not None and number == _UNCOUNTED:
+            if meter is not None and number == UNCOUNTED:
                 meter.joules()
             time.sleep(wait_s)
-            flushes.reset()
-            answer = context.generate(
-                prompt, max_tokens=call.answer_tokens, ignore_eos=True, slide=True
-            ).result()
-            if number >= _UNCOUNTED:
+            flushes.clear()
+            answer = (
+                made[call.context]
+                .generate(prompt, max_tokens=call.answer_tokens, ignore_eos=True, slide=True)
+                .result()
+            )
+            if number >= UNCOUNTED:
                 finish_ms.append(answer.finish_ms)
-                flush_ms.append(flushes.reset())
+                flush_ms.append(sum(flushes))
                 if not answer.restoration.cached:
                     restorations.append(answer.restoration)
                     ttft_ms.append(answer.ttft_ms)
@@ -352,19 +283,6 @@ def replay(
     return Switches(restorations, ttft_ms, finish_ms, flush_ms, caching, joules)
 
 
-@contextmanager
-def _kept(system: System, engine: Engine, cell: Cell, folder: Path) -> Iterator[Contexts]:
-    root = Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
-    try:
-        contexts = Contexts(engine, system.options(root / "store", cell.budget_bytes, cell.device.storage))
-        try:
-            yield contexts
-        finally:
-            contexts.close()
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-
-
 # Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
 # written. In a shorter window they are the same share.
 _WINDOW_TOKENS = 2048
@@ -372,67 +290,18 @@ _LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
 CHUNK_TOKENS = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(BasePlan):
-    """Sizes of one run.
+class Systems:
+    """Engines by codec and size of chunks, and contexts with a history, each made once for all systems.
 
     Attributes:
-      patterns: of traces.
-      contexts: numbers of active contexts, ascending.
-      fitting: number of contexts of ours that fit into the budget with all of their chunks.
-      calls: of each trace.
-      devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
-      chunk_tokens: sizes of chunks to compare, besides the paper's.
-      parts: of `PARTS`, those to run.
-      repeats: of each timing of inference.
-      seed: of all draws.
-      budget_shares: budgets to compare, as shares of the one that fits `fitting` contexts.
-      context_tokens: most tokens of contexts to compare, as far as the model's window goes.
-      interval_s: mean seconds between calls to compare.
+      bench: the run.
     """
 
-    patterns: tuple[str, ...] = sized(("random", "markov", "gaussian"), quick=("random",))
-    contexts: tuple[int, ...] = sized((2, 4, 8, 16), quick=(4,))
-    fitting: int = sized(8, quick=4)
-    calls: int = sized(30, quick=10)
-    devices: tuple[Device, ...] = sized(named_devices(PHONES), quick=(REAL,))
-    chunk_tokens: tuple[int, ...] = sized((8, 32, 64), quick=(32,))
-    parts: tuple[str, ...] = tuple(PARTS)
-    repeats: int = sized(5, quick=2)
-    seed: int = 0
-    budget_shares: tuple[float, ...] = sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
-    context_tokens: tuple[int, ...] = sized((256, 512, 1024, 2048, 4096), quick=(512,))
-    interval_s: tuple[float, ...] = (0.0, 0.25, 1.0)
-
-    @property
-    def timed(self) -> bool:
-        """Whether anything is timed."""
-        return not set(self.parts) <= {"quality", "density", "traffic"}
-
-
-class Bench:
-    """Engines by codec and size of chunks, and contexts with a history, each made once.
-
-    Attributes:
-      plan: sizes of the run.
-      tell: given a line for every system of a case as it has run.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        weights: WeightFormat | None,
-        plan: Plan,
-        progress: Progress,
-        tell: Callable[[str], None],
-        context_tokens: int = 0,
-    ) -> None:
-        self.plan, self.tell, self._context_tokens = plan, tell, context_tokens
-        self._model, self._progress = model, progress
-        self._weights: WeightFormat | None = weights
+    def __init__(self, bench: Run[Plan], context_tokens: int = 0) -> None:
+        self.bench, self._context_tokens = bench, context_tokens
         self._engines: dict[tuple[str, int, bool], Engine] = {}
-        self._histories: Histories | None = None
-        self._traces: dict[tuple[str, int], tuple[list[ContextCall], Histories]] = {}
+        self._history: History | None = None
+        self._traces: dict[tuple[str, int], tuple[list[ContextCall], list[History]]] = {}
 
     def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS, *, coded: bool = False) -> Engine:
         """The engine that stores by a codec, in chunks of a size, and attends to them where they lie if
@@ -443,8 +312,10 @@ class Bench:
                 context_tokens=self._context_tokens, kv_codec=codec, kv_chunk_tokens=chunk_tokens,
                 attend_coded=coded,
             )  # fmt: skip
+            bench = self.bench
+            weights = bench.plan.weights if bench.shape else None
             engine = self._engines[key] = Engine.open(
-                self._model, weights=self._weights, options=options, progress=self._progress
+                bench.path(), weights=weights, options=options, progress=bench.progress
             )
             require_decoder_alone(engine.cfg, "bench contexts")
         return self._engines[key]
@@ -454,31 +325,37 @@ class Bench:
         """Most tokens of a context."""
         return self.engine(SYSTEMS[0].codec).options.context_tokens
 
-    def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], Histories]:
+    def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], list[History]]:
         """Calls, and histories before them that leave room for them in the window, or in half of it where
-        contexts slide."""
-        key = pattern, contexts
-        if key not in self._traces:
-            trace, lengths = traced(self.plan, self.window_tokens, pattern, contexts)
-            self._traces[key] = trace, self._history().first(lengths)
-        return self._traces[key]
+        contexts slide.
 
-    def of_length(self, tokens: int) -> "Bench":
-        """The same with contexts of at most so many tokens."""
-        return Bench(self._model, self._weights, self.plan, self._progress, self.tell, tokens)
+        All contexts begin alike, which no system makes use of: to compute each would take minutes.
+        """
+        key, plan = (pattern, contexts), self.bench.plan
+        if self._history is None:
+            longest = max(_lengths(plan, self.window_tokens))
+            draw = np.random.default_rng(plan.seed)
+            self._history = compute_history(self.engine(SYSTEMS[0].codec), longest, draw)
+        if key not in self._traces:
+            trace, lengths = traced(plan, self.window_tokens, pattern, contexts)
+            tokens, cache = self._history
+            # Attention never reads behind a context's length.
+            self._traces[key] = (
+                trace,
+                [(tokens[:each], dataclasses.replace(cache, length=np.int32(each))) for each in lengths],
+            )
+        return self._traces[key]
 
     def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
         """A cell's trace on a system."""
         trace, histories = self.trace(cell.pattern, cell.contexts)
-        with tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()) as folder:
-            engine = self.engine(system.codec, chunk_tokens, coded=system.attend_coded)
-            found = replay(
-                system, engine, trace, histories, cell=cell, folder=Path(folder), seed=self.plan.seed
-            )
+        engine = self.engine(system.codec, chunk_tokens, coded=system.attend_coded)
+        found = replay(system, engine, trace, histories, cell=cell, seed=self.bench.plan.seed)
         apart = f", {cell.interval_s:g} s between calls" if cell.interval_s else ""
-        self.tell(
-            f"{cell.name}{apart}: {system.name} {found.mean_ms:.1f} ms, {found.mean_ttft_ms:.1f} ms to the "
-            f"first token and {found.mean_finish_ms:.1f} ms to keep; {found.note}"
+        means = found.metrics
+        self.bench.tell(
+            f"{cell.name}{apart}: {system.name} {means['switch_ms']:.1f} ms, {means['ttft_ms']:.1f} ms to "
+            f"the first token and {means['finish_ms']:.1f} ms to keep; {found.note}"
         )
         return found
 
@@ -488,21 +365,12 @@ class Bench:
 
     def budget_bytes(self) -> int:
         """Bytes of all chunks of ours, of as many contexts as are to fit, at the trace's end."""
-        plan = self.plan
+        plan = self.bench.plan
         trace, histories = self.trace(plan.patterns[0], plan.fitting)
         chunk_io = ChunkIO(self.engine(SYSTEMS[0].codec).runner)
         options = SYSTEMS[0].options(Path(), 1, REAL.storage)
-        ends = lengths_after([len(tokens) for tokens in histories.tokens], trace, self.window_tokens)
+        ends = lengths_after([len(tokens) for tokens, _ in histories], trace, self.window_tokens)
         return sum(most_bytes(chunk_io, options, end // chunk_io.chunk_tokens) for end in ends)
-
-    def _history(self) -> Histories:
-        if self._histories is None:
-            engine = self.engine(SYSTEMS[0].codec)
-            lengths = _lengths(self.plan, self.window_tokens)
-            longest = Histories.compute(engine, [max(lengths)], self.plan.seed, self._progress)
-            # All contexts begin alike, which no system makes use of: to compute each would take minutes.
-            self._histories = longest.repeated(len(lengths)).first(lengths)
-        return self._histories
 
 
 def traced(
@@ -512,10 +380,7 @@ def traced(
     it where contexts slide.
 
     Args:
-      plan: sizes.
       window_tokens: most tokens of a context.
-      pattern: of the calls.
-      contexts: that are active.
     """
     share = window_tokens / _WINDOW_TOKENS
     lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]

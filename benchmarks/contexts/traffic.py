@@ -8,12 +8,16 @@ drawn. A context that fills its window stays as it is, where it would slide.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.contexts.switching import CHUNK_TOKENS, SYSTEMS, Plan, System, lengths_after, traced
-from benchmarks.harness.plan import unheard
+from benchmarks.contexts import Plan
+from benchmarks.contexts.switching import CHUNK_TOKENS, SYSTEMS, UNCOUNTED, System, lengths_after, traced
+from benchmarks.harness.bench import Run
+from benchmarks.harness.machine import named_devices
 from benchmarks.harness.report import Row, compared
 from benchmarks.traces import ContextCall
 from jaxllm.config import ModelConfig
@@ -23,21 +27,12 @@ from jaxllm.contexts.tolerance import allocate
 from jaxllm.kv.chunks import chunk_shapes
 from jaxllm.serving.contexts.memory import ChunkMemory
 
-# The first calls are not counted, as in `replay`.
-_UNCOUNTED = 2
 
+class Traffic(NamedTuple):
+    """Bytes of each switch of a trace on one system: read, and written before others could be read."""
 
-@dataclasses.dataclass
-class Traffic:
-    """Bytes of the switches of a trace on one system.
-
-    Attributes:
-      read: of each switch.
-      written: of each switch, before others could be read.
-    """
-
-    read: list[int] = dataclasses.field(default_factory=list)
-    written: list[int] = dataclasses.field(default_factory=list)
+    read: list[int]
+    written: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,27 +66,25 @@ class Chunks:
         return allocate(density, most, sizes=self.bytes_of).tolist()
 
 
-def traffic_rows(cfg: ModelConfig, plan: Plan, tell: Callable[[str], None] = unheard) -> list[Row]:
-    """Rows of bytes, and of the least times on emulated devices.
-
-    Args:
-      cfg: of the model.
-      plan: sizes.
-      tell: given a line for every system of a case.
-    """
-    rows, systems = [], [each for each in SYSTEMS if each.writing != "never"]
-    budget = _budget_bytes(cfg, plan)
-    for pattern in plan.patterns:
-        for contexts in plan.contexts:
-            trace, lengths = traced(plan, cfg.window_tokens, pattern, contexts)
-            case = f"{pattern}, {contexts} contexts in {budget / 1e6:.0f} MB"
-            found = {each.name: count(each, cfg, trace, lengths, budget, plan.seed) for each in systems}
-            for name, each in found.items():
-                tell(
-                    f"{case}: {name} reads {np.mean(each.read) / 1e6:.2f} MB and writes "
-                    f"{np.mean(each.written) / 1e6:.2f}"
-                )
-            rows += _rows(case, found, plan)
+def traffic_rows(cfg: ModelConfig, bench: Run[Plan]) -> list[Row]:
+    """Rows of bytes, and of the least times on emulated devices."""
+    plan, rows = bench.plan, []
+    systems = [each for each in SYSTEMS if each.writing != "never"]
+    trace, lengths = traced(plan, cfg.window_tokens, plan.patterns[0], plan.fitting)
+    ours = Chunks.of(cfg, SYSTEMS[0].codec)
+    ends = lengths_after(lengths, trace, cfg.window_tokens)
+    # As `Systems.budget_bytes`.
+    budget = sum(int(SYSTEMS[0].ratio * ours.reference_bytes * (end // CHUNK_TOKENS)) for end in ends)
+    for pattern, contexts in itertools.product(plan.patterns, plan.contexts):
+        trace, lengths = traced(plan, cfg.window_tokens, pattern, contexts)
+        case = f"{pattern}, {contexts} contexts in {budget / 1e6:.0f} MB"
+        found = {each.name: count(each, cfg, trace, lengths, budget, plan.seed) for each in systems}
+        for name, each in found.items():
+            bench.tell(
+                f"{case}: {name} reads {np.mean(each.read) / 1e6:.2f} MB and writes "
+                f"{np.mean(each.written) / 1e6:.2f}"
+            )
+        rows += _rows(f"traffic: {case}", found, plan)
     return rows
 
 
@@ -106,9 +99,6 @@ def count(
     """The traffic of a trace.
 
     Args:
-      system: keeps the contexts.
-      cfg: of the model.
-      trace: of calls.
       lengths: tokens of each context before it.
       budget: bytes of chunks in memory.
       seed: of the density of chunks.
@@ -130,7 +120,7 @@ def count(
             memory.load(str(context), n, bits, _blob(chunks.bytes_of[bits]))
             (stored.add if system.writing == "ahead" else stored.discard)((str(context), n))
 
-    said, found, last = list(lengths), Traffic(), -1
+    said, found, last = list(lengths), Traffic([], []), -1
     widths: dict[tuple[str, int], int] = {}
     for context, tokens in enumerate(said):
         memory.claim(str(context))
@@ -149,7 +139,7 @@ def count(
         for n, bits in missing.items():
             memory.load(name, n, bits, _blob(chunks.bytes_of[bits]))
         widths |= {(each.context, each.chunk): each.bits for each in evicted}
-        if number >= _UNCOUNTED and call.context != last:
+        if number >= UNCOUNTED and call.context != last:
             found.read.append(read)
             found.written.append(_written(evicted, stored))
         keep(call.context, before, after)
@@ -171,28 +161,16 @@ def _blob(size: int) -> list[np.ndarray]:
     return [np.broadcast_to(np.uint8(0), size)]
 
 
-def _budget_bytes(cfg: ModelConfig, plan: Plan) -> int:
-    """See `Bench.budget_bytes`."""
-    trace, lengths = traced(plan, cfg.window_tokens, plan.patterns[0], plan.fitting)
-    ours = Chunks.of(cfg, SYSTEMS[0].codec)
-    ends = lengths_after(lengths, trace, cfg.window_tokens)
-    return sum(int(SYSTEMS[0].ratio * ours.reference_bytes * (end // CHUNK_TOKENS)) for end in ends)
-
-
 def _rows(case: str, found: dict[str, Traffic], plan: Plan) -> list[Row]:
     notes = {name: f"{len(each.read)} switches" for name, each in found.items()}
+    means = {name: [float(np.mean(part)) for part in each] for name, each in found.items()}
     rows = []
-    for metric, of in (("switch_read_bytes", "read"), ("switch_written_bytes", "written")):
-        values = {name: float(np.mean(getattr(each, of))) for name, each in found.items()}
-        rows += compared(f"traffic: {case}", metric, values, notes)
-    for device in plan.devices:
+    for place, metric in enumerate(("switch_read_bytes", "switch_written_bytes")):
+        rows += compared(case, metric, {name: each[place] for name, each in means.items()}, notes)
+    for device in named_devices(plan.devices):
         read, write = device.storage.bytes_per_s, device.storage.write_bytes_per_s
-        if not read or not write:
-            # Of this machine's storage no bandwidth is known.
-            continue
-        bounds = {
-            name: 1000 * float(np.mean(each.read) / read + np.mean(each.written) / write)
-            for name, each in found.items()
-        }
-        rows += compared(f"traffic: {case}, {device.name}", "switch_bound_ms", bounds, notes)
+        # Of this machine's storage no bandwidth is known.
+        if read and write:
+            bounds = {name: 1000 * (each[0] / read + each[1] / write) for name, each in means.items()}
+            rows += compared(f"{case}, {device.name}", "switch_bound_ms", bounds, notes)
     return rows

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.elastic.costs import move
-from benchmarks.harness.plan import silent
+from benchmarks.harness.bench import silent
 from benchmarks.models import SHAPES, shape_folder
 from jaxllm.bundle import Bundle, WeightFormat, write_bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts, read_ladder, read_recovery
@@ -76,8 +76,7 @@ def open_elastic(model: Path, progress: Progress = silent) -> Engine:
       ConfigError: it has none.
     """
     levels = levels_of(model)
-    if not levels:
-        raise ConfigError(f"{model} has no levels; make an elastic bundle with `jaxllm elasticize`")
+    _require_levels(model, levels)
     return Engine.open(model, options=EngineOptions(levels=levels), progress=progress)
 
 
@@ -91,11 +90,9 @@ def open_baselines(
     """The models of every baseline that has its own, ascending by size.
 
     Args:
-      engine: ours.
       plain: models of other sizes, for PFS; none leaves it out.
       pruned: an elastic bundle, for LLM-Pruner; None takes ours.
       layer_subsets: how many sizes LE has besides the whole model; 0 stands for all that there are.
-      progress: of opening engines.
     """
     found = {}
     if plain:
@@ -174,8 +171,6 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
     training that our levels have.
 
     Args:
-      engine: serves the whole model.
-      importance: of each layer.
       subsets: how many numbers of layers, spread evenly from a quarter of them up; 0 takes every one.
 
     Raises:
@@ -222,14 +217,10 @@ def layer_counts(layers: int, subsets: int = 0) -> list[int]:
 def _of_layers(params: Params, kept: Sequence[int]) -> Params:
     """The parameters of a model with these layers alone."""
     renamed = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
-    chosen = {}
-    for name, value in params.items():
-        if not name.startswith("layers."):
-            chosen[name] = value
-            continue
-        prefix = ".".join(name.split(".")[:2]) + "."
-        if prefix in renamed:
-            chosen[renamed[prefix] + name.removeprefix(prefix)] = value
+    chosen = {name: value for name, value in params.items() if not name.startswith("layers.")}
+    for old, new in renamed.items():
+        own = {name: value for name, value in params.items() if name.startswith(old)}
+        chosen |= {new + name.removeprefix(old): value for name, value in own.items()}
     return chosen
 
 
@@ -250,8 +241,6 @@ def elastic_shape(
 
     Args:
       name: of `SHAPES`.
-      weights: width of its matrices.
-      progress: of drawing the weights.
       like: an elastic bundle whose levels, tokenizer and vocabulary it takes.
 
     Raises:
@@ -266,13 +255,18 @@ def elastic_shape(
         levels: tuple[int, ...] = Ladder().levels
         adapted = [level for level in levels if level != WHOLE]
         if like is not None:
-            levels, tokenizer = _levels(like), like.tokenizer_files()
+            ladder, tokenizer = read_ladder(like), like.tokenizer_files()
+            _require_levels(like.path, ladder)
+            levels = () if ladder is None else ladder.levels
             adapted = [level for level in levels if read_recovery(like, level) is not None]
             params = _first_tokens(params, cfg.vocab_size, like.cfg.vocab_size)
             cfg = dataclasses.replace(cfg, vocab_size=like.cfg.vocab_size)
         anchors = max(1, round(_ANCHOR_SHARE * cfg.layers))
-        ladder = Ladder(levels=levels, anchors=(*range(anchors - 1), cfg.layers - 1))
-        recoveries = {level: _recovery(cfg, ladder, level) for level in adapted}
+        ladder, recoveries = Ladder(levels=levels, anchors=(*range(anchors - 1), cfg.layers - 1)), {}
+        for level in adapted:
+            adapter = init_adapter(sub_config(cfg, ladder, level), _RECOVERY, jax.random.key(level))
+            arrays = {name: np.asarray(value) for name, value in adapter.items()}
+            recoveries[level] = Recovery(arrays, _RECOVERY.scaling)
         write_bundle(
             bundle,
             cfg=cfg,
@@ -285,11 +279,9 @@ def elastic_shape(
     return bundle
 
 
-def _levels(bundle: Bundle) -> tuple[int, ...]:
-    ladder = read_ladder(bundle)
-    if ladder is None:
-        raise ConfigError(f"{bundle.path} has no levels; make an elastic bundle with `jaxllm elasticize`")
-    return ladder.levels
+def _require_levels(path: Path, found: object) -> None:
+    if not found:
+        raise ConfigError(f"{path} has no levels; make an elastic bundle with `jaxllm elasticize`")
 
 
 def _first_tokens(
@@ -300,11 +292,6 @@ def _first_tokens(
         raise ConfigError(f"a shape of {words} tokens cannot have a vocabulary of {kept}; take a larger one")
     for name, value in params:
         yield name, value[:kept] if name in _PER_TOKEN else value
-
-
-def _recovery(cfg: ModelConfig, ladder: Ladder, level: int) -> Recovery:
-    adapter = init_adapter(sub_config(cfg, ladder, level), _RECOVERY, jax.random.key(level))
-    return Recovery({name: np.asarray(value) for name, value in adapter.items()}, _RECOVERY.scaling)
 
 
 def check_same_levels(ours: Engine, larger: Engine) -> None:
@@ -322,29 +309,29 @@ def as_large(
 
     Args:
       larger: the elastic model that is timed.
-      profile: its times.
       ours: the small elastic model that `others` are compared with.
       others: the models of each baseline.
 
     Returns:
       The same models with the times of changing to them; profiles of their engines, by `id`.
     """
-    whole = layer_parameters(ours.cfg.whole)
-    shares: dict[int, dict[int, float]] = {}
+    known = _shares(larger, larger.levels, larger.cfg.whole)
+    levels: dict[int, tuple[Engine, set[int]]] = {}
     for size in (size for many in others.values() for size in many):
-        part = layer_parameters(size.engine.runner_at(size.level).cfg) / whole
-        shares.setdefault(id(size.engine), {})[size.level] = part
-    profiles = {name: of_shares(profile, _shares(larger), each) for name, each in shares.items()}
+        levels.setdefault(id(size.engine), (size.engine, set()))[1].add(size.level)
+    profiles = {
+        name: of_shares(profile, known, _shares(engine, own, ours.cfg.whole))
+        for name, (engine, own) in levels.items()
+    }
     changed = {name: list(many) for name, many in others.items()}
     changed[PRUNED] = [
         dataclasses.replace(size, change_ms=move(larger, size.level)[0]) for size in others[PRUNED]
     ]
     if SWAP in others:
         # The time of a read is proportional to the size of the file.
-        read_ms = swap_ms(larger.model.bundle.path) / ours.model.bundle.path.stat().st_size
+        read_ms = swap_ms(larger.model.bundle.path) / _file_bytes(ours)
         changed[SWAP] = [
-            dataclasses.replace(size, change_ms=read_ms * size.engine.model.bundle.path.stat().st_size)
-            for size in others[SWAP]
+            dataclasses.replace(size, change_ms=read_ms * _file_bytes(size.engine)) for size in others[SWAP]
         ]
     return changed, profiles
 
@@ -358,7 +345,6 @@ def of_shares(
     through all levels gives.
 
     Args:
-      profile: of the levels.
       known: its levels' shares of the parameters in layers, in (0, 1].
       wanted: shares of the models, by their level.
     """
@@ -383,6 +369,7 @@ def of_shares(
     )
 
 
-def _shares(engine: Engine) -> dict[int, float]:
-    whole = layer_parameters(engine.runner_at(WHOLE).cfg)
-    return {level: layer_parameters(engine.runner_at(level).cfg) / whole for level in engine.levels}
+def _shares(engine: Engine, levels: Iterable[int], whole: ModelConfig) -> dict[int, float]:
+    """Shares of the parameters in layers of a whole model, by level."""
+    parameters = layer_parameters(whole)
+    return {level: layer_parameters(engine.runner_at(level).cfg) / parameters for level in levels}

@@ -12,25 +12,24 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks.harness.bench import silent
 from benchmarks.harness.children import in_process
-from benchmarks.harness.memory import peak_resident_bytes
-from benchmarks.harness.plan import silent
+from benchmarks.harness.machine import peak_resident_bytes
 from benchmarks.harness.report import OURS, Row, bootstrap, compared, row
 from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import is_unit_parameter
-from jaxllm.models.parameters import Params, param_specs
+from jaxllm.models.parameters import param_specs
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 
-# Prompt of the requests that are timed.
+# Prompt of the requests that are timed, and of the process whose memory is measured.
 PROMPT_TOKENS = 64
 
 
@@ -106,10 +105,6 @@ def added_by_level(engine: Engine, *, rounds: int, progress: Progress = silent) 
     return {level: Added.of(np.array(times[level, True]), np.array(times[level, False])) for level in levels}
 
 
-# Prompt of the process whose memory is measured.
-_PROMPT_TOKENS = 64
-
-
 def time_rows(profile: DeviceProfile) -> list[Row]:
     """Rows of every level's times, each against the whole model's."""
     rows = []
@@ -124,11 +119,10 @@ def time_rows(profile: DeviceProfile) -> list[Row]:
 
 def own_bytes(engine: Engine, level: int) -> int:
     """Bytes of a level's weights outside of the whole model's memory, without its recovery adapter."""
-    shared = {_address(leaf) for leaf in jax.tree.leaves(engine.runner_at(WHOLE).params)}
-    own = 0
-    for leaf in jax.tree.leaves(_without_adapters(engine.runner_at(level).params)):
-        own += 0 if _address(leaf) in shared else leaf.nbytes
-    return own
+    shared = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.runner_at(WHOLE).params)}
+    weights = [getattr(weight, "base", weight) for weight in engine.runner_at(level).params.values()]
+    leaves = [leaf for leaf in jax.tree.leaves(weights) if leaf.unsafe_buffer_pointer() not in shared]
+    return sum(leaf.nbytes for leaf in leaves)
 
 
 def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
@@ -136,11 +130,11 @@ def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
 
     Both read their buckets from disk, as a service does from its second start on: each runs twice.
     """
-    peaks = {}
     # The whole model is the baseline here.
-    for name, asked in ((OURS, levels), ("whole model", ())):
-        for _ in range(2):
-            peaks[name] = in_process(_peak, model, asked)
+    peaks = {
+        name: [in_process(_peak, model, asked) for _ in range(2)][-1]
+        for name, asked in ((OURS, levels), ("whole model", ()))
+    }
     return compared("serving all levels", "peak_memory_bytes", peaks)
 
 
@@ -166,18 +160,10 @@ def move(engine: Engine, level: int) -> tuple[float, int]:
     return statistics.median(times), sum(part.nbytes for part in parts)
 
 
-def _without_adapters(params: Params) -> list[Any]:
-    return [getattr(weight, "base", weight) for weight in params.values()]
-
-
-def _address(leaf: jax.Array) -> int:
-    return leaf.unsafe_buffer_pointer()
-
-
 def _peak(model: Path, levels: Sequence[int]) -> int:
     """Peak memory of this process in bytes, after it answered at every level."""
     engine = Engine.open(model, options=EngineOptions(levels=tuple(levels)))
     config = GenerationConfig(max_tokens=4, ignore_eos=True)
     for level in engine.levels:
-        engine.stream(list(range(_PROMPT_TOKENS)), config, level=level).result()
+        engine.stream(list(range(PROMPT_TOKENS)), config, level=level).result()
     return peak_resident_bytes()

@@ -14,13 +14,14 @@ bound nothing.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from benchmarks.elastic.baselines import SHORTENED, Size
-from benchmarks.harness.plan import silent
+from benchmarks.harness.bench import silent
 from benchmarks.harness.report import OURS
 from benchmarks.traces import ANSWER_TOKENS, TraceRequest
 from jaxllm.config import WHOLE
@@ -42,10 +43,9 @@ _ROUNDING = 1e-9
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Variants:
-    """Times and answers of V variants on N questions.
+    """Times and answers of V variants on N questions, the largest variant last.
 
     Attributes:
-      names: of the variants `[V]`, the largest last.
       ttft_ms: `[N, V]` float64, to the first token, without changing to the variant. Infinite where the
         context does not hold the question, which is then answered wrong and late.
       tpot_ms: `[N, V]` float64, per further token.
@@ -54,7 +54,6 @@ class Variants:
       keys: level and share of the prompt of each of ours; of other systems none.
     """
 
-    names: tuple[str, ...]
     ttft_ms: np.ndarray
     tpot_ms: np.ndarray
     right: np.ndarray
@@ -68,7 +67,6 @@ class Variants:
     def only(self, indices: Sequence[int]) -> "Variants":
         """Some of the variants."""
         return Variants(
-            names=tuple(self.names[each] for each in indices),
             ttft_ms=self.ttft_ms[:, indices],
             tpot_ms=self.tpot_ms[:, indices],
             right=self.right[:, indices],
@@ -82,14 +80,12 @@ class Choices:
     """A system's answers to a trace of M requests.
 
     Attributes:
-      questions: `[M]` int, which question each request asked.
       right: `[M]` bool, whether the answer was right, in time or not.
       met: `[M]` bool, whether the objective was met, by the known times.
       both: `[M]` bool, whether one answer was right and in time; None where `right` and `met` are of the same
         answers.
     """
 
-    questions: np.ndarray
     right: np.ndarray
     met: np.ndarray
     both: np.ndarray | None = None
@@ -135,198 +131,6 @@ def ranked(scores: np.ndarray) -> Policy:
     return choose
 
 
-def run_trace(
-    variants: Variants,
-    questions: Sequence[int],
-    slos: Sequence[Slo],
-    whole_ms: tuple[np.ndarray, np.ndarray],
-    policy: Policy,
-    *,
-    margin: float = 1.0,
-    ignore_tpot: bool = False,
-) -> Choices:
-    """Lets a system choose for every request of a trace, in order.
-
-    Args:
-      variants: of the system.
-      questions: `[M]`, which question each request asks.
-      slos: `[M]`, its objective.
-      whole_ms: `[N]` times to the first token and per token of the whole model with the whole prompt.
-      policy: chooses among the variants in time; where there are none, the quickest is used.
-      margin: share of an objective that is planned for.
-      ignore_tpot: whether the system is counted as meeting every time per token.
-    """
-    right, met = np.zeros(len(questions), bool), np.zeros(len(questions), bool)
-    last = len(variants.names) - 1
-    for request, (question, slo) in enumerate(zip(questions, slos, strict=True)):
-        changes = np.where(np.arange(len(variants.names)) == last, 0.0, variants.change_ms)
-        whole = (float(whole_ms[0][question]), float(whole_ms[1][question]))
-        tpot = 0.0 if ignore_tpot else variants.tpot_ms[question]
-        excess = overruns(slo, whole, variants.ttft_ms[question] + changes, tpot)
-        allowed = excess <= margin + _ROUNDING
-        last = policy(allowed, request) if allowed.any() else int(np.argmin(excess))
-        right[request], met[request] = variants.right[question, last], excess[last] <= 1 + _ROUNDING
-    return Choices(np.asarray(questions), right, met)
-
-
-def overruns(
-    slo: Slo, whole_ms: tuple[float, float], ttft_ms: np.ndarray, tpot_ms: np.ndarray | float
-) -> np.ndarray:
-    """The shares of an objective that variants take, `[V]`; infinite where `ttft_ms` is.
-
-    Args:
-      slo: the objective.
-      whole_ms: times to the first token and per token of the whole model with the whole prompt.
-      ttft_ms, tpot_ms: of the variants.
-    """
-    most_ttft, most_tpot = slo.limits(*whole_ms)
-    first = np.divide(ttft_ms, most_ttft, out=np.full(len(ttft_ms), np.inf), where=np.isfinite(ttft_ms))
-    return np.maximum(first, tpot_ms / most_tpot)
-
-
-def bound(
-    variants: Variants, questions: Sequence[int], slos: Sequence[Slo], whole_ms: tuple[np.ndarray, np.ndarray]
-) -> Choices:
-    """What no policy can exceed: a request counts as right where any variant is, as in time where any variant
-    is, and as both where any variant is both.
-
-    Changing from one variant to another must take nothing.
-
-    Args:
-      variants: of the system, at the least that each can take.
-      questions, slos, whole_ms: see `run_trace`.
-    """
-    assert not variants.change_ms.any()
-    in_time = np.array(
-        [
-            overruns(
-                slo,
-                (float(whole_ms[0][question]), float(whole_ms[1][question])),
-                variants.ttft_ms[question],
-                variants.tpot_ms[question],
-            )
-            <= 1 + _ROUNDING
-            for question, slo in zip(questions, slos, strict=True)
-        ]
-    )
-    right = variants.right[np.asarray(questions)]
-    best = [np.asarray(each.any(axis=1)) for each in (right, in_time, right & in_time)]
-    return Choices(np.asarray(questions), best[0], best[1], both=best[2])
-
-
-def right_answers(
-    engine: Engine,
-    questions: Sequence[Question],
-    prompts: Sequence[Branching],
-    progress: Progress = silent,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which questions a model answers right, by the likeliest of the options.
-
-    Args:
-      engine: the model.
-      questions: N, what is right.
-      prompts: the questions as this model reads them.
-      progress: of scoring.
-
-    Returns:
-      `[N]` bool, whether the answer is right; `[N]` bool, whether the context holds the question. One that it
-      does not hold is not right.
-    """
-    fits = np.array([each.longest_tokens <= engine.options.context_tokens for each in prompts])
-    asked = [each for each, fit in zip(prompts, fits, strict=True) if fit]
-    scores = iter(score_options(engine, asked, progress=progress) if asked else ())
-    right = [fit and each.is_right(next(scores)) for each, fit in zip(questions, fits, strict=True)]
-    return np.array(right, bool), fits
-
-
-def our_variants(
-    engine: Engine,
-    profile: DeviceProfile,
-    questions: Sequence[Question],
-    proposer: Proposer,
-    ratios: Sequence[float],
-    progress: Progress = silent,
-) -> Variants:
-    """Our variants: every level with the prompt at every ratio; times are without planning.
-
-    Args:
-      engine: serves the levels.
-      profile: their times.
-      questions: N.
-      proposer: whose scores shorten prompts.
-      ratios: ascending, the last one 1.
-      progress: of scoring.
-    """
-    # The largest level with the whole prompt is last.
-    keys = tuple(itertools.product(engine.levels, ratios))
-    made = [shorten(engine.tokenizer, each, proposer.scores(each.prompt), ratios) for each in questions]
-    lengths = np.array([len(each.prompt.ids) for each in questions])
-    tokens = lengths[:, None] * np.array([shares for _, shares in made])
-    ttft, tpot, right = [], [], []
-    for level, ratio in keys:
-        column = ratios.index(ratio)
-        answers, fits = right_answers(
-            engine.at(level), questions, [prompts[column] for prompts, _ in made], progress
-        )
-        counts = np.maximum(1, np.rint(tokens[:, column])).astype(int)
-        times = np.array([profile.ttft(level, count) for count in counts])
-        right.append(answers)
-        ttft.append(np.where(fits, times, np.inf))
-        tpot.append([profile.tpot(level, count) for count in counts])
-    return Variants(
-        names=tuple(f"{level} % of the model, {ratio:.0%} of the prompt" for level, ratio in keys),
-        ttft_ms=np.array(ttft).T,
-        tpot_ms=np.array(tpot).T,
-        right=np.array(right).T,
-        change_ms=np.zeros(len(right)),
-        keys=keys,
-    )
-
-
-def size_variants(
-    sizes: Sequence[Size],
-    profiles: Mapping[int, DeviceProfile],
-    questions: Sequence[Question],
-    progress: Progress = silent,
-) -> Variants:
-    """A variant for each of several models, ascending, with the whole prompt by the model's own tokenizer.
-
-    Args:
-      sizes: the models.
-      profiles: of their engines, by `id`.
-      questions: N.
-      progress: of scoring.
-    """
-    read: dict[int, tuple[list[Branching], list[int]]] = {}
-    ttft, tpot, right = [], [], []
-    for size in sizes:
-        tokenizer, profile = size.engine.tokenizer, profiles[id(size.engine)]
-        if id(tokenizer) not in read:
-            read[id(tokenizer)] = _read(tokenizer, questions)
-        prompts, lengths = read[id(tokenizer)]
-        answers, fits = right_answers(size.engine.at(size.level), questions, prompts, progress)
-        right.append(answers)
-        ttft.append(np.where(fits, [profile.ttft(size.level, each) for each in lengths], np.inf))
-        tpot.append([profile.tpot(size.level, each) for each in lengths])
-    return Variants(
-        names=tuple(size.name for size in sizes),
-        ttft_ms=np.array(ttft).T,
-        tpot_ms=np.array(tpot).T,
-        right=np.array(right).T,
-        change_ms=np.array([size.change_ms for size in sizes]),
-    )
-
-
-def _read(tokenizer: Tokenizer, questions: Sequence[Question]) -> tuple[list[Branching], list[int]]:
-    """Questions as a tokenizer's model reads them, and the tokens of their prompts."""
-    prompts = [branching(tokenizer, each.example) for each in questions]
-    return prompts, [len(prompt_tokens(tokenizer, each.example).ids) for each in questions]
-
-
-# The whole model cannot meet it, so that it has to be planned.
-_TIGHT = Slo(ttft=0.5, tpot=0.5)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Asked:
     """A trace and its questions.
@@ -344,10 +148,14 @@ class Asked:
     indices: Sequence[int]
     whole_ms: tuple[np.ndarray, np.ndarray]
 
-    @property
-    def slos(self) -> list[Slo]:
-        """The objective of each request."""
-        return [request.slo for request in self.trace]
+    def overruns(self, request: int, ttft_ms: np.ndarray, tpot_ms: np.ndarray | float) -> np.ndarray:
+        """The shares of a request's objective that variants take, `[V]`; infinite where `ttft_ms` is."""
+        question = self.indices[request]
+        most_ttft, most_tpot = self.trace[request].slo.limits(
+            *(float(each[question]) for each in self.whole_ms)
+        )
+        first = np.divide(ttft_ms, most_ttft, out=np.full(len(ttft_ms), np.inf), where=np.isfinite(ttft_ms))
+        return np.maximum(first, tpot_ms / most_tpot)
 
     def run(
         self,
@@ -357,10 +165,156 @@ class Asked:
         margin: float = MARGIN,
         ignore_tpot: bool = False,
     ) -> Choices:
-        """`run_trace` of these requests, by default with the planner's margin."""
-        return run_trace(
-            variants, self.indices, self.slos, self.whole_ms, policy, margin=margin, ignore_tpot=ignore_tpot
+        """Lets a system choose for every request of the trace, in order.
+
+        Args:
+          policy: chooses among the variants in time; where there are none, the quickest is used.
+          margin: share of an objective that is planned for; the planner's by default.
+          ignore_tpot: whether the system is counted as meeting every time per token.
+        """
+        right, met = np.zeros(len(self.trace), bool), np.zeros(len(self.trace), bool)
+        last = len(variants.change_ms) - 1
+        for request, question in enumerate(self.indices):
+            changes = np.where(np.arange(len(variants.change_ms)) == last, 0.0, variants.change_ms)
+            tpot = 0.0 if ignore_tpot else variants.tpot_ms[question]
+            excess = self.overruns(request, variants.ttft_ms[question] + changes, tpot)
+            allowed = excess <= margin + _ROUNDING
+            last = policy(allowed, request) if allowed.any() else int(np.argmin(excess))
+            right[request], met[request] = variants.right[question, last], excess[last] <= 1 + _ROUNDING
+        return Choices(right, met)
+
+    def bound(self, variants: Variants) -> Choices:
+        """What no policy can exceed: a request counts as right where any variant is, as in time where any
+        variant is, and as both where any variant is both.
+
+        Changing from one variant to another must take nothing.
+        """
+        assert not variants.change_ms.any()
+        excess = [
+            self.overruns(request, variants.ttft_ms[question], variants.tpot_ms[question])
+            for request, question in enumerate(self.indices)
+        ]
+        right, in_time = variants.right[np.asarray(self.indices)], np.array(excess) <= 1 + _ROUNDING
+        return Choices(*(np.asarray(each.any(axis=1)) for each in (right, in_time, right & in_time)))
+
+
+def right_answers(
+    engine: Engine,
+    questions: Sequence[Question],
+    prompts: Sequence[Branching],
+    progress: Progress = silent,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which questions a model answers right, by the likeliest of the options.
+
+    Args:
+      questions: N, what is right.
+      prompts: the questions as this model reads them.
+
+    Returns:
+      `[N]` bool, whether the answer is right; `[N]` bool, whether the context holds the question. One that it
+      does not hold is not right.
+    """
+    fits = np.array([each.longest_tokens <= engine.options.context_tokens for each in prompts])
+    asked = [each for each, fit in zip(prompts, fits, strict=True) if fit]
+    scores = iter(score_options(engine, asked, progress=progress) if asked else ())
+    right = [fit and each.is_right(next(scores)) for each, fit in zip(questions, fits, strict=True)]
+    return np.array(right, bool), fits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Column:
+    """One variant: the engine that answers, the prompts as it reads them and their tokens `[N]`, and its
+    times."""
+
+    engine: Engine
+    level: int
+    prompts: Sequence[Branching]
+    tokens: Sequence[int]
+    profile: DeviceProfile
+    change_ms: float = 0.0
+
+
+def _variants(columns: Sequence[_Column], questions: Sequence[Question], progress: Progress) -> Variants:
+    ttft, tpot, right = [], [], []
+    for each in columns:
+        answers, fits = right_answers(each.engine.at(each.level), questions, each.prompts, progress)
+        right.append(answers)
+        ttft.append(np.where(fits, [each.profile.ttft(each.level, count) for count in each.tokens], np.inf))
+        tpot.append([each.profile.tpot(each.level, count) for count in each.tokens])
+    return Variants(
+        ttft_ms=np.array(ttft).T,
+        tpot_ms=np.array(tpot).T,
+        right=np.array(right).T,
+        change_ms=np.array([each.change_ms for each in columns]),
+    )
+
+
+def our_variants(
+    engine: Engine,
+    profile: DeviceProfile,
+    questions: Sequence[Question],
+    proposer: Proposer,
+    ratios: Sequence[float],
+    progress: Progress = silent,
+) -> Variants:
+    """Our variants: every level with the prompt at every ratio; times are without planning.
+
+    Args:
+      ratios: ascending, the last one 1.
+    """
+    # The largest level with the whole prompt is last.
+    keys = tuple(itertools.product(engine.levels, ratios))
+    made = [shorten(engine.tokenizer, each, proposer.scores(each.prompt), ratios) for each in questions]
+    lengths = np.array([len(each.prompt.ids) for each in questions])
+    tokens = np.maximum(1, np.rint(lengths[:, None] * np.array([shares for _, shares in made]))).astype(int)
+    columns = [
+        _Column(
+            engine=engine,
+            level=level,
+            prompts=[prompts[ratios.index(ratio)] for prompts, _ in made],
+            tokens=tokens[:, ratios.index(ratio)].tolist(),
+            profile=profile,
         )
+        for level, ratio in keys
+    ]
+    return dataclasses.replace(_variants(columns, questions, progress), keys=keys)
+
+
+def size_variants(
+    sizes: Sequence[Size],
+    profiles: Mapping[int, DeviceProfile],
+    questions: Sequence[Question],
+    progress: Progress = silent,
+) -> Variants:
+    """A variant for each of several models, ascending, with the whole prompt by the model's own tokenizer.
+
+    Args:
+      profiles: of their engines, by `id`.
+    """
+
+    @functools.cache
+    def read(tokenizer: Tokenizer) -> tuple[list[Branching], list[int]]:
+        prompts = [branching(tokenizer, each.example) for each in questions]
+        return prompts, [len(prompt_tokens(tokenizer, each.example).ids) for each in questions]
+
+    columns = []
+    for size in sizes:
+        prompts, tokens = read(size.engine.tokenizer)
+        columns.append(
+            _Column(
+                engine=size.engine,
+                level=size.level,
+                prompts=prompts,
+                tokens=tokens,
+                profile=profiles[id(size.engine)],
+                change_ms=size.change_ms,
+            )
+        )
+    return _variants(columns, questions, progress)
+
+
+# The whole model cannot meet it, so that it has to be planned.
+_TIGHT = Slo(ttft=0.5, tpot=0.5)
 
 
 def with_whole(ratios: Sequence[float]) -> tuple[float, ...]:
@@ -394,20 +348,16 @@ def planned(planner: Planner, ours: Variants, asked: Asked, pass_ms: np.ndarray)
     pass where the prompt was shortened.
 
     Args:
-      planner: of ours.
-      ours: see `variants.our_variants`.
-      asked: the trace.
       pass_ms: `[N]`, time of the tiny LM's pass over each question.
     """
     least, right, met = least_times(ours, pass_ms), [], []
-    for index, request in zip(asked.indices, asked.trace, strict=True):
+    for number, (index, request) in enumerate(zip(asked.indices, asked.trace, strict=True)):
         made = planner.plan(asked.questions[index].prompt, request.slo, answer_tokens=ANSWER_TOKENS)
         at = [ours.keys.index((made.level, made.prompt_ratio))]
         taken = np.maximum(least.ttft_ms[index, at], ours.ttft_ms[index, at] + made.planning_ms)
-        whole = (float(asked.whole_ms[0][index]), float(asked.whole_ms[1][index]))
         right.append(ours.right[index, at[0]])
-        met.append(overruns(request.slo, whole, taken, ours.tpot_ms[index, at])[0] <= 1)
-    return Choices(np.asarray(asked.indices), np.array(right, bool), np.array(met, bool))
+        met.append(asked.overruns(number, taken, ours.tpot_ms[index, at])[0] <= 1)
+    return Choices(np.array(right, bool), np.array(met, bool))
 
 
 def ablations(
@@ -421,10 +371,7 @@ def ablations(
     choices and the baseline take nothing on top; the first two use all of an objective, without a margin.
 
     Args:
-      ours: see `variants.our_variants`.
-      asked: the trace.
       pass_ms, planning_ms: see `plan_times`; the latter is in the times of ours.
-      seed: of random decisions.
     """
     least = least_times(ours, pass_ms)
     plans = np.array([key != (WHOLE, 1.0) for key in ours.keys])
@@ -434,7 +381,7 @@ def ablations(
     return {
         f"{OURS}-random": asked.run(decided, at_random(seed)),
         f"{OURS}-fixed": asked.run(least, ranked(_task_accuracies(ours, asked)), margin=1.0),
-        f"{OURS}-oracle": bound(least, asked.indices, asked.slos, asked.whole_ms),
+        f"{OURS}-oracle": asked.bound(least),
         f"{OURS}-model-only": asked.run(decided.only(whole_prompts)),
         f"{OURS}-prompt-only": asked.run(decided.only(whole_models)),
         SHORTENED: asked.run(least.only(whole_models), ignore_tpot=True),

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.elastic import PARTS
-from benchmarks.elastic import costs as level_bench
+from benchmarks.elastic import Plan
 from benchmarks.elastic.baselines import (
     LAYERS,
     PRUNED,
@@ -27,12 +26,13 @@ from benchmarks.elastic.baselines import (
     Size,
     as_large,
     check_same_levels,
+    elastic_shape,
     open_baselines,
     open_elastic,
     sizes_beside,
     widths,
 )
-from benchmarks.elastic.costs import switch_rows
+from benchmarks.elastic.costs import memory_rows, switch_rows, time_rows
 from benchmarks.elastic.decisions import (
     Asked,
     Choices,
@@ -44,8 +44,8 @@ from benchmarks.elastic.decisions import (
     size_variants,
     with_whole,
 )
+from benchmarks.harness.bench import Run, silent
 from benchmarks.harness.figures import Figure, draw_figures
-from benchmarks.harness.plan import BasePlan, silent, sized
 from benchmarks.harness.report import OURS, Row, compared, lead, row, said
 from benchmarks.samples import read_examples
 from benchmarks.traces import TRACE_TASKS, Outcome, make_trace, replay, totals
@@ -60,7 +60,7 @@ from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.profiling import measure_together
 from jaxllm.serving.elastic.safety_margin import CONFIDENCE, SafetyMargin
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
-from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.bundles import find_model, open_model
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.server.service import LLMService
@@ -68,102 +68,61 @@ from jaxllm.tasks.questions import Question, branching
 from jaxllm.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(BasePlan):
-    """Sizes of one run.
-
-    Attributes:
-      repeats: of each timing.
-      rounds: pairs of requests that change to each level and that stay.
-      requests: of the trace.
-      questions: of each task, that the trace draws from.
-      layer_subsets: models of the baseline that leaves out layers, besides the whole one; 0 takes all.
-      replayed: requests that are really answered, to see which objectives are met.
-      seed: of the trace.
-      parts: of `PARTS`, those to run.
-    """
-
-    repeats: int = sized(5, quick=2)
-    rounds: int = sized(41, quick=3)
-    requests: int = sized(1200, quick=60)
-    questions: int = sized(40, quick=3)
-    layer_subsets: int = sized(0, quick=4)
-    replayed: int = sized(150, quick=12)
-    seed: int = 0
-    parts: tuple[str, ...] = tuple(PARTS)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured.
-
-    Attributes:
-      model: an elastic bundle.
-      data: the folder of the tasks' files; None takes packaged samples.
-      plain: models of other sizes, for PFS.
-      compared: elastic bundles of the same model made otherwise (orders, anchors, recoveries), whose accuracy
-        is compared level by level.
-      pruned: an elastic bundle made without anchors, for LLM-Pruner; None takes the model's own levels.
-      timed: an elastic bundle whose levels are timed in the model's place (see `baselines.py`); None
-        times the model.
-    """
-
-    model: Path
-    data: Path | None = None
-    plain: tuple[Path, ...] = ()
-    pruned: Path | None = None
-    compared: tuple[Path, ...] = ()
-    timed: Path | None = None
-
-
-def run(subject: Subject, plan: Plan, progress: Progress = silent) -> list[Row]:
+def run(bench: Run[Plan]) -> list[Row]:
     """Measures the parts that the plan names.
 
     Raises:
       ConfigError: the model is no elastic bundle, or has no tiny LM for the trace.
     """
-    rows = []
+    plan, rows, timed = bench.plan, [], None
+    model = bench.model or elastic_shape(str(bench.shape), plan.weights, bench.progress)
+    if plan.timed_shape:
+        with open_model(model) as bundle:
+            timed = elastic_shape(plan.timed_shape, plan.weights, bench.progress, like=bundle)
     if "trace" in plan.parts:
-        rows += _trace_rows(subject, plan, progress)
+        rows += _trace_rows(model, timed, bench)
     elif "costs" in plan.parts:
-        engine = open_elastic(subject.timed or subject.model, progress)
-        (profile,) = measure_together([engine], repeats=plan.repeats, progress=progress)
-        rows += _cost_rows(subject, plan, engine, profile, progress)
+        engine = open_elastic(timed or model, bench.progress)
+        (profile,) = measure_together([engine], repeats=plan.repeats, progress=bench.progress)
+        rows += _cost_rows(engine, profile, bench)
     if "accuracy" in plan.parts:
-        with open_model(subject.model) as bundle:
-            tokenizer = Tokenizer(bundle.tokenizer_files())
-        examples = read_examples(TRACE_TASKS, subject.data, plan.questions)
-        questions = [Question.read(tokenizer, each) for group in examples.values() for each in group]
-        rows += level_rows(_level_answers([subject.model, *subject.compared], questions, progress))
+        rows += level_rows(_level_answers([model, *plan.compared], bench))
     return rows
 
 
-def _trace_rows(subject: Subject, plan: Plan, progress: Progress) -> list[Row]:
-    """A trace on every system and in the service, and the costs of levels where they are asked for."""
-    engine = open_elastic(subject.model, progress)
+def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list[Row]:
+    """A trace on every system and in the service, and the costs of levels where they are asked for.
+
+    Args:
+      model: an elastic bundle.
+      timed_model: an elastic bundle whose levels are timed in the model's place (see `baselines.py`); None
+        times the model.
+    """
+    plan, progress = bench.plan, bench.progress
+    engine = open_elastic(model, progress)
     tiny = read_tiny_lm(engine.model.bundle)
     if tiny is None:
         raise ConfigError(
-            f"{subject.model} has no tiny LM; make one with `jaxllm elasticize`, or leave out the trace with "
+            f"{model} has no tiny LM; make one with `jaxllm elasticize`, or leave out the trace with "
             "--only costs --only accuracy"
         )
     proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
-    others = open_baselines(engine, subject.plain, subject.pruned, plan.layer_subsets, progress)
-    timed, profile, profiles = engine, None, {}
-    if subject.timed is None:
+    plain = [find_model(each) for each in plan.plain or ("small",)]
+    others = open_baselines(engine, plain, plan.pruned, plan.layer_subsets, progress)
+    if timed_model is None:
         # Whatever is compared is timed in alternation.
         engines = [engine, *(size.engine for many in others.values() for size in many)]
         engines = list({id(each): each for each in engines}.values())
         measured = measure_together(engines, repeats=plan.repeats, progress=progress)
+        timed, profile = engine, measured[0]
         profiles = {id(each): found for each, found in zip(engines, measured, strict=True)}
-        profile = measured[0]
     else:
-        timed = open_elastic(subject.timed, progress)
+        timed = open_elastic(timed_model, progress)
         check_same_levels(engine, timed)
         (profile,) = measure_together([timed], repeats=plan.repeats, progress=progress)
         others, profiles = as_large(timed, profile, engine, others)
-    rows = _cost_rows(subject, plan, timed, profile, progress) if "costs" in plan.parts else []
-    asked = _asked(engine, profile, subject, plan)
+    rows = _cost_rows(timed, profile, bench) if "costs" in plan.parts else []
+    asked = _asked(engine, profile, plan)
     levels, ratios = engine.levels, with_whole(proposer.prompt_ratios)
     planner = Planner(profile, levels, proposer)
     # The tiny LM taken at its word, as in the paper.
@@ -184,21 +143,22 @@ def _trace_rows(subject: Subject, plan: Plan, progress: Progress) -> list[Row]:
     # In service the planner learns how late answers are.
     service = LLMService(timed, profile, Planner(profile, levels, proposer, safety_margin=SafetyMargin()))
     outcomes, met = replay_beside_whole(service, asked, plan.replayed, progress)
-    answers = subject.timed is None
-    return rows + replay_rows(outcomes, met, answers=answers) + planning_rows(outcomes, asked, passes)
+    rows += replay_rows(outcomes, met, answers=timed_model is None)
+    return rows + planning_rows(outcomes, asked, passes)
 
 
-def _asked(engine: Engine, profile: DeviceProfile, subject: Subject, plan: Plan) -> Asked:
+def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
     """A trace of the tasks' questions, with the whole model's times."""
-    examples = read_examples(TRACE_TASKS, subject.data, plan.questions)
+    examples = read_examples(TRACE_TASKS, plan.data, plan.questions)
     trace = make_trace(examples, requests=plan.requests, seed=plan.seed)
-    flat = {id(each): index for index, each in enumerate(e for group in examples.values() for e in group)}
-    questions = [Question.read(engine.tokenizer, each) for group in examples.values() for each in group]
+    flat = [each for group in examples.values() for each in group]
+    places = {id(each): index for index, each in enumerate(flat)}
+    questions = [Question.read(engine.tokenizer, each) for each in flat]
     lengths = [len(each.prompt.ids) for each in questions]
     return Asked(
         trace=trace,
         questions=questions,
-        indices=[flat[id(request.example)] for request in trace],
+        indices=[places[id(request.example)] for request in trace],
         whole_ms=(
             np.array([profile.ttft(WHOLE, each) for each in lengths]),
             np.array([profile.tpot(WHOLE, each) for each in lengths]),
@@ -206,14 +166,12 @@ def _asked(engine: Engine, profile: DeviceProfile, subject: Subject, plan: Plan)
     )
 
 
-def _cost_rows(
-    subject: Subject, plan: Plan, engine: Engine, profile: DeviceProfile, progress: Progress
-) -> list[Row]:
+def _cost_rows(engine: Engine, profile: DeviceProfile, bench: Run[Plan]) -> list[Row]:
     """Times and memory of levels, and the time to change them."""
     return [
-        *level_bench.time_rows(profile),
-        *switch_rows(engine, rounds=plan.rounds, progress=progress),
-        *level_bench.memory_rows(subject.timed or subject.model, engine.options.levels),
+        *time_rows(profile),
+        *switch_rows(engine, rounds=bench.plan.rounds, progress=bench.progress),
+        *memory_rows(engine.model.bundle.path, engine.options.levels),
     ]
 
 
@@ -237,31 +195,30 @@ def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
     return remarks
 
 
-def _level_answers(
-    bundles: Sequence[Path], questions: Sequence[Question], progress: Progress
-) -> dict[str, dict[int, np.ndarray]]:
-    """Right answers of every level of several elastic bundles to the same questions, with whole prompts."""
+def _level_answers(bundles: Sequence[Path], bench: Run[Plan]) -> dict[str, dict[int, np.ndarray]]:
+    """Right answers of every level of several elastic bundles to the same questions, with whole prompts; the
+    first one's tokenizer reads them, and a name that is taken has a number behind it."""
+    with open_model(bundles[0]) as bundle:
+        tokenizer = Tokenizer(bundle.tokenizer_files())
+    examples = read_examples(TRACE_TASKS, bench.plan.data, bench.plan.questions)
+    questions = [Question.read(tokenizer, each) for group in examples.values() for each in group]
     found: dict[str, dict[int, np.ndarray]] = {}
     for path in bundles:
-        engine = open_elastic(path, progress)
+        engine, name = open_elastic(path, bench.progress), f"{OURS} {path.stem}"
         prompts = [branching(engine.tokenizer, each.example) for each in questions]
-        found[_unused(f"{OURS} {path.stem}", found)] = {
-            level: right_answers(engine.at(level), questions, prompts, progress)[0] for level in engine.levels
+        same = sum(each == name or each.startswith(f"{name} (") for each in found)
+        found[f"{name} ({same + 1})" if same else name] = {
+            level: right_answers(engine.at(level), questions, prompts, bench.progress)[0]
+            for level in engine.levels
         }
     return found
-
-
-def _unused(name: str, taken: dict[str, dict[int, np.ndarray]]) -> str:
-    """The name, with a number behind it if it is taken."""
-    same = sum(each == name or each.startswith(f"{name} (") for each in taken)
-    return f"{name} ({same + 1})" if same else name
 
 
 ALL = "all six"
 # Without <100,100>, which every answer meets.
 LIMITED = "the five with a limit"
-# Shares of right answers, and of right answers in time.
-METRICS = ("accuracy", "right_and_met")
+# Shares of right answers, and of right answers in time, by attribute of `Choices`.
+METRICS = {"accuracy": "right", "right_and_met": "right_and_met"}
 
 
 def cases(slos: Iterable[Slo]) -> list[str]:
@@ -276,7 +233,6 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
 
     Args:
       found: the choices of each, ours among them.
-      asked: the trace.
       remarks: by system, how it ran.
     """
     slos = [request.slo for request in asked.trace]
@@ -287,11 +243,8 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
         in_time = {
             system: f"in time by the profiles {each.met[chosen].mean():.1%}" for system, each in found.items()
         }
-        for metric in METRICS:
-            values = {
-                system: (each.right if metric == "accuracy" else each.right_and_met)[chosen]
-                for system, each in found.items()
-            }
+        for metric, of in METRICS.items():
+            values = {system: getattr(each, of)[chosen] for system, each in found.items()}
             notes = {}
             for system, each in values.items():
                 parts = [said(each, questions)]
@@ -308,7 +261,6 @@ def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bo
     """Rows of requests that the service answered, by objective and over all, timed by the clock.
 
     Args:
-      outcomes: of the requests.
       met: whether each one's objective was met, at the device's speed at that moment.
       answers: whether the model is trained; otherwise rows are about times alone.
     """
@@ -347,7 +299,6 @@ def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray
 
     Args:
       outcomes: of the trace's first requests.
-      asked: the trace.
       pass_ms: `[N]`, time of the tiny LM's pass over each question.
     """
     whole_ms = asked.whole_ms[0]
@@ -382,9 +333,7 @@ def level_rows(accuracies: Mapping[str, Mapping[int, np.ndarray]]) -> list[Row]:
             note = said(right, questions)
             if levels is not ours and level in ours:
                 note += f"; {lead(ours[level], right, questions)}"
-            rows.append(
-                row(f"level {level}", "level_accuracy", float(right.mean()), note, system=name)
-            )  # fmt: skip
+            rows.append(row(f"level {level}", "level_accuracy", float(right.mean()), note, system=name))
     return rows
 
 
@@ -417,9 +366,6 @@ def replay_beside_whole(
     """Asks the first requests of a trace.
 
     Args:
-      service: with our planner.
-      asked: the trace.
-      requests: how many of it.
       progress: called with ("replay", requests done, requests in all).
 
     Returns:

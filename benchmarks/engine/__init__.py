@@ -1,1 +1,61 @@
 """`jaxllm bench engine`: load, build and run times of the engine beside other engines on the same weights."""
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from benchmarks.harness.bench import PATH, TimedPlan, sized
+from jaxllm.errors import ConfigError
+from jaxllm.formats import WeightFormat
+
+PEERS = ("llama.cpp", "transformers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(TimedPlan):
+    """Sizes of one measurement; what an option asks for is said there.
+
+    Attributes:
+      slow_peers: whether "all" peers hold those too that take minutes.
+    """
+
+    weights: tuple[WeightFormat, ...] = sized(
+        (), "Weight width for a folder or a shape: one run compares them.", default="its own"
+    )
+    context_tokens: int = sized(
+        0, "Maximum number of tokens of prompt and answer together.", "--context", metavar="TOKENS",
+        default="the model's window, up to 2048",
+    )  # fmt: skip
+    peers: tuple[str, ...] = sized(
+        ("all",), "Another engine that runs the same weights.", "--peer",
+        type=click.Choice([*PEERS, "all", "none"]), default="all that are installed",
+    )  # fmt: skip
+    text: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "Measure every system's perplexity on this UTF-8 text too.", type=PATH, metavar="FILE"
+    )
+    separator: str | None = sized(
+        None, "Split the text into documents at this string, scored apart.", metavar="TEXT"
+    )
+    prompt_tokens: tuple[int, ...] = sized((64, 256, 1024), quick=(64, 256))
+    decode_tokens: int = sized(128, quick=32)
+    rounds: int = sized(5, quick=3)
+    text_windows: int = sized(0, quick=8)
+    patience_s: float = sized(120.0, quick=5.0)
+    slow_peers: bool = sized(True, quick=False)
+
+    def within(self, context_tokens: int) -> "Plan":
+        """The plan for a context that may be too short for it.
+
+        Raises:
+          ConfigError: there is no room for one token of prompt and one of the answer.
+        """
+        if context_tokens < 2:
+            raise ConfigError(
+                "bench engine needs a context of at least 2 tokens, one to feed and one to decode, got "
+                f"{context_tokens}; give a larger --context"
+            )
+        decode = min(self.decode_tokens, context_tokens // 2)
+        prompts = tuple(sorted({min(tokens, context_tokens - decode) for tokens in self.prompt_tokens}))
+        sizes = {"context_tokens": context_tokens, "prompt_tokens": prompts, "decode_tokens": decode}
+        return dataclasses.replace(self, **sizes)

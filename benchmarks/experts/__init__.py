@@ -1,9 +1,24 @@
 """`jaxllm bench experts`: mixtures of experts larger than memory, beside other systems (EdgeMoE, section 4).
 
-`systems` opens ours and the baselines, `run` times them and each technique, `replay` judges predictors and
+`systems` opens ours and the baselines, `run` times them and each technique, and judges predictors and
 eviction policies by the experts that a model visited. `nested` measures nested experts, of a trained mixture
-with wider experts (`widened`), and what a loss costs (`quality`).
+with wider experts, and what a loss costs. `seq2seq` has the tasks of Switch Transformers, EdgeMoE's own
+models.
 """
+
+import dataclasses
+from pathlib import Path
+
+from benchmarks.harness.bench import (
+    BOARDS,
+    FILE,
+    PATH,
+    TextPlan,
+    devices_of,
+    parts_of,
+    sized,
+)
+from jaxllm.option_types import Size
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -14,3 +29,78 @@ PARTS = {
     "nested": "time per token of nested experts beside IO-QEXP, and what a loss costs",
     "predictors": "hit rates of predictors and eviction policies",
 }
+# Of these, what takes a model that answers without an encoder.
+DECODER_PARTS = ("nested", "predictors")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(TextPlan):
+    """Sizes of one run; what an option asks for is said there.
+
+    Attributes:
+      text: whose pieces are the prompts of a trained decoder.
+      devices: that experts are read from; all but systems are measured on the first alone.
+      tokens, repeats, prompt_tokens, context_tokens: of answers without an encoder: tokens of each, answers
+        of each system, tokens of each prompt and of every context.
+      task_tokens, task_answers, task_context_tokens: the same of answers to sources, which are read whole.
+      judged: answers that Rouge-2 judges.
+      share: room of ours, as a share of all experts.
+      buffers: further rooms, in times the experts of a token at one layer, for the sweep and for the replay
+        of eviction policies; `task_buffers` are shares of all experts.
+      watched_tokens: by which predictors and policies are judged.
+      widened: times as many neurons the experts of a trained mixture get where nested ones are timed.
+      shares: rooms of nested experts, as shares of all of them.
+      nested_answers: of each system beside nested experts.
+      windows: of text, by which the loss of nested experts is judged.
+    """
+
+    checkpoint: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "The Hugging Face folder that the model was calibrated from; baselines are made of it.",
+        metavar="DIR", default="the model's own weights as floats",
+    )  # fmt: skip
+    others: tuple[Path, ...] = sized(
+        (), "The same mixture calibrated to another tolerable loss.", "--other-loss", type=FILE,
+        metavar="BUNDLE",
+    )  # fmt: skip
+    devices: tuple[str, ...] = devices_of(BOARDS, "tx2-ssd")
+    tasks: tuple[str, ...] = sized(
+        (), "Answer one of an encoder-decoder's own tasks, such as translation_de_to_en.", "--task",
+        metavar="NAME",
+    )  # fmt: skip
+    data: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "The folder of the tasks' files.", metavar="DIR"
+    )
+    pairs: tuple[Path, Path] | None = sized(
+        None, "For an encoder-decoder: two UTF-8 text files to answer, whose lines of the same number are a "
+        "source and its target.", type=(PATH, PATH), multiple=False, metavar="SOURCE TARGET",
+    )  # fmt: skip
+    prefix: str | None = sized(
+        None, "With --pairs: what tells the model the task.", metavar="TEXT",
+        default="the model's own prefix",
+    )  # fmt: skip
+    budgets: tuple[int, ...] = sized(
+        (), "Also measure the memory of a process under this budget; of switch-base-64 nothing else.",
+        "--memory", type=Size(), default="300MB for switch-base-64",
+    )  # fmt: skip
+    parts: tuple[str, ...] = parts_of(PARTS)
+    tokens: int = sized(32, quick=12)
+    repeats: int = sized(3, quick=1)
+    prompt_tokens: int = 24
+    context_tokens: int = 256
+    task_tokens: int = 64
+    task_answers: int = sized(32, quick=6)
+    task_context_tokens: int = 128
+    judged: int = sized(200, quick=40)
+    share: float = 0.25
+    buffers: tuple[int, ...] = sized((2, 5, 10, 20), quick=(2, 10))
+    task_buffers: tuple[float, ...] = sized((0.1, 0.5, 0.75), quick=(0.5,))
+    watched_tokens: int = sized(400, quick=60)
+    widened: int = 64
+    shares: tuple[float, ...] = sized((0.25, 0.5), quick=(0.25,))
+    nested_answers: int = sized(16, quick=2)
+    windows: int = sized(100, quick=10)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an encoder-decoder is asked."""
+        return self.pairs is not None or bool(self.tasks)

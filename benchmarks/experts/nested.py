@@ -9,6 +9,7 @@ those of larger models.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.experts.systems import Measured, NestedSetting, drawn, measured, nested_engine
+from benchmarks.harness.bench import silent
 from benchmarks.harness.machine import Device
-from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS, Row, compared, median, median_ratio_interval, row
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
@@ -36,73 +37,53 @@ BASELINE = "IO-QEXP"
 BUFFERS = {"equal": "a buffer of as many bytes", "published": "no buffer, as published"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NestedPlan:
-    """Sizes of a run.
-
-    Attributes:
-      tokens: of each answer.
-      prompts: of which the first warms up.
-      windows: of text for the quality; none for random weights.
-    """
-
-    tokens: int
-    prompts: Sequence[Sequence[int]]
-    windows: Sequence[Sequence[int]] = ()
-
-
-def nested_rows(setting: NestedSetting, device: Device, plan: NestedPlan) -> list[Row]:
+def nested_rows(
+    setting: NestedSetting, device: Device, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[Row]:
     """Times all systems in turns, over the same prompts.
 
     Args:
       setting: the bundles and the buffer.
       device: that experts are read from.
-      plan: sizes.
+      prompts: of which the first warms up.
     """
     engines = {f"{OURS} {loss}": nested_engine(setting, loss=loss) for loss in LOSSES}
     engines |= {name: nested_engine(setting, baseline=name) for name in BUFFERS}
-    found = measured(engines, plan.prompts, drawn(plan.tokens))
+    found = measured(engines, prompts, drawn(tokens))
     rows = []
-    for loss in LOSSES:
-        ours = found[f"{OURS} {loss}"]
-        for name, buffer in BUFFERS.items():
-            theirs = found[name]
-            low, high = median_ratio_interval(ours.token_ms, theirs.token_ms)
-            interval = f"ratio's 95 % interval [{low:.2f}, {high:.2f}]"
-            notes: dict[str, str | None] = {
-                OURS: f"{device.note}; {_facts(ours)}; {interval}",
-                BASELINE: f"{device.note}; {buffer}; {_facts(theirs)}",
-            }
-            times = {OURS: median(ours.token_ms), BASELINE: median(theirs.token_ms)}
-            shown = "exact" if not loss else f"loss {loss:.0%}"
-            case = f"nested, {shown}, {setting.share:.0%} in memory, IO-QEXP with {buffer}: {device.name}"
-            rows += compared(case, "tpot_ms", times, notes)
+    for loss, (name, buffer) in itertools.product(LOSSES, BUFFERS.items()):
+        ours, theirs = found[f"{OURS} {loss}"], found[name]
+        low, high = median_ratio_interval(ours.token_ms, theirs.token_ms)
+        interval = f"ratio's 95 % interval [{low:.2f}, {high:.2f}]"
+        notes: dict[str, str | None] = {
+            OURS: f"{device.note}; {_facts(ours)}; {interval}",
+            BASELINE: f"{device.note}; {buffer}; {_facts(theirs)}",
+        }
+        times = {OURS: median(ours.token_ms), BASELINE: median(theirs.token_ms)}
+        shown = "exact" if not loss else f"loss {loss:.0%}"
+        case = f"nested, {shown}, {setting.share:.0%} in memory, IO-QEXP with {buffer}: {device.name}"
+        rows += compared(case, "tpot_ms", times, notes)
     for each in engines.values():
         each.close()
     return rows
 
 
-def quality_rows(setting: NestedSetting, plan: NestedPlan) -> list[Row]:
-    """Perplexity and agreement with both planes by loss, and the perplexity of experts at 4 bits."""
-    if not plan.windows:
-        return []
+def quality_of_losses(setting: NestedSetting, windows: Sequence[Sequence[int]]) -> list[Row]:
+    """Perplexity and agreement with both planes by loss, and of experts at 4 bits; none without windows of
+    text, as for random weights."""
     rows, exact = [], None
-    for loss in LOSSES:
-        engine = nested_engine(setting, loss=loss, trees=TREES)
-        each = predicted(engine, plan.windows)
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        f"nested, loss {loss:.0%}": (OURS, {"loss": loss}) for loss in LOSSES
+    }
+    cases["experts at 4 bits"] = BASELINE, {"baseline": "equal"}
+    for case, (system, how) in cases.items() if windows else ():
+        engine = nested_engine(setting, trees=TREES, **how)
+        perplexity, likeliest = predicted(engine, windows)
         engine.close()
-        exact = exact or each
-        case = f"nested, loss {loss:.0%}: {len(each.likeliest):,} tokens"
-        share = float((each.likeliest == exact.likeliest).mean())
-        rows += [row(case, "perplexity", each.perplexity), row(case, "agreement", share)]
-    engine = nested_engine(setting, baseline="equal", trees=TREES)
-    four = predicted(engine, plan.windows)
-    engine.close()
-    assert exact is not None
-    case = f"experts at 4 bits: {len(four.likeliest):,} tokens"
-    agreement = float((four.likeliest == exact.likeliest).mean())
-    rows.append(row(case, "perplexity", four.perplexity, system=BASELINE))
-    rows.append(row(case, "agreement", agreement, system=BASELINE))
+        exact = likeliest if exact is None else exact
+        case = f"{case}: {len(likeliest):,} tokens"
+        rows.append(row(case, "perplexity", perplexity, system=system))
+        rows.append(row(case, "agreement", float((likeliest == exact).mean()), system=system))
     return rows
 
 
@@ -128,7 +109,6 @@ def widened_folder(folder: Path, out: Path, times: int, progress: Progress = sil
     """A Hugging Face folder of a mixture whose experts have `times` as many neurons, made unless it is there.
 
     Args:
-      folder: of the trained mixture.
       out: where those of all sizes are kept.
       times: at least 2.
       progress: called with ("Widening experts", parameters done, parameters in all).
@@ -175,21 +155,9 @@ PROMPT, NODES = 16, 64
 TREES = TreeShape(nodes=(NODES,), room=NODES)
 
 
-@dataclasses.dataclass(frozen=True)
-class Predicted:
-    """Predictions of the tokens of a text.
-
-    Attributes:
-      perplexity: of the tokens.
-      likeliest: `[T]` int, what is predicted.
-    """
-
-    perplexity: float
-    likeliest: np.ndarray
-
-
-def predicted(engine: Engine, windows: Sequence[Sequence[int]]) -> Predicted:
-    """Predicts text token by token with a mixture whose experts are streamed.
+def predicted(engine: Engine, windows: Sequence[Sequence[int]]) -> tuple[float, np.ndarray]:
+    """Predicts text token by token with a mixture whose experts are streamed: the perplexity, and `[T]` int,
+    what is found likeliest.
 
     The tokens of a window are the nodes of a tree of one branch, which gives each to the bit what decoding
     gives it.
@@ -210,4 +178,4 @@ def predicted(engine: Engine, windows: Sequence[Sequence[int]]) -> Predicted:
         logs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
         loss -= float(logs[np.arange(NODES), targets].sum(dtype=np.float64))
         likeliest.append(logs.argmax(-1))
-    return Predicted(float(np.exp(loss / (NODES * len(windows)))), np.concatenate(likeliest))
+    return float(np.exp(loss / (NODES * len(windows)))), np.concatenate(likeliest)

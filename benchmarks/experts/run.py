@@ -1,8 +1,6 @@
 """Runs all parts: time per token of every system and without each technique, losses, and predictors.
 
 Judges predictors and eviction policies by the experts that a model visited.
-
-Measures what a loss of experts costs: perplexity and agreement, as tokens are decoded from storage.
 """
 
 import dataclasses
@@ -12,18 +10,21 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.experts import PARTS
-from benchmarks.experts.nested import (
-    NestedPlan,
-    nested_rows,
+from benchmarks.experts import Plan
+from benchmarks.experts.nested import nested_rows, quality_of_losses, text_windows, widened_folder
+from benchmarks.experts.seq2seq import (
+    TaskPairs,
+    greedy,
+    judged_systems,
+    layer_rows,
     quality_rows,
-    text_windows,
-    widened_folder,
+    widths_note,
 )
 from benchmarks.experts.systems import (
     EQUAL,
     FOUR_BIT,
     SYSTEMS,
+    Measured,
     NestedSetting,
     Setting,
     ablations,
@@ -34,274 +35,320 @@ from benchmarks.experts.systems import (
     measured,
     memory_rows,
     opened,
+    random_mixed,
+    resident,
     widths_of,
 )
+from benchmarks.harness.bench import Run
 from benchmarks.harness.figures import Figure, draw_figures
-from benchmarks.harness.machine import BOARDS, REAL, Device, named_devices
-from benchmarks.harness.plan import BasePlan, silent, sized
+from benchmarks.harness.machine import REAL, Device, named_devices
 from benchmarks.harness.report import OURS, Row, compared, median, row
-from benchmarks.samples import SEPARATOR
+from benchmarks.models import SWITCHES, Checkpoint, switch_bundle
+from benchmarks.samples import SEPARATOR, stories_file
+from benchmarks.speculation import memory
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import expert_facts, read_path_counts, read_token_experts
 from jaxllm.cli.console import read_text
-from jaxllm.errors import ConfigError
+from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.experts.prediction import POLICIES, PathCounts, Policy, Residents, TokenExperts
 from jaxllm.models.features import require_decoder_alone
+from jaxllm.models.parameters import sparse_layers
 from jaxllm.serving.experts.predictors import Predictor, make_predictor
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.expert_options import ExpertOptions
-from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.serving.opening.engine import Engine
+from jaxllm.tasks.rouge import require_rouge
 from jaxllm.text.tokenizer import Tokenizer
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(BasePlan):
-    """Sizes of one run.
-
-    Attributes:
-      devices: that experts are read from.
-      tokens: of each answer.
-      repeats: answers of each system.
-      prompt_tokens: of each prompt.
-      context_tokens: of every context.
-      share: room of ours, as a share of all experts.
-      buffers: further rooms, in times the experts of a token at one layer, for the sweep and for the replay
-        of eviction policies.
-      watched_tokens: by which predictors and policies are judged.
-      parts: of `PARTS`, those to run; all but systems on the first storage alone.
-      text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
-      widened: times as many neurons the experts of a trained mixture get where nested ones are timed.
-      shares: rooms of nested experts, as shares of all of them.
-      nested_answers: of each system beside nested experts.
-      windows: of text, by which the loss of nested experts is judged.
-      quantized_again: whether the folder's weights have been quantized, so that baselines of fewer bits are
-        quantized a second time.
-    """
-
-    devices: tuple[Device, ...] = sized(named_devices(BOARDS), quick=named_devices(["tx2-ssd"]))
-    tokens: int = sized(32, quick=12)
-    repeats: int = sized(3, quick=1)
-    prompt_tokens: int = 24
-    context_tokens: int = 256
-    share: float = 0.25
-    buffers: tuple[int, ...] = sized((2, 5, 10, 20), quick=(2, 10))
-    watched_tokens: int = sized(400, quick=60)
-    parts: tuple[str, ...] = tuple(PARTS)
-    text: Path | None = None
-    widened: int = 64
-    shares: tuple[float, ...] = sized((0.25, 0.5), quick=(0.25,))
-    nested_answers: int = sized(16, quick=2)
-    windows: int = sized(100, quick=10)
-    quantized_again: bool = False
+# What random weights of an encoder-decoder are measured in: a context of 512 tokens takes a quarter of it.
+_MEMORY_BYTES, _SWITCH_CONTEXT_TOKENS = 300_000_000, 128
 
 
-def run(
-    folder: Path, mixed: Sequence[Path], cache: Path, plan: Plan, progress: Progress = silent
-) -> list[Row]:
-    """Measures everything.
-
-    Args:
-      folder: a mixture's Hugging Face folder.
-      mixed: bundles that `jaxllm calibrate experts` made of it; the first is ours, the others are of other
-        losses.
-      cache: a folder for the baselines' bundles.
-      plan: sizes.
-      progress: called with (stage, done, total).
+def run(bench: Run[Plan]) -> list[Row]:
+    """Measures a mixture: of random weights, calibrated, or of an encoder-decoder by its tasks.
 
     Raises:
-      ConfigError: a bundle's experts are not stored apart.
+      ConfigError: a bundle's experts are not stored apart, or the model is asked as it does not answer.
       CheckpointError: a model cannot be opened.
     """
-    cfg = config_of(mixed)
-    require_decoder_alone(cfg, "a text", "measure it by its task: --task or --pairs")
-    choices, experts = cfg.experts_per_token, cfg.experts * sum(cfg.sparse_layers)
-    rows: list[Row] = []
-    stages = len(plan.devices) + 1
-    fast = Setting(
-        bundles=make_bundles(folder, mixed[0], cache, progress),
-        buffer_experts=max(choices, int(plan.share * experts)),
-        context_tokens=plan.context_tokens,
-        storage=REAL.storage,
-    )
-    for number, device in enumerate(plan.devices):
-        setting = dataclasses.replace(fast, storage=device.storage)
-        if "systems" in plan.parts:
-            rows += _system_rows(setting, device, plan, first=number == 0)
-        if number == 0:
-            if "nested" in plan.parts:
-                rows += _nested_rows(folder, mixed[0], cache, device, plan)
-            if "ablations" in plan.parts:
-                rows += _ablation_rows(setting, device, plan)
-            if "buffers" in plan.parts:
-                rows += _buffer_rows(setting, device, plan, choices)
-            if "losses" in plan.parts:
-                rows += _loss_rows(setting, device, plan, mixed)
-        progress("Measuring", number + 1, stages)
-    if "predictors" in plan.parts:
-        rows += _watched_rows(fast, plan, choices)
-    progress("Measuring", stages, stages)
-    return rows
+    plan, progress = bench.plan, bench.progress
+    if bench.shape in SWITCHES:
+        path, budgets = switch_bundle(bench.shape, progress), plan.budgets or (_MEMORY_BYTES,)
+        return memory.memory_rows(path, budgets, progress, context_tokens=_SWITCH_CONTEXT_TOKENS)
+    cache, again, text, tasks = cache_folder() / "benchmarks" / "experts", False, None, []
+    if bench.shape is not None:
+        folder = bench.path()
+        model = random_mixed(folder, cache / f"{bench.shape}.jaxllm", progress)
+    else:
+        model = bench.path()
+        found = Checkpoint.find(model)
+        of = f"{model} is of {found.cfg.model_type}"
+        if plan.is_asked and found.cfg.encoder is None:
+            raise ConfigError(f"{of}, a decoder alone: it is measured on a text; give --text instead")
+        if found.cfg.encoder is not None and not plan.is_asked:
+            raise ConfigError(
+                f"{of}, an encoder-decoder: it is measured on a task; give --task or its --pairs"
+            )
+        if plan.checkpoint is None:
+            # Bundles of a checkpoint are others than those of the same model's dequantized weights.
+            cache, again = cache / "dequantized", found.quantized
+        folder, text = plan.checkpoint or found.folder(progress), plan.text or stories_file(None)
+        tasks = TaskPairs.chosen(model, plan) if plan.is_asked else []
+    mixed = (model, *plan.others)
+    rows = [
+        row
+        for task in (tasks or [None])
+        for row in Mixture(bench, folder, mixed, cache, text=text, again=again, task=task).rows()
+    ]
+    return rows + (memory.memory_rows(model, plan.budgets, progress) if plan.budgets else [])
 
 
-def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
-    text = "" if plan.text is None else read_text(plan.text).replace(SEPARATOR, "\n")
-    return _drawn_prompts(engine.tokenizer.encode(text) if text else [], engine.cfg.vocab_size, plan)
+class Mixture:
+    """A mixture that is measured by its answers to a text, or to the sources of a task."""
 
+    def __init__(
+        self,
+        bench: Run[Plan],
+        folder: Path,
+        mixed: Sequence[Path],
+        cache: Path,
+        *,
+        text: Path | None = None,
+        again: bool = False,
+        task: TaskPairs | None = None,
+    ) -> None:
+        """Makes the baselines' bundles unless they are there.
 
-def _drawn_prompts(text_ids: Sequence[int], vocabulary: int, plan: Plan) -> list[list[int]]:
-    """Prompts from a text, or without one of tokens that are drawn."""
-    draw = np.random.default_rng(0)
-    shape = (plan.repeats + 1, plan.prompt_tokens)
-    if plan.text is None:
-        return draw.integers(0, vocabulary, shape).tolist()
-    ids = np.array(text_ids)
-    if len(ids) < 2 * plan.prompt_tokens:
-        raise ConfigError(f"{plan.text}: {len(ids)} tokens are too few for prompts; give a longer text")
-    at = draw.integers(0, len(ids) - plan.prompt_tokens, shape[0])
-    return ids[at[:, None] + np.arange(plan.prompt_tokens)].tolist()
-
-
-def _note(name: str, engine: Engine, device: Device, plan: Plan) -> str:
-    parts = [device.note] if device.note else []
-    if plan.quantized_again and name in FOUR_BIT:
-        parts.append("weights quantized twice")
-    if engine.model.streamed is not None:
-        facts = engine.model.streamed.facts()
-        read = engine.model.streamed.counts.read_bytes
-        parts.append(f"{facts['caching']} reads, {read / 1e6:,.0f} MB in all")
-        if "hit_rate" in facts:
-            parts.append(f"{facts['hit_rate']:.0%} of experts were in memory, {facts['foreseen']} prefetched")
-    return "; ".join(parts)
-
-
-def _timed(names: Sequence[str], setting: Setting, device: Device, plan: Plan, case: str) -> list[Row]:
-    engines = {name: opened(name, setting) for name in names}
-    found = measured(engines, _prompts(engines[names[0]], plan), drawn(plan.tokens))
-    times = {name: median(each.token_ms) for name, each in found.items()}
-    notes: dict[str, str | None] = {
-        name: _note(name, engine, device, plan) for name, engine in engines.items()
-    }
-    notes[OURS] = "; ".join(filter(None, (notes[OURS], widths_of(setting.bundles.mixed))))
-    rows = compared(case, "tpot_ms", times, notes)
-    for each in engines.values():
-        each.close()
-    return rows
-
-
-def _system_rows(setting: Setting, device: Device, plan: Plan, *, first: bool) -> list[Row]:
-    # As published, systems that load on demand have no buffer; one has as many bytes as ours.
-    names = (*SYSTEMS, EQUAL)
-    rows = _timed(names, setting, device, plan, device.name)
-    return rows + memory_rows(names, setting, "memory") if first else rows
-
-
-def _ablation_rows(setting: Setting, device: Device, plan: Plan) -> list[Row]:
-    with Bundle.open(setting.bundles.mixed) as bundle:
-        names = (OURS, *ablations(bundle))
-    return _timed(names, setting, device, plan, f"ablation: {device.name}")
-
-
-def _buffer_rows(setting: Setting, device: Device, plan: Plan, choices: int) -> list[Row]:
-    rows = []
-    for buffer in plan.buffers:
-        room = dataclasses.replace(setting, buffer_experts=buffer * choices)
-        case = f"buffer of {buffer * choices} experts: {device.name}"
-        rows += _timed((OURS, f"{OURS}-lru"), room, device, plan, case)
-    return rows
-
-
-def _loss_rows(setting: Setting, device: Device, plan: Plan, mixed: Sequence[Path]) -> list[Row]:
-    """Losses of the experts' widths and times per token, by tolerable loss."""
-    rows = []
-    for path in mixed:
-        with Bundle.open(path) as bundle:
-            facts = expert_facts(bundle)
-        if "most_loss" not in facts:
-            continue
-        case = f"tolerable loss {facts['most_loss']:.0%}"
-        note = f"{facts['lowered']} of {facts['experts']} at {facts['lower']} bits, others {facts['upper']}"
-        for metric, key in (("perplexity_loss", "loss"), ("held_out_perplexity_loss", "held_out_loss")):
-            rows.append(row(case, metric, facts[key], note))
-        bundles = dataclasses.replace(setting.bundles, mixed=path)
-        rows += _timed((OURS,), dataclasses.replace(setting, bundles=bundles), device, plan, case)
-    return rows
-
-
-def _nested_rows(folder: Path, mixed: Path, cache: Path, device: Device, plan: Plan) -> list[Row]:
-    """Nested experts beside IO-QEXP; of a trained mixture with wider experts, and by loss with its own."""
-    trained = plan.text is not None
-    wide = widened_folder(folder, cache, plan.widened) if trained and plan.widened > 1 else folder
-
-    def setting(of: Path, device: Device, share: float) -> NestedSetting:
-        nested, four_bit = make_nested(of, mixed, cache)
-        return NestedSetting(
-            nested=nested,
-            four_bit=four_bit,
-            share=share,
-            context_tokens=plan.context_tokens,
-            storage=device.storage,
+        Args:
+          folder: the mixture's Hugging Face folder.
+          mixed: bundles that `jaxllm calibrate experts` made of it; the first is ours, the others are of
+            other losses.
+          cache: a folder for the baselines' bundles.
+          text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
+          again: whether the folder's weights have been quantized, so that baselines of fewer bits are
+            quantized a second time.
+          task: of an encoder-decoder; None for a decoder alone.
+        """
+        self._bench, self._plan, self._folder, self._mixed, self._cache = (
+            bench,
+            bench.plan,
+            folder,
+            mixed,
+            cache,
+        )
+        self._text, self._again, self._task, plan = text, again, task, bench.plan
+        cfg = config_of(mixed)
+        if task is None:
+            require_decoder_alone(cfg, "a text", "measure it by its task: --task or --pairs")
+        elif "losses" in plan.parts:
+            require_rouge()
+        self._layers = sparse_layers(cfg)
+        experts, choices = cfg.experts * len(self._layers), cfg.experts_per_token
+        self._rooms = [each * choices for each in plan.buffers]
+        if task is not None:
+            self._rooms = [max(1, int(share * experts)) for share in plan.task_buffers]
+        self._setting = Setting(
+            bundles=make_bundles(folder, mixed[0], cache, bench.progress),
+            buffer_experts=max(1 if task else choices, int(plan.share * experts)),
+            context_tokens=plan.task_context_tokens if task else plan.context_tokens,
+            storage=REAL.storage,
+            equal=task is not None,
         )
 
-    ids, windows = list[int](), list[list[int]]()
-    with open_model(mixed) as bundle:
-        tokenizer = Tokenizer(bundle.tokenizer_files())
-        if plan.text is not None:
-            ids = tokenizer.encode(read_text(plan.text).replace(SEPARATOR, "\n"))
-            windows = text_windows(ids, plan.windows)
-        several = dataclasses.replace(plan, repeats=plan.nested_answers)
-        prompts = _drawn_prompts(ids, bundle.cfg.vocab_size, several)
-    nested = NestedPlan(tokens=plan.tokens, prompts=prompts, windows=windows)
-    rows = [row for share in plan.shares for row in nested_rows(setting(wide, device, share), device, nested)]
-    return rows + quality_rows(setting(folder, REAL, plan.share), nested)
+    def rows(self) -> list[Row]:
+        """All parts of the plan."""
+        plan, rows, devices = self._plan, [], named_devices(self._plan.devices)
+        for number, device in enumerate(devices):
+            setting = dataclasses.replace(self._setting, storage=device.storage)
+            if "systems" in plan.parts:
+                rows += self._system_rows(setting, device, first=number == 0)
+            if number == 0:
+                rows += self._nested_rows(device) if "nested" in plan.parts else []
+                if "ablations" in plan.parts:
+                    with Bundle.open(setting.bundles.mixed) as bundle:
+                        names = (OURS, *ablations(bundle))
+                    rows += self._time_rows(names, setting, device, f"ablation: {device.name}")
+                for experts in self._rooms if "buffers" in plan.parts else ():
+                    room = dataclasses.replace(setting, buffer_experts=experts)
+                    case = f"buffer of {experts} experts: {device.name}"
+                    rows += self._time_rows((OURS, f"{OURS}-lru"), room, device, case)
+                rows += self._loss_rows(setting, device) if "losses" in plan.parts else []
+            self._bench.progress("Measuring", number + 1, len(devices) + 1)
+        rows += self._watched_rows() if "predictors" in plan.parts else []
+        self._bench.progress("Measuring", len(devices) + 1, len(devices) + 1)
+        if self._task is not None and self._task.called:
+            rows = [dataclasses.replace(each, case=f"{self._task.called}: {each.case}") for each in rows]
+        return rows
 
+    def _measured(
+        self, names: Sequence[str], setting: Setting, device: Device
+    ) -> tuple[dict[str, Measured], dict[str, str | None]]:
+        """Times all systems in turns, and how each ran; of baselines of a task that do not fit into the
+        memory, tells."""
+        engines: dict[str, Engine] = {}
+        for name in names:
+            try:
+                engines[name] = opened(name, setting)
+            except BudgetExceeded as error:
+                if name == OURS or self._task is None:
+                    raise
+                self._bench.tell(f"without {name}: {error}")
+        if self._task is None:
+            prompts, config = self._prompts(engines[names[0]]), drawn(self._plan.tokens)
+        else:
+            sources = self._task.tokens(engines[OURS])[: self._plan.task_answers + 1]
+            prompts, config = [source for source, _ in sources], lambda _: greedy(self._plan)
+        found = measured(engines, prompts, config)
+        notes = {name: self._note(name, each, engines[name], device) for name, each in found.items()}
+        notes[OURS] = "; ".join(filter(None, (notes[OURS], widths_of(setting.bundles.mixed))))
+        for each in engines.values():
+            each.close()
+        return found, notes
 
-def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
-    """Predictors by layer, and eviction policies by room, on the same visits."""
-    engine = opened(OURS, setting)
-    counts = read_path_counts(engine.model.bundle)
-    each = max(1, plan.context_tokens - plan.prompt_tokens - 1)
-    runs = -(-plan.watched_tokens // each)
-    prompts = _prompts(engine, dataclasses.replace(plan, repeats=runs))[:runs]
-    watched = watch(engine, counts, prompts, min(each, plan.watched_tokens))
-    engine.close()
-    rows = []
-    names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
-    # Predictors that use a text's statistics alone are left out where there are none.
-    told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
-    for layer in range(len(watched.visits)):
-        case = f"predictor: layer {layer}"
-        rows += [row(case, "hit_rate", float(watched.hits[name][layer]), system=names[name]) for name in told]
-        rows.append(row(case, "hit_rate", 1.0, system="oracle"))
-    share = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
-    for times in sorted({*plan.buffers}):
-        room = min(times * choices, counts.alone.size)
-        ratios = {
-            OURS if name == "frequency-nearness" else name.upper(): hit_ratio(
-                watched.visits, policy, room, 64 * choices * share
+    def _note(self, name: str, each: Measured, engine: Engine, device: Device) -> str | None:
+        parts = [device.note] if device.note else []
+        if self._again and name in FOUR_BIT:
+            parts.append("weights quantized twice")
+        if self._task is not None:
+            parts.append(f"{each.prompts} answers")
+        if engine.model.streamed is not None:
+            facts, read = engine.model.streamed.facts(), engine.model.streamed.counts.read_bytes
+            parts.append(f"{facts['caching']} reads, {read / 1e6:,.0f} MB in all")
+            if "hit_rate" in facts:
+                parts.append(
+                    f"{facts['hit_rate']:.0%} of experts were in memory, {facts['foreseen']} prefetched"
+                )
+        return "; ".join(parts)
+
+    def _time_rows(self, names: Sequence[str], setting: Setting, device: Device, case: str) -> list[Row]:
+        return median_rows(case, *self._measured(names, setting, device))
+
+    def _system_rows(self, setting: Setting, device: Device, *, first: bool) -> list[Row]:
+        if self._task is None:
+            # As published, systems that load on demand have no buffer; one has as many bytes as ours.
+            names = (*SYSTEMS, EQUAL)
+            rows = self._time_rows(names, setting, device, device.name)
+            return rows + memory_rows(names, setting, "memory") if first else rows
+        found, notes = self._measured(SYSTEMS, setting, device)
+        return [
+            *median_rows(device.name, found, notes),
+            *layer_rows(found, self._layers, device.name),
+            *memory_rows(list(found), setting, f"memory: {device.name}"),
+        ]
+
+    def _loss_rows(self, setting: Setting, device: Device) -> list[Row]:
+        """What widths of experts lose and times per token, by tolerable loss."""
+        rows, task, judged = [], self._task, {}
+        if task is not None:
+            judged = judged_systems(task, setting, self._plan)
+        for path in self._mixed:
+            with Bundle.open(path) as bundle:
+                facts = expert_facts(bundle)
+            if "most_loss" not in facts:
+                continue
+            case = f"tolerable loss {facts['most_loss']:.0%}"
+            own = dataclasses.replace(setting, bundles=dataclasses.replace(setting.bundles, mixed=path))
+            if task is not None:
+                values = {**judged, OURS: task.quality(resident(OURS, own), self._plan)}
+                rows += quality_rows(task, values, facts, case, self._plan)
+            else:
+                note = widths_note(facts)
+                for prefix in ("", "held_out_"):
+                    rows.append(row(case, f"{prefix}perplexity_loss", facts[f"{prefix}loss"], note))
+            rows += self._time_rows((OURS,), own, device, case)
+        return rows
+
+    def _ids(self, tokenizer: Tokenizer) -> list[int]:
+        text = "" if self._text is None else read_text(self._text).replace(SEPARATOR, "\n")
+        return tokenizer.encode(text) if text else []
+
+    def _prompts(self, engine: Engine, count: int = 0) -> list[list[int]]:
+        return self._drawn(self._ids(engine.tokenizer), engine.cfg.vocab_size, count or self._plan.repeats)
+
+    def _drawn(self, ids: Sequence[int], vocabulary: int, count: int) -> list[list[int]]:
+        """So many prompts and one to warm up, of a text or else of tokens that are drawn."""
+        draw, size = np.random.default_rng(0), self._plan.prompt_tokens
+        if self._text is None:
+            return draw.integers(0, vocabulary, (count + 1, size)).tolist()
+        if len(ids) < 2 * size:
+            raise ConfigError(f"{self._text}: {len(ids)} tokens are too few for prompts; give a longer text")
+        at = draw.integers(0, len(ids) - size, count + 1)
+        return np.array(ids)[at[:, None] + np.arange(size)].tolist()
+
+    def _nested_rows(self, device: Device) -> list[Row]:
+        """Nested experts beside IO-QEXP, of a trained mixture with wider experts; by loss with its own."""
+        plan, mixed, windows = self._plan, self._mixed[0], []
+        trained = self._text is not None
+        wide = self._folder
+        if trained and plan.widened > 1:
+            wide = widened_folder(self._folder, self._cache, plan.widened)
+
+        def setting(of: Path, device: Device, share: float) -> NestedSetting:
+            nested, four_bit = make_nested(of, mixed, self._cache)
+            return NestedSetting(
+                nested=nested,
+                four_bit=four_bit,
+                share=share,
+                context_tokens=plan.context_tokens,
+                storage=device.storage,
             )
-            for name, policy in POLICIES.items()
-        }
-        rows += compared(f"eviction: {room} experts", "hit_rate", ratios)
+
+        with open_model(mixed) as bundle:
+            ids = self._ids(Tokenizer(bundle.tokenizer_files()))
+            prompts = self._drawn(ids, bundle.cfg.vocab_size, plan.nested_answers)
+        if trained:
+            windows = text_windows(ids, plan.windows)
+        rows = []
+        for share in plan.shares:
+            rows += nested_rows(setting(wide, device, share), device, prompts, plan.tokens)
+        return rows + quality_of_losses(setting(self._folder, REAL, plan.share), windows)
+
+    def _watched_rows(self) -> list[Row]:
+        """Predictors by layer, and eviction policies by room, on the same visits."""
+        engine, plan = opened(OURS, self._setting), self._plan
+        counts = read_path_counts(engine.model.bundle)
+        each = max(1, plan.context_tokens - plan.prompt_tokens - 1)
+        runs = -(-plan.watched_tokens // each)
+        prompts = self._prompts(engine, runs)[:runs]
+        visits, hits = watch(engine, counts, prompts, min(each, plan.watched_tokens))
+        engine.close()
+        rows = []
+        names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
+        # Predictors that use a text's statistics alone are left out where there are none.
+        told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
+        for layer in range(len(visits)):
+            rates = {names[name]: float(hits[name][layer]) for name in told} | {"oracle": 1.0}
+            rows += [
+                row(f"predictor: layer {layer}", "hit_rate", rate, system=system)
+                for system, rate in rates.items()
+            ]
+        choices = visits.shape[-1]
+        share = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
+        for room in sorted({min(each, counts.alone.size) for each in self._rooms}):
+            ratios = {
+                OURS if name == "frequency-nearness" else name.upper(): hit_ratio(
+                    visits, policy, room, 64 * choices * share
+                )
+                for name, policy in POLICIES.items()
+            }
+            rows += compared(f"eviction: {room} experts", "hit_rate", ratios)
+        return rows
+
+
+def median_rows(case: str, found: Mapping[str, Measured], notes: Mapping[str, str | None]) -> list[Row]:
+    """Medians per token, and per source of encoder-decoders."""
+    rows = []
+    for metric, of in {"tpot_ms": "token_ms", "encode_ms": "encode_ms"}.items():
+        taken = {name: getattr(each, of) for name, each in found.items()}
+        times = {name: median(values) for name, values in taken.items() if values}
+        if OURS in times:
+            rows += compared(case, metric, times, notes)
     return rows
 
 
 _UNKNOWN = np.zeros(0, np.int32)
 COMPARED = ("paths", "router", "tokens", "frequency")
-
-
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """The visits of a model's tokens to experts, and their predictions.
-
-    Attributes:
-      visits: `[L_sparse, M, k]` int, of M decoded tokens.
-      hits: by predictor, the share of each layer's visits that it predicted when the layer before was
-        computed, of the first layer when the token was known.
-    """
-
-    visits: np.ndarray
-    hits: Mapping[str, np.ndarray]
 
 
 class _Watching(Predictor):
@@ -343,14 +390,21 @@ class _Watching(Predictor):
             each.learn(visited)
 
 
-def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int) -> Watched:
-    """Observes the experts that an engine visits in its answers; its experts are streamed."""
+def watch(
+    engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Observes the experts that an engine visits in its answers; its experts are streamed.
+
+    Returns:
+      Visits `[L_sparse, M, k]` int, of M decoded tokens; and by predictor the share of each layer's visits
+      that it predicted when the layer before was computed, of the first layer when the token was known.
+    """
     watching = _Watching(counts, read_token_experts(engine.model.bundle))
     engine.runner.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
         engine.generate(list(prompt), drawn(tokens)(number))
     hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
-    return Watched(np.stack(watching.passes, axis=1), hits)
+    return np.stack(watching.passes, axis=1), hits
 
 
 def hit_ratio(visits: np.ndarray, policy: Policy, room: int, frequency: np.ndarray) -> float:

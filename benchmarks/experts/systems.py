@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.harness.bench import silent
 from benchmarks.harness.children import in_turns, taken_by
-from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS, Row, compared
-from jaxllm.bundle import Bundle, Part
+from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import copied_parts, expert_facts, read_path_counts
 from jaxllm.checkpoints.huggingface import read_config
 from jaxllm.config import ModelConfig
@@ -133,57 +133,50 @@ class NestedSetting:
             return max(int(self.share * store.total_bytes), store.least_bytes())
 
 
-def make_nested(folder: Path, mixed: Path, cache: Path, progress: Progress = silent) -> tuple[Path, Path]:
-    """The nested bundle and the one of 4 bits of a mixture's folder, made unless they are there.
-
-    Args:
-      folder: of the checkpoint, perhaps with wider experts than `mixed`.
-      mixed: made of it, with its statistics.
-      cache: the folder for both.
-      progress: see `prepare`.
-    """
-    with Bundle.open(mixed) as bundle:
-        parts = copied_parts(bundle)
-        digest = bundle.fingerprint[:16]
-    cfg = read_config(folder)
-    cache.mkdir(parents=True, exist_ok=True)
-    found = []
-    for name, weights, bits in (("nested", "int8-nested", 8), ("four-bit", "int8-nested", 4)):
-        path = cache / f"{digest}-{name}-{cfg.expert_ffn_size}.jaxllm"
-        if not path.exists():
-            prepare(folder, path, weights=weights, expert_bits=bits, parts=parts, progress=progress)  # pyright: ignore
-        found.append(path)
-    return found[0], found[1]
+def make_nested(folder: Path, mixed: Path, cache: Path) -> tuple[Path, Path]:
+    """The nested bundle and the one of 4 bits of a mixture's folder, perhaps with wider experts than `mixed`,
+    made unless they are there."""
+    neurons = read_config(folder).expert_ffn_size
+    forms = {
+        f"{name}-{neurons}": {"weights": "int8-nested", "expert_bits": bits}
+        for name, bits in (("nested", 8), ("four-bit", 4))
+    }
+    nested, four_bit = _made(folder, mixed, cache, forms).values()
+    return nested, four_bit
 
 
 def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress = silent) -> Bundles:
-    """The bundles of a mixture's Hugging Face folder, made unless they are there.
-
-    Args:
-      folder: the checkpoint.
-      mixed: made of it by `jaxllm calibrate experts`.
-      cache: the folder for the others.
-      progress: see `prepare`.
-    """
+    """The bundles of a mixture's Hugging Face folder, made in the cache unless they are there; `mixed` was
+    made of it by `jaxllm calibrate experts`."""
     with Bundle.open(mixed) as bundle:
-        # The same statistics for all.
-        parts = copied_parts(bundle)
         weights = bundle.layout.weights
-        digest = bundle.fingerprint[:16]
-    cache.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Path] = {"mixed": mixed}
-
-    def made(name: str, parts: Mapping[str, Part] | None = None, **how: object) -> None:
-        found[name] = cache / f"{digest}-{name}.jaxllm"
-        if not found[name].exists():
-            prepare(folder, found[name], parts=parts, progress=progress, **how)  # pyright: ignore
-
     bits = _FLOAT_BITS.get(weights, 16)
-    made("floats", parts, weights=weights, expert_bits=bits)
-    made("four_bit", parts, weights=weights, expert_bits=4)
-    made("together", weights="f32" if bits == 32 else "bf16")
-    made("layers", weights="int4")
-    return Bundles(**found)
+    forms: dict[str, dict[str, Any]] = {
+        "floats": {"weights": weights, "expert_bits": bits},
+        "four_bit": {"weights": weights, "expert_bits": 4},
+        "together": {"weights": "f32" if bits == 32 else "bf16"},
+        "layers": {"weights": "int4"},
+    }
+    return Bundles(mixed=mixed, **_made(folder, mixed, cache, forms, progress))
+
+
+def _made(
+    folder: Path,
+    mixed: Path,
+    cache: Path,
+    forms: Mapping[str, Mapping[str, Any]],
+    progress: Progress = silent,
+) -> dict[str, Path]:
+    """Bundles by name, of a folder in several forms; those with experts apart have the same statistics."""
+    with Bundle.open(mixed) as bundle:
+        parts, digest = copied_parts(bundle), bundle.fingerprint[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    found = {name: cache / f"{digest}-{name}.jaxllm" for name in forms}
+    for name, how in forms.items():
+        if not found[name].exists():
+            own = parts if "expert_bits" in how else None
+            prepare(folder, found[name], parts=own, progress=progress, **how)
+    return found
 
 
 def random_mixed(folder: Path, out: Path, progress: Progress = silent) -> Path:
@@ -201,39 +194,36 @@ def random_mixed(folder: Path, out: Path, progress: Progress = silent) -> Path:
 def opened(name: str, setting: Setting) -> Engine:
     """Opens a system by its name: a baseline's, or ours with the suffix of an ablation."""
     bundles = setting.bundles
+    if name == EQUAL:
+        return opened("IO-QEXP", dataclasses.replace(setting, equal=True))
     if name == "IO-FREE":
         return Engine.open(bundles.together, options=_options(setting))
     if name == "STI":
-        ours = _planned_bytes(bundles.mixed, setting)
+        with Bundle.open(bundles.mixed) as bundle:
+            ours = _budget(bundle, _options(setting), _buffer_bytes(setting))
         return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
-    if name == EQUAL:
-        return opened("IO-QEXP", dataclasses.replace(setting, equal=True))
+    room = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
     if name in ("IO-EXP", "IO-QEXP"):
         path = bundles.floats if name == "IO-EXP" else bundles.four_bit
-        room = _buffer_bytes(setting) if setting.equal else 0
         how = ExpertOptions(predictor="none", eviction="lru" if setting.equal else ExpertOptions.eviction)
-        return _with_buffer(path, _options(setting), room, how)
+        return _with_buffer(path, _options(setting), room if setting.equal else 0, how)
     path = bundles.four_bit if name == f"{OURS}-no-widths" else bundles.mixed
-    how = {
-        f"{OURS}-no-preloading": ExpertOptions(predictor="none"),
-        f"{OURS}-paths": ExpertOptions(predictor="paths"),
-        f"{OURS}-tokens": ExpertOptions(predictor="tokens"),
-        f"{OURS}-lru": ExpertOptions(eviction="lru"),
-    }.get(name, ExpertOptions())
-    buffer = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
-    return _with_buffer(path, _options(setting), buffer, how)
+    return _with_buffer(path, _options(setting), room, ExpertOptions(**_HOW.get(name, {})))
+
+
+# What an ablation changes of `ExpertOptions`.
+_HOW: Mapping[str, Mapping[str, Any]] = {
+    f"{OURS}-no-preloading": {"predictor": "none"},
+    f"{OURS}-paths": {"predictor": "paths"},
+    f"{OURS}-tokens": {"predictor": "tokens"},
+    f"{OURS}-lru": {"eviction": "lru"},
+}
 
 
 def resident(name: str, setting: Setting) -> Engine:
     """Opens what a system answers with, all in memory: the storage changes no answer."""
-    bundles = setting.bundles
-    path = {
-        OURS: bundles.mixed,
-        "IO-FREE": bundles.together,
-        "IO-QEXP": bundles.four_bit,
-        "STI": bundles.layers,
-    }[name]
-    return Engine.open(path, options=_options(setting))
+    of = {OURS: "mixed", "IO-FREE": "together", "IO-QEXP": "four_bit", "STI": "layers"}
+    return Engine.open(getattr(setting.bundles, of[name]), options=_options(setting))
 
 
 def nested_engine(
@@ -242,7 +232,6 @@ def nested_engine(
     """Opens nested experts, or IO-QEXP.
 
     Args:
-      setting: the bundles and the buffer.
       loss: of nested experts (see `ExpertOptions`).
       baseline: "equal" for IO-QEXP that keeps the experts used last in as many bytes, "published" for one
         that keeps those of one token at one layer; "" for nested experts.
@@ -294,18 +283,13 @@ def _with_buffer(path: Path, options: EngineOptions, buffer_bytes: int, how: Exp
         store = ExpertStore(bundle)
         # At least the experts of a token, and never all of them: then nothing would be read.
         room = min(max(buffer_bytes, store.least_bytes()), store.total_bytes - store.largest_bytes)
-        budget = budget_with_experts(bundle, options.resolve(bundle.cfg, quantized=_quantized(bundle)), room)
+        budget = _budget(bundle, options, room)
     return Engine.open(path, options=dataclasses.replace(options, memory_bytes=budget, experts=how))
 
 
-def _planned_bytes(path: Path, setting: Setting) -> int:
-    with Bundle.open(path) as bundle:
-        options = _options(setting).resolve(bundle.cfg, quantized=_quantized(bundle))
-        return budget_with_experts(bundle, options, _buffer_bytes(setting))
-
-
-def _quantized(bundle: Bundle) -> bool:
-    return bundle.layout.weights not in _FLOAT_BITS
+def _budget(bundle: Bundle, options: EngineOptions, buffer_bytes: int) -> int:
+    quantized = bundle.layout.weights not in _FLOAT_BITS
+    return budget_with_experts(bundle, options.resolve(bundle.cfg, quantized=quantized), buffer_bytes)
 
 
 def _options(setting: Setting | NestedSetting, memory_bytes: int = 0) -> EngineOptions:
@@ -350,7 +334,6 @@ def measured(
     """Times answers of all systems in turns, over the same prompts, of which the first warms up.
 
     Args:
-      engines: by system.
       prompts: token ids.
       config: of the answer to the prompt of a number.
     """
@@ -423,8 +406,6 @@ def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
 
     Args:
       names: of systems, ours among them.
-      setting: of all of them.
-      case: of the rows.
     """
     found = {name: taken_by(_answered, name, setting) for name in names}
     notes: dict[str, str | None] = {

@@ -1,5 +1,9 @@
 """`jaxllm bench export`: exported programs beside the live engine that they were exported from."""
 
+import dataclasses
+
+from benchmarks.harness.bench import TextPlan, TimedPlan, parts_of, sized
+
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
     "formats": "every format beside the live engine",
@@ -7,3 +11,26 @@ PARTS = {
     "shadow": "prefill of W8A8 with shadow beside other 8-bit programs and llama.cpp",
     "stages": "stages of W8A8 prefill on two processors, in each order, beside the simulator",
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(TimedPlan, TextPlan):
+    """Sizes of one measurement; what an option asks for is said there.
+
+    Attributes:
+      text: calibrates w8a8, gives prompts and is scored; of a shape None, without w8a8.
+      answers: greedy answers that are compared with the live engine's.
+      answer_tokens: of each.
+      sampled_precisions: of the TFLite programs whose sampling is measured.
+    """
+
+    parts: tuple[str, ...] = parts_of(PARTS)
+    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
+    decode_tokens: int = sized(64, quick=16)
+    rounds: int = sized(5, quick=2)
+    answers: int = sized(20, quick=4)
+    answer_tokens: int = sized(48, quick=16)
+    text_windows: int = sized(12, quick=2)
+    context_tokens: int = sized(1024, quick=256)
+    sampled_precisions: tuple[str, ...] = sized(("f32", "int8"), quick=("int8",))
+    patience_s: float = sized(60.0, quick=2.0)

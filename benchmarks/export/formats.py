@@ -1,32 +1,57 @@
 """Exports a model in every format whose packages are installed, each by a command of its own.
 
-Quantizes an exported float TFLite model to 8 bits with Google's AI Edge Quantizer.
+Quantizes an exported float TFLite model to 8 bits with Google's AI Edge Quantizer: weights of fully connected
+layers and embeddings become 8-bit by output channel, activations are quantized while the model runs
+(`dynamic_wi8_afp32`). Only the model's file is replaced, and the same loop runs it.
 
-Weights of fully connected layers and embeddings become 8-bit by output channel, activations are quantized
-while the model runs (`dynamic_wi8_afp32`). Only the model's file is replaced, and the same loop runs it.
+Measures parts of TFLite programs by themselves: sampling inside of programs, and W8A8 with its shadow.
+
+Times stage programs on two processors in each order, beside the simulator's times of the same stages, and
+beside whole prefill programs on the threads of both.
 """
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import shutil
-import subprocess
-import sys
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from benchmarks.harness.plan import sized
+from benchmarks.export import Plan
+from benchmarks.harness.bench import Run, Tell
+from benchmarks.harness.children import Export, exported, in_process, run_python
+from benchmarks.harness.machine import wait_for_quiet
+from benchmarks.harness.report import Row, compared, row
+from benchmarks.models import Checkpoint
 from benchmarks.peers import PEERS, Opening
-from benchmarks.peers.process import TimedPlan, last_words, threads_of
+from benchmarks.peers.ours import DRAWN, GREEDY
+from benchmarks.peers.process import (
+    Results,
+    System,
+    alternate,
+    opened,
+    opening_of,
+    phase_case,
+    prompt_ids,
+    rate_rows,
+)
+from jaxllm.bundle import Bundle
 from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
+from jaxllm.export.programs.model import open_program
+from jaxllm.export.programs.stages import StagePrograms
+from jaxllm.int8_prefill.schedule import Order, simulate
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
+from jaxllm.text.tokenizer import Tokenizer
 
-Tell = Callable[[str], None]
 LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
 TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
 EDGE_QUANTIZER = "AI-Edge-Quantizer"
@@ -35,84 +60,22 @@ LLAMA_CPP = "llama.cpp"
 VERIFY_TOKENS = 64
 # Of StableHLO, as `jaxllm export` has it.
 BLOCK_TOKENS = 16
-_CALIBRATION_BYTES = 1 << 16
+CALIBRATION_BYTES = 1 << 16
 # Formats, and the module that writes them.
-_NEEDED = (
-    (("stablehlo",), "flatbuffers"),
-    (("tflite",), "litert_converter"),
-    (("litertlm",), "litert_lm_builder"),
-)
+_NEEDED = {"stablehlo": "flatbuffers", "tflite": "litert_converter", "litertlm": "litert_lm_builder"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(TimedPlan):
-    """Sizes of one measurement.
-
-    Attributes:
-      answers: greedy answers that are compared with the live engine's.
-      answer_tokens: of each.
-      context_tokens: most.
-      sampled_precisions: of the TFLite programs whose sampling is measured.
-    """
-
-    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
-    decode_tokens: int = sized(64, quick=16)
-    rounds: int = sized(5, quick=2)
-    answers: int = sized(20, quick=4)
-    answer_tokens: int = sized(48, quick=16)
-    text_windows: int = sized(12, quick=2)
-    context_tokens: int = sized(1024, quick=256)
-    sampled_precisions: tuple[str, ...] = sized(("f32", "int8"), quick=("int8",))
-    patience_s: float = sized(60.0, quick=2.0)
-
-    def export_options(self, lengths: Sequence[int] = (16, 64, 256)) -> list[str]:
-        """The options of an export of these sizes, with one length of caches and chunks of `lengths`."""
-        chunks = (
-            part for each in lengths if each <= self.context_tokens for part in ("--chunk-tokens", each)
-        )
-        return [str(each) for each in ("--context", self.context_tokens, "--cache-tokens", 0, *chunks)]
-
-    def opening(self, peer: str, model: Path, format_: str = "", **options: Any) -> Opening:
-        """What a system opens, with the threads and the context of all."""
-        threads = threads_of(self.threads)
-        return Opening(
-            peer=peer,
-            model=model,
-            format=format_,
-            threads=threads,
-            context_tokens=self.context_tokens,
-            options=options,
-        )
+def chunk_options(lengths: Sequence[int], context_tokens: int) -> list[object]:
+    """Options of an export with chunks of these lengths, as far as the context goes."""
+    return [part for each in lengths if each <= context_tokens for part in ("--chunk-tokens", each)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured.
-
-    Attributes:
-      model: a bundle or a Hugging Face folder.
-      text: to calibrate w8a8 on, to take prompts from and to score; without it there is no w8a8.
-    """
-
-    model: Path
-    text: Path | None
-
-
-def llama_cpp(folder: Path, plan: Plan, tell: Tell) -> dict[str, Opening]:
+def llama_cpp(folder: Path, bench: Run[Plan]) -> dict[str, Opening]:
     """What llama.cpp opens of a folder; nothing where it is not installed, which is told."""
     if missing := PEERS[LLAMA_CPP].missing():
-        tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
+        bench.tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
         return {}
-    return {LLAMA_CPP: plan.opening(LLAMA_CPP, folder, "Q8_0")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Export:
-    """An export that was made: where, how large it is, and how long it took."""
-
-    path: Path
-    file_bytes: int
-    export_ms: float
+    return {LLAMA_CPP: opening_of(bench.plan, LLAMA_CPP, folder, "Q8_0")}
 
 
 def make_exports(
@@ -121,32 +84,32 @@ def make_exports(
     """Exports a bundle in every format whose packages are installed.
 
     Args:
-      bundle: of float weights.
       scratch: a folder for the exports.
       context_tokens: of all programs.
       text: its end calibrates w8a8; None leaves that out.
-      tell: called with a line for what cannot be made.
 
     Returns:
       The exports by system.
     """
-    commands = _commands(scratch, context_tokens, text)
-    for formats, module in _NEEDED:
-        missing = [system for system, options in commands.items() if options[1] in formats]
+    made, commands = {}, _commands(scratch, context_tokens, text)
+    for form, module in _NEEDED.items():
         if importlib.util.find_spec(module) is None:
+            missing = [system for system, options in commands.items() if options[1] == form]
             tell(f"without {', '.join(missing)}: {module} is not installed (pip install 'jaxllm[export]')")
             commands = {name: each for name, each in commands.items() if name not in missing}
-    made = {}
     for system, options in commands.items():
         try:
-            made[system] = exported(bundle, scratch / options[1] / system, options)
+            made[system] = exported(bundle, scratch / str(options[1]) / system, *options)
         except JaxllmError as error:
             tell(f"without {system}: {error}")
-    if TFLITE["f32"] in made and quantizer_missing() is not None:
+    if TFLITE["f32"] in made and importlib.util.find_spec(_MODULE) is None:
         tell(f"without {EDGE_QUANTIZER}: {PACKAGE} is not installed")
     elif TFLITE["f32"] in made:
+        floats, out, began = made[TFLITE["f32"]], scratch / EDGE_QUANTIZER, time.perf_counter()
         try:
-            made[EDGE_QUANTIZER] = _quantized(made[TFLITE["f32"]], scratch / EDGE_QUANTIZER)
+            quantize_folder(floats.path, out)
+            took_ms = floats.export_ms + 1000 * (time.perf_counter() - began)
+            made[EDGE_QUANTIZER] = Export(out, sum(each.stat().st_size for each in out.iterdir()), took_ms)
         except JaxllmError as error:
             tell(f"without {EDGE_QUANTIZER}: {error}")
     return made
@@ -154,54 +117,21 @@ def make_exports(
 
 def _commands(scratch: Path, context_tokens: int, text: Path | None) -> dict[str, list[Any]]:
     """Options of `jaxllm export` by system; the second one is the format."""
-    chunks = [
-        part for each in CPU_CHUNK_TOKENS if each <= context_tokens for part in ("--chunk-tokens", each)
-    ]
-    sizes = [*chunks, "--context", context_tokens]
+    sizes = [*chunk_options(CPU_CHUNK_TOKENS, context_tokens), "--context", context_tokens]
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     tree = ["--verify-tokens", min(VERIFY_TOKENS, context_tokens)]
     commands: dict[str, list[Any]] = {
-        STABLEHLO: ["--format", "stablehlo", "--platform", _platform(), *sizes, *tree],
+        STABLEHLO: ["--format", "stablehlo", "--platform", platform, *sizes, *tree],
         TFLITE["f32"]: ["--format", "tflite", *sizes, *tree],
         TFLITE["int8"]: ["--format", "tflite", "--precision", "int8", *sizes, *tree],
         LITERT_LM: ["--format", "litertlm", *sizes],
     }
     if text is not None:
         part = scratch / "calibration.txt"
-        part.write_bytes(text.read_bytes()[-_CALIBRATION_BYTES:])
+        part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
         w8a8 = ["--precision", "w8a8", "--static-verify", "--calibration-text", part]
         commands[TFLITE["w8a8"]] = ["--format", "tflite", *w8a8, *sizes, *tree]
     return commands
-
-
-def exported(bundle: Path, out: Path, options: Sequence[Any]) -> Export:
-    """The export that a command of these options makes, in a process of its own.
-
-    Raises:
-      JaxllmError: it failed.
-    """
-    out.parent.mkdir(exist_ok=True)
-    if "litertlm" in options:
-        out = out.with_suffix(".litertlm")
-    command = [sys.executable, "-m", "jaxllm.cli.main", "export", bundle, "-o", out, *options]
-    began = time.perf_counter()
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise JaxllmError(last_words(done.stderr))
-    files = [out] if out.is_file() else list(out.iterdir())
-    size = sum(each.stat().st_size for each in files)
-    return Export(out, size, 1000 * (time.perf_counter() - began))
-
-
-def _quantized(floats: Export, out: Path) -> Export:
-    """The float TFLite model as AI Edge Quantizer makes it 8-bit."""
-    began = time.perf_counter()
-    quantize_folder(floats.path, out)
-    took_ms = 1000 * (time.perf_counter() - began)
-    return Export(out, sum(each.stat().st_size for each in out.iterdir()), floats.export_ms + took_ms)
-
-
-def _platform() -> str:
-    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 PACKAGE = "ai-edge-quantizer"
@@ -225,11 +155,6 @@ renamed.unlink()
 """
 
 
-def quantizer_missing() -> str | None:
-    """Names the package where it is not installed; None where it is."""
-    return None if importlib.util.find_spec(_MODULE) else PACKAGE
-
-
 def quantize_folder(floats: Path, out: Path) -> None:
     """Writes a copy of a folder of TFLite programs with its model quantized.
 
@@ -243,14 +168,203 @@ def quantize_folder(floats: Path, out: Path) -> None:
     manifest = Manifest.read(floats)
     (model,) = {each.file for each in manifest.signatures}
     shutil.copytree(floats, out, ignore=shutil.ignore_patterns(model, MANIFEST))
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(floats / model), str(out / model)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-    )
-    if done.returncode or not (out / model).is_file():
-        raise JaxllmError(f"{PACKAGE} failed: {last_words(done.stderr)}")
+    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    run_python(PACKAGE, "-c", _SCRIPT, floats / model, out / model, env=quiet)
+    if not (out / model).is_file():
+        raise JaxllmError(f"{PACKAGE} failed: it wrote no model")
     files = {**manifest.files, model: StoredFile.of(out / model)}
     dataclasses.replace(manifest, precision="int8", files=files).write(out)
+
+
+SHADOW = f"{TFLITE['w8a8']}-shadow"
+_SUFFIX = "-blocks"
+_CALIBRATION_WORDS = 2048
+
+
+def _options(bench: Run[Plan], *own: object, chunks: Sequence[int] = (16, 64, 256)) -> list[object]:
+    """Options of a TFLite export of the plan's sizes, with one length of caches."""
+    context = bench.plan.context_tokens
+    sizes = ["--context", context, "--cache-tokens", 0, *chunk_options(chunks, context)]
+    return ["--format", "tflite", *own, *sizes]
+
+
+def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
+    """Decoding by programs of `BLOCK_TOKENS` tokens with sampling inside, beside the same model by a dispatch
+    for each token with NumPy's sampling; greedy, and drawn. The bundle has float weights; prompts have the
+    first length."""
+    plan, openings = bench.plan, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for precision, (suffix, block) in itertools.product(
+            plan.sampled_precisions, {"": 0, _SUFFIX: BLOCK_TOKENS}.items()
+        ):
+            name = f"{TFLITE[precision]}{suffix}"
+            options = _options(bench, "--precision", precision, "--block-tokens", block)
+            made = exported(bundle, Path(folder) / name, *options)
+            openings[name] = opening_of(plan, "device-programs", made.path)
+        with opened(openings, bench.progress) as children:
+            systems = [
+                System(f"{name} {how}", child, (how,))
+                for name, child in children.items()
+                for how in (GREEDY, DRAWN)
+            ]
+            results = _alternated(systems, bundle, bench, plan.prompt_tokens[:1])
+    rows, (prompt, *_) = [], {length for _, length in results}
+    for precision, how in itertools.product(plan.sampled_precisions, (GREEDY, DRAWN)):
+        ours = f"{TFLITE[precision]}{_SUFFIX}"
+        rates = {
+            each: results[f"{each} {how}", prompt].rate("decode", plan.decode_tokens)
+            for each in (ours, TFLITE[precision])
+        }
+        case = f"{phase_case('decode', prompt, plan.decode_tokens)}, {how}"
+        rows += compared(case, "decode_tokens_per_s", rates, ours=ours)
+    return rows
+
+
+def shadow_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
+    """Prefill by W8A8 programs with the shadow of a calibrated bundle, beside those without, the int8
+    programs, and llama.cpp."""
+    plan, openings = bench.plan, {}
+    with tempfile.TemporaryDirectory() as folder:
+        static = ["--precision", "w8a8", *_calibration(integer, plan.text, Path(folder))]
+        forms = {
+            SHADOW: static,
+            TFLITE["w8a8"]: [*static, "--without-shadow"],
+            TFLITE["int8"]: ["--precision", "int8"],
+        }
+        for name, options in forms.items():
+            made = exported(integer, Path(folder) / name, *_options(bench, *options))
+            openings[name] = opening_of(plan, "programs", made.path)
+        openings |= llama_cpp(Checkpoint.find(integer).folder(bench.progress), bench)
+        with opened(openings, bench.progress) as children:
+            systems = [System(name, child, tuple(child.settings)) for name, child in children.items()]
+            results = _alternated(systems, integer, bench, plan.prompt_tokens)
+    rows = rate_rows(results, {name: name for name in openings}, plan, ours=SHADOW)
+    return [each for each in rows if each.metric == "prefill_tokens_per_s"]
+
+
+def _calibration(integer: Path, text: Path | None, folder: Path) -> list[object]:
+    """The option that gives the steps of outputs: the end of a text, or words of a bundle's vocabulary."""
+    part = folder / "calibration.txt"
+    if text is not None:
+        part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
+    else:
+        with Bundle.open(integer) as bundle:
+            words = prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
+            part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
+    return ["--calibration-text", part]
+
+
+def _alternated(systems: Sequence[System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]) -> Results:
+    """The results of prompts of these lengths, or half the context."""
+    with Bundle.open(bundle) as model:
+        vocab_size = model.cfg.vocab_size
+    fitting = sorted({min(each, bench.plan.context_tokens // 2) for each in lengths})
+    prompts = [prompt_ids(vocab_size, each) for each in fitting]
+    return alternate(systems, prompts, plan=bench.plan, progress=bench.progress)
+
+
+STAGES = "jaxllm-stages"
+_ORDERS: dict[str, Order] = {
+    STAGES: "out-of-order",
+    f"{STAGES}-in-order": "in-order",
+    f"{STAGES}-equation-5": "equation-5",
+}
+# Short ones give the order more to choose from.
+_CHUNKS = (64, 128, 256)
+_WHOLE = TFLITE["w8a8"]
+
+
+def stage_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
+    """Makespans of prompts of a calibrated bundle on two processors, one more of half the context among them.
+
+    Raises:
+      JaxllmError: exporting or measuring failed.
+    """
+    plan = bench.plan
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--precision", "w8a8", "--stages", *_calibration(integer, plan.text, Path(folder))]
+        bench.progress("Measuring", 0, 2)
+        made = exported(integer, Path(folder) / "stages", *_options(bench, *own, chunks=_CHUNKS))
+        bench.progress("Measuring", 1, 2)
+        half = plan.context_tokens // 2
+        lengths = sorted({*(min(each, half) for each in plan.prompt_tokens), half})
+        found = in_process(_measured, made.path, lengths, plan.rounds)
+    bench.progress("Measuring", 2, 2)
+    return makespan_rows(found)
+
+
+def makespan_rows(found: dict[int, Any]) -> list[Row]:
+    """Rows of prompts by length, of what was measured of each system."""
+    rows = []
+    for length, systems in found.items():
+        case = f"prompt {length}, two processors"
+        notes = {
+            name: f"chunks of {each['chunks']}; {each['real_to_simulated'] - 1:+.0%} against simulated "
+            f"{each['simulated_ms']:.0f} ms"
+            for name, each in systems.items()
+            if name in _ORDERS
+        }
+        spans = {name: each["real_ms"] for name, each in systems.items()}
+        rows += compared(case, "makespan_ms", spans, notes, ours=STAGES)
+        rows += [
+            row(case, "real_to_simulated", each["real_to_simulated"], system=name)
+            for name, each in systems.items()
+            if name in _ORDERS
+        ]
+    return rows
+
+
+def _measured(folder: Path, lengths: Sequence[int], rounds: int) -> dict[int, Any]:
+    """Milliseconds of prompts of these lengths, by length and system."""
+    manifest = Manifest.read(folder)
+    stages, runner = StagePrograms(manifest, folder), open_program(folder).runner
+    draw, found = np.random.default_rng(0), {}
+    vocab_size = stages.cfg.vocab_size
+    for tokens in stages.facts.chunk_tokens:
+        stages.measure(tokens)
+    for length in lengths:
+        plan, runs = list(stages.plan(length, 0)), {}
+        for number in range(rounds + 1):
+            tokens = draw.integers(0, vocab_size, length).tolist()
+            for name in list(_ORDERS) if number % 2 else list(_ORDERS)[::-1]:
+                runs.setdefault(name, []).append(_timed(stages, _ORDERS[name], tokens, plan))
+            cache = runner.start(length + 1)
+            wait_for_quiet(0.3)
+            began = time.perf_counter()
+            runner.prefill(cache, [*tokens, 0], 0, runner.prefill_chunks(length + 1)[0])
+            runs.setdefault(_WHOLE, []).append({"real_ms": 1000 * (time.perf_counter() - began)})
+        # The first run of each is not counted.
+        found[length] = {
+            name: {key: statistics.median(run[key] for run in each[1:]) for key in each[0]}
+            for name, each in runs.items()
+        }
+        for name in _ORDERS:
+            found[length][name]["chunks"] = " + ".join(map(str, plan))
+    stages.close()
+    return found
+
+
+def _timed(
+    stages: StagePrograms, order: Order, tokens: list[int], lengths: Sequence[int]
+) -> dict[str, float]:
+    """Milliseconds of a prompt, and the simulator's by times that were measured just before: they change with
+    the machine's load, from moment to moment."""
+    for length in dict.fromkeys(lengths):
+        stages.measure(length, runs=1)
+    chunks = [(length, sum(lengths[:place])) for place, length in enumerate(lengths)]
+    subgraphs = stages.subgraphs(len(lengths))
+    simulated_ms = simulate(
+        subgraphs,
+        stages.times_of(chunks),
+        order,
+        overhead_ms=stages.measured.handover_ms,
+        shared=stages.times_of(chunks, shared=True),
+    ).makespan_ms
+    stages.order = order
+    wait_for_quiet(0.3)
+    _, trace = stages.prefill(tokens, 0, {}, lengths)
+    return {
+        "real_ms": trace.makespan_ms,
+        "simulated_ms": simulated_ms,
+        "real_to_simulated": trace.makespan_ms / simulated_ms,
+    }

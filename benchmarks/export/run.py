@@ -5,21 +5,16 @@ that programs are made of, jitted: the difference between it and `jaxllm-stableh
 TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`) and, as a bundle, through LiteRT-LM; the
 float one that Google's AI Edge Quantizer has quantized, and llama.cpp, stand beside them where these are
 installed. Each runs in a process of its own, in alternation.
-
-Makes rows of what was measured of exported programs.
-
-Measures Google's LiteRT-LM on an exported bundle, in a process of its own.
 """
 
-import dataclasses
+import itertools
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.export import Plan
 from benchmarks.export.formats import (
     BLOCK_TOKENS,
     EDGE_QUANTIZER,
@@ -31,125 +26,137 @@ from benchmarks.export.formats import (
     TFLITE,
     VERIFY_TOKENS,
     Export,
-    Plan,
-    Subject,
-    Tell,
     llama_cpp,
     make_exports,
+    sampling_rows,
+    shadow_rows,
+    stage_rows,
 )
-from benchmarks.export.parts import sampling_rows, shadow_rows, stage_rows
-from benchmarks.harness.report import Row, compared, median, row
+from benchmarks.harness.bench import Run
+from benchmarks.harness.children import run_python
+from benchmarks.harness.report import Row, median, row
+from benchmarks.int8_prefill.accuracy import missing
+from benchmarks.int8_prefill.models import calibrated_model, calibrated_shapes
 from benchmarks.models import Checkpoint
 from benchmarks.peers import Opening
 from benchmarks.peers.ours import BLOCKS
 from benchmarks.peers.process import (
     Child,
-    Result,
+    Results,
     System,
     Text,
     alternate,
-    last_words,
     opened,
+    opening_of,
     perplexity,
+    phase_case,
     prompt_ids,
+    rate_rows,
     threads_of,
 )
 from benchmarks.samples import SEPARATOR
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, cache_lengths
-from jaxllm.serving.host.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer
 
 _PROMPT_TOKENS = 12
 
 
-def run_parts(
-    subject: Subject, integer: Path, parts: Sequence[str], plan: Plan, progress: Progress, tell: Tell
-) -> list[Row]:
-    """Measures the parts of `benchmarks.export.PARTS`.
-
-    Args:
-      subject: the model. integer: calibrated, for the shadow and the stages alone.
-      parts, plan: what and how much.
-      progress: called with (stage, done, total).
-      tell: called with a line for what is left out.
+def run(bench: Run[Plan]) -> list[Row]:
+    """Measures the parts that the plan names.
 
     Raises:
       JaxllmError: a model cannot be opened.
     """
-    rows = run(subject, plan, progress, tell) if "formats" in parts else []
+    if lacking := missing():
+        bench = bench.without(("sampling", "shadow", "stages"), f"{lacking} is not installed")
+    model = integer = bench.path()
+    if {"shadow", "stages"} & {*bench.plan.parts}:
+        try:
+            integer, _ = (
+                calibrated_model(model, bench.progress)
+                if bench.shape is None
+                else calibrated_shapes(bench.shape, bench.progress)
+            )
+        except ConfigError as error:
+            bench = bench.without(("shadow", "stages"), str(error))
+    parts = bench.plan.parts
+    rows = _format_rows(model, bench) if "formats" in parts else []
     if "sampling" in parts:
-        folder = Checkpoint.find(subject.model).folder(progress)
-        with open_model(folder, weights="f32", progress=progress) as bundle:
+        folder = Checkpoint.find(model).folder(bench.progress)
+        with open_model(folder, weights="f32", progress=bench.progress) as bundle:
             path = bundle.path
-        rows += sampling_rows(path, plan, progress)
-    if "shadow" in parts:
-        rows += shadow_rows(integer, subject.text, plan, progress, tell)
-    if "stages" in parts:
-        rows += stage_rows(integer, subject.text, plan, progress)
+        rows += sampling_rows(path, bench)
+    rows += shadow_rows(integer, bench) if "shadow" in parts else []
+    rows += stage_rows(integer, bench) if "stages" in parts else []
     return rows
 
 
-def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Row]:
-    """Measures one model in every format.
-
-    Raises:
-      JaxllmError: the model cannot be opened.
-    """
-    checkpoint = Checkpoint.find(subject.model)
-    folder = checkpoint.folder(progress)
-    with open_model(folder, weights="f32", progress=progress) as bundle:
+def _format_rows(model: Path, bench: Run[Plan]) -> list[Row]:
+    """One model in every format."""
+    checkpoint, plan = Checkpoint.find(model), bench.plan
+    folder = checkpoint.folder(bench.progress)
+    with open_model(folder, weights="f32", progress=bench.progress) as bundle:
         path, tokenizer = bundle.path, Tokenizer(bundle.tokenizer_files())
         context = min(plan.context_tokens, bundle.cfg.window_tokens)
         vocab = bundle.cfg.vocab_size
-    fitting = dataclasses.replace(plan, context_tokens=context)
-    text = None
-    if subject.text is not None:
+    half = context // 2
+    lengths = tuple(sorted({min(each, half) for each in plan.prompt_tokens}))
+    bench = bench.changed(context_tokens=context, prompt_tokens=lengths)
+    plan, text = bench.plan, None
+    if plan.text is not None:
         text = Text.read(
-            subject.text, checkpoint, separator=SEPARATOR, window_tokens=context // 2, limit=plan.text_windows
+            plan.text, checkpoint, separator=SEPARATOR, window_tokens=half, limit=plan.text_windows
         )
     prompts = _prompts(text, vocab, plan, tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
-        exports = make_exports(path, Path(scratch), context, subject.text, tell)
-        with opened(_openings(folder, path, exports, fitting, tell), progress) as children:
-            speed_prompts = [prompt_ids(vocab, min(each, context // 2)) for each in plan.prompt_tokens]
+        exports = make_exports(path, Path(scratch), context, plan.text, bench.tell)
+        with opened(_openings(folder, path, exports, bench), bench.progress) as children:
             results = alternate(
                 [
                     System(system, child, (BLOCKS,) if system == LIVE else tuple(child.settings))
                     for system, child in children.items()
                 ],
-                speed_prompts,
+                [prompt_ids(vocab, each) for each in lengths],
                 plan=plan,
-                progress=progress,
+                progress=bench.progress,
             )
             runtime = None
             if LITERT_LM in exports:
+                (cache := Path(scratch) / "litert-lm-cache").mkdir()
                 order = {
+                    "model": str(exports[LITERT_LM].path),
+                    "cache": str(cache),
                     "threads": threads_of(plan.threads),
                     "context_tokens": context,
-                    "prefill": min(max(plan.prompt_tokens), context // 2),
+                    "prefill": max(lengths),
                     "decode": plan.decode_tokens,
                     "rounds": plan.rounds,
                     # It takes text: random tokens would come to it as others.
                     "texts": [] if text is None else [tokenizer.decode(each) for each in prompts],
                     "answer_tokens": plan.answer_tokens,
                 }
-                runtime = measure_litert_lm(exports[LITERT_LM].path, Path(scratch), order)
+                child = ("-m", "benchmarks.peers.litert_lm_child")
+                runtime = json.loads(run_python("LiteRT-LM", *child, input=json.dumps(order)))
             rows = opening_rows(children, exports, runtime)
-            for prompt in speed_prompts:
-                rows += speed_rows(results, children, len(prompt), plan.decode_tokens, runtime)
+            rows += speed_rows(results, list(children), plan, runtime)
             rows += agreement_rows(children, prompts, plan.answer_tokens, tokenizer, runtime)
             if text is not None:
-                rows += quality_rows(children, text, progress)
+                case = f"{text.name}, {text.tokens} tokens"
+                values = {s: perplexity(child, text, bench.progress) for s, child in children.items()}
+                for system, value in values.items():
+                    against = {"baseline": LIVE, "ratio": values[LIVE] / value}
+                    how = against if system.startswith(f"{LIVE}-") else {}
+                    rows.append(row(case, "perplexity", value, system=system, **how))
     return rows
 
 
 def _openings(
-    folder: Path, bundle: Path, exports: Mapping[str, Export], plan: Plan, tell: Tell
+    folder: Path, bundle: Path, exports: Mapping[str, Export], bench: Run[Plan]
 ) -> dict[str, Opening]:
     """What every system opens: of a model's float weights as a folder and as a bundle, and its exports."""
-    context = plan.context_tokens
+    plan, context = bench.plan, bench.plan.context_tokens
     ours = {"context_tokens": context, "chunk_tokens": list(CPU_CHUNK_TOKENS), "buckets_bytes": 0}
     steps = {
         "chunk_tokens": [each for each in CPU_CHUNK_TOKENS if each <= context],
@@ -157,11 +164,12 @@ def _openings(
         "block_tokens": BLOCK_TOKENS,
         "cache_tokens": list(cache_lengths(context)[:-1]),
     }
+    programs = {name: each.path for name, each in exports.items() if name != LITERT_LM}
     return {
-        LIVE: plan.opening("jaxllm", folder, "f32", **ours),
-        STEPS: plan.opening("live-steps", bundle, "f32", **steps),
-        **{name: plan.opening("programs", each.path) for name, each in exports.items() if name != LITERT_LM},
-        **llama_cpp(folder, plan, tell),
+        LIVE: opening_of(plan, "jaxllm", folder, "f32", **ours),
+        STEPS: opening_of(plan, "live-steps", bundle, "f32", **steps),
+        **{name: opening_of(plan, "programs", path) for name, path in programs.items()},
+        **llama_cpp(folder, bench),
     }
 
 
@@ -183,7 +191,6 @@ def opening_rows(
 
     Args:
       children: the systems, open.
-      exports: by system.
       runtime: what LiteRT-LM told; None where it did not run.
     """
     rows = []
@@ -201,36 +208,31 @@ def opening_rows(
     return rows
 
 
+# Forms of ours, and the baselines that each is measured by.
+_BESIDE = {
+    STABLEHLO: (STEPS, LIVE),
+    TFLITE["f32"]: (LIVE,),
+    TFLITE["int8"]: (LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"]),
+    TFLITE["w8a8"]: (TFLITE["int8"],),
+}
+
+
 def speed_rows(
-    results: Mapping[tuple[str, int], Result],
-    children: Mapping[str, Child],
-    prompt: int,
-    tokens: int,
-    runtime: Mapping[str, Any] | None,
+    results: Results, systems: Sequence[str], plan: Plan, runtime: Mapping[str, Any] | None
 ) -> list[Row]:
-    """Prefill and decode at one prompt length, each form of ours against the baselines it is measured by."""
-    each_rate = {system: results[system, prompt].rates(prompt, tokens) for system in children}
+    """Prefill and decode of each form of ours against its baselines, and of the baselines."""
     rows = []
-    for case, metric in (
-        (f"prompt {prompt}", "prefill_tokens_per_s"),
-        (f"decode {tokens} after {prompt}", "decode_tokens_per_s"),
-    ):
-        rates = {system: each[metric] for system, each in each_rate.items()}
-        for ours, others in (
-            (STABLEHLO, (STEPS, LIVE)),
-            (TFLITE["f32"], (LIVE,)),
-            (TFLITE["int8"], (LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"])),
-            (TFLITE["w8a8"], (TFLITE["int8"],)),
-        ):
-            beside = {name: rates[name] for name in (ours, *others) if name in rates}
-            if ours in beside:
-                shown = compared(case, metric, beside, ours=ours)
-                rows += [each for each in shown if each.system == ours]
-        baselines = [name for name in (LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER) if name in rates]
-        rows += [row(case, metric, rates[name], system=name) for name in baselines]
-        if runtime is not None:
-            note = "by its own clock"
-            rows.append(row(case, metric, median(runtime[metric]), note, system=LITERT_LM))
+    for ours, others in _BESIDE.items():
+        beside = {name: name for name in (ours, *others) if name in systems}
+        if ours in beside:
+            shown = rate_rows(results, beside, plan, ours=ours)
+            rows += [each for each in shown if each.system == ours]
+    for name in (LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER):
+        rows += rate_rows(results, {name: name}, plan, ours=name) if name in systems else []
+    if runtime is not None:
+        for prompt, phase in itertools.product(plan.prompt_tokens, ("prefill", "decode")):
+            metric, case = f"{phase}_tokens_per_s", phase_case(phase, prompt, plan.decode_tokens)
+            rows.append(row(case, metric, median(runtime[metric]), "by its own clock", system=LITERT_LM))
     return rows
 
 
@@ -262,41 +264,3 @@ def agreement_rows(
         same = sum(one.strip() == other.strip() for one, other in zip(runtime["texts"], texts, strict=True))
         rows.append(row(case, "agreement", same / len(prompts), system=LITERT_LM))
     return rows
-
-
-def quality_rows(children: Mapping[str, Child], text: Text, progress: Progress) -> list[Row]:
-    """Perplexity of every system on a text, forms of ours against the live engine."""
-    case = f"{text.name}, {text.tokens} tokens"
-    values = {system: perplexity(child, text, progress) for system, child in children.items()}
-    rows = [row(case, "perplexity", value, system=system) for system, value in values.items()]
-    return [
-        dataclasses.replace(each, baseline=LIVE, ratio=values[LIVE] / each.value)
-        if each.system.startswith(f"{LIVE}-")
-        else each
-        for each in rows
-    ]
-
-
-def measure_litert_lm(bundle: Path, scratch: Path, order: Mapping[str, Any]) -> dict[str, Any]:
-    """What `benchmarks.peers.litert_lm_child` finds.
-
-    Args:
-      bundle: in the format of LiteRT-LM.
-      scratch: a folder for its cache.
-      order: the child's order, but for the model and the cache.
-
-    Raises:
-      JaxllmError: it failed.
-    """
-    cache = scratch / "litert-lm-cache"
-    cache.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peers.litert_lm_child"],
-        input=json.dumps({**order, "model": str(bundle), "cache": str(cache)}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise JaxllmError(f"LiteRT-LM failed: {last_words(done.stderr)}")
-    return json.loads(done.stdout)

@@ -4,12 +4,15 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import JaxllmError, one_line
 
 Found = TypeVar("Found")
 Name = TypeVar("Name")
@@ -22,7 +25,6 @@ def in_process(
 
     Args:
       function: by whose name the process finds it.
-      given: to it.
       environment: variables of that process, besides those of this one.
 
     Raises:
@@ -44,6 +46,54 @@ def in_process(
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def run_python(what: str, *words: object, **how: Any) -> str:
+    """The standard output of this Python with some arguments, in a process of its own.
+
+    Args:
+      what: is run, for the error.
+      **how: arguments of `subprocess.run`.
+
+    Raises:
+      JaxllmError: it failed; with the last line of its standard error.
+    """
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    if done.returncode:
+        raise JaxllmError(f"{what} failed: {last_words(done.stderr)}")
+    return done.stdout
+
+
+def last_words(stderr: str) -> str:
+    """The last line of a failed process's standard error."""
+    lines = stderr.strip().splitlines()
+    return one_line(lines[-1]) if lines else "it said nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """An export that was made: where, how large it is, and how long it took."""
+
+    path: Path
+    file_bytes: int
+    export_ms: float
+
+
+def exported(bundle: Path, out: Path, *options: object) -> Export:
+    """The export that `jaxllm export` makes with some options, in a process of its own.
+
+    Raises:
+      JaxllmError: it failed.
+    """
+    out.parent.mkdir(exist_ok=True)
+    if "litertlm" in options:
+        out = out.with_suffix(".litertlm")
+    began = time.perf_counter()
+    run_python("the export", "-m", "jaxllm.cli.main", "export", bundle, "-o", out, *options)
+    took_ms = 1000 * (time.perf_counter() - began)
+    files = [out] if out.is_file() else list(out.iterdir())
+    return Export(out, sum(each.stat().st_size for each in files), took_ms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +126,7 @@ def _taken(function: Callable[..., Any], *given: Any) -> Taken:
     import jax
     import numpy as np
 
-    from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+    from benchmarks.harness.machine import peak_resident_bytes, reset_peak_memory
 
     # JAX takes memory of its own before there is a model.
     jax.device_put(np.zeros(4)).block_until_ready()

@@ -101,7 +101,6 @@ def label_bars(axes: Any, bars: Any, form: str) -> None:
 
     Args:
       axes: of matplotlib; all else in the figure is already there.
-      bars: on them.
       form: of the numbers, as `str.format` takes it.
     """
     labels = axes.bar_label(bars, fmt=form, padding=_LABEL_PADDING_POINTS)

@@ -110,11 +110,9 @@ def compared(
     """The rows of one case and metric: ours once per baseline with its ratio, then each baseline's.
 
     Args:
-      case: what was measured.
       metric: by the contract's name, which says the unit and whether less is better.
       values: by system, ours among them.
       notes: by system, how it ran.
-      ours: our system's name.
     """
     notes = notes or {}
 

@@ -19,8 +19,6 @@ import dataclasses
 import functools
 import importlib.util
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,11 +28,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.plan import silent
+from benchmarks.harness.bench import silent
+from benchmarks.harness.children import exported
 from benchmarks.harness.report import OURS, Row, compared
-from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, QUANTIZERS, rotated_steps, rule_of
+from benchmarks.int8_prefill import Plan
+from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rotated_steps, rule_of
 from benchmarks.models import Checkpoint
-from benchmarks.peers.process import last_words
 from benchmarks.samples import read_examples, stories_file, story_tokens
 from jaxllm.bundle import write_bundle
 from jaxllm.bundle.calibrations import prefill_parts
@@ -42,7 +41,7 @@ from jaxllm.bundle.layout import contracted_axis
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import ConfigError
 from jaxllm.export.programs.model import open_program
 from jaxllm.int8_prefill.calibration import (
     OutlierRecipe,
@@ -74,35 +73,6 @@ from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 _CHANNELS = 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AccuracyPlan:
-    """Sizes.
-
-    Attributes:
-      rows: of text, to score; a quarter as many, at least 2,048 tokens, calibrate, and as many are held out.
-      row_tokens: of each.
-      tasks: whose questions are asked.
-      questions: of each task.
-      factor: of the outliers that are put in.
-      outliers: whether the model is measured as it is (False), with outliers put in (True), or both.
-      quantizers: of `QUANTIZERS`, to compare; `float` and ours are among them.
-    """
-
-    rows: int = 64
-    row_tokens: int = 256
-    tasks: tuple[str, ...] = ("sentiment", "news", "emotion")
-    questions: int = 60
-    factor: int = 64
-    outliers: tuple[bool, ...] = (False, True)
-    quantizers: tuple[str, ...] = QUANTIZERS
-
-    @classmethod
-    def quick(cls, *, tasks: bool = False) -> "AccuracyPlan":
-        """Fits in a minute for a model of a million parameters; `tasks` asks the questions of one, too."""
-        quantizers = tuple(each for each in QUANTIZERS if each != PER_TENSOR)
-        return cls(rows=8, tasks=("sentiment",) if tasks else (), questions=10, quantizers=quantizers)
-
-
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A model in floats and at 8 bits, with a scale per output and with one per tensor, as rows name it."""
@@ -115,27 +85,7 @@ class Subject:
     per_tensor: dict[str, Any]
 
 
-def accuracy_rows(
-    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress = silent
-) -> list[Row]:
-    """Perplexity and accuracy of every quantizer.
-
-    Args:
-      model: a trained model, a bundle or a Hugging Face folder.
-      data: the folder of texts and tasks; None takes packaged samples.
-      plan: how much.
-      progress: called with (stage, done, total).
-
-    Raises:
-      ConfigError: there is too little text.
-    """
-    rows = []
-    for subject in subjects(model, plan, "accuracy", progress):
-        rows += _rows_of(subject, data, plan)
-    return rows
-
-
-def subjects(model: Path, plan: AccuracyPlan, stage: str, progress: Progress = silent) -> Iterator[Subject]:
+def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -> Iterator[Subject]:
     """The model as it is and with outliers put in, as the plan asks; `progress` is told of the stage."""
     checkpoint = Checkpoint.find(model)
     folder = checkpoint.folder(progress)
@@ -149,18 +99,18 @@ def subjects(model: Path, plan: AccuracyPlan, stage: str, progress: Progress = s
         progress(stage, done, len(plan.outliers))
 
 
-def texts_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> tuple[list[np.ndarray], ...]:
+def texts_of(subject: Subject, plan: Plan) -> tuple[list[np.ndarray], ...]:
     """Rows of tokens to calibrate on, to hold out, and to score.
 
     Raises:
       ConfigError: there is too little text.
     """
     length = min(plan.row_tokens, subject.cfg.window_tokens)
-    rows = whole_rows(story_tokens(Tokenizer(subject.files), data), length)
+    rows = whole_rows(story_tokens(Tokenizer(subject.files), plan.data), length)
     calibrating = max(plan.rows // 4, -(-LEAST_TOKENS // length))
     if len(rows) < 2 * calibrating + plan.rows:
         raise ConfigError(
-            f"{stories_file(data)} has {len(rows)} rows of {length} tokens, and this takes "
+            f"{stories_file(plan.data)} has {len(rows)} rows of {length} tokens, and this takes "
             f"{2 * calibrating + plan.rows}; give more text with --data"
         )
     return rows[:calibrating], rows[calibrating : 2 * calibrating], rows[2 * calibrating :][: plan.rows]
@@ -191,9 +141,14 @@ def _subject(case: str, files: TokenizerFiles, cfg: ModelConfig, params: dict[st
     return Subject(case, files, cfg, floats, stored, {**stored, **shared})
 
 
-def _rows_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> list[Row]:
+def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
+    """Perplexity and accuracy of every quantizer.
+
+    Raises:
+      ConfigError: there is too little text.
+    """
     cfg, case = subject.cfg, subject.case
-    known, held_out, judged = texts_of(subject, data, plan)
+    known, held_out, judged = texts_of(subject, plan)
     weights = {OURS: subject.stored}
     if PER_TENSOR in plan.quantizers:
         weights[PER_TENSOR] = subject.per_tensor
@@ -203,7 +158,7 @@ def _rows_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> list[Ro
     }
     look = jax.jit(lambda params, row: channel_tops(params, row, cfg=cfg))
     tops = largest_of([jax.device_get(look(subject.floats, row)) for row in known])
-    questions = _questions(Tokenizer(subject.files), data, plan, cfg)
+    questions = _questions(Tokenizer(subject.files), plan, cfg)
     perplexity: dict[str, float] = {}
     right: dict[str, float] = {}
     for name in plan.quantizers:
@@ -255,7 +210,7 @@ def _seen_behind(subject: Subject, arrays: Any, texts: list[np.ndarray]) -> Any:
 
 
 def _questions(
-    tokenizer: Tokenizer, data: Path | None, plan: AccuracyPlan, cfg: ModelConfig
+    tokenizer: Tokenizer, plan: Plan, cfg: ModelConfig
 ) -> list[tuple[list[tuple[list[int], int]], int]]:
     """Each question's options as (tokens, where the option begins), and the index of the right one."""
     if not tokenizer.has_chat_template:
@@ -263,7 +218,7 @@ def _questions(
         return []
     found = []
     end = end_of_turn_id(tokenizer)
-    for examples in read_examples(plan.tasks, data, plan.questions).values():
+    for examples in read_examples(plan.tasks, plan.data, plan.questions).values():
         for example in examples:
             asked = branching(tokenizer, example, end)
             options = [([*asked.trunk, *branch], len(asked.trunk)) for branch in asked.branches]
@@ -306,10 +261,6 @@ def exported_scores(
     """What scores the tokens of a row `[T]` after its first, log-probabilities `[T - 1]`.
 
     Args:
-      cfg: the model.
-      floats: its parameters.
-      tokenizer: its tokenizer.
-      calibration: of integer prefill.
       known: rows of the calibration text, of one length, which rows to score have, too.
       folder: for the bundle, the text and the programs.
 
@@ -327,36 +278,15 @@ def exported_scores(
         parts=prefill_parts(calibration),
     )
     text.write_text(Tokenizer(tokenizer).decode(np.concatenate(known).tolist()), encoding="utf-8")
-    length = str(len(known[0]))
-    options = [
-        "--format",
-        "tflite",
-        "--precision",
-        "w8a8",
-        "--calibration-text",
-        str(text),
-        "--static-verify",
-    ]
-    sizes = ["--context", length, "--verify-tokens", length, "--chunk-tokens", length, "--cache-tokens", "0"]
-    command = [sys.executable, "-m", "jaxllm.cli.main", "export", str(bundle), "-o", str(programs)]
-    done = subprocess.run([*command, *options, *sizes], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise JaxllmError(f"the w8a8 export failed: {last_words(done.stderr)}")
+    length = len(known[0])
+    static = ("--format", "tflite", "--precision", "w8a8", "--calibration-text", text, "--static-verify")
+    sizes = ("--context", length, "--verify-tokens", length, "--chunk-tokens", length, "--cache-tokens", 0)
+    exported(bundle, programs, *static, *sizes)
     runner = open_program(programs).runner
     return lambda row: runner.score(row[:-1].tolist(), row[1:].tolist())
 
 
 CLIPPED, WIDE = f"{OURS}-clipped", f"{OURS}-wide"
-
-
-def pruning_rows(
-    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress = silent
-) -> list[Row]:
-    """Perplexity by how many layers have a shadow and by what the others do; as `accuracy_rows`."""
-    rows = []
-    for subject in subjects(model, plan, "pruning", progress):
-        rows += _pruning_rows_of(subject, data, plan)
-    return rows
 
 
 def pruned_calibrations(
@@ -386,9 +316,14 @@ def pruned_calibrations(
         yield found if shadows < cfg.layers else {OURS: found[OURS]}
 
 
-def _pruning_rows_of(subject: Subject, data: Path | None, plan: AccuracyPlan) -> list[Row]:
+def pruning_rows(subject: Subject, plan: Plan) -> list[Row]:
+    """Perplexity by how many layers have a shadow and by what the others do.
+
+    Raises:
+      ConfigError: there is too little text.
+    """
     cfg = subject.cfg
-    texts, _, judged = texts_of(subject, data, plan)
+    texts, _, judged = texts_of(subject, plan)
 
     @jax.jit
     def scores(params: Params, layers: Any, row: jax.Array) -> jax.Array:

@@ -67,8 +67,6 @@ def rule_of(
 
     Args:
       name: of `QUANTIZERS`.
-      cfg: the model.
-      floats: its parameters.
       stored: the same at 8 bits, with the scales that the quantizer has.
       tops: see `jaxllm.int8_prefill.calibration.channel_tops`, of the calibration text.
       calibration: ours, of `stored`.

@@ -53,7 +53,6 @@ def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
 
     Args:
       model: a bundle.
-      progress: called with (stage, done, total).
 
     Raises:
       ConfigError: it has no calibration.
@@ -72,7 +71,6 @@ def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
 
     Args:
       name: of `SHAPES`.
-      progress: called with (stage, done, total).
     """
     folder = cache_folder() / "benchmarks" / "prefill" / f"v{_VERSION}"
     integer, floats = folder / f"{name}-int8.jaxllm", folder / f"{name}-f32.jaxllm"

@@ -1,12 +1,28 @@
-"""Runs all parts and makes their rows: simulation, speed on one and two processors, accuracy, pruning."""
+"""Runs all parts and makes their rows: simulation, speed on one and two processors, accuracy, pruning.
+
+Prompts are timed in processes of their own. On one processor, of all cores: floats and static steps without
+shadow (naive-int8), of prompts padded to the longest, as a single bucket takes them, and in chunks that share
+buckets; native kernels that quantize by the activations at hand (K-Quant); static steps with shadow (ours).
+On an integer and a float processor: static steps with and without shadow, in order and out of order, beside
+the simulator's times of the same subgraphs.
+"""
 
 import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
+from benchmarks.harness.bench import Run
+from benchmarks.harness.children import in_process, in_turns
+from benchmarks.harness.machine import wait_for_quiet
 from benchmarks.harness.report import OURS, Row, compared, row
-from benchmarks.int8_prefill import PARTS
-from benchmarks.int8_prefill.accuracy import AccuracyPlan, accuracy_rows, pruning_rows
+from benchmarks.int8_prefill import Plan
+from benchmarks.int8_prefill.accuracy import accuracy_rows, pruning_rows, subjects
 from benchmarks.int8_prefill.models import (
     CHUNK_TOKENS,
     MODEL,
@@ -16,101 +32,81 @@ from benchmarks.int8_prefill.models import (
     shadowed_layers,
     stated_phone,
 )
-from benchmarks.int8_prefill.speed import SpeedPlan, bundles_of, measured
+from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.int8_prefill.schedule import (
     ORDERS,
+    PROCESSORS,
+    Dispatcher,
     Order,
     SpeedProfile,
+    Subgraph,
     Timeline,
     lower_bound_ms,
     prompt_subgraphs,
     simulate,
+    stages_of,
 )
-from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.user_cache import cache_folder
+from jaxllm.serving.int8_prefill.processors import prepare_processors
+from jaxllm.serving.int8_prefill.runner import Int8Prefill
+from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket
+from jaxllm.serving.opening.engine import Engine
+from jaxllm.serving.runners.runner import prefill_prompt
 
 _RATE = "prefill_tokens_per_s"
 # Where the chunk length is chosen together with the order, and of which lengths.
 _CHOSEN = f"{OURS}-chosen-chunks"
 CHOSEN_CHUNKS = (256, 128, 64)
-_RANDOM = "random weights with outliers put in"
+# Suffix of a system whose prompts are padded to the longest.
+_PADDED = "-padded"
+# Bundles by what systems run them.
+Paths = dict[str, Path]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Sizes.
-
-    Attributes:
-      speed: of what is timed.
-      accuracy: of what is judged.
-      simulated_tokens: prompts that the phone of `models.py` is simulated on.
-      parts: of `PARTS`, those to run.
-    """
-
-    speed: SpeedPlan = dataclasses.field(default_factory=SpeedPlan)
-    accuracy: AccuracyPlan = dataclasses.field(default_factory=AccuracyPlan)
-    simulated_tokens: tuple[int, ...] = (256, 512, 1024)
-    parts: tuple[str, ...] = tuple(PARTS)
-
-    @classmethod
-    def quick(cls, *, tasks: bool = False) -> "Plan":
-        """Fits in a minute for small shapes and models, once their files are made; `tasks` judges accuracy by
-        a task's questions, too."""
-        return cls(
-            speed=SpeedPlan(lengths=(256,), repeats=2, chunk_tokens=(64,)),
-            accuracy=AccuracyPlan.quick(tasks=tasks),
-        )
-
-
-def run(
-    model: Path | None, shape: str | None, data: Path | None, plan: Plan, progress: Progress
-) -> list[Row]:
-    """Measures the parts that the plan names.
-
-    Args:
-      model: a bundle or a folder; None for a shape.
-      shape: a name of `benchmarks.models.SHAPES`, for speed alone.
-      data: the folder of texts and tasks; None takes packaged samples.
-      plan: how much.
-      progress: called with (stage, done, total).
-    """
-    rows = simulated_rows(plan) if "simulation" in plan.parts else []
-    if {"one-processor", "two-processors"} & {*plan.parts}:
-        rows += _speed_rows(model, shape, plan, progress)
-    if model is not None and "accuracy" in plan.parts:
-        rows += accuracy_rows(model, data, plan.accuracy, progress)
-    if model is not None and "pruning" in plan.parts:
-        rows += pruning_rows(model, data, plan.accuracy, progress)
+def run(bench: Run[Plan]) -> list[Row]:
+    """Measures the parts that the plan names."""
+    plan, rows = bench.plan, []
+    if "simulation" in plan.parts:
+        rows += simulated_rows(plan.simulated_tokens)
+    timed = [each for each in ("one-processor", "two-processors") if each in plan.parts]
+    if timed:
+        rows += _speed_rows(timed, bench)
+    for part, rows_of in (("accuracy", accuracy_rows), ("pruning", pruning_rows)):
+        if part in plan.parts and bench.model is not None:
+            for subject in subjects(bench.model, plan, part, bench.progress):
+                rows += rows_of(subject, plan)
     return rows
 
 
-def _speed_rows(model: Path | None, shape: str | None, plan: Plan, progress: Progress) -> list[Row]:
+def _speed_rows(timed: Sequence[str], bench: Run[Plan]) -> list[Row]:
     """Rates, buckets and schedules of a calibrated model, or of random weights."""
-    if shape is not None:
-        name, note, bundles = shape, _RANDOM, calibrated_shapes(shape, progress)
+    if bench.shape is not None:
+        name, note = bench.shape, "random weights with outliers put in"
+        bundles = calibrated_shapes(bench.shape, bench.progress)
     else:
-        assert model is not None
-        name, note, bundles = model.stem, "", calibrated_model(model, progress)
+        assert bench.model is not None
+        name, note, bundles = bench.model.stem, "", calibrated_model(bench.model, bench.progress)
     paths, rows = bundles_of(*bundles), []
-    parts = [each for each in ("one-processor", "two-processors") if each in plan.parts]
-    for done, part in enumerate(parts):
-        progress("Measuring", done, len(parts))
-        found = measured(paths, plan.speed, processors=1 if part == "one-processor" else 2)
+    for done, part in enumerate(timed):
+        bench.progress("Measuring", done, len(timed))
+        # In a process of its own, in which JAX was not used before.
         if part == "one-processor":
-            rows += _one_processor_rows(name, found, plan, note)
+            found = in_process(_on_all_cores, paths, bench.plan)
+            rows += _one_processor_rows(name, found, bench.plan, note)
         else:
-            rows += _two_processor_rows(name, found, plan)
-    progress("Measuring", len(parts), len(parts))
+            rows += _two_processor_rows(name, in_process(_on_two_processors, paths, bench.plan), bench.plan)
+    bench.progress("Measuring", len(timed), len(timed))
     return rows
 
 
-def simulated_rows(plan: Plan) -> list[Row]:
+def simulated_rows(prompts: Sequence[int]) -> list[Row]:
     """Makespans of a prompt's subgraphs in each order on simulated phones (see `models.py`)."""
-    return [
-        row
-        for phone in (stated_phone(), headline_phone())
-        for tokens in plan.simulated_tokens
-        for row in _phone_rows(phone, tokens)
-    ]
+    phones = stated_phone(), headline_phone()
+    return [row for phone in phones for tokens in prompts for row in _phone_rows(phone, tokens)]
 
 
 def _phone_rows(phone: SpeedProfile, tokens: int) -> list[Row]:
@@ -144,7 +140,7 @@ def _one_processor_rows(shape: str, found: dict[str, Any], plan: Plan, note: str
     """Rates of prompts on all cores together, sizes of float rows, and times to build the engines."""
     rows = []
     ms = found["ms"]
-    for length in plan.speed.lengths:
+    for length in plan.lengths:
         rates = {name: 1000 * length / each[length] for name, each in ms.items()}
         spent = ms[OURS][length] / ms["naive-int8"][length] - 1
         notes: dict[str, str | None] = dict.fromkeys(rates, note)
@@ -152,47 +148,26 @@ def _one_processor_rows(shape: str, found: dict[str, Any], plan: Plan, note: str
         case = f"{shape}, prompt of {length} tokens, one processor"
         rows += compared(case, _RATE, rates, notes)
     share = found["row_bytes"] / found["weight_bytes"]
-    return [
-        *rows,
-        row(
-            f"{shape}, float rows in the file",
-            "row_bytes",
-            float(found["row_bytes"]),
-            f"{share:.2%} of the weights' bytes",
-        ),
-        *(
-            row(
-                f"{shape}, all buckets of an engine",
-                "build_ms",
-                spent,
-                f"{found['buckets'][name]} buckets",
-                system=name,
-            )
-            for name, spent in found["build_ms"].items()
-        ),
-    ]
-
-
-def _bucket_rows(shape: str, found: dict[str, Any]) -> list[Row]:
-    shared, apart = found["sharing"]["shared"], found["sharing"]["apart"]
-    rows = []
-    for metric, key in (("buckets", "buckets"), ("bucket_bytes", "bytes"), ("build_ms", "build_ms")):
-        rows += compared(
-            f"{shape}, subgraphs of the longest prompt",
-            metric,
-            {OURS: float(shared[key]), "bucket-per-chunk-and-layer": float(apart[key])},
-            {"bucket-per-chunk-and-layer": "counted by those that are shared"},
-        )
+    note = f"{share:.2%} of the weights' bytes"
+    rows.append(row(f"{shape}, float rows in the file", "row_bytes", float(found["row_bytes"]), note))
+    for name, spent in found["build_ms"].items():
+        note = f"{found['buckets'][name]} buckets"
+        rows.append(row(f"{shape}, all buckets of an engine", "build_ms", spent, note, system=name))
     return rows
 
 
 def _two_processor_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[Row]:
     """Makespans of prompts on an integer and a float processor, and buckets of their subgraphs."""
-    rows = _bucket_rows(shape, found)
-    for length in plan.speed.lengths:
+    rows, sharing = [], found["sharing"]
+    notes: dict[str, str | None] = dict.fromkeys(sharing, "counted by those that are shared")
+    notes[OURS] = None
+    for metric in sharing[OURS]:
+        values = {name: each[metric] for name, each in sharing.items()}
+        rows += compared(f"{shape}, subgraphs of the longest prompt", metric, values, notes)
+    for length in plan.lengths:
         known = {name: each[length] for name, each in found["spans"].items()}
         spans = {name: each["real_ms"] for name, each in known.items()}
-        notes: dict[str, str | None] = {
+        notes = {
             name: f"{each['real_to_simulated'] - 1:+.0%} against simulated {each['simulated_ms']:.0f} ms; "
             f"{each['real_ms'] / each['bound_ms'] - 1:+.0%} against the bound of {each['bound_ms']:.0f} ms, "
             f"{each['real_to_own_bound'] - 1:+.0%} against that of the times in the run itself"
@@ -205,3 +180,189 @@ def _two_processor_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[R
         name = _of_order(order)
         rows.append(row(f"{shape}, a decision", "decision_us", spent, system=name))
     return rows
+
+
+def bundles_of(integer: Path, floats: Path) -> Paths:
+    """The bundles that systems take; the one without shadow is made unless it is there."""
+    with Bundle.open(integer) as bundle:
+        folder = cache_folder() / "benchmarks" / "prefill"
+        bare = folder / f"{bundle.fingerprint[:24]}-without-shadow.jaxllm"
+        if not bare.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            known = read_prefill(bundle)
+            assert known is not None
+            none = dataclasses.replace(known, shadowed=(False,) * len(known.shadowed), channels={}, rows={})
+            rewrite_bundle(bare, bundle, prefill_parts(none))
+    return {"int8": integer, "naive": bare, "float": floats}
+
+
+def _on_all_cores(paths: Paths, plan: Plan) -> dict[str, Any]:
+    floats, integers = PrefillOptions(mode="float"), PrefillOptions(mode="int8")
+    engines = {
+        "float": _opened(paths["float"], floats, plan),
+        "K-Quant": _opened(paths["int8"], floats, plan),
+        "naive-int8": _opened(paths["naive"], integers, plan),
+        OURS: _opened(paths["int8"], integers, plan),
+    }
+    padded = {f"{name}{_PADDED}": engines[name] for name in ("float", "naive-int8")}
+    times = _times({**engines, **padded}, plan)
+    int8 = _int8(engines[OURS])
+    return {
+        "ms": times,
+        "build_ms": {name: engine.runner.buckets.build_ms for name, engine in engines.items()},
+        "buckets": {name: len(engine.runner.buckets.bucket_ms) for name, engine in engines.items()},
+        "row_bytes": int8.calibration.row_bytes,
+        "weight_bytes": engines[OURS].model.bundle.weight_bytes,
+    }
+
+
+def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
+    prepare_processors()
+    orders: dict[str, tuple[str, Order]] = {
+        f"{OURS}-no-shadow-in-order": ("naive", "in-order"),
+        f"{OURS}-no-shadow": ("naive", "out-of-order"),
+        f"{OURS}-in-order": ("int8", "in-order"),
+        f"{OURS}-first-ready": ("int8", "first-ready"),
+        OURS: ("int8", "out-of-order"),
+    }
+    engines = {
+        name: _opened(paths[path], PrefillOptions(mode="int8", processors=2, order=order), plan)
+        for name, (path, order) in orders.items()
+    }
+    prefills = {name: _int8(engine) for name, engine in engines.items()}
+    spans: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in engines}
+
+    def predict(name: str, length: int) -> None:
+        # Times of subgraphs change with the machine's load, from moment to moment.
+        int8, order = prefills[name], engines[name].options.prefill.order
+        int8.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1], runs=1)
+        prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
+        subgraphs, known = int8.subgraphs(prompt), int8.times(prompt)
+        shared, handover_ms = int8.times(prompt, shared=True), int8.shared.measured.handover_ms
+        simulated = simulate(subgraphs, known, order, overhead_ms=handover_ms, shared=shared).makespan_ms
+        bound = lower_bound_ms(subgraphs, known)
+        spans[name].setdefault(length, []).append({"simulated_ms": simulated, "bound_ms": bound})
+
+    def watch(name: str, length: int) -> None:
+        processors = prefills[name].shared.processors
+        assert processors is not None
+        assert processors.trace is not None
+        latest = spans[name][length][-1]
+        latest["real_ms"] = processors.trace.makespan_ms
+        # No order is faster than the bound by the times that the subgraphs took in this run.
+        int8 = prefills[name]
+        prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
+        subgraphs = int8.subgraphs(prompt)
+        took = {subgraphs[run.index]: run.end_ms - run.start_ms for run in processors.trace.runs}
+        latest["real_to_own_bound"] = latest["real_ms"] / lower_bound_ms(subgraphs, took.__getitem__)
+        latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
+
+    _times(engines, plan, predict, watch)
+    # The first run is not counted.
+    found = {
+        name: {
+            length: {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
+            for length, runs in by_length.items()
+        }
+        for name, by_length in spans.items()
+    }
+    int8 = prefills[OURS]
+    prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
+    subgraphs = int8.subgraphs(prompt)
+    return {
+        "spans": found,
+        "sharing": _sharing(int8, engines[OURS].runner.buckets, plan),
+        "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
+    }
+
+
+def _decision_us(subgraphs: Sequence[Subgraph], order: Order) -> float:
+    """Microseconds of a decision: all of a prompt's are made one after the other."""
+    dispatcher = Dispatcher(subgraphs, lambda each: 1.0, order)
+    began = time.perf_counter()
+    while not dispatcher.done:
+        for processor in PROCESSORS:
+            place = dispatcher.take(processor)
+            if place is not None:
+                dispatcher.finish(place)
+    return 1e6 * (time.perf_counter() - began) / len(subgraphs)
+
+
+def _opened(path: Path, how: PrefillOptions, plan: Plan) -> Engine:
+    longest = plan.lengths[-1]
+    options = EngineOptions(
+        context_tokens=longest,
+        cache_tokens=(longest,),
+        chunk_tokens=plan.chunk_tokens,
+        cache_dtype="float16",
+        # Nothing is read from disk: building is measured.
+        buckets_bytes=0,
+        prefill=how,
+    )
+    return Engine.open(path, options=options)
+
+
+def _int8(engine: Engine) -> Int8Prefill:
+    int8 = engine.runner.int8
+    assert int8 is not None
+    return int8
+
+
+def _times(
+    engines: dict[str, Engine],
+    plan: Plan,
+    before: Callable[[str, int], None] = lambda name, length: None,
+    after: Callable[[str, int], None] = lambda name, length: None,
+) -> dict[str, dict[int, float]]:
+    """Milliseconds of each system and length, medians over prompts that all get by turns; `before` and
+    `after` are called with both around each."""
+    found: dict[str, dict[int, float]] = {name: {} for name in engines}
+    draw = np.random.default_rng(0)
+    for length in plan.lengths:
+        taken: dict[str, list[float]] = {name: [] for name in engines}
+        vocab_size = next(iter(engines.values())).cfg.vocab_size
+        prompts = draw.integers(0, vocab_size, (plan.repeats + 1, length)).tolist()
+        for number, tokens, name in in_turns(engines, prompts):
+            engine = engines[name]
+            before(name, length)
+            cache = jax.block_until_ready(engine.runner.start(plan.lengths[-1]))
+            missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
+            wait_for_quiet(0.3)
+            began = time.perf_counter()
+            jax.block_until_ready(prefill_prompt(engine.runner, cache, tokens + [0] * missing, 0)[0])
+            spent_ms = 1000 * (time.perf_counter() - began)
+            after(name, length)
+            if number:
+                taken[name].append(spent_ms)
+        for name, values in taken.items():
+            found[name][length] = statistics.median(values)
+    return found
+
+
+def _sharing(int8: Int8Prefill, table: BucketTable, plan: Plan) -> dict[str, Any]:
+    """Buckets, their memory and the time to build them for prompts of the greatest length: shared by chunks
+    and layers, against one for each chunk and layer, counted by those that were built."""
+    chunk, longest = plan.chunk_tokens[-1], plan.lengths[-1]
+    chunks, layers = -(-longest // chunk), int8.model.cfg.layers
+    apart = [each for layer in range(layers) for each in _of_layer(int8, layer, chunk, longest) * chunks]
+    own = list(dict.fromkeys(apart))
+    memory = {bucket: _compiled_bytes(table.get(bucket)) for bucket in own}
+    return {
+        name: {
+            "buckets": float(len(some)),
+            "bucket_bytes": float(sum(memory[each] for each in some)),
+            "build_ms": float(sum(table.bucket_ms[each] for each in some)),
+        }
+        for name, some in {OURS: own, "bucket-per-chunk-and-layer": apart}.items()
+    }
+
+
+def _of_layer(int8: Int8Prefill, layer: int, chunk: int, cache: int) -> list[IntegerStageBucket]:
+    stages = stages_of(int8.calibration.shadowed[layer])
+    return [int8.stage_bucket(layer, stage, chunk, cache) for stage in stages]
+
+
+def _compiled_bytes(compiled: Any) -> int:
+    """Bytes of a bucket besides its arguments: code, and memory while it runs."""
+    known = compiled.memory_analysis()
+    return int(known.generated_code_size_in_bytes + known.temp_size_in_bytes + known.output_size_in_bytes)

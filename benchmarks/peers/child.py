@@ -24,7 +24,7 @@ import traceback
 from statistics import median
 from typing import Any, TextIO
 
-from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.harness.machine import peak_resident_bytes, reset_peak_memory
 from benchmarks.peers import SYSTEMS, Opening, Session
 from jaxllm.errors import JaxllmError, one_line
 

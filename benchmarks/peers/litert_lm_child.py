@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.harness.memory import peak_resident_bytes
+from benchmarks.harness.machine import peak_resident_bytes
 
 
 def measure(order: dict[str, Any]) -> dict[str, Any]:

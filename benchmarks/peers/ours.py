@@ -13,13 +13,30 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+import jax
+import numpy as np
+
 from benchmarks.peers.peer import Opening, Progress, Session
 from jaxllm.bundle import WeightFormat
 from jaxllm.export.programs.model import open_program
+from jaxllm.kernels import native
+from jaxllm.models.parameters import parameter_count
+from jaxllm.sampling import Sampling, sampler_state
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
 
 BLOCKS, ONE_TOKEN = "blocks of tokens", "one token per dispatch"
+_NO_STOP = np.full(MAX_STOP_IDS, -1, np.int32)
+
+
+def _fed(runner: Any, prompt: Sequence[int], sampling: Sampling | None = None) -> tuple[Any, Any, Any]:
+    """The first token after a prompt, the cache and the sampler; greedy by default."""
+    sampler = sampler_state(sampling or Sampling(), prompt, runner.cfg.vocab_size, 0)
+    logits, cache = prefill_prompt(runner, runner.start(len(prompt)), prompt, 0)
+    token, sampler = runner.sample(logits, sampler)
+    return token, cache, sampler
 
 
 class EngineSession:
@@ -28,7 +45,6 @@ class EngineSession:
     settings = (BLOCKS, ONE_TOKEN)
 
     def __init__(self, opening: Opening, progress: Progress) -> None:
-        from jaxllm.serving.ground.options import EngineOptions
         from jaxllm.serving.opening.engine import Engine
 
         given: dict[str, Any] = {
@@ -47,10 +63,6 @@ class EngineSession:
 
     def facts(self) -> dict[str, Any]:
         """Times of opening, and the sizes of the weights."""
-        import jax
-
-        from jaxllm.models.parameters import parameter_count
-
         engine = self._engine
         tensors, cfg = engine.model.bundle.layout.tensors, engine.cfg
         step_bytes = sum(
@@ -77,40 +89,25 @@ class EngineSession:
 
     def kernel_ms(self) -> float:
         """Time that this process has spent in native kernels."""
-        from jaxllm.kernels import native
-
         return native.busy_ns() / 1e6
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""
-        import numpy as np
-
-        from jaxllm.sampling import Sampling, sampler_state
-
-        runner = self._engine.runner
         # As the service does for a prompt of this length: the cache grows when decoding needs it to.
-        cache = runner.start(len(prompt))
-        sampler = sampler_state(Sampling(), prompt, self._engine.cfg.vocab_size, 0)
-        logits, self._cache = prefill_prompt(runner, cache, prompt, 0)
-        self._token, self._sampler = runner.sample(logits, sampler)
+        self._token, self._cache, self._sampler = _fed(self._engine.runner, prompt)
         self._length = len(prompt)
         return int(np.asarray(self._token)[0])
 
     def decode(self, tokens: int, setting: str) -> list[int]:
         """See `Session.decode`."""
-        import numpy as np
-
-        from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-
         runner = self._engine.runner
         block = self._engine.options.decode_block if setting == BLOCKS else 1
-        no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
         ids: list[int] = []
         while len(ids) < tokens:
             limit = min(block, tokens - len(ids))
             cache = runner.make_room(self._cache, self._length + limit)
             rows, count, self._cache, self._sampler = runner.decode(
-                self._token, cache, self._sampler, no_stop, limit
+                self._token, cache, self._sampler, _NO_STOP, limit
             )
             got = np.asarray(rows)[0, : int(count)]
             self._token = got[-1:]
@@ -129,7 +126,7 @@ PROGRAM_BLOCKS = "blocks of the programs"
 # Settings of programs that are opened as a device opens them.
 GREEDY, DRAWN = "greedy", "drawn"
 # What `DRAWN` draws by: as apps usually do.
-_DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1}
+_DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=1)
 
 
 def open_programs(opening: Opening, progress: Progress) -> Session:
@@ -205,26 +202,15 @@ class ProgramSession:
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""
-        from jaxllm.sampling import Sampling, sampler_state
-
-        runner = self._runner
-        sampling = Sampling(**_DRAWN) if setting == DRAWN else Sampling()
-        sampler = sampler_state(sampling, prompt, runner.cfg.vocab_size, 0)
-        logits, self._cache = prefill_prompt(runner, runner.start(len(prompt)), prompt, 0)
-        self._token, self._sampler = runner.sample(logits, sampler)
+        sampling = _DRAWN if setting == DRAWN else Sampling()
+        self._token, self._cache, self._sampler = _fed(self._runner, prompt, sampling)
         self._cached = list(prompt)
         return int(self._token[0])
 
     def decode(self, tokens: int, setting: str) -> list[int]:
         """See `Session.decode`."""
-        import numpy as np
-
-        from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-
-        runner = self._runner
-        no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
-        rows, _, self._cache, self._sampler = runner.decode(
-            self._token, self._cache, self._sampler, no_stop, tokens, self._cached
+        rows, _, self._cache, self._sampler = self._runner.decode(
+            self._token, self._cache, self._sampler, _NO_STOP, tokens, self._cached
         )
         block = rows[0].tolist()
         self._cached += [int(self._token[0]), *block[:-1]]

@@ -1,4 +1,4 @@
-"""Starts one child process per system, and sends it commands.
+"""Starts one child process per system, sends it commands, and times systems in alternation.
 
 Every system, ours included, runs in a process of its own, pinned to the same cores. Systems share neither
 allocator nor thread pools, and only one computes at a time: before each timed command the parent waits until
@@ -29,23 +29,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from benchmarks.harness.bench import TimedPlan
 from benchmarks.harness.machine import Disturbance, wait_for_quiet, wait_until_asleep
-from benchmarks.harness.plan import BasePlan
-from benchmarks.harness.report import median
+from benchmarks.harness.report import Row, compared, median
 from benchmarks.models import Checkpoint
 from benchmarks.peers.peer import Opening
-from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError, JaxllmError, one_line
 from jaxllm.serving.host.progress import Progress
-from jaxllm.text.tokenizer import Tokenizer
 
 _COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
 _CLOSE_TIMEOUT_S = 5.0
-_SHOWN_STDERR_BYTES = 2000
+_SHOWN_BYTES = 4000
 
 
 class PeerFailed(JaxllmError):
@@ -76,8 +74,6 @@ class Child:
         """Starts the process and opens the model.
 
         Args:
-          label: its name in messages.
-          opening: the model to open.
           progress: called as the child reports it.
           command: a program that speaks the protocol of `child.py`.
 
@@ -88,7 +84,8 @@ class Child:
         self.peak_bytes = 0
         self.disturbed: bool | None = None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        self._process: subprocess.Popen[bytes] | None = _start(command, opening.threads, self._stderr)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
+        self._process: subprocess.Popen[bytes] | None = start(command, opening.threads, **pipes)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._commands, self._answers = self._process.stdin, self._process.stdout
@@ -170,23 +167,19 @@ class Child:
         return None
 
     def _death(self, process: "subprocess.Popen[bytes]") -> str:
-        """How the process ended, with the last line of its standard error."""
-        code = process.wait()
-        how = f"exited with {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
-                how += " (most often for want of memory)"
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - _SHOWN_STDERR_BYTES))
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
+        return how_it_ended(process.wait(), self._stderr)
 
 
-def last_words(stderr: str) -> str:
-    """The last line of a failed process's standard error."""
-    lines = stderr.strip().splitlines()
-    return one_line(lines[-1]) if lines else "it said nothing"
+def how_it_ended(code: int, log: IO[bytes]) -> str:
+    """How a process ended, with the last line of what it wrote to a file."""
+    how = f"exited with {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            how += " (most often for want of memory)"
+    log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
 
 
 def threads_of(wanted: int) -> int:
@@ -229,16 +222,17 @@ def pinned(threads: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _start(command: Sequence[str], threads: int, stderr: Any) -> "subprocess.Popen[bytes]":
+def start(command: Sequence[str], threads: int, **streams: Any) -> "subprocess.Popen[bytes]":
+    """Starts a process that computes with so many threads, pinned to as many cores.
+
+    Args:
+      **streams: further arguments of `subprocess.Popen`; `env` is added to the environment of all systems.
+    """
+    environment = environment_of(threads) | streams.pop("env", {})
     with pinned(threads):
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env=environment_of(threads),
-            # Ctrl-C is for the parent alone, which then closes its children.
-            start_new_session=True,
+        # Ctrl-C is for the parent alone, which then closes its children.
+        return subprocess.Popen(  # pyright: ignore[reportReturnType]: of bytes
+            command, env=environment, start_new_session=True, **streams
         )
 
 
@@ -254,29 +248,23 @@ def opened(
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimedPlan(BasePlan):
-    """Sizes of what is timed in alternation.
+def opening_of(plan: TimedPlan, peer: str, model: Path, format_: str = "", **options: Any) -> Opening:
+    """What a system opens, with the threads and the context of a plan.
 
-    Attributes:
-      prompt_tokens: lengths of prompts.
-      decode_tokens: decoded after each of them.
-      rounds: of which medians are taken.
-      text_windows: most windows of a text to score; 0 means all.
-      patience_s: for repeating what other processes disturbed, in all.
-      threads: that every system computes with; 0 takes all cores of this process.
+    Raises:
+      ConfigError: there are fewer cores.
     """
+    return Opening(
+        peer=peer,
+        model=model,
+        format=format_,
+        threads=threads_of(plan.threads),
+        context_tokens=plan.context_tokens,
+        options=options,
+    )
 
-    prompt_tokens: tuple[int, ...]
-    decode_tokens: int
-    rounds: int
-    text_windows: int = 0
-    patience_s: float
-    threads: int = 0
 
-
-_PHASES = ("prefill_ms", "decode_ms")
-_KERNELS = {"prefill_ms": "prefill_kernel_ms", "decode_ms": "decode_kernel_ms"}
+PHASES = ("prefill", "decode")
 # Answers are repeated within a sample until it takes this long: single ones of milliseconds vary too much.
 _SAMPLE_MS = 150
 _MOST_REPEATS = 20
@@ -297,32 +285,53 @@ class Result:
     """Medians of one system and prompt length.
 
     Attributes:
-      prefill_ms: from the prompt to its first token on the host.
-      decode_ms: of all further tokens.
-      prefill_kernel_ms, decode_kernel_ms: the part of these in native kernels; 0 where it is not known.
-      prefill_setting, decode_setting: the fastest ones; None where there was no choice.
+      ms: by phase: from the prompt to its first token on the host, and of all further tokens.
+      kernel_ms: the part of these in native kernels; 0 where it is not known.
+      settings: the fastest one of each phase; none where there was no choice.
       readable_bytes: bytes that memory could have delivered while the further tokens were decoded, by its
         bandwidth just before and after; 0 where that is not measured.
       disturbed: samples among those kept during which other processes computed.
       samples: number of samples kept.
     """
 
-    prefill_ms: float
-    decode_ms: float
-    prefill_kernel_ms: float
-    decode_kernel_ms: float
-    prefill_setting: str | None
-    decode_setting: str | None
+    ms: Mapping[str, float]
+    kernel_ms: Mapping[str, float]
+    settings: Mapping[str, str]
     readable_bytes: float
     disturbed: int
     samples: int
 
-    def rates(self, prompt: int, tokens: int) -> dict[str, float]:
-        """Tokens per second by metric, of a prompt of so many tokens and of so many further ones."""
-        return {
-            "prefill_tokens_per_s": 1000 * prompt / self.prefill_ms,
-            "decode_tokens_per_s": 1000 * tokens / self.decode_ms,
-        }
+    def rate(self, phase: str, tokens: int) -> float:
+        """Tokens per second in a phase of so many tokens."""
+        return 1000 * tokens / self.ms[phase]
+
+
+# Results by the system's name and prompt length.
+Results = Mapping[tuple[str, int], Result]
+
+
+def rate_rows(
+    results: Results, names: Mapping[str, str], plan: TimedPlan, case: str = "", **how: Any
+) -> list[Row]:
+    """Rows of the rates of both phases at each prompt length.
+
+    Args:
+      results: of `alternate`.
+      names: system in rows -> its name in the results, ours among them.
+      case: of the rows, before the phase.
+      **how: arguments of `compared`.
+    """
+    rows = []
+    for prompt in sorted({length for _, length in results}):
+        for phase, tokens in (("prefill", prompt), ("decode", plan.decode_tokens)):
+            rates = {system: results[name, prompt].rate(phase, tokens) for system, name in names.items()}
+            rows += compared(case + phase_case(phase, prompt, tokens), f"{phase}_tokens_per_s", rates, **how)
+    return rows
+
+
+def phase_case(phase: str, prompt: int, tokens: int) -> str:
+    """A phase in the cases of rows."""
+    return f"prompt {prompt}" if phase == "prefill" else f"decode {tokens} after {prompt}"
 
 
 def alternate(
@@ -332,7 +341,7 @@ def alternate(
     plan: TimedPlan,
     progress: Progress,
     bytes_per_s: Callable[[], float] | None = None,
-) -> dict[tuple[str, int], Result]:
+) -> Results:
     """Runs all rounds.
 
     Args:
@@ -342,16 +351,12 @@ def alternate(
         much time is spent on samples that are not kept and on waiting for quiet.
       progress: called with ("Measuring", done, total).
       bytes_per_s: measures memory's bandwidth at this moment; called before and after every sample.
-
-    Returns:
-      Results by the system's name and prompt length.
     """
     total = len(systems) * len(prompts) * (plan.rounds + 1)
     turns = _Alternation(plan, total, progress, bytes_per_s)
-    best: dict[tuple[str, int], dict[str, str]] = {}
-    for system in systems:
-        for prompt in prompts:
-            best[system.name, len(prompt)] = turns.fastest(system, prompt)
+    best = {
+        (system.name, len(prompt)): turns.fastest(system, prompt) for system in systems for prompt in prompts
+    }
     kept: dict[tuple[str, int], list[dict[str, Any]]] = {key: [] for key in best}
     for round_ in range(plan.rounds):
         for prompt in prompts:
@@ -359,8 +364,8 @@ def alternate(
             for system in systems if round_ % 2 else reversed(systems):
                 key = system.name, len(prompt)
                 kept[key].append(turns.sample(system.child, prompt, best[key]))
-    choices = {(each.name, len(prompt)): len(each.settings) for each in systems for prompt in prompts}
-    return {key: _result(samples, best[key] if choices[key] > 1 else {}) for key, samples in kept.items()}
+    several = {each.name for each in systems if len(each.settings) > 1}
+    return {key: _result(each, best[key] if key[0] in several else {}) for key, each in kept.items()}
 
 
 def prompt_ids(vocab_size: int, tokens: int) -> list[int]:
@@ -386,13 +391,13 @@ class _Alternation:
 
     def fastest(self, system: System, prompt: Sequence[int]) -> dict[str, str]:
         """The fastest setting of each phase."""
-        times: dict[str, dict[str, float]] = {phase: {} for phase in _PHASES}
+        times: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
         for setting in system.settings:
             for _ in range(2):
                 answer = self._undisturbed(system.child, prompt, setting)
-                for phase in _PHASES:
-                    times[phase][setting] = min(answer[phase], times[phase].get(setting, float("inf")))
-                total_ms = sum(answer[phase] for phase in _PHASES)
+                for phase, by_setting in times.items():
+                    by_setting[setting] = min(answer[f"{phase}_ms"], by_setting.get(setting, math.inf))
+                total_ms = sum(answer[f"{phase}_ms"] for phase in PHASES)
                 repeats = min(_MOST_REPEATS, max(1, round(_SAMPLE_MS / total_ms)))
                 self._repeats[system.child, len(prompt)] = repeats
                 # What runs first pays for cold pages; that is little of a long answer.
@@ -401,19 +406,17 @@ class _Alternation:
         self._step()
         return {phase: min(by_setting, key=by_setting.__getitem__) for phase, by_setting in times.items()}
 
-    def sample(self, child: Child, prompt: Sequence[int], best: dict[str, str]) -> dict[str, Any]:
+    def sample(self, child: Child, prompt: Sequence[int], best: Mapping[str, str]) -> dict[str, Any]:
         """The time of each phase at its fastest setting, and whether other processes disturbed it."""
         sample: dict[str, Any] = {"disturbed": False}
         before = self._memory_speed()
         for setting in dict.fromkeys(best.values()):
             answer = self._undisturbed(child, prompt, setting)
             sample["disturbed"] |= bool(child.disturbed)
-            for phase in _PHASES:
-                if best[phase] == setting:
-                    kernels = _KERNELS[phase]
-                    sample |= {phase: answer[phase], kernels: answer.get(kernels, 0.0)}
-        speed = (before + self._memory_speed()) / 2
-        sample["readable_bytes"] = speed * sample["decode_ms"] / 1000
+            for phase in (each for each in PHASES if best[each] == setting):
+                sample[phase] = answer[f"{phase}_ms"]
+                sample[f"{phase}_kernels"] = answer.get(f"{phase}_kernel_ms", 0.0)
+        sample["readable_bytes"] = (before + self._memory_speed()) / 2 * sample["decode"] / 1000
         self._step()
         return sample
 
@@ -449,18 +452,16 @@ class _Alternation:
         self._progress("Measuring", self._done, self._total)
 
 
-def _result(samples: list[dict[str, Any]], chosen_settings: dict[str, str]) -> Result:
+def _result(samples: list[dict[str, Any]], settings: Mapping[str, str]) -> Result:
     undisturbed = [sample for sample in samples if not sample["disturbed"]]
     # Disturbed samples count only where there are no others.
     chosen = undisturbed or samples
+    medians = {key: median(sample[key] for sample in chosen) for key in chosen[0] if key != "disturbed"}
     return Result(
-        prefill_ms=median(sample["prefill_ms"] for sample in chosen),
-        decode_ms=median(sample["decode_ms"] for sample in chosen),
-        prefill_kernel_ms=median(sample.get("prefill_kernel_ms", 0.0) for sample in chosen),
-        decode_kernel_ms=median(sample.get("decode_kernel_ms", 0.0) for sample in chosen),
-        prefill_setting=chosen_settings.get("prefill_ms"),
-        decode_setting=chosen_settings.get("decode_ms"),
-        readable_bytes=median(sample["readable_bytes"] for sample in chosen),
+        ms={phase: medians[phase] for phase in PHASES},
+        kernel_ms={phase: medians[f"{phase}_kernels"] for phase in PHASES},
+        settings=settings,
+        readable_bytes=medians["readable_bytes"],
         disturbed=0 if undisturbed else len(chosen),
         samples=len(chosen),
     )
@@ -490,11 +491,10 @@ class Text:
     def read(
         cls, path: Path, checkpoint: Checkpoint, *, separator: str | None, window_tokens: int, limit: int = 0
     ) -> "Text":
-        """Reads and tokenizes a file.
+        """Reads a UTF-8 file, tokenized as the model does.
 
         Args:
-          path: UTF-8 text.
-          checkpoint: the model, for its tokenizer.
+          path: the file.
           separator: splits the text into documents, scored apart.
           window_tokens: most tokens that a prediction sees.
           limit: most windows; 0 means all.
@@ -504,16 +504,19 @@ class Text:
         """
         from jaxllm.cli.console import read_text
 
-        text = read_text(path)
-        documents = text.split(separator) if separator else [text]
-        tokenizer = _tokenizer(checkpoint)
-        windows = list(_windows(documents, tokenizer, window_tokens))
+        text, tokenizer = read_text(path), checkpoint.tokenizer()
+        windows = []
+        for document in text.split(separator) if separator else [text]:
+            ids = tokenizer.encode(document) if document.strip() else []
+            for at in range(0, len(ids) - 1, window_tokens):
+                targets = ids[at + 1 : at + window_tokens + 1]
+                windows.append((ids[at : at + len(targets)], targets))
         if not windows:
             raise ConfigError(f"{path} holds no token to predict; give a longer text")
         return cls(name=path.name, windows=windows[:limit] if limit else windows)
 
 
-def perplexity(child: Child, text: Text, progress) -> float:
+def perplexity(child: Child, text: Text, progress: Progress) -> float:
     """exp of a system's mean negative log-likelihood per predicted token."""
     loss, done = 0.0, 0
     for tokens, targets in text.windows:
@@ -521,24 +524,3 @@ def perplexity(child: Child, text: Text, progress) -> float:
         done += len(targets)
         progress("score", done, text.tokens)
     return math.exp(loss / text.tokens)
-
-
-def _windows(
-    documents: Sequence[str], tokenizer: Tokenizer, window_tokens: int
-) -> Iterator[tuple[list[int], list[int]]]:
-    for document in documents:
-        if not document.strip():
-            continue
-        ids = tokenizer.encode(document)
-        for at in range(0, len(ids) - 1, window_tokens):
-            targets = ids[at + 1 : at + window_tokens + 1]
-            yield ids[at : at + len(targets)], targets
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-
-    if checkpoint.stored is None:
-        return Tokenizer(read_tokenizer(checkpoint.model))
-    with Bundle.open(checkpoint.model) as bundle:
-        return Tokenizer(bundle.tokenizer_files())

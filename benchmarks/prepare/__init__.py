@@ -1,7 +1,40 @@
 """`jaxllm bench prepare`: time and memory of preparing folders and GGUF files; speed, perplexity."""
 
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.harness.bench import PATH, TextPlan, TimedPlan, parts_of, sized
+
 PARTS = {
     "memory": "time and peak memory of preparing",
     "speed": "prefill and decode beside a bundle prepared from floats",
     "perplexity": "of GGUF files, beside llama.cpp's on the same file",
 }
+VOCABULARY_SHAPES = ("0.5b-128k",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(TimedPlan, TextPlan):
+    """What is measured, and how long; what an option asks for is said there.
+
+    Attributes:
+      kinds: types of GGUF files, keys of `run.FORMATS`.
+      vocabulary_data: of whose texts the tokenizer of a shape is learned; None for the packaged stories.
+    """
+
+    kinds: tuple[Literal["F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"], ...] = sized(
+        ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"), "Write GGUF files of this type.", "--kind",
+        quick=("Q8_0", "Q4_0"),
+    )  # fmt: skip
+    vocabulary_data: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "Learn the vocabulary of a shape of the texts in this folder.", "--data", type=PATH,
+        metavar="DIR", default="packaged stories",
+    )  # fmt: skip
+    parts: tuple[str, ...] = parts_of(PARTS)
+    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
+    decode_tokens: int = sized(64, quick=32)
+    rounds: int = sized(7, quick=3)
+    context_tokens: int = 512
+    text_windows: int = sized(256, quick=8)
+    patience_s: float = sized(120.0, quick=5.0)

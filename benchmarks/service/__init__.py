@@ -6,13 +6,77 @@ server.
 `run` times the idle whole model and the loads, `outcomes` judges what came back.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import dataclasses
+from pathlib import Path
 
-PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "apps": "answers in time of six apps that call at their own times",
-        "clients": "tokens per second over clients that call as soon as they are answered",
-        "start": "time from the start of the process to the first token",
-    }
-)
+import click
+
+from benchmarks.harness.bench import FILE, ShapePlan, ThreadsPlan, parts_of, sized
+
+PARTS = {
+    "apps": "answers in time of six apps that call at their own times",
+    "clients": "tokens per second over clients that call as soon as they are answered",
+    "start": "time from the start of the process to the first token",
+}
+SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(ShapePlan, ThreadsPlan):
+    """Sizes of one measurement; what an option asks for is said there.
+
+    Attributes:
+      load_s: seconds of each load, of which the first `warm_up_share` is not counted; more where these would
+        be less than `least_requests`.
+      clients_s: of each number of clients; more where the idle whole model would answer fewer than
+        `least_requests` of one client.
+      patience_s: for answers after the last request; for those of clients at least twice as long as the idle
+        whole model would take to answer all of them.
+      starts: of the service, from buckets on disk.
+      reference_repeats: of each prompt of the reference.
+      seed: of all draws.
+    """
+
+    systems: tuple[str, ...] = sized(
+        (), "Ours without one of its techniques, or llama.cpp's server, beside ours.", "--system",
+        type=click.Choice([*SYSTEMS, "none"]), default="all that run here",
+    )  # fmt: skip
+    llama_server: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "The binary of llama.cpp's server.", metavar="FILE",
+        default="llama-cpp-python's server, one request at a time",
+    )  # fmt: skip
+    slots: int = sized(8, "Answers that --llama-server decodes together.", low=1)
+    loads: tuple[float, ...] = sized(
+        (1.0, 2.0), "Requests per second of the six apps, in those that the idle whole model answers one "
+        "after another.", "--load", quick=(1.0,), above=0,
+    )  # fmt: skip
+    trace: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "Take arrivals and lengths from a trace of Azure (.csv) or Mooncake (.jsonl), compressed in "
+        "time and scaled.", type=FILE, metavar="FILE", default="a Poisson process",
+    )  # fmt: skip
+    clients: tuple[int, ...] = sized(
+        (1, 8, 64), "Number of clients that call as soon as they are answered.", quick=(8,), low=1, high=1024
+    )
+    prompt_tokens: int = sized(256, "Median length of prompts.", quick=128, low=16)
+    answer_tokens: int = sized(48, "Median length of answers.", quick=32, low=4)
+    slo_scale: float = sized(
+        3.0, "Objectives are shares of so many times the idle whole model's times.", above=0
+    )
+    repetitions: int = sized(3, "Repetitions of everything, the systems in turns.", quick=1, low=1)
+    seconds: float = sized(
+        0.0, "Seconds of each load, at least: more where a large model answers few calls in them.", above=0,
+        default="4, of clients 2.5; with --full 40 and 10",
+    )  # fmt: skip
+    outcomes: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "Write the outcome of every request, a JSON line each.", metavar="FILE",
+        type=click.Path(path_type=Path, dir_okay=False),
+    )  # fmt: skip
+    parts: tuple[str, ...] = parts_of(PARTS)
+    load_s: float = sized(40.0, quick=4.0)
+    clients_s: float = sized(10.0, quick=2.5)
+    least_requests: int = sized(50, quick=20)
+    warm_up_share: float = 0.2
+    patience_s: float = sized(30.0, quick=4.0)
+    starts: int = sized(5, quick=3)
+    reference_repeats: int = sized(5, quick=3)
+    seed: int = 0

@@ -46,7 +46,8 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
       PeerFailed: the process fails.
     """
     # Here, because the new process must not import it: it brings JAX.
-    from benchmarks.peers.process import PeerFailed, environment_of, last_words
+    from benchmarks.harness.children import last_words
+    from benchmarks.peers.process import PeerFailed, environment_of
 
     child = subprocess.Popen(
         (sys.executable, "-m", __name__),

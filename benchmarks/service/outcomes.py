@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.figures import Figure, draw_figures
-from benchmarks.harness.report import OURS, Row, bootstrap, compared, median, row
+from benchmarks.harness.report import OURS, Draw, Row, bootstrap, compared, median, row
 from benchmarks.service.load import NOT_ANSWERED
 from benchmarks.service.systems import (
     Limits,
@@ -220,11 +220,7 @@ _DRAWS = 4000
 
 
 def said(windows: Sequence[Window]) -> str | None:
-    """The middle 95 % of the answers in time per second of one system, for notes; None for too few calls.
-
-    Args:
-      windows: of repeated loads.
-    """
+    """The middle 95 % of the answers in time per second of one system, for notes; None for too few calls."""
     sums, seconds = _blocks(windows), sum(each.seconds for each in windows)
     if len(sums) < LEAST_BLOCKS:
         return None
@@ -233,12 +229,7 @@ def said(windows: Sequence[Window]) -> str | None:
 
 
 def lead(ours: Sequence[Window], theirs: Sequence[Window]) -> str | None:
-    """How many times as many answers in time ours gives to the same calls, for notes; None for too few calls.
-
-    Args:
-      ours: windows of repeated loads.
-      theirs: of the same calls.
-    """
+    """How many times as many answers in time ours gives to the same calls, for notes; None for too few."""
     mine, other = _blocks(ours), _blocks(theirs)
     if len(mine) < LEAST_BLOCKS or len(mine) != len(other):
         return None
@@ -320,7 +311,6 @@ def memory_rows(name: str, peaks: Mapping[str, Sequence[int]], shares: Mapping[s
     """Rows of peak memory.
 
     Args:
-      name: of the model.
       peaks: bytes of each system's processes.
       shares: proportional share of memory (PSS) of each system's last process at its end.
     """
@@ -376,6 +366,11 @@ FIGURES = (
         up="tokens per second", across="clients",
     ),
 )  # fmt: skip
+
+
+def drawing(kept: Sequence[Measured]) -> Draw:
+    """What draws rows together with the outcomes of the requests that they are of."""
+    return functools.partial(draw, kept=kept)
 
 
 def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> None:

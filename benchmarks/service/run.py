@@ -11,19 +11,19 @@ import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.elastic.baselines import elastic_shape
+from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import wait_for_quiet, wait_until_asleep
-from benchmarks.harness.plan import BasePlan, silent, sized, unheard
 from benchmarks.harness.report import OURS, Row
-from benchmarks.models import Checkpoint, shape_folder
+from benchmarks.models import Checkpoint
 from benchmarks.peers.process import threads_of
-from benchmarks.service import PARTS
+from benchmarks.service import Plan
 from benchmarks.service.load import send
 from benchmarks.service.outcomes import Cell, Measured, Outcome, Window, judged, load_rows, memory_rows
 from benchmarks.service.systems import (
@@ -48,11 +48,9 @@ from benchmarks.service.workload import (
     poisson,
     random_prompt,
 )
-from jaxllm.bundle import WeightFormat
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import open_model
-from jaxllm.serving.host.progress import Progress
 
 # Seeds of one repetition's loads are so far from those of the next, and those of one load from the next.
 _SEEDS, _LOAD_SEEDS = 1000, 10
@@ -103,78 +101,6 @@ class Reference:
         return f"idle whole model: TTFT {lengths} tokens, TPOT {self.tpot_ms:.2f} ms"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(BasePlan):
-    """Sizes of one measurement.
-
-    Attributes:
-      loads: of the six apps: requests per second, in those of the idle whole model one after another.
-      clients: numbers of clients that call as soon as they are answered.
-      repetitions: of everything, in servers of their own.
-      load_s: seconds of each load, of which the first `warm_up_share` is not counted; more where these would
-        be less than `least_requests`.
-      clients_s: of each number of clients; more where the idle whole model would answer fewer than
-        `least_requests` of one client.
-      least_requests: see `load_s` and `clients_s`.
-      warm_up_share: see `load_s`.
-      patience_s: for answers after the last request; for those of clients at least twice as long as the idle
-        whole model would take to answer all of them.
-      slo_scale: objectives are shares of so many times the idle whole model's times.
-      prompt_tokens, answer_tokens: medians of lengths.
-      starts: of the service, from buckets on disk.
-      reference_repeats: of each prompt of the reference.
-      seed: of all draws.
-      parts: of `PARTS`, those to run.
-    """
-
-    loads: tuple[float, ...] = sized((1.0, 2.0), quick=(1.0,))
-    clients: tuple[int, ...] = sized((1, 8, 64), quick=(8,))
-    repetitions: int = sized(3, quick=1)
-    load_s: float = sized(40.0, quick=4.0)
-    clients_s: float = sized(10.0, quick=2.5)
-    least_requests: int = sized(50, quick=20)
-    warm_up_share: float = 0.2
-    patience_s: float = sized(30.0, quick=4.0)
-    slo_scale: float = 3.0
-    prompt_tokens: int = sized(256, quick=128)
-    answer_tokens: int = sized(48, quick=32)
-    starts: int = sized(5, quick=3)
-    reference_repeats: int = sized(5, quick=3)
-    seed: int = 0
-    parts: tuple[str, ...] = tuple(PARTS)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.slo_scale < float("inf"):
-            raise ConfigError(f"--slo-scale must be above 0, got {self.slo_scale}")
-        if not all(0 < each < float("inf") for each in self.loads):
-            raise ConfigError(f"loads must be above 0, got {self.loads}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model and the systems that serve it.
-
-    Attributes:
-      model: an elastic bundle; None for a shape.
-      shape: a name of `shapes.SHAPES`: random weights.
-      weights: width of a shape's weights.
-      systems: of `systems.ABLATIONS` and `systems.LLAMA`, besides ours; empty for all that run here.
-      llama_server: the binary of that name; None for llama-cpp-python's server.
-      slots: of the binary.
-      trace: arrivals and lengths of a real service; None for a Poisson process.
-      threads: that every system computes with; 0 takes all cores of this process.
-    """
-
-    model: Path | None = None
-    shape: str | None = None
-    weights: WeightFormat = "int8"
-    systems: tuple[str, ...] = ()
-    llama_server: Path | None = None
-    slots: int = 8
-    trace: Path | None = None
-    threads: int = 0
-
-
 @dataclasses.dataclass(frozen=True)
 class _Load:
     """Requests to send, by `clients` or, where that is 0, at their times."""
@@ -186,35 +112,22 @@ class _Load:
     clients: int = 0
 
 
-def run(
-    subject: Subject,
-    plan: Plan,
-    progress: Progress = silent,
-    tell: Callable[[str], None] = unheard,
-    kept: list[Measured] | None = None,
-) -> list[Row]:
-    """Measures one model.
-
-    Args:
-      subject: see there.
-      plan: how much is measured.
-      progress: called with (stage, done, total).
-      tell: called with messages for the user.
-      kept: gets the outcomes of all requests.
+def run(bench: Run[Plan]) -> list[Row]:
+    """Measures one model; the outcomes of all requests are kept for figures.
 
     Raises:
       JaxllmError: the model, a peer or the plan does not fit, or a server fails.
     """
-    kept = [] if kept is None else kept
+    plan, progress = bench.plan, bench.progress
     require_httpx()
-    arrivals = None if subject.trace is None else Arrivals.read(subject.trace)
-    model, checkpoint = _model(subject, progress)
+    arrivals = None if plan.trace is None else Arrivals.read(plan.trace)
+    model, checkpoint = _model(bench)
     with open_model(model) as bundle:
         cfg, weights, name = bundle.cfg, bundle.layout.weights, bundle.layout.name
         end_ids = bundle.tokenizer_files().eos_ids
-    systems, left_out = systems_of(subject.systems, subject.llama_server, subject.slots, cfg)
+    systems, left_out = systems_of(plan.systems, plan.llama_server, plan.slots, cfg)
     for each in (*left_out, *(f"{system.name}: {system.note}" for system in systems if system.note)):
-        tell(each)
+        bench.tell(each)
     context = min(cfg.window_tokens, _CONTEXT_MEDIANS * (plan.prompt_tokens + plan.answer_tokens))
     sizes = Sizes(
         prompt_tokens=plan.prompt_tokens,
@@ -227,7 +140,7 @@ def run(
             model=model,
             floats=checkpoint.folder(progress) if any(isinstance(e, LlamaServer) for e in systems) else None,
             weights=weights,
-            threads=threads_of(subject.threads),
+            threads=threads_of(plan.threads),
             context_tokens=context,
             end_ids=end_ids,
             folder=Path(folder),
@@ -235,34 +148,33 @@ def run(
         )
         with OurService().start(given, progress) as server:
             reference = measure(server, given, sizes, repeats=plan.reference_repeats, seed=plan.seed)
-        tell(reference.note)
-        bench = _Bench(given, reference, plan, kept, progress, tell)
+        bench.tell(reference.note)
+        turns = _Turns(given, reference, bench)
         for repetition in range(plan.repetitions):
-            loads = _loads(name, plan, sizes, reference, arrivals, repetition, tell)
+            loads = _loads(name, bench, sizes, reference, arrivals, repetition)
             if not repetition:
-                tell(_duration(loads, systems, plan.repetitions))
+                bench.tell(_duration(loads, systems, plan.repetitions))
             # Each system is first in its turn.
             first = repetition % len(systems)
             for system in (*systems[first:], *systems[:first]):
-                bench.measure(system, loads, repetition)
+                turns.measure(system, loads, repetition)
         starts = start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
-    return [*_rows(name, kept, bench), *starts]
+    if plan.outcomes is not None:
+        write_outcomes(plan.outcomes, bench.kept)
+    windows: dict[tuple[str, str], list[Window]] = {}
+    for each in bench.kept:
+        windows.setdefault((each.case, each.system), []).append(each.window)
+    cells = [Cell(case, system, found) for (case, system), found in windows.items()]
+    rows = load_rows([cell for cell in cells if ", load " in cell.case], objectives=True)
+    rows += load_rows([cell for cell in cells if ", load " not in cell.case], objectives=False)
+    return [*rows, *memory_rows(name, turns.peaks, turns.shares), *starts]
 
 
-class _Bench:
+class _Turns:
     """Measures systems, and keeps what they needed."""
 
-    def __init__(
-        self,
-        given: Conditions,
-        reference: Reference,
-        plan: Plan,
-        kept: list[Measured],
-        progress: Progress,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._given, self._reference, self._plan, self._kept = given, reference, plan, kept
-        self._progress, self._tell = progress, tell
+    def __init__(self, given: Conditions, reference: Reference, bench: Run[Plan]) -> None:
+        self._given, self._reference, self._bench, self._plan = given, reference, bench, bench.plan
         self.peaks: dict[str, list[int]] = {}
         self.shares: dict[str, int] = {}
 
@@ -271,17 +183,19 @@ class _Bench:
         loads = _loads_of(system, loads)
         if not loads:
             return
-        with system.start(self._given, self._progress) as server:
+        with system.start(self._given, self._bench.progress) as server:
             for number, load in enumerate(loads):
-                self._progress(f"{system.name}, run {repetition + 1}", number, len(loads))
+                self._bench.progress(f"{system.name}, run {repetition + 1}", number, len(loads))
                 wait_until_asleep(server.pid, limit_s=5.0)
                 outcomes = self._sent(system, server, load)
                 window = Window(self._plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
-                self._kept.append(Measured(load.case, system.name, repetition, window))
+                self._bench.kept.append(Measured(load.case, system.name, repetition, window))
                 late_s = max((each.late_s for each in outcomes), default=0.0)
                 if late_s > _LATE_S:
-                    self._tell(f"{load.case}, {system.name}: a request was sent {1000 * late_s:.0f} ms late")
-            self._progress(f"{system.name}, run {repetition + 1}", len(loads), len(loads))
+                    self._bench.tell(
+                        f"{load.case}, {system.name}: a request was sent {1000 * late_s:.0f} ms late"
+                    )
+            self._bench.progress(f"{system.name}, run {repetition + 1}", len(loads), len(loads))
             peak, share = server.peak_bytes(), server.share_bytes()
             if peak is not None:
                 self.peaks.setdefault(system.name, []).append(peak)
@@ -312,14 +226,14 @@ class _Bench:
 
 def _loads(
     name: str,
-    plan: Plan,
+    bench: Run[Plan],
     sizes: Sizes,
     reference: Reference,
     arrivals: Arrivals | None,
     repetition: int,
-    tell: Callable[[str], None],
 ) -> list[_Load]:
     """The loads of one repetition, the same for all systems."""
+    plan, tell = bench.plan, bench.tell
     # No two loads send the same prompts: a server would have them in its cache.
     loads, seeds = [], itertools.count(plan.seed + _SEEDS * repetition, _LOAD_SEEDS)
     answer_s = statistics.fmean(map(reference.answer_s, back_to_back(sizes, count=500, seed=plan.seed)))
@@ -357,28 +271,15 @@ def _duration(loads: Sequence[_Load], systems: Sequence[System], repetitions: in
     return f"takes {least:.1f} minutes, at most {most:.1f} where answers are late, and the servers' starts"
 
 
-def _model(subject: Subject, progress: Progress) -> tuple[Path, Checkpoint]:
+def _model(bench: Run[Plan]) -> tuple[Path, Checkpoint]:
     """The bundle that ours serves, and the float weights that peers are made of."""
-    if subject.shape is not None:
-        bundle = elastic_shape(subject.shape, subject.weights, progress)
-        return bundle, Checkpoint.find(shape_folder(subject.shape, progress))
-    assert subject.model is not None
-    if subject.model.is_dir():
-        raise ConfigError(
-            f"{subject.model} is a folder; make a bundle with `jaxllm prepare` or `jaxllm elasticize`"
-        )
-    return subject.model, Checkpoint.find(subject.model)
-
-
-def _rows(name: str, kept: Sequence[Measured], bench: _Bench) -> list[Row]:
-    windows: dict[tuple[str, str], list[Window]] = {}
-    for each in kept:
-        windows.setdefault((each.case, each.system), []).append(each.window)
-    cells = [Cell(case, system, found) for (case, system), found in windows.items()]
-    timed = [cell for cell in cells if ", load " in cell.case]
-    rows = load_rows(timed, objectives=True)
-    rows += load_rows([cell for cell in cells if cell not in timed], objectives=False)
-    return rows + memory_rows(name, bench.peaks, bench.shares)
+    if bench.shape is not None:
+        bundle = elastic_shape(bench.shape, bench.plan.weights, bench.progress)
+        return bundle, Checkpoint.find(bench.path())
+    model = bench.path()
+    if model.is_dir():
+        raise ConfigError(f"{model} is a folder; make a bundle with `jaxllm prepare` or `jaxllm elasticize`")
+    return model, Checkpoint.find(model)
 
 
 def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
@@ -408,11 +309,7 @@ def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, se
     """Times the whole model on our idle service.
 
     Args:
-      server: of ours.
-      given: the conditions.
-      sizes: of prompts.
       repeats: of each length, of which medians are taken, after one that is not counted.
-      seed: of the prompts.
 
     Raises:
       JaxllmError: a request is not answered.

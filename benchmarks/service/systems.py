@@ -17,8 +17,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -27,13 +25,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.report import OURS, Row, row
 from benchmarks.peers.gguf_file import refusal, text_of_token
 from benchmarks.peers.llama import FORMATS, gguf_of
-from benchmarks.peers.process import PeerFailed, environment_of, last_words, pinned
+from benchmarks.peers.process import PeerFailed, how_it_ended, start
 from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
@@ -44,19 +41,11 @@ if TYPE_CHECKING:
 
 
 LLAMA = "llama.cpp"
-# Ablation -> the options of the service that it changes.
-ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "no-batching": {"batch_rows": []},
-        "no-planning": {"levels": [100]},
-        "no-prefix-reuse": {"prefix_memory": 0},
-    }
-)
-# What an ablation leaves out, for the user.
-NOTES = {
-    "no-batching": "answers are decoded one by one",
-    "no-planning": "objectives order the queue, and the whole model answers",
-    "no-prefix-reuse": "every prompt is computed whole",
+# Ablation -> the options of the service that it changes, and what it leaves out, for the user.
+ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "no-batching": ({"batch_rows": []}, "answers are decoded one by one"),
+    "no-planning": ({"levels": [100]}, "objectives order the queue, and the whole model answers"),
+    "no-prefix-reuse": ({"prefix_memory": 0}, "every prompt is computed whole"),
 }
 # A biased token is never chosen.
 _NEVER = -100.0
@@ -104,7 +93,7 @@ class OurService:
     @property
     def note(self) -> str | None:
         """How it runs; None for nothing to say."""
-        return NOTES.get(self.ablation)
+        return ABLATIONS[self.ablation][1] if self.ablation else None
 
     def start(self, given: Conditions, progress: Progress) -> "Server":
         """Starts the server: the whole profile of the device is there before anything is sent.
@@ -133,7 +122,7 @@ class OurService:
             "http": f"127.0.0.1:{port}",
             "context_tokens": given.context_tokens,
             "drain_s": 0,
-            **(ABLATIONS[self.ablation] if self.ablation else {}),
+            **(ABLATIONS[self.ablation][0] if self.ablation else {}),
         }
         config = given.folder / f"{self.name}.toml"
         # A JSON number, text or list of them is one in TOML, too.
@@ -145,10 +134,8 @@ class OurService:
         """Headers and body of a request: an app has a key, and a call its objective in milliseconds.
 
         Args:
-          request: to send.
           limits_ms: most TTFT and TPOT of its answer, infinity where the app's objective has none; None for a
             request without an objective.
-          given: the conditions.
         """
         body: dict[str, Any] = {
             "prompt": request.prompt,
@@ -191,37 +178,35 @@ class LlamaServer:
         """See `OurService`."""
         assert given.floats is not None
         model = gguf_of(given.floats, FORMATS[given.weights], threads=given.threads, progress=progress)
-        port, threads = free_port(), str(given.threads)
+        port, threads = free_port(), given.threads
+        options: dict[str, Any] = {"model": model, "host": "127.0.0.1", "port": port}
         if self.binary:
-            command = [
-                str(self.binary), "--model", str(model), "--host", "127.0.0.1", "--port", str(port),
+            program: list[str] = [str(self.binary)]
+            options |= {
                 # The binary's context is of all slots together.
-                "--ctx-size", str(self.slots * given.context_tokens), "--parallel", str(self.slots),
-                "--threads", threads, "--threads-batch", threads, "--gpu-layers", "0",
+                "ctx-size": self.slots * given.context_tokens, "parallel": self.slots,
+                "threads": threads, "threads-batch": threads, "gpu-layers": 0,
                 # In every event; else the file's path is.
-                "--alias", "model",
-            ]  # fmt: skip
-            return Server(self.name, command, port=port, ready="/health", threads=given.threads)
-        command = [
-            sys.executable, "-m", "llama_cpp.server", "--model", str(model), "--host", "127.0.0.1",
-            "--port", str(port), "--n_ctx", str(given.context_tokens), "--n_threads", threads,
-            "--n_threads_batch", threads, "--n_batch", "512", "--logits_all", "false",
-            # Else it ends an answer when another request comes.
-            "--interrupt_requests", "false",
-        ]  # fmt: skip
-        return Server(self.name, command, port=port, ready="/v1/models", threads=given.threads)
+                "alias": "model",
+            }  # fmt: skip
+        else:
+            program = [sys.executable, "-m", "llama_cpp.server"]
+            options |= {
+                "n_ctx": given.context_tokens, "n_threads": threads, "n_threads_batch": threads,
+                "n_batch": 512, "logits_all": "false",
+                # Else it ends an answer when another request comes.
+                "interrupt_requests": "false",
+            }  # fmt: skip
+        command = [*program, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
+        ready = "/health" if self.binary else "/v1/models"
+        return Server(self.name, command, port=port, ready=ready, threads=threads)
 
     def message(self, request: Request, limits_ms: Limits | None, given: Conditions) -> dict[str, Any]:
         """See `OurService`: it knows neither apps nor objectives. llama-cpp-python's takes no token ids, but
         in our GGUF a token is a character."""
         del limits_ms, given
         prompt = request.prompt if self.binary else "".join(map(text_of_token, request.prompt))
-        body = {
-            "prompt": prompt,
-            "max_tokens": request.answer_tokens,
-            "temperature": 0,
-            "stream": True,
-        }
+        body = {"prompt": prompt, "max_tokens": request.answer_tokens, "temperature": 0, "stream": True}
         if self.binary:
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
             # Its other samplers would sort the vocabulary for each token, though the likeliest one is taken.
@@ -253,7 +238,6 @@ def systems_of(
       wanted: of `ABLATIONS` and `LLAMA`; empty for all that run here.
       binary: see `LlamaServer`.
       slots: see `LlamaServer`.
-      cfg: the model's config.
 
     Raises:
       ConfigError: a system that was named cannot run here.
@@ -284,7 +268,6 @@ _START_S = 1800.0
 _OK = 200
 _STOP_S = 15.0
 _LOOK_S = 0.1
-_SHOWN_BYTES = 4000
 
 
 def free_port() -> int:
@@ -314,8 +297,6 @@ class Server:
         """Starts the process and waits until it answers.
 
         Args:
-          name: of the system.
-          command: to run.
           port: that it is told to listen on.
           ready: a path that answers 200 once it can be called; None does not wait for it.
           threads: that it computes with, on as many cores.
@@ -326,16 +307,8 @@ class Server:
         """
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        with pinned(threads):
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env=environment_of(threads) | dict(environment or {}),
-                # Ctrl-C is for the parent alone, which then ends its servers.
-                start_new_session=True,
-            )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
+        self._process = start(command, threads, env=dict(environment or {}), **streams)
         try:
             if ready is not None:
                 self.wait_until(ready, lambda answer: answer.status_code == _OK)
@@ -358,10 +331,7 @@ class Server:
         """Raises PeerFailed where the process has ended."""
         code = self._process.poll()
         if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
-            said = last_words(self._log.read().decode(errors="replace"))
-            raise PeerFailed(f"the server of {self.name} {how}; it said last: {said}")
+            raise PeerFailed(f"the server of {self.name} {how_it_ended(code, self._log)}")
 
     def peak_bytes(self) -> int | None:
         """Peak of its resident memory so far, mapped files included; None where the system does not tell."""
@@ -430,9 +400,6 @@ def start_rows(name: str, given: Conditions, starts: int, progress: Progress) ->
     """Times starts of our service, whose buckets an earlier one has left on disk.
 
     Args:
-      name: of the model.
-      given: the conditions.
-      starts: how many.
       progress: called with ("start", starts done, starts in all).
 
     Raises:
@@ -443,9 +410,7 @@ def start_rows(name: str, given: Conditions, starts: int, progress: Progress) ->
         times.append(1000 * _first_token_s(given))
         progress("start", number + 1, starts)
     note = f"{min(times):.4g} to {max(times):.4g} of {starts}"
-    return [
-        row(f"{name}, start to the first token", "load_ms", statistics.median(times), note)
-    ]  # fmt: skip
+    return [row(f"{name}, start to the first token", "load_ms", statistics.median(times), note)]
 
 
 def _first_token_s(given: Conditions) -> float:

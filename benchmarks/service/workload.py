@@ -118,10 +118,7 @@ def poisson(sizes: Sizes, *, rate_per_s: float, duration_s: float, seed: int) ->
     """Requests of a Poisson process.
 
     Args:
-      sizes: of prompts and answers.
       rate_per_s: mean number of requests per second.
-      duration_s: of the process.
-      seed: of the draw.
     """
     draw = random.Random(seed)
     times = [draw.expovariate(rate_per_s)]
@@ -138,8 +135,6 @@ def from_trace(
     together so that the trace's median prompt and answer are those of the sizes.
 
     Args:
-      sizes: of prompts and answers.
-      arrivals: the trace.
       rate_per_s: mean number of requests per second.
       duration_s: in which they are sent.
       seed: chooses which part of the trace is sent.

@@ -6,6 +6,21 @@ answers without one, beside llama.cpp's, and makes a trained target as much larg
 papers' are.
 """
 
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from benchmarks.harness.bench import (
+    PHONES,
+    DataPlan,
+    devices_of,
+    parts_of,
+    sized,
+)
+from jaxllm.option_types import Share
+
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
     "systems": "time per token of every system",
@@ -21,3 +36,56 @@ PRESETS = {
     "ours": "ours without each technique",
     "published": "LLMCad as its paper has it, and without each technique",
 }
+SHAPE_SHARES = (0.25, 0.5, 0.75)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(DataPlan):
+    """Sizes of one run; what an option asks for is said there.
+
+    Attributes:
+      prompts: of each task, timed.
+      devices: that weights are read from.
+      tokens: of each answer, at most.
+      tried: prompts of each task that systems are tuned on; 0 does not tune.
+      compared_answers: that are compared with the target's own.
+      context_tokens: of every context.
+      judged: whether answers that differ from the target's are judged; without, BLD and STI are left out.
+      seed: of the choice of prompts.
+    """
+
+    draft: str = sized(
+        "draft", "A small model of the same tokenizer, which drafts; nested for the high planes of an "
+        "int8-nested model.", metavar="MODEL",
+    )  # fmt: skip
+    enlarge: int = sized(
+        0, "Make the model N times as deep and wide by units that cancel: the same answers of a model that "
+        "is much larger than its draft.", type=click.IntRange(min=2), metavar="N",
+    )  # fmt: skip
+    file: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "Ask the prompts of Spec-Bench's FILE instead of the tasks'; `spec-bench` finds it as "
+        "prompts/spec_bench.jsonl in the folder of --data or $JAXLLM_DATA. For an encoder-decoder a FILE "
+        "with a source on each line, or source and answer with a tab between, instead of its own tasks' in "
+        "--data.",
+        "--prompts", metavar="FILE",
+    )  # fmt: skip
+    prompts: int = sized(
+        10, "Time N prompts of each task; intervals are over all of them.", "--count", quick=1, low=1,
+        metavar="N",
+    )  # fmt: skip
+    devices: tuple[str, ...] = devices_of(PHONES)
+    shares: tuple[float, ...] = sized(
+        (0.5,), "Memory for weights, as a share of the model's.", "--budget", type=Share(above_zero=True),
+        default="50%; for a shape 25%, 50% and 75%",
+    )  # fmt: skip
+    parts: tuple[str, ...] = parts_of(PARTS)
+    presets: tuple[Literal["ours", "published"], ...] = sized(
+        ("ours", "published"), "Run this set of options alone beside ours ("
+        + "; ".join(f"{name}: {what}" for name, what in PRESETS.items()) + ").", "--preset", default="all",
+    )  # fmt: skip
+    tokens: int = sized(64, quick=24)
+    tried: int = sized(2, quick=0)
+    compared_answers: int = sized(200, quick=4)
+    context_tokens: int = 512
+    judged: bool = True
+    seed: int = 0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.bench import silent
 from benchmarks.harness.children import in_turns
 from benchmarks.harness.machine import Device
-from benchmarks.harness.plan import silent
 from benchmarks.harness.report import OURS, Row, bootstrap, compared, row
 from benchmarks.samples import SOURCE_TASKS, chosen_tasks, packaged_examples, read_stories, source_examples
 from benchmarks.speculation.systems import BLD, PUBLISHED, STDPL, STI, Opener, Setting
@@ -49,11 +49,8 @@ def ask(
     """Answers of every system, all systems at one prompt before the next one.
 
     Args:
-      engines: by system.
       prompts: token ids by task.
-      config: of each answer.
       label: for `progress`, which is called with answers done and answers in all.
-      progress: see above.
     """
     found: dict[str, Answers] = {name: {task: [] for task in prompts} for name in engines}
     asked = [(task, each) for task, all_ in prompts.items() for each in all_]
@@ -80,9 +77,7 @@ def ratio_interval(ours: Spent, theirs: Spent, *, seed: int = 0) -> tuple[float,
     the same ones for both systems (paired bootstrap); with one prompt of each task it is a point.
 
     Args:
-      ours: of answers.
       theirs: of another system's answers to the same prompts.
-      seed: of the draws.
     """
     draw = np.random.default_rng(seed)
     sums = [np.zeros(_DRAWS), np.zeros(_DRAWS)]
@@ -219,8 +214,6 @@ def read_prompts(
       data: the folder of the tasks' files; None takes the packaged samples.
       tokenizer: of the model that is asked.
       count: of each task; a sample that has fewer gives all of them. Tasks without any are left out.
-      most_tokens: of a prompt.
-      seed: of the choice.
       file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources (see
         `source_lines`). None takes `TASKS`, or the tasks that an encoder-decoder's folder names.
 
@@ -293,9 +286,7 @@ def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list
     """Acceptance of drafts, the share of them that was used, and what a pass's time goes to.
 
     Args:
-      engines: by system.
       device: that weights were read from.
-      case: of the rows.
     """
     rows = []
     for name, engine in engines.items():
@@ -336,7 +327,6 @@ def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, st
     """How each system ran.
 
     Args:
-      engines: by system.
       device: that weights were read from.
       how: what a system was tuned to, by system.
     """
@@ -357,9 +347,6 @@ def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[
 
     Args:
       ours: the system that the others stand beside.
-      times: of every system.
-      case: of the rows.
-      notes: how each system ran.
     """
     rows = compared(case, "tpot_ms", {name: token_ms(each) for name, each in times.items()}, notes, ours=ours)
     counts = [len(answers) for answers, _ in times[ours]]
@@ -403,13 +390,10 @@ def tuned(
     """Opens a system as it is best, and says how that is.
 
     Args:
-      name: of the system.
       candidates: what opens it, by what is tried.
       setting: see `systems`.
       target: whose answers are the right ones.
       prompts: token ids by task; without any, the middle candidate is taken.
-      config: of each answer.
-      progress: see `answers.ask`.
     """
     if not any(prompts.values()):
         middle = list(candidates)[len(candidates) // 2]

@@ -14,19 +14,20 @@ much as any weights, and answers stay those of the trained model (up to rounding
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.bench import Run, TimedPlan, silent
 from benchmarks.harness.children import in_turns
-from benchmarks.harness.plan import silent
 from benchmarks.harness.report import Row
 from benchmarks.models import Checkpoint, float_params
 from benchmarks.peers import DRAFTED, OURS, PEERS, Opening
 from benchmarks.peers.peer import unavailable
-from benchmarks.peers.process import Child, opened, threads_of
+from benchmarks.peers.process import Child, opened, opening_of
+from benchmarks.speculation import Plan
 from benchmarks.speculation.answers import ALL, Spent, spent_rows, token_ms
 from jaxllm.bundle import Bundle, write_bundle
 from jaxllm.config import ModelConfig
@@ -86,81 +87,57 @@ class Turns:
 
 def in_memory_rows(
     model: Path,
+    draft: Path | None,
     prompts: Mapping[str, Sequence[Sequence[int]]],
     tried: Mapping[str, Sequence[Sequence[int]]],
-    *,
-    tokens: int,
-    context_tokens: int,
-    progress: Progress,
-    tell: Callable[[str], None],
-    draft: Path | None = None,
+    bench: Run[Plan],
 ) -> list[Row]:
     """Times per token of every system that is installed.
 
     Args:
       model: a bundle or a folder; its weights in floats are what all systems quantize.
+      draft: a small model that may draft; None for none.
       prompts: token ids by task, timed.
       tried: by task, that settings are chosen on; without any, the first timed ones.
-      tokens: of each answer after the first.
-      context_tokens: of every context.
-      progress: called with what is done, its part that is done, and all of it.
-      tell: given a line for each system that is left out.
-      draft: a small model that may draft; None for none.
 
     Raises:
       PeerFailed: a system cannot be opened.
     """
-    checkpoint = Checkpoint.find(model)
-    openings = _openings(checkpoint, draft, tokens + 1, context_tokens, progress, tell)
+    # After the first one.
+    checkpoint, tokens = Checkpoint.find(model), bench.plan.tokens - 1
     chosen = {task: each for task, each in tried.items() if each} or {
         task: each[:1] for task, each in prompts.items()
     }
-    with opened(openings, progress) as children:
+    with opened(_openings(checkpoint, draft, bench), bench.progress) as children:
         systems = {name: Turns(child, _fastest(child, chosen, tokens)) for name, child in children.items()}
         asked = [(task, prompt) for task, each in prompts.items() for prompt in each]
         for number, (task, prompt), turns in in_turns(systems.values(), asked):
             turns.answer(task, prompt, tokens)
-            progress("Measuring in memory", number + 1, len(asked))
+            bench.progress("Measuring in memory", number + 1, len(asked))
     plain = systems[PLAIN].answers
     notes = {name: turns.note(plain) for name, turns in systems.items()}
     times = {name: turns.times for name, turns in systems.items()}
     return spent_rows(NESTED, times, f"{checkpoint.name}, all weights in memory: {ALL}", notes)
 
 
-def _openings(
-    checkpoint: Checkpoint,
-    draft: Path | None,
-    answer_tokens: int,
-    context_tokens: int,
-    progress: Progress,
-    tell: Callable[[str], None],
-) -> dict[str, Opening]:
-    """What each system opens, with what it takes besides."""
+def _openings(checkpoint: Checkpoint, draft: Path | None, bench: Run[Plan]) -> dict[str, Opening]:
+    """What each system opens, with what it takes besides; tells of each system that is left out."""
     own: dict[str, dict[str, Any]] = {
-        NESTED: {"answer_tokens": answer_tokens},
-        PLAIN: {"context_tokens": context_tokens},
+        NESTED: {"answer_tokens": bench.plan.tokens},
+        PLAIN: {"context_tokens": bench.plan.context_tokens},
     }
     if draft is not None:
         own[NESTED] |= {"draft": str(draft)}
-        own[LLAMA_DRAFTED] = {"draft": str(Checkpoint.find(draft).folder(progress))}
+        own[LLAMA_DRAFTED] = {"draft": str(Checkpoint.find(draft).folder(bench.progress))}
     formats: dict[str, str] = {NESTED: _WIDTH, PLAIN: _WIDTH}
     for peer in (PEERS[LLAMA], DRAFTED[1]):
         if reason := unavailable(peer, checkpoint.cfg):
-            tell(f"without {peer.name}: {reason}")
+            bench.tell(f"without {peer.name}: {reason}")
         else:
             (formats[peer.name],) = peer.systems("int8").values()
-    folder, threads = checkpoint.folder(progress), threads_of(0)
-    return {
-        name: Opening(
-            peer=name,
-            model=folder,
-            format=each,
-            threads=threads,
-            context_tokens=context_tokens,
-            options=own.get(name, {}),
-        )
-        for name, each in formats.items()
-    }
+    folder = checkpoint.folder(bench.progress)
+    plan = TimedPlan(context_tokens=bench.plan.context_tokens)
+    return {name: opening_of(plan, name, folder, each, **own.get(name, {})) for name, each in formats.items()}
 
 
 def _fastest(child: Child, tried: Mapping[str, Sequence[Sequence[int]]], tokens: int) -> str:
@@ -188,7 +165,6 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
     Args:
       model: a bundle; the larger one has its width.
       times: at least 2.
-      progress: of drawing the weights.
 
     Raises:
       ConfigError: the model has experts or is a sub-model, or its units do not come in pairs.
@@ -219,7 +195,6 @@ def enlarge(
     """The larger model's config, and its parameters as they are drawn (see `enlarged_bundle`).
 
     Args:
-      cfg: the trained model.
       params: its float32 parameters.
       times: at least 2.
       progress: called with ("Enlarging the model", parameters drawn, parameters in all).

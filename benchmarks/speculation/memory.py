@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.harness.bench import silent
 from benchmarks.harness.children import Taken, taken_by
-from benchmarks.harness.plan import silent
 from benchmarks.harness.report import Row, row
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig

@@ -1,19 +1,16 @@
-"""Times every system's answers, and compares ours with the target's own.
-
-Makes rows of answers: times with paired intervals, likeness to the target's answers, use of drafts.
-"""
+"""Times every system's answers, and compares ours with the target's own."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from benchmarks.harness.machine import PHONES, Device, named_devices
-from benchmarks.harness.plan import BasePlan, silent, sized, unheard
+from benchmarks.harness.bench import Run
+from benchmarks.harness.machine import Device, named_devices
 from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.models import Checkpoint
-from benchmarks.speculation import PARTS, PRESETS
+from benchmarks.speculation import Plan
 from benchmarks.speculation.answers import (
     ask,
     draft_rows,
@@ -25,7 +22,8 @@ from benchmarks.speculation.answers import (
     token_ms,
     tuned,
 )
-from benchmarks.speculation.in_memory import in_memory_rows
+from benchmarks.speculation.in_memory import enlarged_bundle, in_memory_rows
+from benchmarks.speculation.memory import memory_rows
 from benchmarks.speculation.shards import narrow_bundles
 from benchmarks.speculation.systems import (
     BLD,
@@ -41,152 +39,19 @@ from jaxllm.bundle import Bundle
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.ground.bundles import open_model, open_tokenizer
+from jaxllm.serving.ground.bundles import find_model, open_model, open_tokenizer
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.speculation.speculation import SpeculationCounts
+from jaxllm.tasks.rouge import require_rouge
 from jaxllm.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(BasePlan):
-    """Sizes of one run.
-
-    Attributes:
-      prompts: of each task, timed.
-      tokens: of each answer, at most.
-      tried: prompts of each task that systems are tuned on; 0 does not tune.
-      compared_answers: that are compared with the target's own.
-      context_tokens: of every context.
-      shares: budgets, as shares of the target's weights.
-      devices: that weights are read from.
-      parts: of `PARTS`, those to run.
-      presets: of `PRESETS`, those to run.
-      judged: whether answers that differ from the target's are judged; without, BLD and STI are left out.
-      seed: of the choice of prompts.
-    """
-
-    prompts: int = sized(10, quick=1)
-    tokens: int = sized(64, quick=24)
-    tried: int = sized(2, quick=0)
-    compared_answers: int = sized(200, quick=4)
-    context_tokens: int = 512
-    shares: tuple[float, ...] = (0.5,)
-    devices: tuple[Device, ...] = sized(named_devices(PHONES), quick=named_devices(PHONES[:1]))
-    parts: tuple[str, ...] = tuple(PARTS)
-    presets: tuple[str, ...] = tuple(PRESETS)
-    judged: bool = True
-    seed: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is measured.
-
-    Attributes:
-      model: the target, a bundle.
-      draft: a small model of its tokenizer; None for the target's own high planes.
-      data: the folder of the tasks' files; None takes packaged samples.
-      prompts: Spec-Bench's file, whose prompts are asked instead of the tasks'; or None.
-    """
-
-    model: Path
-    draft: Path | None
-    data: Path | None = None
-    prompts: Path | None = None
-
-
-def run(
-    subject: Subject,
-    plan: Plan,
-    progress: Progress = silent,
-    tell: Callable[[str], None] = unheard,
-) -> list[Row]:
-    """Measures everything.
-
-    Args:
-      subject: what is measured.
-      plan: how.
-      progress: called with what is done, its part that is done, and all of it.
-      tell: given a line for every budget that is too small, whose rows are left out.
-
-    Raises:
-      ConfigError: a file of the tasks is missing, or no budget is large enough.
-      CheckpointError: a model cannot be opened.
-    """
-    rows: list[Row] = []
-    target = open_model(subject.model)
-    # Small models have small windows.
-    plan = dataclasses.replace(plan, context_tokens=min(plan.context_tokens, target.cfg.window_tokens))
-    prompts = Prompts.read(subject, plan, open_tokenizer(target.tokenizer_files()))
-    if "in-memory" in plan.parts and target.cfg.encoder is not None:
-        tell("without in-memory: it is of decoders alone")
-    elif "in-memory" in plan.parts:
-        rows += in_memory_rows(
-            subject.model,
-            prompts.timed,
-            prompts.tried,
-            tokens=plan.tokens - 1,
-            context_tokens=plan.context_tokens,
-            progress=progress,
-            tell=tell,
-            draft=subject.draft,
-        )
-    if {*plan.parts} - {"in-memory"}:
-        rows += _budget_rows(subject, plan, target, prompts, progress, tell)
-    return rows
-
-
-def _budget_rows(
-    subject: Subject,
-    plan: Plan,
-    target: Bundle,
-    prompts: "Prompts",
-    progress: Progress,
-    tell: Callable[[str], None],
-) -> list[Row]:
-    """Rows of every storage and budget.
-
-    Raises:
-      ConfigError: no budget is large enough.
-    """
-    rows: list[Row] = []
-    narrow: Mapping[float, Path] = {}
-    if "systems" in plan.parts and plan.judged and subject.draft is None:
-        tell("without BLD: its small model answers by itself; name one by --draft")
-    if "systems" in plan.parts and plan.judged and target.cfg.encoder is not None:
-        tell("without STI: the shards of encoder-decoders are not judged yet")
-    elif "systems" in plan.parts and plan.judged:
-        texts = [each for all_ in prompts.tried.values() for each in all_]
-        # Without tuning the middle is taken.
-        bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
-        narrow = narrow_bundles(subject.model, bits, texts, progress)
-    for device, share in itertools.product(plan.devices, plan.shares):
-        setting = Setting(
-            model=subject.model,
-            draft=subject.draft,
-            narrow=narrow,
-            weights_bytes=int(share * target.weight_bytes),
-            context_tokens=plan.context_tokens,
-            storage=device.storage,
-        )
-        case = f"{device.name}, {share:.0%} of the model in memory"
-        try:
-            found = _Systems(setting, device, prompts, plan, progress)
-        except BudgetExceeded as error:
-            tell(f"without {case}: {error}")
-            continue
-        rows += found.rows(case, twice=Checkpoint.find(subject.model).quantized)
-        # What answers say depends neither on storage nor on memory.
-        if "same-answers" in plan.parts and not any(row.metric == "agreement" for row in rows):
-            rows += _same_rows(found.engines[OURS], subject, plan, progress)
-        found.close()
-    if not rows:
-        raise ConfigError(
-            "no budget holds a draft and two layers; give a larger --budget, or --enlarge the model"
-        )
-    return rows
+def shape_rows(bench: Run[Plan]) -> list[Row]:
+    """Memory and reads of a process that runs random weights."""
+    with open_model(bench.path(), weights="int8", progress=bench.progress) as bundle:
+        budgets = [int(share * bundle.weight_bytes) for share in bench.plan.shares]
+        return memory_rows(bundle.path, budgets, bench.progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,19 +67,100 @@ class Prompts:
     timed: dict[str, list[list[int]]]
 
     @classmethod
-    def read(cls, subject: Subject, plan: Plan, tokenizer: Tokenizer) -> Self:
+    def read(cls, plan: Plan, tokenizer: Tokenizer) -> Self:
         """Reads as many as a plan asks for.
 
         Raises:
           ConfigError: a file is missing or malformed, or no task has more prompts than are tried.
         """
-        found = _read_prompts(subject, plan, tokenizer, plan.prompts + plan.tried, plan.seed)
+        found = _read_prompts(plan, tokenizer, plan.prompts + plan.tried, plan.seed)
         timed = {task: each[plan.tried :] for task, each in found.items() if each[plan.tried :]}
         if not timed:
             raise ConfigError(
                 f"all prompts are taken by the {plan.tried} of each task that systems are tuned on"
             )
         return cls(tried={task: each[: plan.tried] for task, each in found.items()}, timed=timed)
+
+
+def _read_prompts(plan: Plan, tokenizer: Tokenizer, count: int, seed: int) -> dict[str, list[list[int]]]:
+    most = plan.context_tokens - plan.tokens
+    return read_prompts(plan.data, tokenizer, count=count, most_tokens=most, seed=seed, file=plan.file)
+
+
+def run(bench: Run[Plan]) -> list[Row]:
+    """Measures a trained target; tells of every budget that is too small, whose rows are left out.
+
+    Raises:
+      ConfigError: a file of the tasks is missing, or no budget is large enough.
+      CheckpointError: a model cannot be opened.
+    """
+    try:
+        require_rouge()
+    except ConfigError:
+        bench = bench.changed(judged=False)
+        if "systems" in bench.plan.parts:
+            bench.tell("without BLD and STI, whose answers are judged by Rouge: pip install 'jaxllm[bench]'")
+    model = bench.path()
+    if bench.plan.enlarge:
+        model = enlarged_bundle(model, bench.plan.enlarge, bench.progress)
+    draft = None if bench.plan.draft == "nested" else find_model(bench.plan.draft)
+    rows: list[Row] = []
+    target = open_model(model)
+    # Small models have small windows.
+    bench = bench.changed(context_tokens=min(bench.plan.context_tokens, target.cfg.window_tokens))
+    prompts = Prompts.read(bench.plan, open_tokenizer(target.tokenizer_files()))
+    if "in-memory" in bench.plan.parts and target.cfg.encoder is not None:
+        bench.tell("without in-memory: it is of decoders alone")
+    elif "in-memory" in bench.plan.parts:
+        rows += in_memory_rows(model, draft, prompts.timed, prompts.tried, bench)
+    if {*bench.plan.parts} - {"in-memory"}:
+        rows += _budget_rows(target, draft, prompts, bench)
+    return rows
+
+
+def _budget_rows(target: Bundle, draft: Path | None, prompts: Prompts, bench: Run[Plan]) -> list[Row]:
+    """Rows of every storage and budget.
+
+    Raises:
+      ConfigError: no budget is large enough.
+    """
+    plan, rows = bench.plan, list[Row]()
+    narrow: Mapping[float, Path] = {}
+    judged = "systems" in plan.parts and plan.judged
+    if judged and draft is None:
+        bench.tell("without BLD: its small model answers by itself; name one by --draft")
+    if judged and target.cfg.encoder is not None:
+        bench.tell("without STI: the shards of encoder-decoders are not judged yet")
+    elif judged:
+        texts = [each for all_ in prompts.tried.values() for each in all_]
+        # Without tuning the middle is taken.
+        bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
+        narrow = narrow_bundles(target.path, bits, texts, bench.progress)
+    for device, share in itertools.product(named_devices(plan.devices), plan.shares):
+        setting = Setting(
+            model=target.path,
+            draft=draft,
+            narrow=narrow,
+            weights_bytes=int(share * target.weight_bytes),
+            context_tokens=plan.context_tokens,
+            storage=device.storage,
+        )
+        case = f"{device.name}, {share:.0%} of the model in memory"
+        try:
+            found = _Systems(setting, device, prompts, bench)
+        except BudgetExceeded as error:
+            bench.tell(f"without {case}: {error}")
+            continue
+        rows += found.rows(case, twice=Checkpoint.find(target.path).quantized)
+        # What answers say depends neither on storage nor on memory.
+        if "same-answers" in plan.parts and not any(row.metric == "agreement" for row in rows):
+            rows += _same_rows(found.engines[OURS], target.path, bench)
+        found.close()
+    if not rows:
+        raise ConfigError(
+            "no budget holds a draft and two layers; give a larger --budget, or --enlarge the model"
+        )
+    return rows
 
 
 class _Systems:
@@ -224,15 +170,15 @@ class _Systems:
       engines: by system.
     """
 
-    def __init__(
-        self, setting: Setting, device: Device, prompts: Prompts, plan: Plan, progress: Progress
-    ) -> None:
-        self._setting, self._device, self._plan, self._progress = setting, device, plan, progress
+    def __init__(self, setting: Setting, device: Device, prompts: Prompts, bench: Run[Plan]) -> None:
+        plan = bench.plan
+        self._setting, self._device, self._plan, self._progress = setting, device, plan, bench.progress
         self._asked = {
             "baselines": "systems" in plan.parts,
             "ablations": "ablations" in plan.parts,
             "presets": plan.presets,
         }
+        self._prompts, self._config = prompts, GenerationConfig(max_tokens=plan.tokens)
         self.engines: dict[str, Engine] = {}
         try:
             for name, opened in systems(**self._asked).items():
@@ -240,13 +186,11 @@ class _Systems:
         except BudgetExceeded:
             self.close()
             raise
-        self._prompts, self._config = prompts, GenerationConfig(max_tokens=plan.tokens)
 
     def rows(self, case: str, *, twice: bool) -> list[Row]:
         """Times per token of every system, what drafts came to, and answers that nobody can guess.
 
         Args:
-          case: of the rows.
           twice: whether STI's weights had been quantized before.
         """
         rows = []
@@ -304,19 +248,11 @@ class _Systems:
         return compared(case, "tpot_ms", times)
 
 
-def _read_prompts(
-    subject: Subject, plan: Plan, tokenizer: Tokenizer, count: int, seed: int
-) -> dict[str, list[list[int]]]:
-    most = plan.context_tokens - plan.tokens
-    return read_prompts(
-        subject.data, tokenizer, count=count, most_tokens=most, seed=seed, file=subject.prompts
-    )
-
-
-def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress) -> list[Row]:
+def _same_rows(engine: Engine, model: Path, bench: Run[Plan]) -> list[Row]:
     """The share of our answers that equal, token for token, those of the target in memory without a draft."""
-    whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
-    prompts = _read_prompts(subject, plan, whole.tokenizer, plan.compared_answers, plan.seed + 1)
+    plan = bench.plan
+    whole = Engine.open(model, options=EngineOptions(context_tokens=plan.context_tokens))
+    prompts = _read_prompts(plan, whole.tokenizer, plan.compared_answers, plan.seed + 1)
     count = -(-plan.compared_answers // len(prompts))
     asked, same = [each for all_ in prompts.values() for each in all_[:count]][: plan.compared_answers], 0
     for place, prompt in enumerate(asked):
@@ -324,6 +260,6 @@ def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress)
         sampling = Sampling() if place % 2 else Sampling(temperature=0.8, top_p=0.95, seed=place)
         config = GenerationConfig(max_tokens=plan.tokens, sampling=sampling)
         same += engine.generate(prompt, config).tokens == whole.generate(prompt, config).tokens
-        progress("Comparing answers", place + 1, len(asked))
+        bench.progress("Comparing answers", place + 1, len(asked))
     note = f"{same} of {len(asked)} answers, half of them greedy and half drawn"
     return [row("same answers", "agreement", same / len(asked), note)]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.plan import silent
+from benchmarks.harness.bench import silent
 from benchmarks.models import float_params
 from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
 from jaxllm.bundle.layout import contracted_axis
@@ -48,7 +48,6 @@ def plan_widths(
     """Bitwidths of shards.
 
     Args:
-      importance: of each shard.
       sizes: of each shard, in weights.
       mean_bits: most bits of a weight, on average.
 
@@ -159,11 +158,8 @@ def shard_importance(
     narrowed, from those of the whole model, by shard.
 
     Args:
-      cfg: the model.
       params: in float32.
       texts: token ids.
-      bits: of the narrowed shard.
-      progress: see `narrow_bundles`.
 
     Raises:
       ConfigError: there are no texts.

@@ -39,7 +39,6 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeSh
 from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
-from jaxllm.serving.runners.layerwise import LayerwiseRunner
 from jaxllm.serving.runners.runner import Verdict
 from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.drafters import make_drafter
@@ -90,22 +89,9 @@ class Setting:
 Opener = Callable[[Setting], Engine]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Thresholds:
-    """BLD's thresholds.
-
-    Attributes:
-      fallback: the least probability of a token at which the small model goes on alone.
-      rollback: the most nats of a token that the large model accepts.
-    """
-
-    fallback: float
-    rollback: float
-
-
-def plain(setting: Setting, *, read_ahead: bool = True, model: Path | None = None) -> Engine:
-    """An engine without a draft."""
-    model = model or setting.model
+def plain(setting: Setting, *, read_ahead: bool = True, narrow_bits: float = 0.0) -> Engine:
+    """An engine without a draft; of the target, or of one of its bundles for STI."""
+    model = setting.narrow[narrow_bits] if narrow_bits else setting.model
     return Engine.open(model, options=_options(setting, model, read_ahead=read_ahead))
 
 
@@ -124,8 +110,9 @@ def fixed_lines(setting: Setting, length: int) -> Engine:
     )
 
 
-def big_little(setting: Setting, thresholds: Thresholds) -> Engine:
-    """BLD."""
+def big_little(setting: Setting, fallback: float, rollback: float) -> Engine:
+    """BLD: the small model goes on alone while a token has at least the probability `fallback`; the large one
+    accepts a token of at most `rollback` nats."""
     nodes = _BLD_LENGTH + 1
     options = SpeculationOptions(
         **setting.drafter,
@@ -139,9 +126,11 @@ def big_little(setting: Setting, thresholds: Thresholds) -> Engine:
     bundle = open_model(setting.model)
     reserved = drafter_bytes(options, setting.context_tokens, bundle.cfg)
     model = LoadedModel(bundle, engine_options, reserved_bytes=reserved)
-    drafter = _UntilUnsure(make_drafter(model, options), thresholds.fallback)
-    target: Any = model.runner(WHOLE)
-    engine = Engine(model, WHOLE, BigLittle(target, drafter, options, thresholds.rollback))
+    drafter = _UntilUnsure(make_drafter(model, options), fallback)
+    # Greedy alone.
+    target: Any = _Lenient(model.runner(WHOLE), rollback)
+    speculation = Speculation(target, drafter, options)
+    engine = Engine(model, WHOLE, speculation)
     engine.warm_up()
     return engine
 
@@ -193,11 +182,11 @@ def tuned_systems(
         found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in SP_LENGTHS}
         found[BLD] = {
             f"fallback below {fallback}, rollback above {rollback} nats": partial(
-                big_little, thresholds=Thresholds(fallback=fallback, rollback=rollback)
+                big_little, fallback=fallback, rollback=rollback
             )
             for fallback, rollback in _BLD_THRESHOLDS
         }
-        found[STI] = {f"{bits:g} bits on average": partial(_narrow, bits=bits) for bits in NARROW_BITS}
+        found[STI] = {f"{bits:g} bits on average": partial(plain, narrow_bits=bits) for bits in NARROW_BITS}
     names = {"ours": OURS, "published": PUBLISHED}
     for preset in presets if ablations else ():
         found[f"{names[preset]}-no-fallback"] = {
@@ -205,10 +194,6 @@ def tuned_systems(
             for nodes in _FIXED_NODES
         }
     return found
-
-
-def _narrow(setting: Setting, bits: float) -> Engine:
-    return plain(setting, model=setting.narrow[bits])
 
 
 def _no_fallback(setting: Setting, nodes: int, *, published: bool) -> Engine:
@@ -279,20 +264,10 @@ class _UntilUnsure:
         return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1)))  # pyright: ignore
 
 
-class BigLittle(Speculation):
-    """Accepts drafted tokens that the large model does not find too unlikely; greedy alone."""
-
-    def __init__(
-        self, target: LayerwiseRunner, drafter: Drafter, options: SpeculationOptions, rollback: float
-    ) -> None:
-        """See the class and `Thresholds`."""
-        super().__init__(_Lenient(target, rollback), drafter, options)  # pyright: ignore[reportArgumentType]
-
-
 class _Lenient:
     """A target that accepts all drafted tokens that it does not find too unlikely."""
 
-    def __init__(self, target: LayerwiseRunner, rollback: float) -> None:
+    def __init__(self, target: Any, rollback: float) -> None:
         self._target, self._rollback = target, rollback
 
     def __getattr__(self, name: str) -> object:

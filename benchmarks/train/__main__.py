@@ -1,6 +1,6 @@
 """Runs `jaxllm bench train` without the package's commands: `python -m benchmarks.train`."""
 
-from benchmarks.train.command import train_command
+from benchmarks.train import train_command
 from jaxllm.cli.lazy import run_command
 
 if __name__ == "__main__":

@@ -75,8 +75,6 @@ def stages(cfg: ModelConfig, counts: Counts, measured: Mapping[str, float] | Non
     """The stages of a preparation by adapters, as in the paper.
 
     Args:
-      cfg: the model.
-      counts: of the preparation.
       measured: shares of the peak, by the stages' kinds "importance" and "lora", from `measured_shares`.
     """
     whole = step_flops_per_token(cfg, ROW_TOKENS)

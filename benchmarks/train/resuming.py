@@ -5,6 +5,7 @@ Measures serving on the device by the service's own commands, in processes of th
 """
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -28,8 +29,8 @@ STEPS, CHECKPOINT_STEPS = 12, 4
 _WAIT_S = 240
 
 
-def run(name: str, folder: Path) -> dict[str, np.ndarray]:
-    """Trains in a folder, from its newest checkpoint; the parameters on the host."""
+def train_here(name: str, folder: Path) -> None:
+    """Trains in a folder, from its newest checkpoint, and leaves the parameters there."""
     size = size_of(name)
     recipe = PretrainRecipe(
         model=size.cfg, steps=STEPS, batch=size.batch, row_tokens=size.row_tokens, peak_learning_rate=1e-3,
@@ -41,8 +42,13 @@ def run(name: str, folder: Path) -> dict[str, np.ndarray]:
     def report(progress: object) -> None:
         print(progress, flush=True)
 
-    state = train(trainer, lambda step: random_batch(size, step), lambda: [held_out], folder, report)
-    return trainer.whole(state.params)
+    try:
+        batches, checkpoints = functools.partial(random_batch, size), folder / "checkpoints"
+        state = train(trainer, batches, lambda: [held_out], checkpoints, report)
+    except Preempted:
+        return
+    params = {name: np.asarray(value) for name, value in trainer.whole(state.params).items()}
+    np.savez(folder / "params.npz", **params)  # pyright: ignore[reportArgumentType]
 
 
 def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
@@ -50,8 +56,6 @@ def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
     touches no device, which the runs need whole.
 
     Args:
-      name: of a size.
-      folder: for the runs.
       cpu: whether the runs are for CPUs.
     """
     _finished(_started(name, folder / "whole", cpu))
@@ -75,23 +79,13 @@ def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
     return rows
 
 
-def main(name: str, folder: Path) -> None:
-    """A process that trains and leaves its parameters in the folder."""
-    try:
-        params = run(name, folder / "checkpoints")
-    except Preempted:
-        return
-    np.savez(folder / "params.npz", **{each: np.asarray(value) for each, value in params.items()})  # pyright: ignore
-
-
 def _started(name: str, folder: Path, cpu: bool) -> "subprocess.Popen[str]":
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["-m", "benchmarks.train", "--train", str(folder), "--size", name, *["--cpu"] * cpu]
+    words = [sys.executable, "-m", "benchmarks.train.resuming", name, str(folder)]
     # What one run has compiled and tuned is what the others run.
     own = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
-    return subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, text=True, env={**os.environ, **own}
-    )
+    own |= {"JAX_PLATFORMS": "cpu"} if cpu else {}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, **own})
 
 
 def _wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
@@ -166,3 +160,7 @@ def _output_of(*words: str) -> str:
     if process.returncode:
         raise JaxllmError(f"`jaxllm {' '.join(words)[:100]}` ended with {process.returncode}")
     return process.stdout
+
+
+if __name__ == "__main__":
+    train_here(sys.argv[1], Path(sys.argv[2]))

@@ -252,9 +252,6 @@ def check_attention(tokens: int, heads: int, kv_heads: int, width: int, repetiti
 
     Args:
       tokens: T of the sequence that is timed; at most 1,024 of it are compared with the plain attention.
-      heads, kv_heads: N and K.
-      width: H.
-      repetitions: of the timed step.
     """
     compared = min(tokens, 1024)
     case = f"attention T={compared} N={heads} K={kv_heads} H={width}"

@@ -8,7 +8,6 @@ from jaxllm.tasks.example import TaskExample
 
 # Two questions, three sizes; the whole model takes 10 and 20 ms to the first token, 2 ms per further one.
 VARIANTS = Variants(
-    names=("small", "middle", "whole"),
     ttft_ms=np.array([[2.0, 5.0, 10.0], [4.0, 10.0, 20.0]]),
     tpot_ms=np.array([[0.5, 1.0, 2.0]] * 2),
     right=np.array([[True, False, True], [False, True, True]]),

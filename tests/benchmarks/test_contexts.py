@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.contexts import PARTS, density, quality, run
+from benchmarks.contexts import PARTS, quality, run
 from benchmarks.contexts.quality import EIGHT, RAW, Stored, write_with_outliers
 from benchmarks.contexts.run import most_contexts, switch_rows
-from benchmarks.contexts.switching import ABLATIONS, SYSTEMS, FlushClock, Switches
+from benchmarks.contexts.switching import ABLATIONS, SYSTEMS, Switches, flush_times
 from benchmarks.contexts.traffic import traffic_rows
+from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import DEVICES, REAL, emulated
 from benchmarks.harness.report import OURS, Row
 from jaxllm import Engine
@@ -40,12 +41,10 @@ def switches(*times_ms, caching="direct"):
 
 
 def test_bytes_of_switches_are_counted_without_a_model():
-    plan = run.Plan(
-        patterns=("random",), contexts=(4, 8), fitting=4, calls=40, devices=(REAL, DEVICES["emmc"])
-    )
+    plan = run.Plan(patterns=("random",), contexts=(4, 8), fitting=4, calls=40, devices=("real", "emmc"))
     rows = {
         (row.case.split(" contexts")[0], row.system, row.metric): row.value
-        for row in traffic_rows(TINY, plan)
+        for row in traffic_rows(TINY, Run(plan=plan))
         if row.system != OURS or row.baseline == "VLLM-SQ"
     }
     four, eight = "traffic: random, 4", "traffic: random, 8"
@@ -83,7 +82,7 @@ def test_a_mean_switch_and_how_it_was_read():
     assert "3 in memory, 1 read, 0 computed; read by O_DIRECT" in (rows[0].note or "")
     assert "nothing on storage" in (rows[1].note or "")
     fed = Restoration(read=(4,), took_ms=30.0, fed_tokens=9, fed_ms=20.0)
-    assert Switches([fed], [31.0], [5.0], [1.0], "").mean_ms == 10.0
+    assert Switches([fed], [31.0], [5.0], [1.0], "").metrics["switch_ms"] == 10.0
     (row, *others) = switch_rows("a case", {OURS: switches(1.0)}, DEVICES["emmc"])
     assert "emulated: reads 250 MB/s and 11,000 IOPS, writes 125 MB/s" in (row.note or "")
     # Without a meter nobody's energy is known.
@@ -166,9 +165,7 @@ def test_caches_are_restored_from_each_encoding(tiny):
 
 def test_cases_are_chosen_by_options(tiny, monkeypatch):
     seen = []
-    monkeypatch.setattr(run, "run", lambda _path, _weights, plan, *_, **__: seen.append(plan) or [])
-    monkeypatch.setattr(quality, "quality_rows", lambda *_: [])
-    monkeypatch.setattr(density, "density_rows", lambda *_: [])
+    monkeypatch.setattr(run, "run", lambda bench: seen.append(bench.plan) or [])
     command = ["bench", "contexts", "-m", str(tiny), "--json"]
     chosen = ["--contexts", "8", "--contexts", "4", "--pattern", "markov", "--device", "emmc"]
     for options in (["--full"], [*chosen, "--full", "--only", "switching"]):
@@ -179,7 +176,7 @@ def test_cases_are_chosen_by_options(tiny, monkeypatch):
             contexts=(4, 8),
             fitting=8,
             patterns=("markov",),
-            devices=(DEVICES["emmc"],),
+            devices=("emmc",),
             parts=("switching",),
         ),
     ]
@@ -190,7 +187,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     plan = run.Plan(
         patterns=("markov",), contexts=(2, 6), fitting=6, calls=6, chunk_tokens=(8,), repeats=1,
-        budget_shares=(0.5,), context_tokens=(64, 4096), interval_s=(0.001,), devices=(REAL, DEVICES["emmc"]),
+        budget_shares=(0.5,), context_tokens=(64, 4096), interval_s=(0.001,), devices=("real", "emmc"),
     )  # fmt: skip
     monkeypatch.setattr(run.Plan, "quick", classmethod(lambda _: plan))
     parts = [each for part in list(PARTS)[:-2] for each in ("--only", part)]
@@ -231,9 +228,9 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is missing")
 def test_quality_of_the_packaged_model():
-    plan = quality.QualityPlan(texts=2, questions=1, passages=2)
+    plan = run.Plan(texts=2, questions=1, passages=2, data=DATA)
     model = Path(__file__).parents[2] / "jaxllm" / "assets" / "default.jaxllm"
-    rows = quality.quality_rows(model, DATA, plan)
+    rows = quality.quality_rows(Run(plan=plan, model=model))
     values = {(row.metric, row.system): row.value for row in rows}
     assert {metric for metric, _ in values} == {"perplexity", "accuracy", "recall"}
     assert values["perplexity", OURS] < 1.02 * values["perplexity", EIGHT]
@@ -242,13 +239,13 @@ def test_quality_of_the_packaged_model():
 
 def test_flat_widths_are_spread_and_fit():
     sizes = {8: 10, 4: 6, 2: 4}
-    assert density.flat_widths(4, 20, sizes).tolist() == [2, 4, 2, 4]
-    assert density.flat_widths(4, 24, sizes).tolist() == [4] * 4
-    assert density.flat_widths(4, 31, sizes).tolist() == [4, 4, 4, 8]
-    assert density.flat_widths(3, 99, sizes).tolist() == [8] * 3
-    assert density.flat_widths(3, 12, sizes).tolist() == [2] * 3
+    assert quality.flat_widths(4, 20, sizes).tolist() == [2, 4, 2, 4]
+    assert quality.flat_widths(4, 24, sizes).tolist() == [4] * 4
+    assert quality.flat_widths(4, 31, sizes).tolist() == [4, 4, 4, 8]
+    assert quality.flat_widths(3, 99, sizes).tolist() == [8] * 3
+    assert quality.flat_widths(3, 12, sizes).tolist() == [2] * 3
     with pytest.raises(ConfigError, match="3 chunks take more than 11 bytes at 2 bits"):
-        density.flat_widths(3, 11, sizes)
+        quality.flat_widths(3, 11, sizes)
 
 
 def test_outliers_change_keys_and_no_answer(tiny, tmp_path):
@@ -270,10 +267,11 @@ def test_outliers_change_keys_and_no_answer(tiny, tmp_path):
 
 
 def test_flushes_are_counted_and_nothing_stays(tmp_path):
-    before, clock = os.fsync, FlushClock()
-    with clock.running(), (tmp_path / "file").open("wb") as file:
-        assert clock.reset() == 0
+    before = os.fsync
+    with flush_times() as taken_ms, (tmp_path / "file").open("wb") as file:
+        assert taken_ms == []
         file.write(b"text")
         os.fsync(file.fileno())
-        assert clock.reset() > 0 == clock.ms
+        (taken,) = taken_ms
+        assert taken > 0
     assert os.fsync is before

@@ -88,7 +88,6 @@ def trace_of(slos, tasks, right, proposer=None):
         whole_ms=(np.full(count, 1000.0), np.full(count, 100.0)),
     )
     ours = Variants(
-        names=tuple(map(str, every)),
         ttft_ms=np.array([[profile.ttft(level, int(100 * ratio)) for level, ratio in every]] * count),
         tpot_ms=np.array([[profile.tpot(level, 1) for level, _ in every]] * count),
         right=right,
@@ -242,7 +241,7 @@ def test_other_shares_of_a_model_take_times_between_its_levels():
     np.testing.assert_allclose(found.tpot_ms, [[2.5] * 2, [3] * 2, [3.5] * 2, [4] * 2])
     # Some of the variants, each later than before.
     some = VARIANTS.later(np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]])).only([0, 2])
-    assert (some.names, some.ttft_ms.tolist()) == (("small", "whole"), [[3.0, 10.0], [6.0, 20.0]])
+    assert some.ttft_ms.tolist() == [[3.0, 10.0], [6.0, 20.0]]
 
 
 class Answering:
@@ -330,7 +329,7 @@ def test_all_of_the_time_is_no_limit_and_told_apart():
     assert cases(slos[:1]) == ["<100,100>", "all six"]
     trace = [request_of(slo) for slo in slos]
     asked = Asked(trace=trace, questions=[], indices=[0, 1, 2], whole_ms=WHOLE)
-    ours = Choices(np.arange(3), np.array([True, False, True]), np.array([True, True, False]))
+    ours = Choices(np.array([True, False, True]), np.array([True, True, False]))
     rows = {(row.case, row.metric): row for row in trace_rows({OURS: ours}, asked, {})}
     assert rows["trace all six", "right_and_met"].value == pytest.approx(1 / 3)
     assert rows["trace the five with a limit", "right_and_met"].value == 0

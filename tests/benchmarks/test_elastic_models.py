@@ -19,11 +19,9 @@ from benchmarks.elastic.decisions import (
     Asked,
     Choices,
     at_random,
-    bound,
     largest,
     ranked,
     right_answers,
-    run_trace,
 )
 from benchmarks.elastic.run import trace_rows
 from benchmarks.harness.report import OURS, interval, lead
@@ -214,8 +212,13 @@ def test_levels_alone_are_compared_without_a_tiny_lm(elastic, tmp_path, monkeypa
 RANKS = np.array([[1.0, 3.0, 2.0], [2.0, 1.0, 2.0]])
 
 
-def chosen(slo, policy=largest, variants=VARIANTS, questions=(0, 1), **more):
-    return run_trace(variants, questions, [slo] * len(questions), WHOLE, policy, **more)
+def asked_for(*slos, questions=(0, 1)):
+    return Asked(trace=[request_of(each) for each in slos], questions=(), indices=questions, whole_ms=WHOLE)
+
+
+def chosen(slo, policy=largest, variants=VARIANTS, questions=(0, 1), margin=1.0, **more):
+    asked = asked_for(*[slo] * len(questions), questions=questions)
+    return asked.run(variants, policy, margin=margin, **more)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,6 @@ def test_what_is_chosen(ttft, tpot, how, right, met):
     assert (done.right.tolist(), done.met.tolist()) == (right, met)
     # Only right answers in time count.
     assert done.right_and_met.tolist() == [a and b for a, b in zip(right, met, strict=True)]
-    assert done.questions.tolist() == [0, 1]
 
 
 def test_changing_costs_time():
@@ -253,13 +255,14 @@ def test_changing_costs_time():
     assert (done.right.tolist(), done.met.tolist()) == ([True, False], [True, True])
     # Once it is there it stays in use.
     free = dataclasses.replace(VARIANTS, change_ms=np.array([0.0, 6.0, 0.0]))
-    done = run_trace(free, [1, 1, 0], [Slo(ttft=0.8, tpot=0.5), tight, tight], WHOLE, largest)
+    asked = asked_for(Slo(ttft=0.8, tpot=0.5), tight, tight, questions=(1, 1, 0))
+    done = asked.run(free, margin=1.0)
     assert done.right.tolist() == [True, True, False]
 
 
 def test_the_bound_counts_any_variant_at_the_whole_objective():
     def bounded(slo):
-        found = bound(VARIANTS, [0, 1], [slo] * 2, WHOLE)
+        found = asked_for(slo, slo).bound(VARIANTS)
         return found.right.tolist(), found.met.tolist(), found.right_and_met.tolist()
 
     assert bounded(Slo(ttft=0.5, tpot=0.5)) == ([True, True], [True, True], [True, True])
@@ -312,8 +315,8 @@ def test_rows_say_both_shares_and_how_far_ours_is_ahead():
     questions = np.arange(20) // 2
     trace = [request_of(slo) for slo in slos]
     asked = Asked(trace=trace, questions=(), indices=questions.tolist(), whole_ms=WHOLE)
-    ours = Choices(questions, np.ones(20, bool), np.arange(20) % 2 == 0)
-    other = Choices(questions, np.arange(20) % 2 == 0, np.ones(20, bool))
+    ours = Choices(np.ones(20, bool), np.arange(20) % 2 == 0)
+    other = Choices(np.arange(20) % 2 == 0, np.ones(20, bool))
     rows = trace_rows({OURS: ours, "other": other}, asked, {"other": "as it is"})
     by = {(row.case, row.metric, row.system): row for row in rows}
     assert by["trace all six", "accuracy", OURS].value == 1.0

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.engine import run as bench
-from benchmarks.engine.run import OURS, PER_TOKEN, Plan, Subject
+from benchmarks.engine.run import OURS, PER_TOKEN, Plan
+from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import MemoryProbe
 from benchmarks.peers import PEERS
 from benchmarks.peers.process import Result, System
@@ -21,7 +22,9 @@ from jaxllm.serving.evaluation.texts import perplexity
 from tests.tiny import TINY, tiny_params, write_tiny_bundle, write_tiny_folder
 
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=8)
-PLAN = Plan(prompt_tokens=(16, 32), decode_tokens=12, rounds=2, patience_s=0.0, threads=1)
+PLAN = Plan(
+    prompt_tokens=(16, 32), decode_tokens=12, rounds=2, patience_s=0.0, threads=1, context_tokens=64, peers=()
+)
 TEXT = "the hello tell " * 12
 CFG = dataclasses.replace(TINY, ffn_size=96)
 
@@ -42,7 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     path = write_tiny_bundle(tmp_path_factory.mktemp("bench") / "tiny.jaxllm", weights="int8")
-    return bench.run(Subject(model=path), options=OPTIONS, plan=PLAN)
+    return bench.run(Run(plan=PLAN, model=path))
 
 
 def test_rows_of_a_run_alone(alone):
@@ -76,8 +79,8 @@ def test_rows_of_recorded_results_name_every_peer_once():
     group = {name: System(f"{name} int8", child, ()) for name in names}
     results = {
         (each.name, 16): Result(
-            prefill_ms=ms, decode_ms=2 * ms, prefill_kernel_ms=0.0, decode_kernel_ms=0.0, decode_setting=None,
-            prefill_setting="flash", readable_bytes=1000.0, disturbed=1, samples=3,
+            ms={"prefill": ms, "decode": 2 * ms}, kernel_ms={"prefill": 0.0, "decode": 0.0},
+            settings={"prefill": "flash"}, readable_bytes=1000.0, disturbed=1, samples=3,
         )
         for each, ms in zip(group.values(), (4.0, 8.0, 2.0, 16.0), strict=True)
     }  # fmt: skip
@@ -102,8 +105,9 @@ def beside(folder, tmp_path_factory):
     """Two widths, all peers that are installed, and a text."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(TEXT)
-    subject = Subject(model=folder, weights=("f32", "int8"), peers=("all",), text=text)
-    return bench.run(subject, options=OPTIONS, plan=dataclasses.replace(PLAN, prompt_tokens=(16,), rounds=1))
+    asked = {"weights": ("f32", "int8"), "peers": ("all",), "text": text}
+    plan = dataclasses.replace(PLAN, prompt_tokens=(16,), rounds=1, **asked)
+    return bench.run(Run(plan=plan, model=folder))
 
 
 @pytest.mark.campaign
@@ -149,34 +153,38 @@ def test_the_plan_shrinks_to_the_context(monkeypatch, folder):
     plan = Plan().within(2)
     assert (plan.prompt_tokens, plan.decode_tokens) == ((1,), 1)
     # A context of one is refused before anything opens.
-    monkeypatch.setattr(bench, "OpenSystems", None)
+    monkeypatch.setattr(bench, "Child", None)
     with pytest.raises(ConfigError, match=r"at least 2 tokens.*got 1; give a larger --context"):
-        bench.run(Subject(model=folder), options=EngineOptions(context_tokens=1), plan=Plan())
+        bench.run(Run(plan=Plan(context_tokens=1), model=folder))
 
 
 def test_a_named_peer_has_to_be_there_and_others_are_told_about(monkeypatch):
     monkeypatch.setattr(PEERS["llama.cpp"], "packages", ("nowhere",))
     monkeypatch.setattr(PEERS["transformers"], "packages", ())
     told = []
-    assert bench._peers(("all",), TINY, Plan(), told.append) == ["transformers"]
+
+    def peers(*wanted, plan=None):
+        plan = dataclasses.replace(plan or Plan(), peers=wanted)
+        return bench._peers(TINY, Run(plan=plan, tell=told.append))
+
+    assert peers("all") == ["transformers"]
     assert "nowhere is not installed" in told[0]
     with pytest.raises(ConfigError, match=r"peer llama.cpp: nowhere is not installed: .*jaxllm\[peers\]"):
-        bench._peers(("llama.cpp",), TINY, Plan(), told.append)
-    assert bench._peers((), TINY, Plan(), told.append) == []
+        peers("llama.cpp")
+    assert peers() == []
     # A quick run leaves slow peers out unless they are named.
     monkeypatch.setattr(PEERS["llama.cpp"], "packages", ())
-    assert bench._peers(("all",), TINY, Plan.quick(), told.append) == ["llama.cpp"]
+    assert peers("all", plan=Plan.quick()) == ["llama.cpp"]
     assert "--peer transformers" in told[1]
-    assert bench._peers(("transformers",), TINY, Plan.quick(), told.append) == ["transformers"]
+    assert peers("transformers", plan=Plan.quick()) == ["transformers"]
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, folder):
+def test_what_cannot_be_measured_is_refused(tmp_path, folder):
     many = dataclasses.replace(PLAN, threads=10**6)
     with pytest.raises(ConfigError, match="--threads must be in"):
-        bench.run(Subject(model=folder), options=OPTIONS, plan=many)
-    monkeypatch.setattr(bench, "shape_folder", lambda name, progress: folder)
+        bench.run(Run(plan=many, model=folder))
     with pytest.raises(ConfigError, match="trained model"):
-        bench.run(Subject(shape="15m", text=tmp_path / "t"), options=OPTIONS, plan=PLAN)
+        bench.run(Run(plan=dataclasses.replace(PLAN, text=tmp_path / "t"), shape="15m"))
 
 
 @pytest.mark.parametrize(

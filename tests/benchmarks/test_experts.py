@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.experts import seq2seq as room
+from benchmarks.experts import run as room
 from benchmarks.experts.nested import BASELINE, BUFFERS, LOSSES, NODES, PROMPT, text_windows, widened_folder
-from benchmarks.experts.run import Plan, hit_ratio, run
-from benchmarks.experts.seq2seq import Seq2SeqPlan, TaskPairs, _by_layer, _share_lost, run_seq2seq
+from benchmarks.experts.run import Mixture, Plan, hit_ratio
+from benchmarks.experts.seq2seq import TaskPairs, by_layer, share_lost
 from benchmarks.experts.systems import EQUAL, SYSTEMS, Measured, ablations, config_of, random_mixed, widths_of
-from benchmarks.harness.machine import DEVICES, REAL
+from benchmarks.harness.bench import Run
+from benchmarks.harness.machine import named_devices
 from benchmarks.harness.report import OURS, median_ratio_interval
 from benchmarks.models import SWITCHES, write_random_switch
 from jaxllm.bundle import Bundle, expert_widths
@@ -75,8 +76,8 @@ def test_room_for_all_misses_only_once():
 
 
 def test_quick_runs_on_one_storage():
-    assert Plan.quick().devices == (DEVICES["tx2-ssd"],)
-    assert Plan().devices[0] == REAL
+    assert Plan.quick().devices == ("tx2-ssd",)
+    assert Plan().devices[0] == "real"
 
 
 def test_wider_experts_answer_as_before(tmp_path):
@@ -121,7 +122,7 @@ def test_the_whole_bench(tmp_path):
     plan = dataclasses.replace(
         Plan.quick(), tokens=4, prompt_tokens=8, context_tokens=64, buffers=(3,), watched_tokens=20
     )
-    rows = run(folder, [mixed], tmp_path / "cache", plan)
+    rows = Mixture(Run(plan=plan), folder, [mixed], tmp_path / "cache").rows()
     systems = {row.system for row in rows if row.metric == "tpot_ms"}
     with Bundle.open(mixed) as bundle:
         assert {*SYSTEMS, EQUAL, *ablations(bundle)} <= systems
@@ -141,7 +142,7 @@ def test_the_whole_bench(tmp_path):
     assert all(row.value > 0 and row.note.startswith("measured, above ") for row in memory.values())
     assert "all in memory" in memory["IO-FREE"].note
     assert all("planned" in memory[name].note for name in (OURS, "IO-QEXP", EQUAL))
-    where = plan.devices[0].name
+    (where,) = (each.name for each in named_devices(plan.devices))
     timed = [row for row in rows if row.metric == "tpot_ms" and row.case == where and row.system == OURS]
     assert timed
     assert all(" reads, " in row.note and " MB in all" in row.note for row in timed)
@@ -175,12 +176,12 @@ def _written(path, text):
 def test_rates_and_loads_by_hand():
     each = Measured(prompts=4)
     each.counts.update({("visits", 0): 20, ("visits", 2): 40, ("hits", 0): 5, ("loads", 0): 15})
-    assert _by_layer(each, 0, "hit_rate") == 0.25
-    assert _by_layer(each, 0, "loads_per_prompt") == 3.75
-    assert _by_layer(each, 1, "hit_rate") == _by_layer(each, 2, "loads_per_prompt") == 0
-    assert _share_lost(0.48, 0.5, 0.05) == "lost 4.0%, within 5%"
-    assert _share_lost(0.46, 0.5, 0.05) == "lost 8.0%, more than 5%"
-    assert "none to lose" in _share_lost(0.0, 0.0, 0.05)
+    assert by_layer(each, 0, "hit_rate") == 0.25
+    assert by_layer(each, 0, "loads_per_prompt") == 3.75
+    assert by_layer(each, 1, "hit_rate") == by_layer(each, 2, "loads_per_prompt") == 0
+    assert share_lost(0.48, 0.5, 0.05) == "lost 4.0%, within 5%"
+    assert share_lost(0.46, 0.5, 0.05) == "lost 8.0%, more than 5%"
+    assert "none to lose" in share_lost(0.0, 0.0, 0.05)
 
 
 def test_random_weights_are_a_bundle_with_experts_apart(tmp_path):
@@ -222,6 +223,7 @@ def test_the_whole_bench_of_an_encoder_decoder(tmp_path, monkeypatch):
     # IO-EXP and STI are opened alike; each system takes its time to compile.
     systems = OURS, "IO-FREE", "IO-QEXP"
     monkeypatch.setattr(room, "SYSTEMS", systems)
+    monkeypatch.setattr("benchmarks.experts.seq2seq.SYSTEMS", systems)
     folder, mixed, recipe = tmp_path / "hf", tmp_path / "mixed.jaxllm", tiny_recipe(MODEL)
     tokenizer = pair_tokenizer(TextPairs(PAIRS, [0] * len(PAIRS)), recipe)
     params = {name: 3 * value if value.ndim > 1 else value for name, value in tiny_params(recipe.cfg).items()}
@@ -232,11 +234,12 @@ def test_the_whole_bench_of_an_encoder_decoder(tmp_path, monkeypatch):
     }  # fmt: skip
     parts = expert_parts(PathCounts.none(layers=1, experts=8), facts)
     prepare(folder, mixed, expert_bits=4, parts=parts)
-    plan = Seq2SeqPlan(
-        devices=(REAL,), task=TaskPairs(pairs=PAIRS), answers=2, judged=2, tokens=4, context_tokens=32,
-        share=0.34, buffers=(0.5,), parts=("systems", "losses"),
+    plan = Plan(
+        devices=("real",), task_answers=2, judged=2, task_tokens=4, task_context_tokens=32, share=0.34,
+        task_buffers=(0.5,), parts=("systems", "losses"),
     )  # fmt: skip
-    rows = run_seq2seq(folder, [mixed], tmp_path / "cache", plan)
+    task = TaskPairs(pairs=PAIRS)
+    rows = Mixture(Run(plan=plan), folder, [mixed], tmp_path / "cache", task=task).rows()
     by_metric = {metric: {row.system for row in rows if row.metric == metric} for metric in _metrics(rows)}
     assert by_metric["tpot_ms"] == by_metric["encode_ms"] == {*systems}
     assert by_metric["rouge2"] == {*systems, "IO-EXP"}

@@ -5,22 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.export import run
+from benchmarks.export import Plan, run
 from benchmarks.export.formats import (
     EDGE_QUANTIZER,
     LITERT_LM,
     LIVE,
     LLAMA_CPP,
     STABLEHLO,
+    STAGES,
     STEPS,
     TFLITE,
     Export,
-    Plan,
-    Subject,
+    makespan_rows,
 )
-from benchmarks.export.parts import OURS
-from benchmarks.export.parts import _rows as stage_rows_of
 from benchmarks.export.run import agreement_rows, opening_rows, speed_rows
+from benchmarks.harness.bench import Run
 from benchmarks.peers import SYSTEMS, Opening
 from benchmarks.peers.ours import BLOCKS, PROGRAM_BLOCKS
 from benchmarks.peers.process import Result
@@ -71,13 +70,14 @@ def test_rows_of_speed_name_the_baseline_of_each_form():
     rates = {LIVE: 4.0, STEPS: 2.0, STABLEHLO: 1.9, TFLITE["f32"]: 3.0, TFLITE["int8"]: 6.0, LLAMA_CPP: 5.0}
     results = {
         (system, 10): Result(
-            prefill_ms=10_000 / rate, decode_ms=20_000 / rate, prefill_kernel_ms=0, decode_kernel_ms=0,
-            prefill_setting=None, decode_setting=None, readable_bytes=0, disturbed=0, samples=1,
+            ms={"prefill": 10_000 / rate, "decode": 20_000 / rate}, kernel_ms={}, settings={},
+            readable_bytes=0, disturbed=0, samples=1,
         )
         for system, rate in rates.items()
     }  # fmt: skip
     runtime = {"prefill_tokens_per_s": [7.0, 8.0, 9.0], "decode_tokens_per_s": [1.0, 2.0, 3.0]}
-    rows = speed_rows(results, dict.fromkeys(rates), 10, 20, runtime)
+    plan = Plan(prompt_tokens=(10,), decode_tokens=20)
+    rows = speed_rows(results, list(rates), plan, runtime)
     found = {(row.case, row.system, row.baseline): row for row in rows}
     assert found["prompt 10", STABLEHLO, STEPS].ratio == pytest.approx(0.95)
     assert found["decode 20 after 10", TFLITE["int8"], LLAMA_CPP].ratio == pytest.approx(1.2)
@@ -114,10 +114,10 @@ def answered(name):
 def test_a_run(bundle):
     plan = Plan(
         prompt_tokens=(16,), decode_tokens=4, rounds=1, answers=2, answer_tokens=4, context_tokens=64,
-        patience_s=0, threads=1,
+        patience_s=0, threads=1, parts=("formats",),
     )  # fmt: skip
     told: list[str] = []
-    rows = run.run(Subject(model=bundle, text=None), plan, lambda *_: None, told.append)
+    rows = run.run(Run(plan=plan, model=bundle, tell=told.append))
     agreement = {row.system: row.value for row in rows if row.metric == "agreement"}
     assert agreement[STABLEHLO] == agreement[STEPS] == 1
     assert {row.metric for row in rows} >= {"file_bytes", "load_ms", "build_ms", "decode_tokens_per_s"}
@@ -127,9 +127,9 @@ def test_a_run(bundle):
 def test_rows_of_recorded_stages_stand_beside_each_other():
     times = {"simulated_ms": 8.0, "real_to_simulated": 1.25, "chunks": "64 + 128", "real_ms": 10.0}
     whole, in_order = {"real_ms": 20.0}, {**times, "real_ms": 15.0}
-    found = {64: {OURS: times, f"{OURS}-in-order": in_order, TFLITE["w8a8"]: whole}}
-    rows = stage_rows_of(found)
+    found = {64: {STAGES: times, f"{STAGES}-in-order": in_order, TFLITE["w8a8"]: whole}}
+    rows = makespan_rows(found)
     spans = [(row.system, row.baseline, row.ratio) for row in rows if row.metric == "makespan_ms"]
-    assert spans[:2] == [(OURS, f"{OURS}-in-order", 1.5), (OURS, TFLITE["w8a8"], 2.0)]
+    assert spans[:2] == [(STAGES, f"{STAGES}-in-order", 1.5), (STAGES, TFLITE["w8a8"], 2.0)]
     assert rows[0].note == "chunks of 64 + 128; +25% against simulated 8 ms"
-    assert {row.system for row in rows if row.metric == "real_to_simulated"} == {OURS, f"{OURS}-in-order"}
+    assert {row.system for row in rows if row.metric == "real_to_simulated"} == {STAGES, f"{STAGES}-in-order"}

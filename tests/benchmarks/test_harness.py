@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import click
 import jax
@@ -23,22 +22,20 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import models as shapes
+from benchmarks import service, trace_command
 from benchmarks import speculation as speculative
-from benchmarks import trace_command
 from benchmarks.cli import SECTIONS, bench_command
-from benchmarks.contexts import command as contexts_command
-from benchmarks.engine import command as engine_command
+from benchmarks.contexts import Plan as ContextsPlan
+from benchmarks.engine import PEERS as ENGINE_PEERS
+from benchmarks.harness import bench as options
 from benchmarks.harness import machine as quiet
 from benchmarks.harness import machine as storage
-from benchmarks.harness import options
+from benchmarks.harness.bench import BasePlan, Run, sized
 from benchmarks.harness.children import in_process, in_turns, taken_by
 from benchmarks.harness.figures import check_plot, label_bars
-from benchmarks.harness.machine import EnergyMeter, MemoryProbe
-from benchmarks.harness.memory import array_bytes
-from benchmarks.harness.plan import BasePlan, sized
-from benchmarks.harness.report import Row, compared, less_is_better, row, unit_of
+from benchmarks.harness.machine import EnergyMeter, MemoryProbe, array_bytes
+from benchmarks.harness.report import Row, compared, emit, less_is_better, row, unit_of
 from benchmarks.peers import PEERS
-from benchmarks.service import command as service_command
 from benchmarks.service import systems
 from benchmarks.traces import HOURS, MAX_CONTEXTS, PATTERNS
 from jaxllm.cli.main import cli
@@ -55,18 +52,19 @@ ROWS = [
 
 
 def test_rows_are_one_object_or_a_table_and_figures(tmp_path, capsys):
-    options.Reporting(as_json=True).emit("engine", ROWS)
+    emit("engine", ROWS, as_json=True)
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"bench", "machine", "rows"}
     assert (result["bench"], result["rows"]) == ("engine", [dataclasses.asdict(row) for row in ROWS])
     # The machine is described without its name.
     assert (result["machine"]["cores"] >= 1, result["machine"]["backend"]) == (True, "cpu")
     assert socket.gethostname() not in json.dumps(result["machine"])
-    options.Reporting().emit("engine", ROWS)
+    emit("engine", ROWS, as_json=False)
     text = capsys.readouterr().out
     assert all(part in text for part in ("1.50x", "10,000.0 tokens/s", "at its best"))
     pytest.importorskip("matplotlib")
-    options.Reporting(as_json=True, plot=tmp_path / "figures").emit("engine", ROWS)
+    check_plot(tmp_path / "figures")
+    options.report("engine", ROWS, as_json=True, plot=tmp_path / "figures")
     drawn = {path.name: path.stat().st_size for path in (tmp_path / "figures").iterdir()}
     assert set(drawn) == {"engine_decode_tokens_per_s.png", "engine_ttft_ms.png"}
     assert min(drawn.values()) > 1000
@@ -155,8 +153,7 @@ def test_plans_are_quick_where_they_say_so():
         seed: int = 7
 
     assert (Plan(), Plan.quick()) == (Plan(rounds=5, seed=7), Plan(rounds=2, seed=7))
-    assert options.Reporting(quick=True).plan(Plan, seed=3, rounds=None) == Plan(rounds=2, seed=3)
-    assert options.Reporting(quick=False).plan(Plan, rounds=4) == Plan(rounds=4)
+    assert Run(plan=Plan()).changed(seed=3).plan == Plan(rounds=5, seed=3)
 
 
 def test_systems_take_turns_and_none_is_always_behind_the_same():
@@ -272,10 +269,10 @@ def test_values_are_those_of_the_modules_that_define_them():
     assert tuple(shapes.ENCODER_DECODERS) == options.SEQ2SEQ_SHAPES
     assert tuple(shapes.SWITCHES) == options.SWITCH_SHAPES
     assert {*options.PHONES, *options.BOARDS} == {*storage.DEVICES}
-    assert tuple(PATTERNS) == contexts_command.PATTERNS == trace_command.PATTERNS
+    assert tuple(PATTERNS) == ContextsPlan().patterns == trace_command.PATTERNS
     assert (HOURS, MAX_CONTEXTS) == (trace_command.HOURS, trace_command.MAX_CONTEXTS)
-    assert tuple(PEERS) == engine_command.PEERS
-    assert (*systems.ABLATIONS, systems.LLAMA) == service_command.SYSTEMS
+    assert tuple(PEERS) == ENGINE_PEERS
+    assert (*systems.ABLATIONS, systems.LLAMA) == service.SYSTEMS
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -290,28 +287,15 @@ def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
     room = {"prefill": "int8_prefill", "speculative": "speculation"}.get(name, name)
     module = importlib.import_module(f"benchmarks.{room}.run")
     monkeypatch.setattr(module, "run", run)
-    if name == "contexts":
-        monkeypatch.setattr("benchmarks.contexts.quality.quality_rows", run)
-        monkeypatch.setattr("benchmarks.contexts.density.density_rows", run)
-    if name == "experts":
-        monkeypatch.setattr("benchmarks.models.Checkpoint.folder", lambda *_: Path("floats"))
     got = CliRunner().invoke(cli, ["bench", name, "--json"], catch_exceptions=False)
     assert got.exit_code == 0
     assert json.loads(got.stdout)["bench"] == name
-    assert any(each == module.Plan.quick() or hasattr(each, "quick") for each in seen) or name == "engine"
-    models = [each for each in _paths(seen) if each.suffix == ".jaxllm"]
-    assert {each.stem for each in models} & {*packaged_models()}
-    assert all(each.exists() for each in models)
-
-
-def _paths(values):
-    for each in values:
-        if isinstance(each, Path):
-            yield each
-        elif isinstance(each, tuple):
-            yield from _paths(each)
-        elif hasattr(each, "__dataclass_fields__"):
-            yield from _paths(tuple(vars(each).values()))
+    (bench,) = seen
+    quick = module.Plan.quick()
+    changed = {key for key, value in vars(quick).items() if value != getattr(bench.plan, key)}
+    assert changed <= {"parts", "tasks", "text"}
+    assert bench.model.stem in packaged_models()
+    assert bench.model.exists()
 
 
 def test_every_benchmark_is_a_command_and_its_long_run_is_asked_for_in_one_way():
@@ -323,11 +307,17 @@ def test_every_benchmark_is_a_command_and_its_long_run_is_asked_for_in_one_way()
         assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True), name
 
 
-def test_parts_that_random_weights_lack_are_left_out_aloud(capsys):
-    assert options.parts_without(("a", "b", "c"), ("b", "d"), "no reason") == ("a", "c")
-    assert capsys.readouterr().err == "without b: no reason\n"
-    assert options.parts_without(("a",), ("b",), "no reason") == ("a",)
-    assert capsys.readouterr().err == ""
+def test_parts_that_random_weights_lack_are_left_out_aloud():
+    told = []
+
+    def left(*parts):
+        plan = ContextsPlan(parts=parts)
+        return Run(plan=plan, tell=told.append).without(("b", "d"), "no reason").plan.parts
+
+    assert (left("a", "b", "c"), told) == (("a", "c"), ["without b: no reason"])
+    assert (left("a"), len(told)) == (("a",), 1)
+    with pytest.raises(click.UsageError, match="--only b measures nothing here: no reason"):
+        left("b")
 
 
 @pytest.mark.parametrize(
@@ -350,8 +340,8 @@ def test_a_part_that_random_weights_lack_cannot_be_chosen(name, part):
 def bench_speculative(monkeypatch, *options):
     """What `bench speculative` would measure, how, and how the command ended."""
     seen = []
-    monkeypatch.setattr("benchmarks.speculation.command._shape_rows", lambda *_: [])
-    monkeypatch.setattr("benchmarks.speculation.run.run", lambda *asked: seen.extend(asked[:2]) or [])
+    monkeypatch.setattr("benchmarks.speculation.run.shape_rows", lambda *_: [])
+    monkeypatch.setattr("benchmarks.speculation.run.run", lambda bench: seen.append(bench.plan) or [])
     got = CliRunner().invoke(cli, ["bench", "speculative", *options], catch_exceptions=False)
     return seen, got
 
@@ -362,23 +352,14 @@ def test_budgets_prompts_and_presets_are_what_was_asked_for(monkeypatch, tmp_pat
     file.write_text("{}")
     monkeypatch.setenv("JAXLLM_DATA", str(tmp_path))
     asked = ("--full", "--budget", "25%", "--budget", "0.75", "--preset", "published", "--count", "30")
-    (subject, plan), got = bench_speculative(monkeypatch, *asked, "--prompts", "spec-bench")
+    (plan,), got = bench_speculative(monkeypatch, *asked, "--prompts", "spec-bench")
     assert got.exit_code == 0
     assert (plan.shares, plan.presets, plan.prompts) == ((0.25, 0.75), ("published",), 30)
-    assert subject.prompts == file
-    assert bench_speculative(monkeypatch, "--prompts", str(file))[0][0].prompts == file
-    (subject, plan), _ = bench_speculative(monkeypatch, "--full")
-    assert (plan.shares, plan.presets, subject.prompts) == ((0.5,), tuple(speculative.PRESETS), None)
+    assert plan.file == file
+    assert bench_speculative(monkeypatch, "--prompts", str(file))[0][0].file == file
+    (plan,), _ = bench_speculative(monkeypatch, "--full")
+    assert (plan.shares, plan.presets, plan.file) == ((0.5,), tuple(speculative.PRESETS), None)
     assert plan.tried
-    # Answers are judged where rouge is there.
-    assert plan.judged
-
-    def missing():
-        raise ConfigError("no rouge-score")
-
-    monkeypatch.setattr("jaxllm.tasks.rouge.require_rouge", missing)
-    (_, plan), got = bench_speculative(monkeypatch)
-    assert (plan.judged, "without BLD and STI" in got.stderr) == (False, True)
     # Of random weights memory alone is measured.
     assert bench_speculative(monkeypatch, "--shape", "110m")[1].exit_code == 0
 

@@ -13,9 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.cli import bench_command
+from benchmarks.harness.bench import Run
 from benchmarks.harness.report import OURS
-from benchmarks.int8_prefill.accuracy import CLIPPED, WIDE, AccuracyPlan, pruned_calibrations
-from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, QUANTIZERS, rotated_steps, rule_of
+from benchmarks.int8_prefill import QUANTIZERS
+from benchmarks.int8_prefill.accuracy import CLIPPED, WIDE, pruned_calibrations
+from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rotated_steps, rule_of
 from benchmarks.int8_prefill.models import CHUNK_TOKENS, MODEL, headline_phone, shadowed_layers, stated_phone
 from benchmarks.int8_prefill.run import Plan, run, simulated_rows
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of
@@ -106,7 +108,7 @@ def test_a_faster_phone_of_the_same_proportions_reaches_the_headline():
 def test_the_order_matters_on_the_simulated_phone():
     """By as much as section 4.6 says of 512 tokens, with bubbles as in section 3.4; none is as fast as the
     paper's headline, because the NPU's time is not."""
-    rows = simulated_rows(Plan())
+    rows = simulated_rows(Plan().simulated_tokens)
     ours = {row.case: row for row in rows if row.system == OURS and row.baseline == f"{OURS}-in-order"}
     gains = {case.split(", ")[-1]: 1 - 1 / (row.ratio or 1) for case, row in ours.items()}
     assert list(gains) == ["256 tokens", "512 tokens", "1024 tokens"]
@@ -167,8 +169,8 @@ def test_the_part(tmp_path):
     """From no shadow to one in each layer, beside floats, which outliers do not change."""
     cfg = dataclasses.replace(TINY, layers=1, attention_windows=())
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=cfg)
-    plan = Plan(parts=("pruning",), accuracy=AccuracyPlan(rows=1, outliers=(True,)))
-    rows = run(path, None, None, plan, lambda *_: None)
+    plan = Plan(parts=("pruning",), rows=1, outliers=(True,))
+    rows = run(Run(plan=plan, model=path))
     by_case = {case: {row.system for row in rows if row.case == case} for case in (row.case for row in rows)}
     assert by_case == {
         "tiny, with outliers put in, shadow in 0 of 1 layers": {OURS, WIDE, CLIPPED, "float"},

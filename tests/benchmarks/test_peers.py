@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.harness.bench import TimedPlan
 from benchmarks.peers import PEERS, SYSTEMS, Opening
 from benchmarks.peers import process as alternation
 from benchmarks.peers.child import Server
-from benchmarks.peers.process import Child, PeerFailed, System, TimedPlan, alternate, prompt_ids
+from benchmarks.peers.process import Child, PeerFailed, System, alternate, prompt_ids
 from benchmarks.peers.torch_transformers import TransformersSession
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
@@ -255,12 +256,12 @@ def run(*systems, prompts=((0,) * 10,), rounds=3, patience_s=60.0, **more):
 def test_each_phase_keeps_its_fastest_setting():
     child = Scripted({"x": (10.0, 30.0), "y": (20.0, 25.0)})
     result = run(System("peer", child, ("x", "y")))["peer", 10]
-    assert (result.prefill_ms, result.prefill_setting) == (100.0, "x")
-    assert (result.decode_ms, result.decode_setting) == (100.0, "y")
-    assert result.rates(10, 4) == {"prefill_tokens_per_s": 100.0, "decode_tokens_per_s": 40.0}
+    assert result.ms == {"prefill": 100.0, "decode": 100.0}
+    assert result.settings == {"prefill": "x", "decode": "y"}
+    assert (result.rate("prefill", 10), result.rate("decode", 4)) == (100.0, 40.0)
     # Where there is no choice none is mentioned.
     result = run(System("ours", Scripted({"x": (1.0, 1.0)}), ("x",)))["ours", 10]
-    assert (result.prefill_setting, result.decode_setting) == (None, None)
+    assert result.settings == {}
     assert (result.samples, result.disturbed) == (3, 0)
 
 
@@ -277,7 +278,7 @@ def test_a_disturbed_sample_is_taken_again():
     # Two answers of the first round are disturbed, and two of the timed ones.
     child = Scripted({"x": (1.0, 1.0)}, [True, False, True, False, True, True, False])
     result = run(System("peer", child, ("x",)))["peer", 10]
-    assert (result.prefill_ms, result.disturbed) == (10.0, 0)
+    assert (result.ms["prefill"], result.disturbed) == (10.0, 0)
 
 
 def test_without_patience_disturbed_samples_stay_and_are_counted():
@@ -287,7 +288,7 @@ def test_without_patience_disturbed_samples_stay_and_are_counted():
     # One clean sample says more than two disturbed ones.
     child = Scripted({"x": (1.0, 1.0)}, [True, True, True, False, True])
     result = run(System("peer", child, ("x",)), patience_s=0.0)["peer", 10]
-    assert (result.prefill_ms, result.disturbed, result.samples) == (10.0, 0, 1)
+    assert (result.ms["prefill"], result.disturbed, result.samples) == (10.0, 0, 1)
 
 
 def test_prompts_are_the_same_at_every_run_and_in_range():

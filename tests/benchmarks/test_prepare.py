@@ -6,9 +6,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.harness.bench import Run
 from benchmarks.models import Shape, byte_pairs, vocabulary_keys
 from benchmarks.peers import PEERS
-from benchmarks.prepare import PARTS, command, run
+from benchmarks.prepare import PARTS, VOCABULARY_SHAPES, run
 from benchmarks.prepare.run import FROM_FLOATS, Plan
 from benchmarks.samples import stories_file
 from jaxllm.bundle import Bundle
@@ -36,13 +37,12 @@ def small(monkeypatch, tmp_path):
 
 def source(told=None):
     listen = (lambda _: None) if told is None else told.append
-    return run.random_source("0.5b-128k", SHAPE, None, lambda *_: None, listen)
+    return run.random_source("0.5b-128k", SHAPE, Run(plan=PLAN, tell=listen))
 
 
 def test_values_are_those_of_the_modules_that_define_them():
-    assert tuple(run.FORMATS) == command.KINDS
-    assert tuple(run.SHAPES) == command.VOCABULARY_SHAPES
-    assert set(Plan().kinds) <= set(run.FORMATS)
+    assert tuple(run.FORMATS) == Plan().kinds
+    assert tuple(run.SHAPES) == VOCABULARY_SHAPES
     assert Plan().parts == tuple(PARTS)
 
 
@@ -54,7 +54,7 @@ def test_files_are_prepared_timed_and_scored(tmp_path):
     assert told[0].startswith("2,048 byte pairs")
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little dog. " * 8)
-    rows = run.run("0.5b-128k", dataclasses.replace(PLAN, text_windows=2), text=text)
+    rows = run.run(Run(plan=dataclasses.replace(PLAN, text_windows=2, text=text), shape="0.5b-128k"))
     found = {(row.case, row.metric, row.system, row.baseline): row for row in rows}
     assert all(row.value > 0 for row in rows)
     prepared = {row.case for row in rows if row.metric == "build_ms"}

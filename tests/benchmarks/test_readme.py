@@ -21,7 +21,7 @@ from jaxllm.cli.main import cli
 
 CLAIM = Claim(
     name="speed", claim="a token", command="jaxllm bench x", case="emmc: .*", metric="tpot_ms",
-    rivals=("Std", "SP"), also=("Std",), lower=True,
+    rivals=("Std", "SP"), also=("Std",),
 )  # fmt: skip
 
 
@@ -83,12 +83,13 @@ def test_the_strongest_baseline_is_named(monkeypatch):
     # Where a baseline is ahead the row says so.
     ahead = [row("jaxllm", 8.0), row("SP", 4.0), row("Std", 24.0)]
     assert cells(monkeypatch, CLAIM, ahead)[2] == "SP 4.0 ms, 0.50x"
-    more = dataclasses.replace(CLAIM, lower=False)
+    more = dataclasses.replace(CLAIM, metric="requests_per_s")
+    rows = [{**each, "metric": more.metric} for each in rows]
     assert cells(monkeypatch, more, rows)[2:4] == ["Std 24.0 ms, 0.33x", ""]
 
 
 def test_shares_and_perplexities_have_no_ratio(monkeypatch):
-    share = dataclasses.replace(CLAIM, lower=False, rivals=("PFS",), also=("bound",))
+    share = dataclasses.replace(CLAIM, rivals=("PFS",), also=("bound",))
     rows = [row(name, value, unit="share") for name, value in (("jaxllm", 0.5), ("PFS", 0.4), ("bound", 0.6))]
     assert cells(monkeypatch, share, rows)[1:4] == ["50.0 %", "PFS 40.0 %", "bound 60.0 %"]
     loss = dataclasses.replace(CLAIM, rivals=("8 bit", "4 bit"), also=(), detail=r"(\d+ bytes per token)")

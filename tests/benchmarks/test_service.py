@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from benchmarks.harness.bench import Run
 from benchmarks.peers.gguf_file import text_of_token
 from benchmarks.peers.process import PeerFailed
 from benchmarks.service import systems
@@ -35,7 +37,7 @@ from benchmarks.service.outcomes import (
     memory_rows,
     said,
 )
-from benchmarks.service.run import Plan, Reference, Subject, _duration, _loads, run, write_outcomes
+from benchmarks.service.run import Plan, Reference, _duration, _loads, run, write_outcomes
 from benchmarks.service.systems import (
     ABLATIONS,
     LLAMA,
@@ -57,6 +59,7 @@ from benchmarks.service.workload import (
     from_trace,
     poisson,
 )
+from jaxllm.cli.main import cli
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.bundles import find_model
@@ -71,8 +74,8 @@ PLAN = Plan(
 @pytest.mark.slow
 def test_services_under_load():
     told, kept = [], []
-    subject = Subject(model=find_model("default"), systems=("no-planning",))
-    rows = run(subject, PLAN, tell=told.append, kept=kept)
+    plan = dataclasses.replace(PLAN, systems=("no-planning",))
+    rows = run(Run(plan=plan, model=find_model("default"), tell=told.append, kept=kept))
     assert {row.system for row in rows} == {"jaxllm", "jaxllm-no-planning"}
     assert any("idle whole model: TTFT" in each for each in told)
     # Without objectives there is nothing to plan.
@@ -92,7 +95,7 @@ REFERENCE = Reference((16, 160), (10.0, 10.0), 10.0)
 
 
 def loads_of(repetition, plan):
-    return _loads("m", plan, SIZES, REFERENCE, None, repetition, lambda _: None)
+    return _loads("m", Run(plan=plan), SIZES, REFERENCE, None, repetition)
 
 
 def test_no_prompt_is_sent_twice():
@@ -124,10 +127,9 @@ def test_loads_are_long_enough_and_their_time_is_told():
 
 def test_what_cannot_be_measured_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="jaxllm prepare"):
-        run(Subject(model=tmp_path), PLAN)
-    for wrong in ({"slo_scale": 0.0}, {"loads": (-1.0,)}):
-        with pytest.raises(ConfigError):
-            Plan(**wrong)
+        run(Run(plan=PLAN, model=tmp_path))
+    for wrong in (("--slo-scale", "0"), ("--load", "-1")):
+        assert CliRunner().invoke(cli, ["bench", "service", *wrong]).exit_code == 2
 
 
 LENGTHS = Sizes(prompt_tokens=64, answer_tokens=16, context_tokens=256, vocab_size=300)

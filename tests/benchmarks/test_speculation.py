@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import DEVICES
 from benchmarks.harness.report import OURS
 from benchmarks.peers import DRAFTED, PEERS
@@ -50,7 +51,6 @@ from benchmarks.speculation.shards import narrow_bundles, plan_widths, shard_imp
 from benchmarks.speculation.systems import (
     PUBLISHED,
     Setting,
-    Thresholds,
     _options,
     big_little,
     drafted,
@@ -120,10 +120,10 @@ def test_exact_systems_give_the_targets_answer(setting, expected):
 @pytest.mark.slow
 def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(setting, expected):
     # Nothing is sure enough to be said by the small model alone, or nothing of it may stay.
-    for thresholds in (Thresholds(fallback=2.0, rollback=3.0), Thresholds(fallback=0.6, rollback=-1.0)):
-        assert answer(big_little(setting, thresholds)) == expected
+    for fallback, rollback in ((2.0, 3.0), (0.6, -1.0)):
+        assert answer(big_little(setting, fallback, rollback)) == expected
     # All of it may stay: the small model's answer, but for a token of the large one now and then.
-    engine = big_little(setting, Thresholds(fallback=0.0, rollback=1e9))
+    engine = big_little(setting, 0.0, 1e9)
     small = Engine.open(setting.draft, options=EngineOptions(context_tokens=128))
     first, *rest = engine.generate(PROMPT, CONFIG).tokens
     assert first == expected[0]
@@ -238,12 +238,12 @@ def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
     file, told = tmp_path / "question.jsonl", []
     file.write_text("\n".join(map(json.dumps, LINES)))
-    subject = run.Subject(model=setting.model, draft=setting.draft, prompts=file)
     plan = run.Plan(
-        prompts=2, tokens=4, tried=0, context_tokens=128, shares=(0.01, 0.9), devices=(DEVICES["eufs"],),
-        parts=("systems",),
+        prompts=2, tokens=4, tried=0, context_tokens=128, shares=(0.01, 0.9), devices=("eufs",),
+        parts=("systems",), draft=str(setting.draft), file=file,
     )  # fmt: skip
-    rows = run.run(subject, plan, tell=told.append)
+    bench = Run(plan=plan, model=setting.model, tell=told.append)
+    rows = run.run(bench)
     assert len(told) == 1
     assert "1% of the model in memory: a memory budget" in told[0]
     whole = {row.baseline: row for row in rows if row.case.endswith("all tasks") and row.system == OURS}
@@ -254,9 +254,9 @@ def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
     assert {row.metric for row in rows} == metrics
     assert [row.value for row in rows if row.metric == "rouge_l" and row.system == OURS] == [1, 1]
     with pytest.raises(ConfigError, match="no budget holds a draft"):
-        run.run(subject, dataclasses.replace(plan, shares=(0.01,)))
+        run.run(bench.changed(shares=(0.01,)))
     with pytest.raises(ConfigError, match="all prompts are taken"):
-        run.run(subject, dataclasses.replace(plan, tried=2))
+        run.run(bench.changed(tried=2))
 
 
 @pytest.mark.slow
@@ -313,9 +313,8 @@ def test_each_system_stands_beside_ours_at_its_fastest(tmp_path, monkeypatch):
     monkeypatch.setattr(PEERS[LLAMA], "packages", ())
     monkeypatch.setattr(DRAFTED[1], "packages", ("nowhere",))
     told = []
-    rows = in_memory_rows(
-        folder, PROMPTS, {}, tokens=8, context_tokens=64, progress=lambda *_: None, tell=told.append
-    )
+    bench = Run(plan=run.Plan(tokens=9, context_tokens=64), tell=told.append)
+    rows = in_memory_rows(folder, None, PROMPTS, {}, bench)
     assert told == [f"without {LLAMA_DRAFTED}: nowhere is not installed: pip install 'jaxllm[peers]'"]
     ratios = {row.baseline: row.ratio for row in rows if row.baseline}
     assert ratios == {PLAIN: pytest.approx(1.5), LLAMA: pytest.approx(3.0)}

@@ -6,7 +6,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.harness.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.harness.machine import peak_resident_bytes, reset_peak_memory
 
 # Beside the file's own size, for objects that any file costs, and for the allocators of libraries.
 _ALLOWANCE_BYTES, _RESIDENT_ALLOWANCE_BYTES = 64 << 10, 16 << 20

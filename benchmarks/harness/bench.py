@@ -1,0 +1,347 @@
+"""Declares a benchmark: its sizes, its options, and its command. Importing it imports no JAX.
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Plan(BasePlan):
+        rounds: int = sized(5, quick=2)
+        contexts: tuple[int, ...] = sized((2, 4, 8), "Number of active contexts.", quick=(4,), low=1)
+
+    @benchmark("contexts", Plan)
+    def contexts_command(bench: Run[Plan]) -> Result: ...
+
+A field of a plan has a value for the whole measurement and one for a quick run; with a help text it is an
+option of the command, too. Every benchmark runs without options, on packaged models and samples, in about a
+minute on two cores; `--full` takes the published sizes, up to half an hour. Lists of values that other
+modules define are written out here; `tests/benchmarks/test_harness.py` compares them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import click
+
+from jaxllm.cli.console import progress_bars
+from jaxllm.cli.lazy import EngineCommand
+from jaxllm.cli.shared_options import json_option
+from jaxllm.formats import WeightFormat
+from jaxllm.options import Declaration, click_option
+
+if TYPE_CHECKING:
+    from benchmarks.harness.report import Draw, Row
+    from jaxllm.config import ModelConfig
+    from jaxllm.serving.host.progress import Progress
+
+Command = Callable[..., Any]
+Tell = Callable[[str], None]
+# What a command returns: its rows, and what draws them where they are not all drawn as bars.
+Result = tuple["Sequence[Row]", "Draw | None"]
+DENSE_SHAPES = ("15m", "110m", "250m", "0.5b", "1b")
+MIXTURE_SHAPES = ("moe-1b",)
+SEQ2SEQ_SHAPES = ("t5-base", "mt5-large")
+SWITCH_SHAPES = ("switch-base-64",)
+PHONES = ("real", "emmc", "eufs")
+BOARDS = ("real", "tx2-ssd", "hdd", "sd")
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+_BOUNDS = ("low", "high", "above", "below")
+
+
+def sized(full: Any, text: str = "", *flags: str, quick: Any = None, default: str = "", **how: Any) -> Any:
+    """A field of a plan.
+
+    Args:
+      full: value of the whole measurement.
+      text: help of its option, without a default; "" for a field that is none.
+      *flags: names of the option on the command line, `--name` by default.
+      quick: value of a quick run; None for the same.
+      default: text for the help instead of both values.
+      **how: bounds (`low`, `high`, `above`, `below`), and arguments of `click.option`.
+    """
+    declared = Declaration(text, **{name: how.pop(name) for name in _BOUNDS if name in how})
+    several = " Repeatable." if isinstance(full, tuple) else ""
+    default = default or _shown(full, quick)
+    how = {"help": f"{text}{several}{default and f'  [default: {default}]'}", **how}
+    return dataclasses.field(
+        default=full, metadata={"quick": quick, "option": declared, "flags": flags, "how": how}
+    )
+
+
+def _shown(full: Any, quick: Any) -> str:
+    """The defaults of an option, for its help."""
+    texts = [
+        ", ".join(map(str, each)) if isinstance(each, tuple) else str(each)
+        for each in (full, quick)
+        if each not in (None, "", (), False)
+    ]
+    return f"{texts[1]}; with --full {texts[0]}" if len(texts) == 2 else "".join(texts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BasePlan:
+    """Sizes of a run, whose defaults are those of the whole measurement."""
+
+    @classmethod
+    def quick(cls) -> Self:
+        """Fits in about a minute on two cores, for the packaged models."""
+        quick = {each.name: each.metadata.get("quick") for each in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in quick.items() if value is not None})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapePlan(BasePlan):
+    """A plan with the width of a shape's weights."""
+
+    weights: WeightFormat = sized("int8", "Width of a shape's weights.")  # noqa: RUF009 (a field)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataPlan(BasePlan):
+    """A plan with a folder of texts and tasks; None for the packaged samples."""
+
+    data: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "The folder of texts and of the tasks' files.", type=_FOLDER, metavar="DIR",
+        default="packaged samples",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextPlan(BasePlan):
+    """A plan with a text; None for the packaged stories."""
+
+    text: Path | None = sized(  # noqa: RUF009 (a field)
+        None, "A UTF-8 text for prompts and perplexity.", type=FILE, metavar="FILE",
+        default="packaged stories",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThreadsPlan(BasePlan):
+    """A plan with the cores that each system computes with; 0 for all."""
+
+    threads: int = sized(
+        0, "Cores that each system computes with.", metavar="N", default="all that this process may use"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedPlan(ThreadsPlan):
+    """Sizes of what is timed in alternation.
+
+    Attributes:
+      prompt_tokens: lengths of prompts.
+      decode_tokens: decoded after each of them.
+      rounds: of which medians are taken.
+      context_tokens: of every context; 0 lets systems choose.
+      text_windows: most windows of a text to score; 0 means all.
+      patience_s: for repeating what other processes disturbed, in all.
+    """
+
+    prompt_tokens: tuple[int, ...] = ()
+    decode_tokens: int = 0
+    rounds: int = 1
+    context_tokens: int = 0
+    text_windows: int = 0
+    patience_s: float = 0.0
+
+
+Sizes = TypeVar("Sizes", bound=BasePlan)
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress that is shown to nobody."""
+    del stage, done, total
+
+
+def unheard(message: str) -> None:
+    """A message that is told to nobody."""
+    del message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(Generic[Sizes]):
+    """One run of a benchmark.
+
+    Attributes:
+      plan: how much is measured, and what else was asked for.
+      model: a bundle or a Hugging Face folder; None for a shape.
+      shape: a name of `benchmarks.models`, for random weights of that size.
+      is_quick: whether sizes are those of a quick run.
+      given: fields of the plan that were chosen on the command line.
+      progress: called with (stage, done, total).
+      tell: called with a line for the user, such as what is left out.
+      kept: what figures are drawn of besides the rows.
+    """
+
+    plan: Sizes
+    model: Path | None = None
+    shape: str | None = None
+    is_quick: bool = True
+    given: Collection[str] = ()
+    progress: "Progress" = silent
+    tell: Tell = unheard
+    kept: list[Any] = dataclasses.field(default_factory=list)
+
+    def changed(self, **sizes: Any) -> Self:
+        """The same run with other sizes."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **sizes))
+
+    def without(self, parts: Sequence[str], why: str) -> Self:
+        """The same run without the parts that cannot be measured; tells which ones these are.
+
+        Raises:
+          UsageError: none remains.
+        """
+        chosen: tuple[str, ...] = self.plan.parts  # pyright: ignore[reportAttributeAccessIssue]
+        unmeasured = [each for each in chosen if each in parts]
+        if unmeasured and len(unmeasured) == len(chosen):
+            raise click.UsageError(f"--only {' --only '.join(chosen)} measures nothing here: {why}")
+        if unmeasured:
+            self.tell(f"without {' and '.join(unmeasured)}: {why}")
+        return self.changed(parts=tuple(each for each in chosen if each not in unmeasured))
+
+    def path(self) -> Path:
+        """The model's bundle or folder; a shape's folder is made unless it is there."""
+        from benchmarks.models import shape_folder
+
+        if self.shape is not None:
+            return shape_folder(self.shape, self.progress)
+        assert self.model is not None
+        return self.model
+
+    def config(self) -> "ModelConfig":
+        """The model's sizes; a shape's weights are not made for them."""
+        from benchmarks.models import SHAPES
+        from jaxllm.serving.ground.bundles import open_model
+
+        if self.shape is not None:
+            return SHAPES[self.shape].cfg
+        with open_model(self.model) as bundle:
+            return bundle.cfg
+
+
+def benchmark(
+    name: str,
+    plan: type[BasePlan],
+    packaged: str = "default",
+    shapes: Sequence[str] = (*DENSE_SHAPES, *MIXTURE_SHAPES),
+) -> Callable[[Callable[[Any], Any]], click.Command]:
+    """The command of a function that measures a `Run`, with the options of its plan and those that all
+    benchmarks have.
+
+    Args:
+      packaged: name of the model that is measured where none is given.
+      shapes: that may be chosen instead.
+    """
+    choices = [
+        click.option(
+            "-m",
+            "--model",
+            type=PATH,
+            metavar="MODEL",
+            help=f"A bundle, a Hugging Face folder, or a packaged model's name.  [default: {packaged}]",
+        ),
+        click.option(
+            "--shape",
+            type=click.Choice(shapes),
+            help="Measure random weights of this size instead of a model, for speed alone. They are made "
+            "once and kept in the cache folder.",
+        ),
+    ]
+
+    def decorate(measure: Callable[[Any], Any]) -> click.Command:
+        def run(model: Path | None, shape: str | None, quick: bool, **given: Any) -> None:
+            from jaxllm.serving.ground.bundles import find_model
+
+            if shape is not None and model is not None:
+                raise click.UsageError("--shape and --model exclude each other")
+            how = {key: given.pop(key) for key in ("plot", "as_json")}
+            chosen = {key: value for key, value in given.items() if value not in (None, ())}
+            sizes = dataclasses.replace(plan.quick() if quick else plan(), **chosen)
+            with progress_bars() as progress:
+                found = None if shape is not None else find_model(model or packaged)
+                bench = Run(
+                    plan=sizes,
+                    model=found,
+                    shape=shape,
+                    is_quick=quick,
+                    given=chosen.keys(),
+                    progress=progress,
+                    tell=tell,
+                )
+                rows, draw = measure(bench)
+            report(name, rows, draw, **how)
+
+        declared = [
+            click_option(plan, field.name, *field.metadata["flags"], **field.metadata["how"])
+            for field in dataclasses.fields(plan)
+            if "option" in field.metadata and field.metadata["option"].help
+        ]
+        command: Command = functools.wraps(measure)(run)
+        for option in reversed((*choices, *declared, *REPORT_OPTIONS)):
+            command = option(command)
+        return click.command(name, cls=EngineCommand)(command)
+
+    return decorate
+
+
+def report(
+    bench: str, rows: "Sequence[Row]", draw: "Draw | None" = None, *, plot: Path | None, as_json: bool
+) -> None:
+    """Prints the rows of a benchmark, and draws them into the folder `plot` if there is one: by `draw`, or as
+    bars."""
+    from benchmarks.harness.figures import draw_metrics
+    from benchmarks.harness.report import emit
+
+    emit(bench, rows, as_json=as_json)
+    if plot is not None:
+        (draw or functools.partial(draw_metrics, bench))(rows, plot)
+
+
+def parts_of(parts: Mapping[str, str]) -> Any:
+    """The field `parts` of a plan: all parts of a benchmark, unless some are chosen.
+
+    Args:
+      parts: name -> what it measures.
+    """
+    explained = "; ".join(f"{name}: {what}" for name, what in parts.items())
+    text = f"Run this part alone ({explained})."
+    return sized(tuple(parts), text, "--only", type=click.Choice(list(parts)), default="all parts")
+
+
+def devices_of(names: Sequence[str], quick: str = "real") -> Any:
+    """The field `devices` of a plan: names in `machine.DEVICES` of the storage that is measured."""
+    text = "Storage to measure on: this machine's (real), or another, emulated by its published speeds."
+    shown = f"{quick}; with --full all"
+    return sized(tuple(names), text, "--device", quick=(quick,), type=click.Choice(names), default=shown)
+
+
+def tell(message: str) -> None:
+    """Prints a line for the user on standard error, besides the rows."""
+    click.echo(message, err=True)
+
+
+def _writable(context: click.Context, parameter: click.Parameter, plot: Path | None) -> Path | None:
+    """Refuses a folder that cannot be drawn into before anything is measured."""
+    del context, parameter
+    if plot is not None:
+        from benchmarks.harness.figures import check_plot
+
+        check_plot(plot)
+    return plot
+
+
+REPORT_OPTIONS = (
+    click.option(
+        "--quick/--full",
+        default=True,
+        help="Run about a minute on two cores, or the whole measurement, up to half an hour.  "
+        "[default: quick]",
+    ),
+    click.option(
+        "--plot", type=PATH, metavar="DIR", callback=_writable, help="Draw figures into this folder."
+    ),
+    json_option,
+)
