@@ -101,7 +101,7 @@ class LevelRunner(Runner, abc.ABC):
         max_tokens: int = 0,
         *,
         caches: Sequence[int] = (),
-        trees: Iterable[int] = (),
+        trees: Sequence[int] = (),
     ) -> list[Bucket]:
         """The buckets of one request, or of any.
 
@@ -206,13 +206,14 @@ class LevelRunner(Runner, abc.ABC):
         max_tokens: int,
         progress: Progress | None = None,
         *,
-        trees: Iterable[int] = (),
+        trees: Sequence[int] = (),
     ) -> None:
-        """Prepares one request (see `buckets_for`): waits for the buckets of its first token, and builds the
-        others meanwhile."""
-        every = self.buckets_for(prompt_tokens, max_tokens, trees=trees)
+        """Prepares one request (see `buckets_for`): waits for the buckets of its first token and of trees,
+        and builds the others meanwhile."""
+        every = self.buckets_for(prompt_tokens, max_tokens)
         cache = next(each.cache_tokens for each in every if isinstance(each, StartBucket))
-        self.fill(self.buckets_for(prompt_tokens, 1, caches=[cache]), progress, later=every)
+        first = self.buckets_for(prompt_tokens, 1, caches=[cache], trees=trees)
+        self.fill(first, progress, later=every)
         self.time_prompt(prompt_tokens, max_tokens)
 
     def time_prompt(self, prompt_tokens: int, max_tokens: int) -> None:
