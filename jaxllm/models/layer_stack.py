@@ -13,7 +13,7 @@ are stacked (`jaxllm.kernels.converted`).
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -242,28 +242,6 @@ class StackedLayers:
         return jax.lax.dynamic_index_in_dim(rows, number, axis=0, keepdims=False)
 
 
-def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
-    """Whether native kernels read all of a layer's parameters by address: matrices in blocks, separate
-    experts.
-
-    Args:
-      params: parameters by their names within the layer.
-      vectors: names of parameters that are not matrices of products.
-    """
-
-    def readable(name: str, weight: Any) -> bool:
-        if name in vectors:
-            plain = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-            return plain and np.dtype(weight.dtype) in (np.float32, np.int32)
-        if name.startswith("experts."):
-            return isinstance(weight, Apart) and all(
-                isinstance(each, BlockedArray) for each in weight.matrices
-            )
-        return isinstance(weight.base if isinstance(weight, Adapted) else weight, BlockedArray)
-
-    return all(readable(*each) for each in params.items()) and _experts_agree(params)
-
-
 def by_address(
     params: Params, cfg: ModelConfig, beside: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Weight]:
@@ -311,12 +289,25 @@ def are_entries(params: Iterable[Weight]) -> bool:
 
 
 def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
-    """Whether native kernels read the layers of a model by address: on a CPU, see `addressable`."""
+    """Whether native kernels read all parameters of a model's layers by address: on a CPU, with matrices in
+    blocks, and separate experts, each with matrices of one format."""
     if jax.default_backend() != "cpu" or not native.kernels().native:
         return False
     specs = param_specs(cfg).items()
     vectors = {PARAMETER, *(within_layer(name) for name, spec in specs if spec.role == "vector")}
-    return all(addressable(layer, vectors) for layer in layers_of(params, cfg))
+
+    def readable(name: str, weight: Any) -> bool:
+        if name in vectors:
+            plain = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+            return plain and np.dtype(weight.dtype) in (np.float32, np.int32)
+        if name.startswith("experts."):
+            return isinstance(weight, Apart) and all(
+                isinstance(each, BlockedArray) for each in weight.matrices
+            )
+        return isinstance(weight.base if isinstance(weight, Adapted) else weight, BlockedArray)
+
+    layers = layers_of(params, cfg)
+    return all(all(readable(*each) for each in layer.items()) and _experts_agree(layer) for layer in layers)
 
 
 def layers_of(params: Params, cfg: ModelConfig) -> list[dict[str, Weight]]:

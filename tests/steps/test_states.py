@@ -1,5 +1,7 @@
-"""Verifying on models with state layers: the target's own answer, and the states of what was accepted."""
+"""Steps of models with state layers: trees give the target's own answer and states, which are updated in
+place."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,9 +11,15 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import new_cache
+from jaxllm.kv.states import states_bytes
 from jaxllm.models import decoder
+from jaxllm.models.layer_stack import by_address
 from jaxllm.sampling import Sampling, sampler_state
+from jaxllm.steps.model import decode_step
 from jaxllm.steps.trees import read_nodes, verify
+from tests.copied_bytes import copied_bytes
+from tests.elastic.models import in_blocks, scaled_params
+from tests.kernels.switching import needs_native
 from tests.quick_jit import jit
 from tests.speculation.test_tree import tree_of
 from tests.tiny import tiny_params
@@ -76,3 +84,27 @@ def test_a_part_of_a_tree_is_refused(case):
     tree, nodes = tree_of(PARENTS, [1] * 5, room=ROOM), jnp.arange(2, dtype=jnp.int32)
     with pytest.raises(ConfigError, match="one token after another, or a whole tree"):
         read_nodes(params, tree, nodes, jnp.int32(2), cache, cfg=cfg, dtype=DTYPE)
+
+
+# By kind, which layers have states (s) and which attend (a): in loops, and beside them.
+PATTERNS = {"short_conv": "ssassasasasas", "delta_rule": "sssasssasssa"}
+
+
+def deep(kind):
+    """A config of many layers, in the order of the models that people have."""
+    marked = tuple(each == "s" for each in PATTERNS[kind])
+    return dataclasses.replace(CONFIGS[kind], layers=len(marked), state_layers=marked, attention_windows=())
+
+
+@needs_native
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_token_copies_no_stack_of_states(kind, shipped_compilations):
+    cfg = deep(kind)
+    params = by_address(in_blocks(cfg, scaled_params(cfg), 8), cfg)
+    cache = new_cache(cfg, batch=1, tokens=64, dtype=jnp.float32)
+    sampler = sampler_state(Sampling(temperature=0), [], cfg.vocab_size, 0)
+    step = functools.partial(decode_step, cfg=cfg, dtype=jnp.float32)
+    decode = jax.jit(step, donate_argnums=(2, 3))
+    compiled = decode.lower(params, jnp.zeros(1, jnp.int32), cache, sampler).compile()
+    # What is copied is the sampler's.
+    assert copied_bytes(compiled) < states_bytes(cfg)
