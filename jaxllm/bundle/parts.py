@@ -1,7 +1,7 @@
 """Formats of the parts of a bundle: what later commands add to a model, as JSON facts and arrays.
 
 A part is declared once, as a `PartFormat`: its name, the words of its messages, and the function that makes
-its value from checked fields. Reading then refuses whatever is missing, malformed or unknown.
+its value from checked fields. A part with anything missing, malformed or unknown is refused.
 """
 
 import dataclasses
