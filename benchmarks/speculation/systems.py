@@ -44,9 +44,8 @@ from jaxllm.serving.runners.verdict import Verdict
 from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.drafters import make_drafter
 from jaxllm.serving.speculation.speculation import Speculation
-from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes, whole_budget
 from jaxllm.serving.weights.prefetch import Meanwhile
-from jaxllm.serving.weights.prefetch_plan import whole_budget
 from jaxllm.speculation.token_tree import LEAST
 from jaxllm.speculation.tree import TokenTree
 

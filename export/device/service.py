@@ -156,4 +156,5 @@ def _proposer(engine: Engine[ProgramModel]) -> TinyProposer | None:
         return None
     # Ready before they are timed.
     executor.prepare([each for each in executor.manifest.signatures if each.kind == "tiny_lm"])
-    return TinyProposer(tiny, TinyLmPrograms(executor), engine.levels)
+    programs = TinyLmPrograms(executor)
+    return TinyProposer(tiny, programs.lengths, programs.run, engine.levels)

@@ -20,10 +20,10 @@ from jaxllm.serving.engine.request import common_prefix
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.speculation.costs import running_mean
 from jaxllm.serving.speculation.drafter import Drafter, Growing, require_same_kind
 from jaxllm.serving.speculation.host_tree import grown, root_alone
-from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
-from jaxllm.serving.speculation.payoff import running_mean
+from jaxllm.serving.speculation.lookup import NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer import Tokenizer

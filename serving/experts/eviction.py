@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from jaxllm.experts.prediction import Policy, Residents
-from jaxllm.serving.experts.slot import Slot
-from jaxllm.serving.experts.store import PlaneKey
+from jaxllm.serving.experts.store import PlaneKey, Slot
 
 # Below every score of a policy.
 _LEAVES_FIRST = -1e18

@@ -5,8 +5,9 @@ chunk, or through stages of layers on two processors, all chunks together. Both 
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +15,14 @@ import numpy as np
 
 from jaxllm.int8_prefill.schedule import (
     Dispatcher,
+    Processor,
     Stage,
     Subgraph,
     Times,
+    natural_place,
+    placed_by_memory,
     prompt_subgraphs,
+    stage_operations,
     stages_of,
 )
 from jaxllm.int8_prefill.shadow import PRODUCTS, rooms
@@ -31,25 +36,84 @@ from jaxllm.serving.buckets.cache import StartBucket
 from jaxllm.serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from jaxllm.serving.buckets.parts import embedding_params, norm_params
 from jaxllm.serving.host.device import Device
-from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
-from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
-from jaxllm.serving.int8_prefill.modes import PrefillMode
-from jaxllm.serving.int8_prefill.prompt_pass import PromptPass
-from jaxllm.serving.int8_prefill.shared import Int8Shared
-from jaxllm.serving.int8_prefill.stage_bucket import (
+from jaxllm.serving.int8_prefill.buckets import (
     WITH_CACHE,
+    IntegerChunkBucket,
     IntegerStageBucket,
     device_name,
     known_to,
     shadow_products,
+    stage_bytes,
     stage_params,
     takes_addresses,
     without_blocks,
 )
-from jaxllm.serving.int8_prefill.subgraph_times import measured_times
+from jaxllm.serving.int8_prefill.modes import PrefillMode, PrefillModes
+from jaxllm.serving.int8_prefill.processors import TwoProcessors
+from jaxllm.serving.int8_prefill.prompt_pass import PromptPass
+from jaxllm.serving.int8_prefill.subgraph_times import (
+    ChunkPlanner,
+    SubgraphTimes,
+    chunk_plans,
+    measured_times,
+)
 from jaxllm.serving.runners.chunks import padded, placed_chunks, plan_chunks
 from jaxllm.serving.runners.runner import PrefillChunk, chunks_of
 from jaxllm.serving.weights.model_level import ModelLevel
+
+
+@dataclasses.dataclass
+class OutlierCounts:
+    """Counts of the work of shadows.
+
+    Attributes:
+      products: number of products with a shadow.
+      channels: total number of channels with outliers.
+      enlarged: number of products whose outliers did not fit the smallest compact tensor.
+    """
+
+    products: int = 0
+    channels: int = 0
+    enlarged: int = 0
+
+
+@dataclasses.dataclass
+class Int8Shared:
+    """The parts of integer prefill that all levels of a model share.
+
+    Attributes:
+      modes: the prefill mode of each prompt.
+      processors: processors of the stages; None for only this process's device.
+      placed: the processor of a stage of a layer.
+      measured: times of stages on two processors.
+      outliers: counts of shadows so far.
+    """
+
+    modes: PrefillModes
+    processors: TwoProcessors | None = None
+    placed: Callable[[int, Stage], Processor] = natural_place
+    measured: SubgraphTimes = dataclasses.field(
+        default_factory=functools.partial(SubgraphTimes, None, IntegerStageBucket)
+    )
+    outliers: OutlierCounts = dataclasses.field(default_factory=OutlierCounts)
+
+
+def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stage], Processor]:
+    """Assigns stages to two processors: to the integer one as many as fit into its memory.
+
+    Raises:
+      ConfigError: no stage fits.
+    """
+    options = whole.options
+    if not options.prefill.integer_bytes:
+        return natural_place
+    return placed_by_memory(
+        modes.calibration.shadowed,
+        lambda layer, stage: stage_bytes(whole.weights, layer, stage),
+        lambda layer, stage: stage_operations(whole.cfg, stage, options.chunk_tokens[-1]),
+        options.prefill.integer_bytes,
+    )
+
 
 _TIMED_RUNS = 3
 _Case = tuple[int, Stage, int, int]

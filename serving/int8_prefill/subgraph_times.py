@@ -17,11 +17,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
-from jaxllm.int8_prefill.schedule import PROCESSORS, Processor, Subgraph
-from jaxllm.serving.host.user_cache import make_private_folder, private_file
+from jaxllm.int8_prefill.schedule import PROCESSORS, Order, Processor, Stage, Subgraph, Times, simulate
+from jaxllm.kernels import native
+from jaxllm.serving.buckets.store import compiled_options, digest_of, environment_facts
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.user_cache import cache_folder, make_private_folder, private_file
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
+from jaxllm.serving.runners.chunks import plan_chunks
 
 _VERSION = 1
 _MAX_FILE_BYTES = 4 << 20
@@ -199,3 +204,95 @@ def _milliseconds(values: Iterable[Any]) -> list[float]:
     if not all(type(each) in (int, float) and math.isfinite(each) and each >= 0 for each in found):
         raise ValueError("a time is not a number of milliseconds")
     return [float(each) for each in found]
+
+
+# Lengths of a prompt's chunks.
+Plan = tuple[int, ...]
+
+
+def chunk_plans(tokens: int, lengths: Sequence[int]) -> list[Plan]:
+    """Ways to cut a prompt into chunks: the cheapest first, then the cheapest without the longest lengths."""
+    ascending = sorted(lengths)
+    plans = (tuple(plan_chunks(tokens, ascending[: count + 1])) for count in reversed(range(len(ascending))))
+    return list(dict.fromkeys(plans))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkPlanner:
+    """Plans the chunks of prompts on two processors.
+
+    Attributes:
+      lengths: lengths of chunks with buckets.
+      order: order of subgraphs.
+      measured: times of stages.
+      bucket_of: (layer, stage, tokens of a chunk, capacity of the cache) -> bucket.
+      subgraphs_of: number of chunks -> the prompt's subgraphs.
+      chosen: plans by tokens, position and capacity; cleared when times change.
+    """
+
+    lengths: tuple[int, ...]
+    order: Order
+    measured: SubgraphTimes
+    bucket_of: Callable[[int, Stage, int, int], StageKey]
+    subgraphs_of: Callable[[int], Sequence[Subgraph]]
+    chosen: dict[tuple[int, int, int], Plan] = dataclasses.field(default_factory=dict)
+
+    def plan(self, tokens: int, at: int, capacity: int) -> Plan:
+        """The chunks with the minimum simulated time for a prompt of `tokens` tokens after `at` others;
+        those of minimum cost if not all stages of all plans are timed."""
+        case = tokens, at, capacity
+        if case in self.chosen:
+            return self.chosen[case]
+        plans = chunk_plans(tokens, self.lengths)
+        if len(plans) == 1 or not self._timed({length for plan in plans for length in plan}, capacity):
+            return plans[0]
+
+        def makespan_ms(plan: Plan) -> float:
+            chunks = list(zip(plan, itertools.accumulate(plan, initial=at), strict=False))
+            return simulate(
+                self.subgraphs_of(len(plan)),
+                self.times(chunks, capacity),
+                self.order,
+                overhead_ms=self.measured.handover_ms,
+                shared=self.times(chunks, capacity, shared=True),
+            ).makespan_ms
+
+        self.chosen[case] = min(plans, key=makespan_ms)
+        return self.chosen[case]
+
+    def times(self, chunks: Sequence[tuple[int, int]], capacity: int, *, shared: bool = False) -> Times:
+        """A function for the measured times of subgraphs in milliseconds: with the other processor idle, or
+        busy
+        if `shared`; 1 for unmeasured ones. `chunks` are lengths and positions."""
+
+        def time_of(each: Subgraph) -> float:
+            length, at = chunks[each.chunk]
+            bucket = self.bucket_of(each.layer, each.stage, length, capacity)
+            if bucket not in self.measured:
+                return 1.0
+            known = self.measured[bucket]
+            empty, full = known.shared if shared else known.alone
+            # Attention is slower with more tokens before it.
+            return empty + (full - empty) * min(1.0, at / max(1, capacity - length))
+
+        return time_of
+
+    def _timed(self, lengths: set[int], capacity: int) -> bool:
+        return all(
+            self.bucket_of(each.layer, each.stage, length, capacity) in self.measured
+            for length in lengths
+            for each in self.subgraphs_of(1)
+        )
+
+
+def times_path(bundle: Bundle, options: EngineOptions) -> Path:
+    """Path of the times of a bundle's subgraphs on this machine with these resolved options."""
+    how = options.prefill
+    facts = [
+        bundle.fingerprint,
+        [native.kernels().name, native.threads()],
+        environment_facts(),
+        compiled_options(options),
+        [how.integer_device, how.integer_bytes],
+    ]
+    return cache_folder() / "profiles" / f"{digest_of(facts)[:32]}.subgraphs.json"

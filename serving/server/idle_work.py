@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import TypedDict
 
 from jaxllm.errors import JaxllmError
-from jaxllm.serving.elastic.engine_profile import profile_path
 from jaxllm.serving.elastic.profile import DeviceProfile, save_profile
-from jaxllm.serving.elastic.profiling import Measurement
+from jaxllm.serving.elastic.profiling import Measurement, profile_path
 from jaxllm.serving.server.service import LLMService
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.contexts.answer import ContextCall
 from jaxllm.serving.contexts.context import fork
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.elastic.known_profile import known_profile
 from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.profiling import known_profile
 from jaxllm.serving.elastic.safety_margin import SafetyMargin
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.ground.bundles import levels_of, open_model
@@ -38,7 +38,7 @@ from jaxllm.serving.server.job import ContextTurn
 from jaxllm.serving.server.limits import AppLimits, require_context
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
-from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 
 _log = logging.getLogger(__name__)
 

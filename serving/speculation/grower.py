@@ -1,21 +1,158 @@
 """Grows token trees with a resident model, and measures the time of its runs."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.kv.cache import KVCache
+from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.tree import DraftBucket, FollowBucket, PruneBucket
 from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.resident import ResidentRunner
-from jaxllm.serving.speculation.confidence import Confidence
+from jaxllm.serving.speculation.costs import SizeCost, running_mean
 from jaxllm.serving.speculation.drafter import Growing
-from jaxllm.serving.speculation.payoff import running_mean
-from jaxllm.serving.speculation.size_cost import SizeCost
-from jaxllm.serving.speculation.tree_growth import Nodes, TreeGrowth
-from jaxllm.speculation.tree import TokenTree
+from jaxllm.speculation.tree import Calibration, TokenTree, outcomes
 from jaxllm.steps.trees import DraftEnd
+
+# Temperatures that round to the same multiple of this share counts.
+_APART = 0.25
+
+
+def confidence_temperature(temperature: float, greedy: float) -> float:
+    """The temperature of a drafter's probabilities, before calibration.
+
+    Args:
+      temperature: temperature of the target's sampler.
+      greedy: temperature of probabilities for a greedy target: 1 leaves them unchanged, for any sampler;
+        less for a drafter that is underconfident because it is nearly the target.
+    """
+    return 1.0 if greedy == 1.0 else max(temperature, greedy)
+
+
+class Confidence:
+    """Calibrates the probabilities of one drafter, separately for each temperature of the sampler.
+
+    Args:
+      greedy_temperature: see `confidence_temperature`.
+      calibrated: whether it learns; else probabilities are the confidences.
+    """
+
+    def __init__(self, greedy_temperature: float = 1.0, *, calibrated: bool = True) -> None:
+        self._greedy, self._calibrated = greedy_temperature, calibrated
+        self.forget()
+
+    def forget(self) -> None:
+        """Resets the calibration."""
+        self._counts: dict[int, Calibration] = {}
+        self._sampler, self.temperature = 0, confidence_temperature(0.0, self._greedy)
+        self.shifts = Calibration.fresh().shifts()
+
+    def use(self, temperature: float) -> None:
+        """Goes on with a sampler's temperature: sets `temperature` and `shifts` for the next draft."""
+        self.temperature = confidence_temperature(temperature, self._greedy)
+        sampler = round(temperature / _APART) + bool(temperature > 0)
+        if sampler != self._sampler:
+            self._sampler = sampler
+            self.shifts = self._counts.get(sampler, Calibration.fresh()).shifts()
+
+    def learn(self, tree: TokenTree, path: Sequence[int], token: int) -> None:
+        """Learns from a verification of a tree that was drafted since the last `use` (see `outcomes`)."""
+        if self._calibrated:
+            counts = self._counts.get(self._sampler, Calibration.fresh())
+            self._counts[self._sampler] = counts = counts.after(*outcomes(tree, path, token))
+            self.shifts = counts.shifts()
+
+
+Nodes = jax.Array | np.ndarray
+
+
+class TreeGrowth:
+    """Runs the steps of one drafter's trees.
+
+    Attributes:
+      runner: runner of the drafter's model.
+      shape: shape of its trees.
+    """
+
+    def __init__(self, runner: ResidentRunner, shape: TreeShape) -> None:
+        self.runner, self.shape = runner, shape
+
+    def buckets(self, caches: Sequence[int] | None = None) -> list[Bucket]:
+        """The buckets that draft in caches of the lengths `caches`, or of all lengths."""
+        runner = self.runner
+        buckets = runner.all_buckets() if caches is None else runner.answer_buckets(caches)
+        for cache in caches or runner.options.cache_tokens:
+            buckets += [self._draft_bucket(cache), self._follow_bucket(cache), self._prune_bucket(cache)]
+        return buckets
+
+    def growing_buckets(self, caches: Sequence[int]) -> list[Bucket]:
+        """The buckets that grow token trees in caches of these lengths, which are filled by others."""
+        return [self._draft_bucket(cache) for cache in caches]
+
+    def draft(
+        self, tree: TokenTree, fed: Nodes, cache: KVCache, end: DraftEnd
+    ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
+        """Grows a token tree after the sequence in the cache (see `steps.drafting.draft`).
+
+        Args:
+          tree: token tree; donated.
+          fed: `[M]` bool, nodes whose keys and values the cache has; donated.
+          cache: cache; donated.
+          end: end of drafting.
+
+        Returns:
+          The tree, `fed`, the cache, and the number of runs, int32 scalar.
+        """
+        compiled = self.runner.buckets.get(self._draft_bucket(cache.capacity_tokens))
+        return compiled(self.runner.model.params, tree, fed, cache, end)
+
+    def follow(
+        self, tree: TokenTree, fed: Nodes, cache: KVCache, *, path: Sequence[int], token: int
+    ) -> tuple[TokenTree, jax.Array, KVCache, int]:
+        """Moves cache and tree to the end of the accepted path (see `steps.trees.follow`).
+
+        Args:
+          tree, fed: see `draft`; not donated.
+          cache: cache; donated.
+          path: accepted nodes.
+          token: the target's token after them.
+
+        Returns:
+          The tree, `fed`, the cache, and the number of the path's last nodes that it lacks.
+        """
+        nodes = np.full(self.shape.room, path[-1], np.int32)
+        nodes[: len(path)] = path
+        compiled = self.runner.buckets.get(self._follow_bucket(cache.capacity_tokens))
+        cache, tree, fed, missing = compiled(cache, tree, fed, nodes, np.int32(len(path)), np.int32(token))
+        return tree, fed, cache, int(missing)  # pyright: ignore[reportReturnType]: of the device
+
+    def prune(
+        self, tree: TokenTree, fed: Nodes, cache: KVCache, most: int
+    ) -> tuple[TokenTree, jax.Array, KVCache, np.ndarray]:
+        """Keeps the `most` most confident nodes of a tree of `draft` (see `steps.trees.prune`); the cache is
+        donated. Returns the tree, `fed`, the cache, and each node's new index, -1 if it was dropped."""
+        compiled = self.runner.buckets.get(self._prune_bucket(cache.capacity_tokens))
+        cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
+        return left, fed_then, cache, np.asarray(places)
+
+    def _prune_bucket(self, cache: int) -> PruneBucket:
+        return PruneBucket(nodes=self.shape.room, cache_tokens=cache, level=self.runner.model.bucket_level)
+
+    def _draft_bucket(self, cache: int) -> DraftBucket:
+        return DraftBucket(
+            nodes=self.shape.room,
+            cache_tokens=cache,
+            growth=self.shape.growth,
+            level=self.runner.model.bucket_level,
+        )
+
+    def _follow_bucket(self, cache: int) -> FollowBucket:
+        return FollowBucket(nodes=self.shape.room, cache_tokens=cache, level=self.runner.model.bucket_level)
+
 
 # Maximum ratio of the time of a run during weight reads to that of a run before.
 _MOST_TIMES = 3.0

@@ -18,12 +18,10 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.runners.runner import prefill_prompt
-from jaxllm.serving.speculation.confidence import Confidence
 from jaxllm.serving.speculation.drafter import DrafterMemory, Growing, Target, require_same_kind
-from jaxllm.serving.speculation.grower import Grower, GrowingDrafter
+from jaxllm.serving.speculation.grower import Confidence, Grower, GrowingDrafter
 from jaxllm.serving.speculation.host_tree import on_host, root_alone
-from jaxllm.serving.speculation.shared_rows import has_own_rows, with_rows
-from jaxllm.serving.weights.footprint import cache_bytes, draft_options
+from jaxllm.serving.weights.memory_plan import cache_bytes, draft_options
 from jaxllm.speculation.tree import TokenTree
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
@@ -77,7 +75,7 @@ class ModelDrafter(GrowingDrafter):
           runner: runner of the model.
           options: options of speculation.
           own: provider of the model's weights; None for weights of the target.
-          greedy_temperature: see `jaxllm.serving.speculation.confidence.confidence_temperature`.
+          greedy_temperature: see `jaxllm.serving.speculation.grower.confidence_temperature`.
           takes_rows: whether it continues from the target's keys and values, if its weights are the
             target's at fewer bits, instead of feeding the tokens itself.
         """
@@ -260,3 +258,44 @@ class ModelDrafter(GrowingDrafter):
 
     def _forget(self) -> None:
         self._cached, self._cache, self._tree = [], None, None
+
+
+def has_own_rows(cache: KVCache) -> bool:
+    """Whether a cache has rows of all its tokens, and nothing else of them: no coded chunks and no states."""
+    return cache.coded is None and cache.states is None
+
+
+def with_rows(cache: KVCache, other: KVCache, tokens: int) -> KVCache:
+    """A cache with the keys and values of the first tokens of another one, of the same model.
+
+    Args:
+      cache: cache to overwrite.
+      other: source cache, with its layers in stacks or separate like those of `cache`, of any capacity.
+      tokens: number of tokens; both caches have room for them.
+    """
+
+    def filled(empty: tuple[jax.Array, ...], layers: list[np.ndarray]) -> tuple[jax.Array, ...]:
+        stacks = [np.zeros(each.shape, each.dtype) for each in empty]
+        for layer, rows in enumerate(layers):
+            if cache.places is None:
+                own = stacks[layer]
+            else:
+                stack, slot = cache.places[layer]
+                own = stacks[stack][slot]
+            own[..., :tokens, :] = rows[..., :tokens, :]
+        return tuple(map(jax.device_put, stacks))
+
+    return dataclasses.replace(
+        cache,
+        keys=filled(cache.keys, _by_layer(other, other.keys)),
+        values=filled(cache.values, _by_layer(other, other.values)),
+        length=np.int32(tokens),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _by_layer(cache: KVCache, rows: tuple[jax.Array, ...]) -> list[np.ndarray]:
+    """The keys or the values `[B, K, S, H]` of each layer, without a copy on a CPU."""
+    stacks = [np.asarray(each) for each in rows]
+    if cache.places is None:
+        return stacks
+    return [stacks[stack][slot] for stack, slot in cache.places]

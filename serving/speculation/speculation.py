@@ -16,11 +16,10 @@ from jaxllm.serving.engine.decoding import Decoding, Drafts
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner
 from jaxllm.serving.runners.verdict import Verdict
+from jaxllm.serving.speculation.costs import Payoff, SizeCost, running_mean
 from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
-from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
-from jaxllm.serving.speculation.payoff import Payoff, running_mean
-from jaxllm.serving.speculation.size_cost import SizeCost
+from jaxllm.serving.speculation.lookup import LookupDrafter
 from jaxllm.speculation.token_tree import LEAST, MOST, Fallback, PassTimes, TokenTree, verified_nodes, worth
 
 

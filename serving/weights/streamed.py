@@ -23,12 +23,11 @@ from jaxllm.serving.host.direct_io import PieceReader, Storage
 from jaxllm.serving.host.progress import Progress, loading
 from jaxllm.serving.weights.embedding import EmbeddingRows, read_array
 from jaxllm.serving.weights.first_read import FirstRead
-from jaxllm.serving.weights.level_memory import ResidentPart, piece_weights
+from jaxllm.serving.weights.memory_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.serving.weights.passes import Passes
-from jaxllm.serving.weights.pieces import LayerPiece, encoder_pieces, head_pieces, layer_pieces
+from jaxllm.serving.weights.pieces import LayerPiece, Passes, encoder_pieces, head_pieces, layer_pieces
 from jaxllm.serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from jaxllm.serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
+from jaxllm.serving.weights.resident_parts import ResidentPart, piece_weights
 
 # Size limit of cached rows of the embedding, and their maximum share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02

@@ -6,9 +6,8 @@ import pytest
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, ObjectiveMissed
 from jaxllm.serving.elastic.objectives import EnergyBudget, Latency
-from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.planner import Planner, Proposal
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.elastic.safety_margin import SafetyMargin
 from jaxllm.serving.ground.plan import Cost
 from tests.tiny_tlm import word_prompt

@@ -11,11 +11,11 @@ from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.serving.buckets.prefill import PrefillBucket
 from jaxllm.serving.elastic import profiling
-from jaxllm.serving.elastic.prefill_times import choose_prefill
 from jaxllm.serving.elastic.profile import DeviceProfile, load_profile
+from jaxllm.serving.elastic.profiling import choose_prefill
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
+from jaxllm.serving.int8_prefill.buckets import IntegerChunkBucket
 from jaxllm.serving.runners.runner import prefill_in_chunks, prefill_prompt
 from jaxllm.serving.server.service import LLMService
 from tests.tiny import TINY, WINDOW_TOKENS

@@ -20,8 +20,8 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.buckets.prefill import PrefillBucket
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.int8_prefill.choice import chosen_prefill
-from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
+from jaxllm.serving.int8_prefill.buckets import IntegerChunkBucket
+from jaxllm.serving.int8_prefill.modes import chosen_prefill
 from jaxllm.serving.runners.runner import prefill_prompt
 from tests.int8_prefill.calibrated import calibrated, outlying, stored
 from tests.models.test_lora import random_adapter

@@ -11,12 +11,10 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeSh
 from jaxllm.serving.runners.runner import BatchRow
 from jaxllm.serving.runners.verdict import Verdict
 from jaxllm.serving.speculation import grower as grower_module
-from jaxllm.serving.speculation.confidence import Confidence
 from jaxllm.serving.speculation.drafter import Growing
-from jaxllm.serving.speculation.grower import Grower
+from jaxllm.serving.speculation.grower import Confidence, Grower
 from jaxllm.serving.speculation.host_tree import grown, matching_tokens, root_alone, united
-from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
-from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.speculation.lookup import LookupDrafter, NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
 
 LEARNED = SpeculationOptions(drafter="ngram", fallback="learned", alpha=0.01, lookup=False)

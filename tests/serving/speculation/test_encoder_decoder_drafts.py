@@ -13,7 +13,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.speculation.drafter import Growing
-from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.speculation.lookup import NgramDrafter
 from tests import tiny, tiny_encdec
 from tests.serving.speculation.test_speculative import sharp
 

@@ -11,7 +11,7 @@ from jaxllm.experts.routing import Routing
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
-from jaxllm.serving.weights.footprint import activation_bytes, outputs_bytes
+from jaxllm.serving.weights.memory_plan import activation_bytes, outputs_bytes
 from jaxllm.speculation.tree import new_tree
 from jaxllm.steps.trees import settle
 from tests.tiny import TINY

@@ -8,9 +8,9 @@ import pytest
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
+from jaxllm.serving.weights.memory_plan import MemoryBudget, plan_memory
 from jaxllm.serving.weights.pieces import LayerPiece, Range
 from jaxllm.serving.weights.prefetch import WeightStream
-from jaxllm.serving.weights.prefetch_plan import MemoryBudget, plan_memory
 
 LAYERS, SIZE = 4, 8 * PAGE
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
@@ -13,14 +14,23 @@ from jaxllm.elastic.ladder import part_of_sub_model
 from jaxllm.int8_prefill import subgraphs
 from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, Stage
 from jaxllm.int8_prefill.shadow import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, FloatRows, product_sizes
-from jaxllm.int8_prefill.subgraphs import LayerCalibration
+from jaxllm.int8_prefill.subgraphs import LayerCalibration, calibration_arrays
 from jaxllm.kernels.native_call import PARAMETER
-from jaxllm.models.layer_stack import STACK, LayerStack
+from jaxllm.models.layer_stack import STACK, LayerStack, by_address
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, from_blocks
-from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
+from jaxllm.serving.buckets.bucket import (
+    SCALAR,
+    Bucket,
+    ModelShapes,
+    Placement,
+    ids,
+    position_shapes,
+    shapes_of,
+)
 from jaxllm.serving.buckets.parts import layer_params, layer_shapes
 from jaxllm.serving.host.device import Device
+from jaxllm.steps.integer import prefill_integer_chunk
 
 # Indices in `PRODUCTS` of the products whose shadow a stage computes: always, or if its layer has a shadow.
 _SHADOWS: Mapping[Stage, tuple[int, ...]] = {
@@ -219,3 +229,35 @@ def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCa
 
 def _zeros(leaf: Any) -> np.ndarray:
     return np.zeros(leaf.shape, leaf.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntegerChunkBucket(Bucket):
+    """Prefills one chunk of a prompt in integers (see `steps.integer.prefill_integer_chunk`).
+
+    Attributes:
+      tokens: length of the chunk, padding included.
+      cache_tokens: length of the cache.
+      shadowed: per layer, whether it has a shadow.
+      float_rows: number of channels with float rows of a layer with a shadow.
+    """
+
+    tokens: int
+    cache_tokens: int
+    shadowed: tuple[bool, ...]
+    float_rows: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, row, valid, last, cache) -> logits, counts of outliers, cache."""
+        row, flag = ids(1, self.tokens), jax.ShapeDtypeStruct((), jnp.bool_)
+        beside = [
+            shapes_of(calibration_arrays(self._calibration(model, layer)))
+            for layer in range(model.cfg.layers)
+        ]
+        params: Any = by_address(model.weights, model.cfg.whole, beside)
+        step = model.jitted(prefill_integer_chunk, 4)
+        return step.lower(params, row, SCALAR, flag, model.cache(self.cache_tokens))
+
+    def _calibration(self, model: ModelShapes, layer: int) -> LayerCalibration:
+        every = calibration_shapes(model.cfg.whole, layer, self.float_rows)
+        return every if self.shadowed[layer] else LayerCalibration(every.steps)
