@@ -339,44 +339,20 @@ def nearness(layers: np.ndarray, at: int, total: int) -> np.ndarray:
     return (total - layers + at) % total
 
 
-def frequency_nearness(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """EdgeMoE's policy: frequency times nearness; of equally near experts the least visited is evicted."""
-    del now
-    # Orders the experts of the current layer, whose nearness is 0.
-    least = 1e-6 * those.frequency
-    return those.frequency * nearness(those.layers, at, total) + least
-
-
-def first_in_first_out(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """FIFO: evicts the expert loaded first."""
-    del at, total, now
-    return those.loaded.astype(np.float64)
-
-
-def least_recently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LRU: evicts the least recently used expert."""
-    del at, total, now
-    return those.used.astype(np.float64)
-
-
-def least_frequently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LFU: evicts the expert with the fewest visits; of equals the least recently used one."""
-    del at, total, now
-    return those.frequency + 1e-9 * those.used
-
-
-def least_frequently_recently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LFRU: frequency divided by the time since the last visit."""
-    del at, total
-    return those.frequency / (1 + now - those.used)
-
-
 POLICIES: dict[str, Policy] = {
-    "frequency-nearness": frequency_nearness,
-    "fifo": first_in_first_out,
-    "lru": least_recently_used,
-    "lfu": least_frequently_used,
-    "lfru": least_frequently_recently_used,
+    # EdgeMoE's. The second term orders the experts of the current layer, whose nearness is 0: of equally near
+    # experts the least visited is evicted.
+    "frequency-nearness": lambda those, at, total, now: (
+        those.frequency * nearness(those.layers, at, total) + 1e-6 * those.frequency
+    ),
+    # The expert loaded first.
+    "fifo": lambda those, at, total, now: those.loaded.astype(np.float64),
+    # The least recently used expert.
+    "lru": lambda those, at, total, now: those.used.astype(np.float64),
+    # The expert with the fewest visits; of equals the least recently used one.
+    "lfu": lambda those, at, total, now: those.frequency + 1e-9 * those.used,
+    # By frequency divided by the time since the last visit.
+    "lfru": lambda those, at, total, now: those.frequency / (1 + now - those.used),
 }
 
 

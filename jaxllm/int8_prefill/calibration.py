@@ -124,7 +124,6 @@ def channel_tops(
     an activation is NaN."""
 
     def look(layer: int, product: int, x: jax.Array) -> jax.Array:
-        del layer, product
         return jnp.max(jnp.abs(x), axis=0)
 
     return observed(params, tokens, look, cfg=cfg, rule=rule)

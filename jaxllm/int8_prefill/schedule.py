@@ -149,7 +149,6 @@ def prompt_subgraphs(
 
 def natural_place(layer: int, stage: Stage) -> Processor:
     """Integer stages on the integer processor, the others on the float one."""
-    del layer
     return "integer" if stage in INTEGER_STAGES else "float"
 
 

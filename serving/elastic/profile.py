@@ -230,9 +230,11 @@ class DeviceProfile:
         """
         try:
             energy, prefill = data.get("energy"), data.get("prefill")
+            names = ("levels", "tokens", "chunk_tokens")
+            fields: dict[str, Any] = {name: tuple(data[name]) for name in names}
+            fields |= {name: tuple(map(tuple, data[name])) for name in ("ttft_ms", "tpot_ms")}
             return cls(
-                **{name: tuple(data[name]) for name in ("levels", "tokens", "chunk_tokens")},
-                **{name: tuple(map(tuple, data[name])) for name in ("ttft_ms", "tpot_ms")},
+                **fields,
                 energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
                 prefill=None
                 if prefill is None

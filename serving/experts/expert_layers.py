@@ -199,7 +199,6 @@ class ExpertLayers:
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
         """See `LayerSource`; `meanwhile` is never called: waits for experts are too short."""
-        del meanwhile
         self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
         outputs = [self.embed(tokens, at) for tokens, at in chunks]
         mass = cache.mass

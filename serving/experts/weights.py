@@ -151,7 +151,6 @@ class ExpertWeights:
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
         """The weight of the head."""
-        del number, meanwhile
         yield self._hot[head_name(self._bundle.cfg)]
 
     def expect(self, tokens: np.ndarray) -> None:

@@ -11,10 +11,9 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import part_of_sub_model
-from jaxllm.int8_prefill import subgraphs
 from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, Stage
 from jaxllm.int8_prefill.shadow import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, FloatRows, product_sizes
-from jaxllm.int8_prefill.subgraphs import LayerCalibration, calibration_arrays
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, Projected, calibration_arrays
 from jaxllm.kernels.native_call import PARAMETER
 from jaxllm.models.layer_stack import STACK, LayerStack, by_address
 from jaxllm.models.parameters import Params
@@ -73,7 +72,7 @@ class IntegerStageBucket(Bucket):
     own_cores: bool = False
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(stage's params, its calibration, operands...) -> see `subgraphs`."""
+        """(stage's params, its calibration, operands...) -> see `IntegerLayer`."""
         known_by = model.params if takes_addresses(self.stage, model.cfg) else model.weights
         weights = _of_stage(layer_shapes(known_by, self.layer), self.layer, self.stage)
         if not self.blocks:
@@ -81,17 +80,18 @@ class IntegerStageBucket(Bucket):
         # A bucket of all levels has the units of the whole model.
         counted = isinstance(model.params.get(STACK), LayerStack)
         own = model.cfg.whole if counted else model.cfg
-        step = _STEPS[self.stage]
 
-        def run(params: Params, *rest: Any) -> Any:
-            return step.run(part_of_sub_model(params, model.cfg), *rest, cfg=model.cfg, layer=self.layer)
+        def run(params: Params, calibration: LayerCalibration, *operands: Any) -> Any:
+            layer = IntegerLayer(part_of_sub_model(params, model.cfg), calibration, model.cfg, self.layer)
+            return getattr(layer, self.stage)(*operands)
 
         every = calibration_shapes(own, self.layer, self.float_rows)
         known = shapes_of(known_to(every, self.stage, shadowed=self.shadowed))
-        operands = step.operands(_Operands(self, dataclasses.replace(model, cfg=own)))
+        operands = _OPERANDS[self.stage](_Shapes(self, dataclasses.replace(model, cfg=own)))
+        donated = (4, 5) if self.stage in WITH_CACHE else ()
         where = self.placement
         with contextlib.nullcontext() if where is None else jax.default_device(where.device):
-            return jax.jit(run, donate_argnums=step.donated).lower(weights, known, *operands)
+            return jax.jit(run, donate_argnums=donated).lower(weights, known, *operands)
 
     @property
     def placement(self) -> Placement | None:
@@ -164,7 +164,7 @@ def device_named(name: str) -> Device:
     return jax.devices(platform)[int(number)]
 
 
-class _Operands:
+class _Shapes:
     """Shapes of the arrays that the stages of one layer exchange."""
 
     def __init__(self, bucket: IntegerStageBucket, model: ModelShapes) -> None:
@@ -178,7 +178,7 @@ class _Operands:
         self.x = floats(cfg.hidden_size)
         self.out = floats(heads, cfg.group * size)
         projected: list[Any] = [self.out, floats(heads, size), floats(heads, size)]
-        self.projected = subgraphs.Projected(projected, projected if bucket.shadowed else None)
+        self.projected = Projected(projected, projected if bucket.shadowed else None)
         self.hidden = floats(units.neurons)
         self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
         self.at = position_shapes(tokens)
@@ -186,31 +186,17 @@ class _Operands:
         self.mass = model.cache(bucket.cache_tokens).mass
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """The function of a stage.
-
-    Attributes:
-      run: function of the stage's params, its calibration, and operands.
-      operands: shapes of the operands.
-      donated: indices of donated arguments.
-    """
-
-    run: Callable[..., Any]
-    operands: Callable[[_Operands], tuple[Any, ...]]
-    donated: tuple[int, ...] = ()
-
-
-_STEPS: Mapping[Stage, _Step] = {
-    "project": _Step(subgraphs.project, lambda of: (of.x,)),
-    "project_shadow": _Step(subgraphs.project_shadow, lambda of: (of.x,)),
-    "attend": _Step(subgraphs.attend, lambda of: (of.projected, of.at, of.past, of.mass), donated=(4, 5)),
-    "finish": _Step(subgraphs.finish, lambda of: (of.x, of.out)),
-    "widen": _Step(subgraphs.widen, lambda of: (of.x, of.out, of.x)),
-    "widen_shadow": _Step(subgraphs.widen_shadow, lambda of: (of.x,)),
-    "narrow": _Step(subgraphs.narrow, lambda of: (of.x, of.products, of.products)),
-    "narrow_shadow": _Step(subgraphs.narrow_shadow, lambda of: (of.x, of.x, of.hidden)),
-    "layer": _Step(subgraphs.pass_layer, lambda of: (of.x, of.at, of.past, of.mass), donated=(4, 5)),
+# Shapes of the operands of each stage (see `IntegerLayer`).
+_OPERANDS: Mapping[Stage, Callable[[_Shapes], tuple[Any, ...]]] = {
+    "project": lambda of: (of.x,),
+    "project_shadow": lambda of: (of.x,),
+    "attend": lambda of: (of.projected, of.at, of.past, of.mass),
+    "finish": lambda of: (of.x, of.out),
+    "widen": lambda of: (of.x, of.out, of.x),
+    "widen_shadow": lambda of: (of.x,),
+    "narrow": lambda of: (of.x, of.products, of.products),
+    "narrow_shadow": lambda of: (of.x, of.x, of.hidden),
+    "layer": lambda of: (of.x, of.at, of.past, of.mass),
 }
 
 

@@ -80,7 +80,6 @@ class PromptPass:
             self.counts.append((each, count))
 
     def _layer(self, each: Subgraph, at: dict[str, Any]) -> None:
-        del at
         operands = self.x[each.chunk], self.chunks[each.chunk], self._cache.past(each.layer), self._cache.mass
         self.x[each.chunk], past, mass, count = self._run(each, *operands)
         self._keep(each.layer, past, mass)

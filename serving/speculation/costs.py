@@ -1,9 +1,10 @@
-"""Measures whether drafting is faster: the time per token with drafts and without, while answering.
+"""Measures the times of drafting, and whether it is faster: the time per token with drafts and without.
 
 An answer begins with drafts; after some passes a few tokens are decoded without, and the faster way is
 used. The other way is retried later, because texts and machines change.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,23 @@ _NEW_SHARE = 0.25
 # without drafts after a negative decision, doubled each time.
 _PATIENT_PASSES, _TRIED_TOKENS, _TRIED_MS = 3, 4, 40.0
 _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
+
+
+@dataclasses.dataclass
+class DraftTimes:
+    """Measured times of a drafter; zeros if negligible.
+
+    Attributes:
+      run_s: time of a run in `Drafter.grow`, without its branches.
+      branch_s: time per branch of a run.
+      step_s: time of a `Drafter.step`.
+      steps: number of runs and steps so far.
+    """
+
+    run_s: float = 0.0
+    branch_s: float = 0.0
+    step_s: float = 0.0
+    steps: int = 0
 
 
 class Payoff:

@@ -24,26 +24,30 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.speculation.drafter import Drafter, Growing, Target
-from jaxllm.serving.speculation.grower import Confidence, Grower, GrowingDrafter
+from jaxllm.serving.speculation.grower import Confidence, Grower
 from jaxllm.serving.speculation.host_tree import on_host, root_alone
-from jaxllm.serving.speculation.lookup import ngram_drafter
+from jaxllm.serving.speculation.lookup import NgramDrafter
 from jaxllm.serving.speculation.model_drafter import ModelDrafter, model_drafter
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.resident_parts import require_nested
 from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.tree import TokenTree
 
+Making = Callable[[Target, SpeculationOptions, Progress | None], Drafter]
+# The temperature at which the high plane's probabilities match the acceptance by a greedy target, measured on
+# the packaged models.
+_GREEDY_TEMPERATURE = 0.25
+
 
 def level_drafter(
     target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> ModelDrafter:
-    """Makes a drafter of one of the target's levels.
+    """Makes a drafter of one of the target's levels: no other model, and less of each layer is read.
 
     Raises:
       ConfigError: the target does not serve the level, or its weights are streamed in a format of which no
         level can be resident.
     """
-    del progress
     if target.streamed is None:
         return ModelDrafter(target.resident_runner(options.level), options)
     runner, streamed = target.runner(options.level), target.streamed
@@ -53,19 +57,18 @@ def level_drafter(
             f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
             "native kernels; draft with a model of its own, or with ngram"
         )
-    return ModelDrafter(streamed_drafting_runner(target, options.level, streamed), options)
+    return ModelDrafter(_streamed_runner(target, options.level, streamed), options)
 
 
-def streamed_drafting_runner(target: Target, level: int, streamed: StreamedWeights) -> ResidentRunner:
+def _streamed_runner(target: Target, level: int, streamed: StreamedWeights) -> ResidentRunner:
     """A runner of a level with the weights that stay resident while the target's are streamed."""
     staying = streamed.part_weights()
-    whole = target.runner(WHOLE)
-    return drafting_runner(
-        target.runner(level), whole, lambda weights: with_weights(weights, staying), target.options
+    return _drafting_runner(
+        target.runner(level), target.runner(WHOLE), lambda own: with_weights(own, staying), target.options
     )
 
 
-def drafting_runner(
+def _drafting_runner(
     part: LevelRunner, whole: LevelRunner, weights_of: Callable[[Params], Params], options: EngineOptions
 ) -> ResidentRunner:
     """A runner of a level with drafting weights and its own buckets. It supports no sources.
@@ -88,11 +91,6 @@ def drafting_runner(
     return ResidentRunner(own, buckets)
 
 
-# The temperature at which the high plane's probabilities match the acceptance by a greedy target, measured on
-# the packaged models.
-_GREEDY_TEMPERATURE = 0.25
-
-
 def nested_drafter(
     target: Target, options: SpeculationOptions, progress: Progress | None = None
 ) -> "NestedDrafter | ModelDrafter":
@@ -104,7 +102,6 @@ def nested_drafter(
     Raises:
       ConfigError: the target's weights are not nested, or it does not serve the level.
     """
-    del progress
     require_room(target.bundle.cfg, "drafter")
     require_nested(target.bundle)
     drafting, streamed = options.level or WHOLE, target.streamed
@@ -114,11 +111,11 @@ def nested_drafter(
         source, whole = target.resident_runner(drafting), target.resident_runner(WHOLE)
         if source.model.bucket_level == WHOLE:
             return NestedDrafter(source, whole, options)
-        runner = drafting_runner(source, whole, high_planes, _drafting_options(source, options))
+        runner = _drafting_runner(source, whole, high_planes, _drafting_options(source, options))
         return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
     if not isinstance(streamed, StreamedWeights):
         raise ConfigError("the high planes of experts that are stored apart cannot draft; draft with a model")
-    runner, whole = streamed_drafting_runner(target, drafting, streamed), drafting == WHOLE
+    runner, whole = _streamed_runner(target, drafting, streamed), drafting == WHOLE
     return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE, takes_rows=whole)
 
 
@@ -130,42 +127,44 @@ def high_planes_runner(target: Target) -> ResidentRunner:
     """
     require_nested(target.bundle)
     source = target.resident_runner(WHOLE)
-    return drafting_runner(source, source, high_planes, source.options)
+    return _drafting_runner(source, source, high_planes, source.options)
 
 
-class NestedDrafter(GrowingDrafter):
-    """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`)."""
+class NestedDrafter:
+    """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`).
+
+    Drafting reads half of the target's bytes. The drafter writes the rows of its tree after the sequence in
+    the target's cache, where verification then overwrites them: so all rows before a tree are the target's,
+    and no prompt is read twice.
+    """
 
     memory = None
 
     def __init__(self, source: ResidentRunner, whole: ResidentRunner, options: SpeculationOptions) -> None:
-        """Makes the drafter.
-
-        Args:
-          source: runner of the level whose high planes draft.
-          whole: runner of the whole model.
-          options: options of speculation.
-        """
+        """`source` is the runner of the level whose high planes draft, `whole` that of the whole model."""
         self._shape: TreeShape = options.trees
         self._source, self._version = source, source.weights_version
-        self._runner = drafting_runner(source, whole, high_planes, _drafting_options(source, options))
+        self._runner = _drafting_runner(source, whole, high_planes, _drafting_options(source, options))
         self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
         self._grower = Grower(self._runner, options.trees, self._confidence)
+        self.times = self._grower.times
         self._tree = root_alone(0, options.trees.room)
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`. Runs every bucket once."""
         longest = self._runner.options.cache_tokens
         caches = longest if tokens is None else (self._runner.cache_for(tokens),)
-        self._runner.fill(self._grower.trees.growing_buckets(caches), progress)
+        self._runner.fill(self._grower.growing_buckets(caches), progress)
 
     def read(self, source: tuple[int, ...]) -> None:
         """Nothing: the target's cache has the source."""
-        del source
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
-        self._follow_swaps()
+        if self._version != self._source.weights_version:
+            # The target's weights have changed, for example by an adapter.
+            self._runner.model.swap(high_planes(self._source.model.weights))
+            self._version = self._source.weights_version
         self._confidence.use(growing.temperature)
         self._tree = root_alone(root, self._shape.room)
         room = min(growing.most, cache.capacity_tokens - len(sequence), self._shape.room)
@@ -187,23 +186,20 @@ class NestedDrafter(GrowingDrafter):
         """Learns from the path only: verification has written the accepted tokens' rows."""
         self._confidence.learn(self._tree, path, token)
 
-    def _follow_swaps(self) -> None:
-        """Updates to the target's current weights, such as an adapter's."""
-        if self._version != self._source.weights_version:
-            self._runner.model.swap(high_planes(self._source.model.weights))
-            self._version = self._source.weights_version
-
 
 def _drafting_options(source: ResidentRunner, options: SpeculationOptions) -> EngineOptions:
     # Attention mass is counted for the target, not for drafts.
     return dataclasses.replace(source.options, trees=options.trees, kv_codec="")
 
 
-Making = Callable[[Target, SpeculationOptions, Progress | None], Drafter]
-
 DRAFTERS: Registry[Making] = Registry(
     "jaxllm.drafters",
-    {"model": model_drafter, "ngram": ngram_drafter, "level": level_drafter, "nested": nested_drafter},
+    {
+        "model": model_drafter,
+        "ngram": lambda target, options, progress: NgramDrafter(options.trees),
+        "level": level_drafter,
+        "nested": nested_drafter,
+    },
 )
 
 

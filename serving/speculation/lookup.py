@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.speculation.drafter import Drafter, DrafterMemory, Growing, Target
+from jaxllm.serving.speculation.costs import DraftTimes
+from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.host_tree import grown, root_alone, united
 from jaxllm.speculation.token_tree import TokenTree
 
@@ -23,30 +24,19 @@ _NEW_SHARE = 0.2
 _END = -1
 
 
-def ngram_drafter(
-    target: Target, options: SpeculationOptions, progress: Progress | None = None
-) -> "NgramDrafter":
-    """A drafter without a model."""
-    del target, progress
-    return NgramDrafter(options.trees)
-
-
 class NgramDrafter:
     """Grows trees of earlier continuations in the text (see `Drafter`)."""
 
     memory = None
 
     def __init__(self, shape: TreeShape) -> None:
-        self.run_s = self.branch_s = self.step_s = 0.0
-        self.steps = 0
-        self._shape = shape
+        self.times, self._shape = DraftTimes(), shape
         self._rates: dict[int, float] = dict.fromkeys(_LENGTHS, _FIRST_RATE)
         self._length, self._tree = 0, root_alone(0, shape.room)
         self._source: tuple[int, ...] = ()
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """Compiles nothing."""
-        del progress, tokens
 
     def read(self, source: tuple[int, ...]) -> None:
         """See `Drafter`; the source is looked up, too."""
@@ -54,15 +44,13 @@ class NgramDrafter:
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
-        return self._grown(sequence, root, growing), cache
-
-    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         text = np.array([*self._source, *sequence, root], np.int64)
         tree, most = root_alone(root, self._shape.room), min(growing.most, self._shape.room)
         self._length = next((each for each in _LENGTHS if _ends(text, each)[:1]), 0)
-        self._tree, self.steps = tree, self.steps + 1
+        self._tree = tree
+        self.times.steps += 1
         if not self._length:
-            return tree
+            return tree, cache
         rate, children = self._rates[self._length], dict[tuple[int, int], int]()
         tokens: list[int] = []
         parents: list[int] = []
@@ -82,7 +70,7 @@ class NgramDrafter:
                     child = children[node, token] = len(tokens)
                 node = child
         self._tree = grown(tree, tokens, parents, confidences)
-        return self._tree
+        return self._tree, cache
 
     def step(self) -> bool:
         """Never grows the tree: the text has no more continuations until it grows."""
@@ -90,7 +78,6 @@ class NgramDrafter:
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""
-        del token
         depth = int(np.max(self._tree.depths))
         if self._length and depth:
             right, rate = len(path) - 1, self._rates[self._length]
@@ -121,44 +108,21 @@ def _ends(text: np.ndarray, length: int) -> list[int]:
 
 
 class LookupDrafter:
-    """Unites another drafter's trees with those of prompt lookup (see `Drafter`); if trees are lines, uses
-    the line that is expected to give more tokens."""
+    """Adds prompt lookup to the trees of another drafter (see `Drafter`).
+
+    Small models copy badly, and copies (names, quotes, code, a text to shorten) need no model. Both propose
+    trees with the same root; their union is one tree, in which a token that both propose is one node. If
+    trees are lines, the line that is expected to give more tokens is used.
+    """
 
     def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
         self._drafter, self._ngrams, self._lines = drafter, NgramDrafter(shape), shape.branches == 1
+        self.times, self.memory = drafter.times, drafter.memory
+        self.warm_up, self.step = drafter.warm_up, drafter.step
         # The last tree, the number of the drafter's nodes in it, and the lookup's index of each node, or -1.
         self._tree: TokenTree | None = None
         self._known = 1
         self._places = np.zeros(1, np.int64)
-
-    @property
-    def step_s(self) -> float:
-        """Time of a step of the other drafter."""
-        return self._drafter.step_s
-
-    @property
-    def run_s(self) -> float:
-        """See `Drafter`: that of the other drafter."""
-        return self._drafter.run_s
-
-    @property
-    def branch_s(self) -> float:
-        """See `Drafter`: that of the other drafter."""
-        return self._drafter.branch_s
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the other drafter."""
-        return self._drafter.steps
-
-    @property
-    def memory(self) -> DrafterMemory | None:
-        """Memory of the other drafter."""
-        return self._drafter.memory
-
-    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
-        """See `Drafter`."""
-        self._drafter.warm_up(progress, tokens=tokens)
 
     def read(self, source: tuple[int, ...]) -> None:
         """See `Drafter`."""
@@ -177,10 +141,6 @@ class LookupDrafter:
         else:
             self._tree, self._places = tree, np.full(int(tree.count), -1)
         return self._tree, cache
-
-    def step(self) -> bool:
-        """See `Drafter`."""
-        return self._drafter.step()
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""

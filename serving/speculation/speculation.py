@@ -103,7 +103,6 @@ class Speculation(Drafts):
     def limit(self, pace: int, remaining: int) -> int:
         """The `limit` of the next `decode`, of `remaining` wanted tokens: as many as a verification can give,
         regardless of the pace."""
-        del pace
         return min(remaining, self.options.trees.nodes[-1])
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
@@ -180,10 +179,10 @@ class Speculation(Drafts):
         return Growing(alpha, most, temperature, asked.run, asked.branch, asked.free_runs)
 
     def _times(self) -> PassTimes:
-        drafter, cost = self.drafter, self._verify_cost
-        verify_s = {nodes: cost.seconds(nodes) for nodes in self.options.trees.nodes}
+        times = self.drafter.times
+        verify_s = {nodes: self._verify_cost.seconds(nodes) for nodes in self.options.trees.nodes}
         free_s = self.runner.idle_read_s if self.options.pipelined else 0.0
-        return PassTimes(run_s=drafter.run_s, branch_s=drafter.branch_s, verify_s=verify_s, free_s=free_s)
+        return PassTimes(run_s=times.run_s, branch_s=times.branch_s, verify_s=verify_s, free_s=free_s)
 
     def _size(self, confidences: np.ndarray) -> int:
         """The size of the tree to verify, among those with buckets."""
@@ -202,7 +201,7 @@ class Speculation(Drafts):
     def _meanwhile(self, busy_s: float) -> bool:
         """Runs one step of the drafter, if it ends before the target continues."""
         began = time.perf_counter()
-        if not self.options.pipelined or busy_s < self.drafter.step_s or not self.drafter.step():
+        if not self.options.pipelined or busy_s < self.drafter.times.step_s or not self.drafter.step():
             return False
         self.counts.hidden_steps += 1
         self.counts.hidden_s += time.perf_counter() - began

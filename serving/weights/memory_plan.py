@@ -1,4 +1,5 @@
-"""Plans a memory budget: which pieces are resident, and which are read in each pass."""
+"""Plans a memory budget: the memory of a model besides its weights, the pieces that are resident, and those
+that are read in each pass."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -87,39 +88,32 @@ def plan_memory(
     Raises:
       BudgetExceeded: two pieces do not fit.
     """
-    total, largest = sum(sizes), max(slot_bytes, *sizes)
-    budget_bytes, fixed_bytes = budget.total_bytes, budget.fixed_bytes
-    room = budget_bytes - fixed_bytes
-    if total <= room:
-        return MemoryPlan(
-            budget_bytes=budget_bytes,
-            fixed_bytes=fixed_bytes,
-            slots=0,
-            slot_bytes=0,
-            resident=tuple(range(len(sizes))),
-            resident_bytes=total,
-        )
-    slots = max(SLOTS, min(slots, room // largest))
-    room -= slots * largest
-    if room < 0:
-        least = least_budget(budget_bytes, -room)
-        raise BudgetExceeded(
-            f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least {least:,} "
-            f"({least - SLOTS * largest:,} for {budget.fixed_parts}, {SLOTS} times {largest:,} for its "
-            "largest layers); give more, or ask for a shorter context"
-        )
-    resident: list[int] = []
-    for each in spread_evenly(len(sizes)) if order is None else order:
-        if sizes[each] <= room:
-            resident.append(each)
-            room -= sizes[each]
+    budget_bytes, room = budget.total_bytes, budget.total_bytes - budget.fixed_bytes
+    resident, largest = list(range(len(sizes))), max(slot_bytes, *sizes)
+    if sum(sizes) <= room:
+        slots = largest = 0
+    else:
+        slots = max(SLOTS, min(slots, room // largest))
+        room -= slots * largest
+        if room < 0:
+            least = least_budget(budget_bytes, -room)
+            raise BudgetExceeded(
+                f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least "
+                f"{least:,} ({least - SLOTS * largest:,} for {budget.fixed_parts}, {SLOTS} times "
+                f"{largest:,} for its largest layers); give more, or ask for a shorter context"
+            )
+        resident = []
+        for number in spread_evenly(len(sizes)) if order is None else order:
+            if sizes[number] <= room:
+                resident.append(number)
+                room -= sizes[number]
     return MemoryPlan(
         budget_bytes=budget_bytes,
-        fixed_bytes=fixed_bytes,
+        fixed_bytes=budget.fixed_bytes,
         slots=slots,
         slot_bytes=largest,
         resident=tuple(sorted(resident)),
-        resident_bytes=sum(sizes[each] for each in resident),
+        resident_bytes=sum(sizes[number] for number in resident),
     )
 
 

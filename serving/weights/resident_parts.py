@@ -1,7 +1,7 @@
-"""Keeps a level of a streamed model resident: it drafts, and shortens the reads of each layer."""
+"""Parts of each layer of a streamed model that are always in memory, with the embedding and the head: they
+draft, and shorten the reads of each layer."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -17,38 +17,6 @@ from jaxllm.serving.weights.pieces import LayerPiece, Range, beside_level, layer
 
 # Segments outside of the layers: embedding, final norm, head.
 _OUTER = ("embed", "final")
-
-
-class ResidentPart(Protocol):
-    """A part of each layer of a streamed model that is always in memory, with the embedding and the head.
-
-    Attributes:
-      pieces: the rest of each layer, in order.
-      size_bytes: memory of the part.
-      weights: all parameters by name, after `load`; for layers only the part is valid.
-      resizable: whether resident pieces can be released.
-      slots: number of slots for pieces that are not resident.
-    """
-
-    slots: int
-    pieces: list[LayerPiece]
-    size_bytes: int
-    weights: dict[str, Weight]
-    resizable: bool
-
-    @property
-    def outer(self) -> "OuterMemory":
-        """The embedding and the head."""
-        ...
-
-    def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Plans to read the part. Returns the memory of the `LayerPiece.kept` ranges of layers that are not
-        in `staying`, the layers that are resident as a whole."""
-        ...
-
-    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-        """A layer's weights by their full names, from the memory of a piece."""
-        ...
 
 
 class OuterMemory:
@@ -92,17 +60,20 @@ class OuterMemory:
 
 
 class LevelMemory:
-    """The units of a level, the embedding and the head in memory (see `ResidentPart`).
+    """The units of a level, the embedding and the head in memory.
 
     Each layer has address space for all of its units, and memory for the pages of the level.
 
     Attributes:
-      pieces: the whole model's layers, whose ranges exclude the level's units.
+      outer: the embedding and the head.
+      pieces: the rest of each layer, in order: the whole model's layers, whose ranges exclude the level's
+        units.
       size_bytes: memory of the level, the embedding and the head.
       weights: all parameters by name, after `load`; for layers that are not resident only the level's units
         are valid.
-      resizable: False: layers that are resident as a whole include a part of the level.
-      slots: number of slots, as for whole layers.
+      resizable: whether resident pieces can be released: layers that are resident as a whole include a part
+        of the level.
+      slots: number of slots for pieces that are not resident, as for whole layers.
     """
 
     resizable, slots = False, SLOTS
@@ -125,15 +96,8 @@ class LevelMemory:
         self.weights: dict[str, Weight] = {}
 
     def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Plans to read the level, except for layers that are resident as a whole.
-
-        Args:
-          first_read: first read of the file.
-          staying: layer -> memory of layers that are resident as a whole.
-
-        Returns:
-          Layer -> memory of the other layers.
-        """
+        """Plans to read the level, except for layers that are resident as a whole, given with their memory as
+        `staying`; returns the memory of the `LayerPiece.kept` ranges of the other layers."""
         kept = {}
         for piece in self.pieces:
             if piece.layer not in staying:
@@ -145,7 +109,7 @@ class LevelMemory:
         return kept
 
     def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-        """See `ResidentPart`."""
+        """A layer's weights by their full names, from the memory of a piece."""
         return piece_weights(self._bundle, piece, memory)
 
 
@@ -157,13 +121,12 @@ def piece_weights(bundle: Bundle, piece: LayerPiece, memory: np.ndarray) -> dict
 
 
 class HighPlanes:
-    """The high planes of all layers, the embedding and the head in memory (see `ResidentPart`).
+    """The high planes of nested weights of all layers, the embedding and the head in memory (see
+    `LevelMemory`): of each layer only the low planes are read.
 
     Attributes:
       pieces: the low planes of layers.
-      size_bytes: memory of the high planes, the embedding and the head.
       weights: all parameters by name, after `load`; for layers only the high planes.
-      resizable: whether resident low planes can be released.
       slots: twice as many as for whole layers, in the same memory: storage reads on while drafts grow.
     """
 
@@ -187,16 +150,8 @@ class HighPlanes:
         self.weights: dict[str, Weight] = {}
 
     def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Plans to read the high planes, the embedding and the head.
-
-        Args:
-          first_read: first read of the file.
-          staying: layer -> memory of resident low planes.
-
-        Returns:
-          Nothing to copy into pieces: planes are separate.
-        """
-        del staying
+        """Plans to read the high planes, the embedding and the head; nothing is copied into pieces of low
+        planes."""
         for piece in self._high:
             memory = aligned(piece.memory_bytes)
             first_read.keep(piece.ranges, memory)
@@ -206,14 +161,12 @@ class HighPlanes:
         return {}
 
     def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-        """A layer's weights by their full names, both planes of them.
-
-        Args:
-          piece: one of `pieces`.
-          memory: memory of the piece, with its low planes.
-        """
+        """A layer's weights by their full names, both planes of them; `memory` has its low planes."""
         segment = self._high[piece.layer].segment
         return self._bundle.segment_weights(segment, self._memory[piece.layer], memory[piece.start :])
+
+
+ResidentPart = LevelMemory | HighPlanes
 
 
 def require_nested(bundle: Bundle) -> None:
