@@ -13,7 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import outlier_counts
 from jaxllm.int8_prefill.reference import forward_by_rule, plain_rule, scores_by_rule
 from jaxllm.int8_prefill.shadow import FloatRows, shadow_products
-from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, Projected
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration
 from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks, take_chunks
 from jaxllm.models import decoder
@@ -166,10 +166,10 @@ STEPS_OF_A_LAYER = {
     ),
     "project takes x as [1, T, D] float with D = 64": (stage("project"), STEPS, floats(4, 64)),
     "attend takes keys as [1, T, K, H] float with T = 4, K = 2, H = 16, got [1, 4, 2, 32]": (
-        stage("attend"), STEPS, Projected([HEADS[0], HEADS[0], HEADS[2]]), AT, PAST, None,
+        stage("attend"), STEPS, [HEADS[0], HEADS[0], HEADS[2]], None, AT, PAST, None,
     ),
     "attend takes mass as [1, S] float32 with S = 32": (
-        stage("attend"), STEPS, Projected(HEADS), AT, PAST, floats(1, 5, 32),
+        stage("attend"), STEPS, HEADS, None, AT, PAST, floats(1, 5, 32),
     ),
     "finish takes out as [1, T, K, *] float with T = 4": (
         stage("finish"), STEPS, floats(1, 4, 64), floats(1, 4, 64),

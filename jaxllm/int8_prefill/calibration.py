@@ -1,8 +1,9 @@
 """Calibrates integer prefill from observations on a text (mllm-NPU, arXiv 2407.05858, section 3.3)."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -188,6 +189,33 @@ def largest_of(tops: Sequence[ByProduct]) -> ByProduct:
     if not all(np.isfinite(each).all() for layer in found for each in layer):
         raise ConfigError("activations are NaN or infinite on the calibration text; the model is broken")
     return found
+
+
+class Observer:
+    """Observes a model's activations in floats on a text, in rows `[T]` of one length."""
+
+    def __init__(self, cfg: ModelConfig, floats: Params, texts: Sequence[np.ndarray]) -> None:
+        self._floats, self._texts = floats, texts
+        self._compiled = {
+            look: jax.jit(functools.partial(look, cfg=cfg))
+            for look in (channel_tops, outlier_counts, product_errors)
+        }
+
+    @functools.cached_property
+    def tops(self) -> ByProduct:
+        """See `channel_tops`, over the whole text."""
+        return largest_of(self._over_rows(channel_tops))
+
+    def counts(self, steps: np.ndarray) -> ByProduct:
+        """See `outlier_counts`, over the whole text."""
+        return jax.tree.map(lambda *rows: np.sum(rows, axis=0), *self._over_rows(outlier_counts, steps))
+
+    def clipped(self, steps: tuple[np.ndarray, np.ndarray]) -> tuple[bool, ...]:
+        """See `clipped_layers`; `steps` are clipping and wide ones."""
+        return clipped_layers(self._over_rows(product_errors, steps))
+
+    def _over_rows(self, look: Callable[..., Any], *more: Any) -> list[Any]:
+        return [jax.device_get(self._compiled[look](self._floats, row, *more)) for row in self._texts]
 
 
 def whole_steps(tops: ByProduct) -> np.ndarray:

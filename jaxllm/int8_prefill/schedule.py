@@ -56,6 +56,22 @@ STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
     "narrow_shadow": ("ffn.down", "ffn_post_norm."),
     "layer": ("",),
 }
+# Stage -> names of its operands, and of its results: "x" is the input of a layer, "block" that of its
+# feed-forward block, "at", "past" and "mass" are positions and cache, "count" is of channels with outliers.
+STAGE_VALUES: Mapping[Stage, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "project": (("x",), ("heads",)),
+    "project_shadow": (("x",), ("head_shadows", "count")),
+    "attend": (
+        ("heads", "head_shadows", "at", "past", "mass"),
+        ("out", "added", "past", "mass", "count"),
+    ),
+    "finish": (("x", "out"), ("x",)),
+    "widen": (("x", "out", "added"), ("block", "products")),
+    "widen_shadow": (("block",), ("product_shadows", "count")),
+    "narrow": (("block", "products", "product_shadows"), ("mixed", "hidden")),
+    "narrow_shadow": (("block", "mixed", "hidden"), ("x", "count")),
+    "layer": (("x", "at", "past", "mass"), ("x", "past", "mass", "count")),
+}
 
 
 def stages_of(shadowed: bool) -> tuple[Stage, ...]:

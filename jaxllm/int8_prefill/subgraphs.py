@@ -3,7 +3,7 @@ section 3.2)."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,20 +76,9 @@ def require_integer_prefill(cfg: ModelConfig) -> None:
     require_room(cfg, "integer prefill")
 
 
-class Projected(NamedTuple):
-    """Inputs of attention from the preceding stages.
-
-    Attributes:
-      heads: results of `IntegerLayer.project`.
-      shadows: results of `IntegerLayer.project_shadow`; None if the layer has no shadow.
-    """
-
-    heads: Sequence[jax.Array]
-    shadows: Sequence[jax.Array] | None = None
-
-
 class IntegerLayer:
-    """The stages of a layer as functions of a chunk: `x` is the layer's input `[1, T, D]`.
+    """The stages of a layer as functions of a chunk (see `STAGE_VALUES`); `x` is the layer's input
+    `[1, T, D]`.
 
     Args:
       params: the layer's, or those of the stages that are run.
@@ -112,9 +101,15 @@ class IntegerLayer:
         return self._normed_shadow(PROJECT, x)
 
     def attend(
-        self, projected: Projected, at: TokenPositions, past: Past, mass: jax.Array | None
+        self,
+        heads: Sequence[jax.Array],
+        shadows: Sequence[jax.Array] | None,
+        at: TokenPositions,
+        past: Past,
+        mass: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, Past, jax.Array | None, jax.Array | None]:
-        """Attention of a chunk over the cache; past and mass are donated.
+        """Attention of a chunk over the cache, given the results of `project` and `project_shadow`, None
+        without a shadow; past and mass are donated.
 
         Returns:
           Attention outputs `[1, T, K, G·H]`; the shadow of the output product `[1, T, D]`, or None without a
@@ -122,11 +117,10 @@ class IntegerLayer:
           None.
         """
         axes = self._axes("attend")
-        for q, k, v in (projected.heads, *([] if projected.shadows is None else [projected.shadows])):
+        for q, k, v in (heads, *([] if shadows is None else [shadows])):
             axes.check(jnp.floating, "1 T K *", queries=q)
             axes.check(jnp.floating, "1 T K H", keys=k, values=v)
         _check_past(axes, at, past, mass)
-        heads, shadows = projected
         out, past, mass = self._attention(heads if shadows is None else _sums(heads, shadows), at, past, mass)
         if self._calibration.rows is None:
             return out, None, past, mass, None

@@ -18,7 +18,9 @@ from jaxllm.elastic.compression import keep_tokens, stays_anyway
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ObjectiveMissed
 from jaxllm.serving.elastic.objectives import (
+    START,
     Objective,
+    SafetyMargin,
     as_ratios,
     expected_cost,
     expected_costs,
@@ -26,7 +28,6 @@ from jaxllm.serving.elastic.objectives import (
     whole_cost,
 )
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.safety_margin import START, SafetyMargin
 from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS
 from jaxllm.serving.ground.plan import Cost, Plan, Source
 from jaxllm.text.droppable import PromptTokens

@@ -24,20 +24,43 @@ from jaxllm.steps.sparse_layers import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _BeforeExperts(Bucket):
+class _SparseBucket(Bucket):
+    """A part of a sparse layer.
+
+    Attributes:
+      loss: see `ExpertOptions`.
+      ahead: number of layers whose routers run ahead.
+    """
+
+    loss: float = 0.0
+    ahead: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _BeforeExperts(_SparseBucket):
     """Runs a sparse layer up to its experts.
 
     Attributes:
       cache_tokens: length of the cache.
       layer: the first of the layers that share the bucket.
-      loss: see `ExpertOptions`.
-      ahead: number of layers whose routers run ahead.
     """
 
     cache_tokens: int
     layer: int
-    loss: float = 0.0
-    ahead: int = 1
+
+    def params(self, model: ModelShapes) -> tuple[Any, list[Any]]:
+        """The parameters of the layer, and the next routers."""
+        routers = [router_params(model.weights, self.layer)] * self.ahead
+        return layer_params(model.params, self.layer, self.layer), routers
+
+    def lower_attend(
+        self, model: ModelShapes, at: TokenPositions, past: Past, mass: Any
+    ) -> jax.stages.Lowered:
+        """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
+        buffer for their outputs, keys and values, mass."""
+        attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, self.layer, self.loss))
+        x = model.hidden(at.positions.shape[0])
+        return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(*self.params(model), x, at, past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +74,9 @@ class AttendBucket(_BeforeExperts):
     tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
-        buffer for their outputs, keys and values, mass."""
+        """See `lower_attend`."""
         past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
-        return _lower_attend(model, self, position_shapes(self.tokens), past, mass)
+        return self.lower_attend(model, position_shapes(self.tokens), past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +90,9 @@ class AttendTreeBucket(_BeforeExperts):
     nodes: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """See `AttendBucket`; the mass is by node."""
+        """See `lower_attend`; the mass is by node."""
         past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
-        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
-        return _lower_attend(model, self, at, past, mass)
+        return self.lower_attend(model, at, past, mass_by_node(model.cache(self.cache_tokens), self.nodes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,41 +108,56 @@ class AttendRestoredBucket(_BeforeExperts):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
-        layer = self.layer
-        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, layer, self.loss))
-        at, past = (
-            position_shapes(self.tokens, consecutive=False),
-            model.past(layer, self.cache_tokens),
-        )
+        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, self.layer, self.loss))
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
-            layer_params(model.params, layer, layer),
-            [router_params(model.weights, layer)] * self.ahead,
+            *self.params(model),
             model.hidden(self.tokens),
-            at,
-            past,
-            layer_chunk_shapes(model, layer, self.cache_tokens),
+            position_shapes(self.tokens, consecutive=False),
+            model.past(self.layer, self.cache_tokens),
+            layer_chunk_shapes(model, self.layer, self.cache_tokens),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertBucket(Bucket):
-    """Runs one tile of tokens through one expert (see `steps.sparse_layers.expert_tile`), if no native
-    kernel finds experts by address. All layers share it.
+class _AtExperts(_SparseBucket):
+    """Runs a chunk of tokens at the experts of a sparse layer. All layers share it.
 
     Attributes:
-      tokens: length of the tile's chunk.
-      form: format of the expert.
-      loss, ahead: see `AttendBucket`.
+      tokens: length of the chunk.
     """
 
     tokens: int
+
+    def at_experts(self, model: ModelShapes) -> tuple[Any, Any]:
+        """Shapes of tokens at experts, and of the experts' outputs."""
+        # Any cache length gives the same shapes.
+        capacity, layer = model.options.cache_tokens[0], _first_sparse(model)
+        before, out, *_ = jax.eval_shape(
+            functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, self.loss)),
+            layer_params(model.params, layer, layer),
+            [router_params(model.weights, layer)] * self.ahead,
+            model.hidden(self.tokens),
+            position_shapes(self.tokens),
+            model.past(layer, capacity),
+            model.cache(capacity).mass,
+        )
+        return before, out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertBucket(_AtExperts):
+    """Runs one tile of tokens through one expert (see `steps.sparse_layers.expert_tile`), if no native
+    kernel finds experts by address.
+
+    Attributes:
+      form: format of the expert.
+    """
+
     form: str
-    loss: float = 0.0
-    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
-        weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss, self.ahead)
+        weights, (before, out) = model.weights, self.at_experts(model)
         expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in expert_parts(model.cfg)}
         norm = expert_norm(weights, _first_sparse(model))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
@@ -129,24 +165,19 @@ class ExpertBucket(Bucket):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredExpertsBucket(Bucket):
+class StoredExpertsBucket(_AtExperts):
     """Runs tiles of tokens through resident experts, in one call of a native kernel (see
-    `steps.sparse_layers.stored_tiles`). All layers share it.
+    `steps.sparse_layers.stored_tiles`).
 
     Attributes:
-      tokens: length of the tiles' chunk.
       early: whether tiles can begin with only the high plane of their expert.
-      loss, ahead: see `AttendBucket`.
     """
 
-    tokens: int
     early: bool
-    loss: float = 0.0
-    ahead: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(experts, norm, tokens at experts, actions, out, partial results) -> out, partial results."""
-        cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss, self.ahead)
+        cfg, (before, out) = model.cfg, self.at_experts(model)
         shape: Any = jax.ShapeDtypeStruct
         handle = shape((2,), jnp.uint32)
         weights = StoredExperts(handle, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
@@ -159,56 +190,13 @@ class StoredExpertsBucket(Bucket):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CombineBucket(Bucket):
-    """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`). All layers share it.
-
-    Attributes:
-      tokens: number of tokens of the chunk.
-      loss, ahead: see `AttendBucket`.
-    """
-
-    tokens: int
-    loss: float = 0.0
-    ahead: int = 1
+class CombineBucket(_AtExperts):
+    """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(tokens at experts, out) -> x."""
         # Nothing is donated: no result has the shape of the outputs of all tiles.
-        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss, self.ahead))
-
-
-def _lower_attend(
-    model: ModelShapes, bucket: _BeforeExperts, at: TokenPositions, past: Past, mass: Any
-) -> jax.stages.Lowered:
-    layer = bucket.layer
-    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, bucket.loss))
-    x = model.hidden(at.positions.shape[0])
-    return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
-        layer_params(model.params, layer, layer),
-        [router_params(model.weights, layer)] * bucket.ahead,
-        x,
-        at,
-        past,
-        mass,
-    )
-
-
-def _at_experts(model: ModelShapes, tokens: int, loss: float, ahead: int) -> tuple[Any, Any]:
-    """Shapes of tokens at experts, and of the experts' outputs."""
-    layer = _first_sparse(model)
-    # Any cache length gives the same shapes.
-    capacity = model.options.cache_tokens[0]
-    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, loss))
-    before, out, *_ = jax.eval_shape(
-        attend,
-        layer_params(model.params, layer, layer),
-        [router_params(model.weights, layer)] * ahead,
-        model.hidden(tokens),
-        position_shapes(tokens),
-        model.past(layer, capacity),
-        model.cache(capacity).mass,
-    )
-    return before, out
+        return jax.jit(combine_experts).lower(*self.at_experts(model))
 
 
 def _first_sparse(model: ModelShapes) -> int:

@@ -133,8 +133,7 @@ class ExpertCache:
         together: bool = False,
     ) -> Iterator[Arrived]:
         """Yields the experts of a layer when they can be computed: first all resident ones, then arriving
-        ones,
-        some or all at each wait.
+        ones, some or all at each wait.
 
         Their planes are valid until the next iteration: dispatches that use them must have ended.
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import part_of_sub_model
-from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, Stage
+from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, STAGE_VALUES, Stage
 from jaxllm.int8_prefill.shadow import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, FloatRows, product_sizes
-from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, Projected, calibration_arrays
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, calibration_arrays
 from jaxllm.kernels.native_call import PARAMETER
 from jaxllm.models.layer_stack import STACK, LayerStack, by_address
 from jaxllm.models.parameters import Params
@@ -87,8 +87,9 @@ class IntegerStageBucket(Bucket):
 
         every = calibration_shapes(own, self.layer, self.float_rows)
         known = shapes_of(known_to(every, self.stage, shadowed=self.shadowed))
-        operands = _OPERANDS[self.stage](_Shapes(self, dataclasses.replace(model, cfg=own)))
-        donated = (4, 5) if self.stage in WITH_CACHE else ()
+        operands = _operand_shapes(self, dataclasses.replace(model, cfg=own))
+        names = STAGE_VALUES[self.stage][0]
+        donated = [2 + place for place, name in enumerate(names) if name in ("past", "mass")]
         where = self.placement
         with contextlib.nullcontext() if where is None else jax.default_device(where.device):
             return jax.jit(run, donate_argnums=donated).lower(weights, known, *operands)
@@ -164,40 +165,27 @@ def device_named(name: str) -> Device:
     return jax.devices(platform)[int(number)]
 
 
-class _Shapes:
-    """Shapes of the arrays that the stages of one layer exchange."""
+def _operand_shapes(bucket: IntegerStageBucket, model: ModelShapes) -> tuple[Any, ...]:
+    """Shapes of the operands of a stage (see `STAGE_VALUES`)."""
+    cfg, tokens = model.cfg, bucket.tokens
+    units = cfg.units(bucket.layer)
 
-    def __init__(self, bucket: IntegerStageBucket, model: ModelShapes) -> None:
-        cfg, tokens, layer = model.cfg, bucket.tokens, bucket.layer
-        units = cfg.units(layer)
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, tokens, *shape), model.dtype)
 
-        def floats(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((1, tokens, *shape), model.dtype)
-
-        heads, size = units.kv_heads, cfg.head_dim
-        self.x = floats(cfg.hidden_size)
-        self.out = floats(heads, cfg.group * size)
-        projected: list[Any] = [self.out, floats(heads, size), floats(heads, size)]
-        self.projected = Projected(projected, projected if bucket.shadowed else None)
-        self.hidden = floats(units.neurons)
-        self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
-        self.at = position_shapes(tokens)
-        self.past = model.past(layer, bucket.cache_tokens)
-        self.mass = model.cache(bucket.cache_tokens).mass
-
-
-# Shapes of the operands of each stage (see `IntegerLayer`).
-_OPERANDS: Mapping[Stage, Callable[[_Shapes], tuple[Any, ...]]] = {
-    "project": lambda of: (of.x,),
-    "project_shadow": lambda of: (of.x,),
-    "attend": lambda of: (of.projected, of.at, of.past, of.mass),
-    "finish": lambda of: (of.x, of.out),
-    "widen": lambda of: (of.x, of.out, of.x),
-    "widen_shadow": lambda of: (of.x,),
-    "narrow": lambda of: (of.x, of.products, of.products),
-    "narrow_shadow": lambda of: (of.x, of.x, of.hidden),
-    "layer": lambda of: (of.x, of.at, of.past, of.mass),
-}
+    x, out = floats(cfg.hidden_size), floats(units.kv_heads, cfg.group * cfg.head_dim)
+    heads = [out, *[floats(units.kv_heads, cfg.head_dim)] * 2]
+    hidden = floats(units.neurons)
+    products = [hidden] * (2 if cfg.gated_ffn else 1)
+    shapes: dict[str, Any] = {
+        "x": x, "block": x, "added": x, "mixed": x, "out": out, "hidden": hidden,
+        "products": products, "product_shadows": products,
+        "heads": heads, "head_shadows": heads if bucket.shadowed else None,
+    }  # fmt: skip
+    if bucket.cache_tokens:
+        past, mass = model.past(bucket.layer, bucket.cache_tokens), model.cache(bucket.cache_tokens).mass
+        shapes |= {"at": position_shapes(tokens), "past": past, "mass": mass}
+    return tuple(shapes[name] for name in STAGE_VALUES[bucket.stage][0])
 
 
 def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCalibration:

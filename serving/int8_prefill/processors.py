@@ -27,9 +27,6 @@ def prepare_processors(integer: IntegerDevice = "cpu") -> None:
     """Makes JAX create two CPU devices that compute in the calling thread, with the CPU as its default; must
     be called before JAX is used.
 
-    Args:
-      integer: kind of the integer processor.
-
     Raises:
       ConfigError: JAX is already in use without two such devices; or it has no GPU.
     """
@@ -72,10 +69,7 @@ class TwoProcessors(ProcessorPair):
     """
 
     def __init__(self, integer: IntegerDevice = "cpu") -> None:
-        """Starts both threads; `close` stops them.
-
-        Args:
-          integer: kind of the integer processor.
+        """Starts both threads, with an integer processor of this kind; `close` stops them.
 
         Raises:
           ConfigError: there are no two devices (see `prepare_processors`), no two cores, or no GPU.

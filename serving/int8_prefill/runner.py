@@ -8,11 +8,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxllm.bundle import Bundle
 from jaxllm.int8_prefill.schedule import (
     Dispatcher,
     Processor,
@@ -27,6 +29,7 @@ from jaxllm.int8_prefill.schedule import (
 )
 from jaxllm.int8_prefill.shadow import PRODUCTS, rooms
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, calibration_arrays, can_be_addressed
+from jaxllm.kernels import native
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.layer_stack import STACK, by_address
 from jaxllm.models.parameters import head_name
@@ -35,7 +38,10 @@ from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.buckets.cache import StartBucket
 from jaxllm.serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from jaxllm.serving.buckets.parts import embedding_params, norm_params
+from jaxllm.serving.buckets.store import compiled_options, digest_of, environment_facts
+from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.device import Device
+from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.serving.int8_prefill.buckets import (
     WITH_CACHE,
     IntegerChunkBucket,
@@ -117,6 +123,19 @@ def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stag
 
 _TIMED_RUNS = 3
 _Case = tuple[int, Stage, int, int]
+
+
+def times_path(bundle: Bundle, options: EngineOptions) -> Path:
+    """Path of the times of a bundle's subgraphs on this machine with these resolved options."""
+    how = options.prefill
+    facts = [
+        bundle.fingerprint,
+        [native.kernels().name, native.threads()],
+        environment_facts(),
+        compiled_options(options),
+        [how.integer_device, how.integer_bytes],
+    ]
+    return cache_folder() / "profiles" / f"{digest_of(facts)[:32]}.subgraphs.json"
 
 
 class Int8Prefill:
@@ -329,7 +348,7 @@ class Int8Prefill:
             logits = self._logits(prompt)
             self._count_outliers()
         length = np.int32(at + len(tokens))
-        return logits, dataclasses.replace(prompt.cache(), length=length)  # pyright: ignore
+        return logits, dataclasses.replace(prompt.cache, length=length)  # pyright: ignore
 
     def _prefill_in_one_step(
         self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk

@@ -1,4 +1,5 @@
-"""Times subgraphs on this machine's two processors once, and caches the times for later processes.
+"""Times subgraphs on this machine's two processors once, caches the times for later processes, and plans the
+chunks of prompts by them.
 
 A file of times belongs to a bundle, a machine and an engine's options. It only affects the order of
 subgraphs: if it is missing or malformed, times are measured again. Imports no JAX, for runners of exported
@@ -15,42 +16,20 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.int8_prefill.schedule import PROCESSORS, Order, Processor, Stage, Subgraph, Times, simulate
-from jaxllm.kernels import native
-from jaxllm.serving.buckets.store import compiled_options, digest_of, environment_facts
-from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.user_cache import cache_folder, make_private_folder, private_file
+from jaxllm.serving.host.user_cache import make_private_folder, private_file
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
 from jaxllm.serving.runners.chunks import plan_chunks
 
 _VERSION = 1
 _MAX_FILE_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
-
-
-class StageKey(Protocol):
-    """Key of a stage's time: a frozen dataclass of scalars, such as a bucket."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def __hash__(self) -> int: ...
-
-
-class Prompt(Protocol):
-    """A prompt between its subgraphs (see `PromptPass`)."""
-
-    def run(self, each: Subgraph) -> None:
-        """Runs one subgraph, after its dependencies."""
-        ...
-
-    def repeated(self, each: Subgraph) -> Callable[[], None]:
-        """A function that runs a subgraph at each call, after its dependencies."""
-        ...
+# Key of a stage's time: a frozen dataclass of scalars, such as a bucket.
+StageKey = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +130,8 @@ def measured_times(
 
     Args:
       processors: idle processors.
-      begin: (full) -> a chunk before its first layer, in an empty cache or at the end of a full one.
+      begin: (full) -> a chunk before its first layer, in an empty cache or at the end of a full one, with
+        `run` and `repeated` as `PromptPass` has them.
       subgraphs_of: returns the subgraphs of a chunk.
       bucket_of: returns the bucket of a subgraph.
       runs: number of runs of all layers in each case, for medians.
@@ -182,7 +162,7 @@ def measured_times(
 
 
 def _work_of_each(
-    processors: ProcessorPair, prompt: Prompt, subgraphs_of: Callable[[Any], Sequence[Subgraph]]
+    processors: ProcessorPair, prompt: Any, subgraphs_of: Callable[[Any], Sequence[Subgraph]]
 ) -> dict[Processor, Callable[[], None]]:
     """Work that keeps each processor busy: its subgraphs of the first layer in turn, as in a prompt."""
     found: dict[Processor, list[Callable[[], None]]] = {each: [] for each in PROCESSORS}
@@ -283,16 +263,3 @@ class ChunkPlanner:
             for length in lengths
             for each in self.subgraphs_of(1)
         )
-
-
-def times_path(bundle: Bundle, options: EngineOptions) -> Path:
-    """Path of the times of a bundle's subgraphs on this machine with these resolved options."""
-    how = options.prefill
-    facts = [
-        bundle.fingerprint,
-        [native.kernels().name, native.threads()],
-        environment_facts(),
-        compiled_options(options),
-        [how.integer_device, how.integer_bytes],
-    ]
-    return cache_folder() / "profiles" / f"{digest_of(facts)[:32]}.subgraphs.json"

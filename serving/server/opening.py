@@ -17,9 +17,9 @@ from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.contexts.answer import ContextCall
 from jaxllm.serving.contexts.context import fork
 from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.elastic.objectives import SafetyMargin
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.profiling import known_profile
-from jaxllm.serving.elastic.safety_margin import SafetyMargin
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.ground.bundles import levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions

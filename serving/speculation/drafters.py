@@ -71,14 +71,8 @@ def _streamed_runner(target: Target, level: int, streamed: StreamedWeights) -> R
 def _drafting_runner(
     part: LevelRunner, whole: LevelRunner, weights_of: Callable[[Params], Params], options: EngineOptions
 ) -> ResidentRunner:
-    """A runner of a level with drafting weights and its own buckets. It supports no sources.
-
-    Args:
-      part: runner of the level.
-      whole: runner of the whole model.
-      weights_of: maps a level's weights to drafting weights.
-      options: options of the drafter.
-    """
+    """A runner of a level with its own buckets and drafting weights, to which `weights_of` maps a level's; it
+    supports no sources. `part` is the runner of the level, `whole` that of the whole model."""
     shared = ModelLevel(whole.cfg, weights_of(whole.model.weights), options)
     store = part.buckets.store()
     buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params, options))

@@ -159,12 +159,8 @@ def nested_experts(bundle: Bundle) -> bool:
 
 
 def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: ModelConfig) -> int:
-    """Memory of a drafter; weights of a level of the target are not counted.
-
-    Args:
-      speculation: options that name the drafter.
-      context_tokens: tokens of each context; 0 for the longest.
-      target: the target model.
+    """Memory of the drafter that options name; weights of a level of the target are not counted.
+    `context_tokens` is the length of each context, 0 for the longest.
 
     Raises:
       CheckpointError: the drafter's model cannot be opened.

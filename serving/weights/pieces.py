@@ -177,13 +177,8 @@ def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = Fal
 def parts_of_pieces(
     layout: Layout, pieces: Sequence[LayerPiece], wanted: Callable[[str], bool]
 ) -> list[LayerPiece]:
-    """The pieces of layers that hold some parameters.
-
-    Args:
-      layout: the bundle's.
-      pieces: pieces of layers, or of their low planes.
-      wanted: predicate on the name of a parameter within its layer.
-    """
+    """The pieces of layers, or of their low planes, that hold the parameters whose name within a layer is
+    `wanted`."""
     found = []
     for piece in pieces:
         names = [
@@ -201,12 +196,7 @@ def parts_of_pieces(
 
 
 def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> list[LayerPiece]:
-    """The pieces of a whole model with a resident level.
-
-    Args:
-      pieces: the whole model's.
-      level: the level's, of the same layers.
-    """
+    """The pieces of a whole model with a resident level, given the pieces of both."""
     found = []
     for piece, part in zip(pieces, level, strict=True):
         ranges: list[Range] = []

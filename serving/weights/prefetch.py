@@ -203,8 +203,8 @@ class WeightStream:
 
     @contextlib.contextmanager
     def pieces(self, number: int, most: int, meanwhile: Meanwhile | None = None) -> Iterator[list[Slot]]:
-        """The slots of a piece and of those after it that are in memory by then, valid until the context
-        ends.
+        """The slots of a piece and of those after it that are in memory by then, until the context ends.
+
         Reads continue: at most half of the slots that are read into are among them, and no resident piece
         after those, for which a slot would be free later.
 

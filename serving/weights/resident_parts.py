@@ -79,12 +79,7 @@ class LevelMemory:
     resizable, slots = False, SLOTS
 
     def __init__(self, bundle: Bundle, cfg: ModelConfig) -> None:
-        """Plans the memory; reads nothing.
-
-        Args:
-          bundle: an open bundle, whose weights are read in place.
-          cfg: config of the level.
-        """
+        """Plans the memory of a level of a bundle, whose weights are read in place; reads nothing."""
         self._bundle = bundle
         self.pieces: list[LayerPiece] = beside_level(
             # Memory is allocated by pages.
@@ -133,11 +128,7 @@ class HighPlanes:
     resizable, slots = True, 2 * SLOTS
 
     def __init__(self, bundle: Bundle) -> None:
-        """Plans the memory; reads nothing.
-
-        Args:
-          bundle: an open one of nested weights, which are read in place.
-        """
+        """Plans the memory of a bundle's nested weights, which are read in place; reads nothing."""
         self._bundle = bundle
         layers = range(bundle.cfg.layers)
         self._high = segment_pieces(bundle.layout, [f"layers.{layer}" for layer in layers], apart=True)

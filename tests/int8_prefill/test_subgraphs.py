@@ -15,7 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of, whole_steps
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.int8_prefill.shadow import PRODUCTS, FloatRows, product_sizes
-from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, Projected, require_integer_prefill
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, require_integer_prefill
 from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.layer_params import LayerParams
@@ -81,7 +81,7 @@ def chunk_through(cfg, params, layers, x, at, cache):
             shadows, count = run.project_shadow(x)
             chex.assert_trees_all_equal_shapes_and_dtypes(shadows, heads)
             counts.append(count)
-        out, added, past, _, count = run.attend(Projected(heads, shadows), at, past, None)
+        out, added, past, _, count = run.attend(heads, shadows, at, past, None)
         chex.assert_shape(out, dims["BTKQ"])
         cache = cache.with_past(layer, past)
         if not known.shadowed:

@@ -10,10 +10,9 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMissed
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.elastic.objectives import Latency
+from jaxllm.serving.elastic.objectives import MOST, START, Latency, SafetyMargin
 from jaxllm.serving.elastic.planner import Proposal
 from jaxllm.serving.elastic.profiling import profile_path
-from jaxllm.serving.elastic.safety_margin import MOST, START, SafetyMargin
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.server.service import LLMService
 from jaxllm.tasks.example import TaskExample

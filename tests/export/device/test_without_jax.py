@@ -12,7 +12,7 @@ ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex", "training", "export
 # Modules that both share, by package.
 SHARED = {
     "jaxllm.serving.elastic": (
-        "planner", "profile", "profiling", "objectives", "safety_margin",
+        "planner", "profile", "profiling", "objectives",
         "tiny_proposer", "planned_service",
     ),
     "jaxllm.serving.contexts": ("store", "segment", "record", "memory", "options", "turn_ids"),
