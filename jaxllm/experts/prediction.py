@@ -363,5 +363,5 @@ def eviction_policy(name: str) -> Policy:
       ConfigError: there is no policy of this name.
     """
     if name not in POLICIES:
-        raise ConfigError(f"there is no eviction policy {name!r:.80}; take one of {', '.join(POLICIES)}")
+        raise ConfigError(f"there is no eviction policy {name!r:.80}; choose one of {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -359,7 +359,7 @@ class OutlierRecipe:
 
     def __post_init__(self) -> None:
         if self.channels < 1:
-            raise ConfigError(f"outliers take at least one channel, got {self.channels}")
+            raise ConfigError(f"outliers require at least one channel, got {self.channels}")
         if self.factor < 2 or self.factor & (self.factor - 1):
             raise ConfigError(f"the factor of outliers must be a power of two above 1, got {self.factor}")
         if not self.places or not set(self.places) <= set(PLACES):

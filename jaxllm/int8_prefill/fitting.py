@@ -109,7 +109,7 @@ def fit_calibration(
     for rows in (texts, held_out):
         if (tokens := sum(map(len, rows))) < LEAST_TOKENS:
             raise ConfigError(
-                f"calibrating and holding out take {LEAST_TOKENS} tokens each, and there are {tokens}: "
+                f"calibration and held-out text require {LEAST_TOKENS} tokens each, and there are {tokens}: "
                 "give more text"
             )
     both = texts, held_out

@@ -200,7 +200,7 @@ def placed_by_memory(
     if not kept:
         least = min(bytes_of(*each) for each in stages)
         raise ConfigError(
-            f"{most_bytes} bytes hold no subgraph of the integer processor; the smallest takes {least}"
+            f"{most_bytes} bytes hold no subgraph of the integer processor; the smallest requires {least}"
         )
     return lambda layer, stage: "integer" if (layer, stage) in kept else "float"
 

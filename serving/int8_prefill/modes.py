@@ -147,7 +147,7 @@ def _problem(bundle: Bundle, *, streamed: bool) -> str:
     except ConfigError as error:
         return str(error)
     if streamed:
-        return "integer prefill takes all weights in memory; give more --memory"
+        return "integer prefill requires resident weights; give more --memory"
     if bundle.layout.weights != "int8":
         return (
             f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; "

@@ -81,18 +81,18 @@ class TwoProcessors(ProcessorPair):
         if self.both_are_cpus:
             if len(cpus) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
                 raise ConfigError(
-                    "two processors take two devices: call "
+                    "two processors require two devices: call "
                     "jaxllm.serving.int8_prefill.processors.prepare_processors() before JAX is used"
                 )
             if len(cores) < 2:
-                raise ConfigError(f"two processors take two cores, and this process may use {len(cores)}")
+                raise ConfigError(f"two processors require two cores, and this process may use {len(cores)}")
             self._devices: dict[Processor, Device] = {"integer": cpus[1], "float": cpus[0]}
             groups = {"integer": cores[1:2], "float": cores[:1]}
         else:
             self._devices = {"integer": require_gpu(), "float": cpus[0]}
             if jax.devices()[0].platform != "cpu":
                 raise ConfigError(
-                    "beside a GPU the CPU runs all else: call jaxllm.serving.int8_prefill.processors."
+                    "next to a GPU the CPU runs everything else: call jaxllm.serving.int8_prefill.processors."
                     "prepare_processors('gpu') before JAX is used"
                 )
         super().__init__(groups, self._own_threads)

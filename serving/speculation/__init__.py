@@ -2,5 +2,6 @@
 
 Promise: the target's own answer, token for token, in fewer passes, also while its weights are read. Read
 first: `speculation` (draft, verify, accept), `drafter` (the protocol) and one of its kinds (`model_drafter`,
-`drafters`, `lookup`), `costs` (when drafting stops). Plugged in by `jaxllm.serving.opening`. Measured by `jaxllm bench speculative`.
+`drafters`, `lookup`), `costs` (when drafting stops). Plugged in by `jaxllm.serving.opening`. Measured by
+`jaxllm bench speculative`.
 """

@@ -139,11 +139,11 @@ def require_same_kind(
     draft: Path | str, cfg: ModelConfig, target: Path | str, target_cfg: ModelConfig
 ) -> None:
     """Raises ConfigError unless both or none of a draft and its target, by their paths, read a source."""
-    kinds = {True: "an encoder-decoder", False: "a decoder alone"}
+    kinds = {True: "an encoder-decoder", False: "decoder-only"}
     of_draft, of_target = cfg.encoder is not None, target_cfg.encoder is not None
     if of_draft != of_target:
         raise ConfigError(
             f"{draft} ({cfg.model_type}) is {kinds[of_draft]}, and {target} "
-            f"({target_cfg.model_type}) is {kinds[of_target]}: they do not read the same prompts; take a "
+            f"({target_cfg.model_type}) is {kinds[of_target]}: they do not read the same prompts; use a "
             f"draft that is {kinds[of_target]}, or draft with ngram"
         )

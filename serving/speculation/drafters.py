@@ -54,8 +54,8 @@ def level_drafter(
     whole = target.runner(WHOLE).model
     if not isinstance(streamed, StreamedWeights) or runner.model.bucket_level != whole.bucket_level:
         raise ConfigError(
-            f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
-            "native kernels; draft with a model of its own, or with ngram"
+            f"level {options.level} cannot draft while weights are read: that requires int8 or int4 weights "
+            "and native kernels; draft with a model of its own, or with ngram"
         )
     return ModelDrafter(_streamed_runner(target, options.level, streamed), options)
 

@@ -6,7 +6,6 @@ of a file that was changed in place are never used as weights. Mismatching bytes
 they are refused: transient storage errors rarely repeat.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,15 +20,6 @@ from jaxllm.serving.weights.pieces import Range, read_blocks
 _READ_BYTES = 4 << 20
 # Number of attempts to read matching bytes.
 READS = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """A range of the file and its destination in memory."""
-
-    offset: int
-    size_bytes: int
-    memory: np.ndarray
 
 
 class Checksums:
@@ -89,15 +79,15 @@ class FirstRead:
     def __init__(self, bundle: Bundle, reader: PieceReader) -> None:
         self.checksums = Checksums(bundle)
         self._bundle, self._reader = bundle, reader
-        self._kept: list[_Kept] = []
+        # Offsets in the file, and the memory to which the bytes from there on are copied.
+        self._kept: list[tuple[int, np.ndarray]] = []
         self._again: set[tuple[int, int]] = set()
         self._paged = ""
 
     def keep(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
         """Plans to copy ranges to their destinations in `memory`."""
         for each in ranges:
-            part = memory[each.place : each.place + each.size_bytes]
-            self._kept.append(_Kept(each.offset, each.size_bytes, part))
+            self._kept.append((each.offset, memory[each.place : each.place + each.size_bytes]))
 
     def watch(self, ranges: Sequence[Range]) -> None:
         """Plans checksums of ranges, one per block of later reads."""
@@ -137,7 +127,7 @@ class FirstRead:
         offset and size, ascending. Returns the digest of all of it."""
         segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
         end, waiting = segment.offset + segment.size_bytes, list(reversed(again))
-        kept = [each for each in self._kept if segment.offset <= each.offset < end]
+        kept = [each for each in self._kept if segment.offset <= each[0] < end]
         # Partly read blocks.
         begun: list[tuple[int, int, xxhash.xxh3_64]] = []
         for at in range(segment.offset, end, _READ_BYTES):
@@ -145,8 +135,10 @@ class FirstRead:
             digest.update(data.data)
             if name == self._paged:
                 self.checksums.took_pages(at, data)
-            for each in kept:
-                _put(each, at, data)
+            for offset, memory in kept:
+                begin, last = max(offset, at), min(offset + len(memory), at + len(data))
+                if begin < last:
+                    memory[begin - offset : last - offset] = data[begin - at : last - at]
             while waiting and waiting[-1][0] < at + len(data):
                 offset, size = waiting.pop()
                 begun.append((offset, size, xxhash.xxh3_64()))
@@ -162,9 +154,3 @@ class FirstRead:
             return False
         self.checksums.took(offset, digest.intdigest(), size)
         return True
-
-
-def _put(kept: _Kept, at: int, data: np.ndarray) -> None:
-    begin, end = max(kept.offset, at), min(kept.offset + kept.size_bytes, at + len(data))
-    if begin < end:
-        kept.memory[begin - kept.offset : end - kept.offset] = data[begin - at : end - at]

@@ -243,5 +243,5 @@ def test_of_equally_near_experts_the_rarest_goes():
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ConfigError, match="no eviction policy 'random'; take one of frequency-nearness"):
+    with pytest.raises(ConfigError, match="no eviction policy 'random'; choose one of frequency-nearness"):
         eviction_policy("random")
