@@ -82,7 +82,7 @@ class ModelDrafter:
         self._runner, self._shape = runner, options.trees
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
         self._grower = Grower(runner, options.trees, self._confidence)
-        self.times, self.memory = self._grower.times, self
+        self.times = self._grower.times
         # A drafter of the target's weights has the source as the target has it.
         self._takes_rows, self._encodes = takes_rows, own is not None
         self._own = own if own is not None and own.read_in_place else None
@@ -100,6 +100,11 @@ class ModelDrafter:
         # The tree before its first pruning, and the current index of each of its nodes, or -1.
         self._whole: TokenTree | None = None
         self._places = np.zeros(0, np.int32)
+
+    @property
+    def memory(self) -> "ModelDrafter":
+        """See `Drafter`."""
+        return self
 
     @property
     def size_bytes(self) -> int:
