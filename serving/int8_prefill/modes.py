@@ -94,8 +94,8 @@ class PrefillModes:
 def chosen_prefill(
     bundle: Bundle, options: EngineOptions, levels: Sequence[int], *, streamed: bool
 ) -> PrefillModes | None:
-    """The prefill modes of a bundle's levels, if options request integer prefill; None if all prefill is in
-    floats.
+    """The prefill modes of a bundle's levels for options that request integer prefill; None if all prefill is
+    in floats.
 
     If integer prefill is impossible, "int8" or two processors raise; "auto" on one processor logs a warning.
     If some levels lose too much, the log names them.
@@ -112,8 +112,6 @@ def chosen_prefill(
       BundleError: the calibration is malformed.
     """
     asked = options.prefill
-    if asked.resolved_mode == "float":
-        return None
     problem = _problem(bundle, streamed=streamed)
     calibration = None if problem else read_prefill(bundle)
     lossy = {} if calibration is None else _lossy(calibration, levels, asked.most_loss)

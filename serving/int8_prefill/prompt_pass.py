@@ -89,5 +89,7 @@ class PromptPass:
         if name == "mass":
             return self.cache.mass
         values = self._values[each.chunk]
-        # A layer without a shadow has none of its heads.
-        return values[name] if name in _LASTING else values.pop(name, None)
+        if name == "head_shadows":
+            # A layer without a shadow has none.
+            return values.pop(name, None)
+        return values[name] if name in _LASTING else values.pop(name)

@@ -40,8 +40,6 @@ def plain(tmp_path_factory):
 
 
 def test_what_is_asked_for(calibrated_bundle, plain, caplog):
-    assert chosen(calibrated_bundle, mode="float") is None
-    assert chosen(calibrated_bundle) is None
     for how in ({"mode": "int8"}, {"mode": "auto"}, {"processors": 2}):
         assert chosen(calibrated_bundle, **how).integer_levels == {100}
     with pytest.raises(ConfigError, match="two processors prefill in integers"):
