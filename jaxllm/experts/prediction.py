@@ -1,5 +1,14 @@
-"""Predicts a token's experts, and chooses which resident expert to evict (EdgeMoE, arXiv 2308.14352, section
-3.3)."""
+"""Predicts a token's experts from its activation path so far, or from its token id, and chooses the resident
+expert to evict (EdgeMoE, arXiv 2308.14352, section 3.3).
+
+The experts of a layer depend on those of the two layers before. Counts over a text estimate P(expert c at
+layer n | experts a at n-2 and b at n-1). With several experts per token each visit is counted once for every
+pair (a, b) of the sets, and a prediction is the mean over the pairs.
+
+Counts are smoothed by backing off: the estimate from two layers is mixed with that from one layer, and this
+with the frequency of an expert, each weighing as much as `BACK_OFF` visits (MacKay and Peto, 1995). So the
+prediction of the first layer is its frequencies, and that of the second layer depends on the first.
+"""
 
 import dataclasses
 import functools
@@ -8,17 +17,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from jaxllm.errors import ConfigError
-
-# Predicts a token's experts from its activation path so far (EdgeMoE, arXiv 2308.14352, section 3.3.2).
-#
-# The experts of a layer depend on those of the two layers before. Counts over a text estimate P(expert c at
-# layer n | experts a at n-2 and b at n-1). With several experts per token each visit is counted once for
-# every pair (a, b) of the sets, and a prediction is the mean over the pairs.
-#
-# Counts are smoothed by backing off: the estimate from two layers is mixed with that from one layer, and
-# this with the frequency of an expert, each weighing as much as `BACK_OFF` visits (MacKay and Peto, 1995).
-# So the prediction of the first layer is its frequencies, and that of the second layer depends on the first.
-
 
 BACK_OFF = 4.0
 # Maximum number of stored pairs per layer, the most frequent ones: all of them with up to 64 experts.

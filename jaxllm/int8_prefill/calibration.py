@@ -1,4 +1,17 @@
-"""Calibrates integer prefill from observations on a text (mllm-NPU, arXiv 2407.05858, section 3.3)."""
+"""Calibrates integer prefill from observations on a text (mllm-NPU, arXiv 2407.05858, section 3.3).
+
+- Steps. For each product, the largest magnitude of every input channel is observed. With a shadow, the step
+  is one of these magnitudes over 127, such that few channels exceed it: each exceeding channel must make the
+  step finer by a given share. A layer without a shadow takes the same step, and what exceeds it is clipped
+  (*pruned*, as in the paper), or a *wide* one, the largest of them over 127, which clips no observed value:
+  the one that changes its products less.
+- Channels. Channels with outliers get rows of weights in floats. These stay in the mapped file, and the
+  operating system reads their pages when a prompt needs them. (The paper keeps the rows of hot channels in
+  memory.)
+- Layers. The importance of a layer is how far its largest outlier exceeds its step. The least important
+  layers get no shadow, as many as the allowed loss permits. If shadows in all layers are not enough, steps
+  become finer and more channels exceed them.
+"""
 
 import dataclasses
 import functools
@@ -26,23 +39,6 @@ from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kernels.native_products import TOP_LEVEL
 from jaxllm.models.parameters import Params
 from jaxllm.quant import contracted_rows
-
-# Calibrates integer prefill from observations on a text: steps, channels and layers with a shadow (mllm-NPU,
-# arXiv 2407.05858, section 3.3).
-#
-# - Steps. For each product, the largest magnitude of every input channel is observed. With a shadow, the step
-#   is one of these magnitudes over 127, such that few channels exceed it: each exceeding channel must make
-#   the
-#   step finer by a given share. A layer without a shadow takes the same step, and what exceeds it is clipped
-#   (*pruned*, as in the paper), or a *wide* one, the largest of them over 127, which clips no observed value:
-#   the one that changes its products less.
-# - Channels. Channels with outliers get rows of weights in floats. These stay in the mapped file, and the
-#   operating system reads their pages when a prompt needs them. (The paper keeps the rows of hot channels in
-#   memory.)
-# - Layers. The importance of a layer is how far its largest outlier exceeds its step. The least important
-#   layers get no shadow, as many as the allowed loss permits. If shadows in all layers are not enough, steps
-#   become finer and more channels exceed them.
-
 
 # [layer][product] -> a value per input channel, `[D]`.
 ByProduct = list[list[np.ndarray]]

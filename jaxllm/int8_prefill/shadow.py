@@ -1,5 +1,17 @@
 """Multiplies with a static scale in 8 bits, and shadow outliers in floats (mllm-NPU, arXiv 2407.05858,
-section 3.3)."""
+section 3.3).
+
+With one calibrated step for all activations, a product is a product of integer tensors with one scale, which
+suits integer processors. The few channels with outliers exceed 127 steps. Their excess is gathered into a
+compact tensor and multiplied with these channels' weights in floats, on another processor if there is one.
+The sum is exact (equation 1): x = clip(x) + excess(x).
+
+Compact tensors have static sizes. Exceeding channels are counted first; the smallest size for all of them is
+used, or the largest size several times, so that nothing is dropped. (No size is for all channels: every
+dispatch would reserve memory for all weights in floats, which is hardly ever needed.)
+
+Steps, channels and layers are chosen by `calibration.py`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,21 +33,6 @@ from jaxllm.nn import linear
 from jaxllm.nn.layers import Norm, activate, normalize
 from jaxllm.nn.linear import FeedForward, Steps, in_blocks
 from jaxllm.quant import Weight, contracted_rows
-
-# Multiplies shadow outliers, the excess that a static 8-bit step clips, in floats (mllm-NPU, arXiv
-# 2407.05858, section 3.3).
-#
-# With one calibrated step for all activations, a product is a product of integer tensors with one scale,
-# which suits integer processors. The few channels with outliers exceed 127 steps. Their excess is gathered
-# into a compact tensor and multiplied with these channels' weights in floats, on another processor if there
-# is one. The sum is exact (equation 1): x = clip(x) + excess(x).
-#
-# Compact tensors have static sizes. Exceeding channels are counted first; the smallest size for all of them
-# is used, or the largest size several times, so that nothing is dropped. (No size is for all channels:
-# every dispatch would reserve memory for all weights in floats, which is hardly ever needed.)
-#
-# Steps, channels and layers are chosen by `calibration.py`.
-
 
 # Sizes of compact tensors in channels, ascending: few outliers are the rule (5 to 15 channels in the paper's
 # models), and each size is a branch to compile.

@@ -1,5 +1,10 @@
 """A layer of integer prefill, in stages for two processors or whole for one (mllm-NPU, arXiv 2407.05858,
-section 3.2)."""
+section 3.2).
+
+Static stages depend only on the length of a chunk: one bucket serves all chunks of all prompts, and all
+layers of one shape. Only attention depends on the cache, and has a bucket for each cache length. Weights,
+steps and float rows are arguments. `schedule.py` lists the stages, their processors and order.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,15 +36,6 @@ from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
 from jaxllm.quant import Adapted, BlockedArray
-
-# The stages of a layer in integer prefill (mllm-NPU, arXiv 2407.05858, section 3.2).
-#
-# Static stages depend only on the length of a chunk: one bucket serves all chunks of all prompts, and all
-# layers of one shape. Only attention depends on the cache, and has a bucket for each cache length. Weights,
-# steps and float rows are arguments.
-#
-# `schedule.py` lists them, and their processors and order.
-
 
 # Product -> the norm of its input.
 _NORMS = {PROJECT: "attn_norm", WIDEN: "ffn_norm"}
