@@ -96,12 +96,8 @@ class Ladder:
 
 
 def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
-    """The sub-model of a level; for an encoder-decoder of both sides.
-
-    Args:
-      cfg: config of the whole model.
-      ladder: ladder with its levels.
-      level: one of the levels.
+    """The sub-model of one of the ladder's levels, of the whole model `cfg`; for an encoder-decoder of both
+    sides.
 
     Raises:
       ConfigError: the ladder has no such level, or anchors that are not layers of the model.

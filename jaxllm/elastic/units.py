@@ -132,12 +132,7 @@ def order_sides(
 def reorder(
     cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], order: UnitOrder
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields a model's float parameters with their units in another order.
-
-    Args:
-      cfg: the whole model.
-      params: (name, array) pairs.
-      order: order of its units.
+    """Yields a whole model's float parameters, (name, array) pairs, with their units in another order.
 
     Raises:
       ConfigError: the order does not fit this model.

@@ -166,9 +166,7 @@ def next_experts(
     if layer < 2 or two_before is None:
         return behind_one[before.reshape(-1)].mean(0).astype(np.float32)
     where = _places_of(counts, layer, two_before, before).reshape(-1)
-    last = np.broadcast_to(before[:, None, :], (len(before), two_before.shape[1], before.shape[1])).reshape(
-        -1
-    )
+    last = np.repeat(before[:, None, :], two_before.shape[1], axis=1).reshape(-1)
     # Pairs that are not stored have counts of zero.
     rows, known = np.zeros((len(where), counts.experts)), where >= 0
     rows[known] = counts.after_two[layer][where[known]]
@@ -181,10 +179,7 @@ def learn(counts: PathCounts, ids: np.ndarray) -> None:
     take longer than a layer.
 
     A row of counts is scaled down once its sum exceeds `MOST_WEIGHT`, so that recent tokens have influence.
-
-    Args:
-      counts: counts so far.
-      ids: `[L, M, k]` int, see `count_paths`.
+    `ids` is `[L, M, k]` int, see `count_paths`.
     """
     experts = counts.experts
 
