@@ -87,7 +87,7 @@ def profile_command(
         )
         profile = measure(engine, repeats=repeats, progress=progress)
     path = profile_path(engine.model.bundle, engine.options)
-    profile = dataclasses.replace(profile, energy=costs).beside(load_profile(path))
+    profile = dataclasses.replace(profile, energy=costs).completed_by(load_profile(path))
     save_profile(profile, path)
     missed = unmet(planner_of(engine, profile)) if levels else {}
     if as_json:

@@ -152,7 +152,7 @@ class DeviceProfile:
         decode = np.array(self.energy.decode_joules)[places, None]
         return np.array(tokens) * prefill + answer_tokens * decode
 
-    def beside(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
+    def completed_by(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
         """This profile, completed by an earlier one of the same engine: levels that were not measured again,
         and energy if the earlier one has it for all levels."""
         if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):

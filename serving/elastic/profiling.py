@@ -81,7 +81,7 @@ def known_profile(
     if coarse and not both:
         profile = measure_coarsely(engine, progress=progress)
     else:
-        profile = measure(engine, progress=progress).beside(known)
+        profile = measure(engine, progress=progress).completed_by(known)
     save_profile(profile, path)
     return profile
 

@@ -84,7 +84,7 @@ class DrafterMemory(Protocol):
     @property
     def most_bytes(self) -> int: ...  # noqa: D102
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases all of it; the next tree allocates it again."""
         ...
 

@@ -112,7 +112,7 @@ class ModelDrafter:
         arrays = [leaf for leaf in jax.tree.leaves(self._cache) if leaf.ndim]
         return sum(leaf.nbytes for leaf in arrays) + (0 if self._rests else self._weight_bytes)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """See `DrafterMemory`."""
         self._forget()
         self._rests = True

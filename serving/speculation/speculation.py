@@ -93,7 +93,7 @@ class Speculation(Drafts):
         """Allows drafting or not, from the next dispatch on; without drafts the drafter releases its
         memory."""
         if self.drafting and not on and self.drafter.memory is not None:
-            self.drafter.memory.let_go()
+            self.drafter.memory.release()
         self.drafting = on
 
     def cache_tokens(self, tokens: int) -> int:

@@ -32,15 +32,15 @@ class Checksums:
         # thousands.
         self._start, self._pages = 0, np.empty(0, np.uint64)
 
-    def took(self, offset: int, digest: int, size: int) -> None:
+    def add(self, offset: int, digest: int, size: int) -> None:
         """Stores the checksum of a part."""
         self._blocks[offset, size] = digest
 
-    def has_pages(self, start: int, size: int) -> None:
+    def reserve_pages(self, start: int, size: int) -> None:
         """Makes room for the checksums of a segment's pages."""
         self._start, self._pages = start, np.empty(-(-size // PAGE), np.uint64)
 
-    def took_pages(self, offset: int, data: np.ndarray) -> None:
+    def add_pages(self, offset: int, data: np.ndarray) -> None:
         """Stores the checksums of whole pages of that segment, or of its last ones."""
         for at in range(0, len(data), PAGE):
             digest = xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
@@ -97,7 +97,7 @@ class FirstRead:
         """Plans checksums of one segment, one per page."""
         whole = self._bundle.layout.segments[segment]
         self._paged = segment
-        self.checksums.has_pages(whole.offset, whole.size_bytes)
+        self.checksums.reserve_pages(whole.offset, whole.size_bytes)
 
     def run(self, on_bytes: Callable[[int], None]) -> None:
         """Runs the pass; calls `on_bytes` with the number of bytes of each part.
@@ -134,7 +134,7 @@ class FirstRead:
             data = self._reader.read(at, min(_READ_BYTES, end - at))
             digest.update(data.data)
             if name == self._paged:
-                self.checksums.took_pages(at, data)
+                self.checksums.add_pages(at, data)
             for offset, memory in kept:
                 begin, last = max(offset, at), min(offset + len(memory), at + len(data))
                 if begin < last:
@@ -152,5 +152,5 @@ class FirstRead:
         digest.update(data[max(0, offset - at) : max(0, offset + size - at)].data)
         if offset + size > at + len(data):
             return False
-        self.checksums.took(offset, digest.intdigest(), size)
+        self.checksums.add(offset, digest.intdigest(), size)
         return True

@@ -131,7 +131,7 @@ class WeightStream:
         """Number of a resident piece -> its memory."""
         return {number: slot.memory for number, slot in self._staying.items()}
 
-    def let_go(self, number: int) -> Slot:
+    def offload(self, number: int) -> Slot:
         """Releases the memory of a resident piece, which is read in each pass from now on; returns its slot.
         Requires slots for it, and its blocks in `checksums`."""
         with self._lock:

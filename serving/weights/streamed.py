@@ -274,7 +274,7 @@ class StreamedWeights:
                 room -= self._sizes[number]
         there = set(self._stream.staying())
         for number in sorted(there - kept):
-            slot = self._stream.let_go(number)
+            slot = self._stream.offload(number)
             # They alias its memory, and another slot may get its identity.
             self._placed = {key: each for key, each in self._placed.items() if key[0] != id(slot)}
             self._made = {key: each for key, each in self._made.items() if key[0] != id(slot)}

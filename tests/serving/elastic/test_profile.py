@@ -120,16 +120,16 @@ def test_a_profile_keeps_what_an_earlier_one_knows_besides():
     energy = Energy(prefill_joules=(1.0, 2.0), decode_joules=(3.0, 5.0))
     known = dataclasses.replace(PROFILE, energy=energy)
     again = dataclasses.replace(PROFILE, ttft_ms=((1.5, 4.5), (2.5, 8.5)))
-    assert again.beside(known) == dataclasses.replace(again, energy=energy)
-    assert again.beside(None) == again
+    assert again.completed_by(known) == dataclasses.replace(again, energy=energy)
+    assert again.completed_by(None) == again
     other = dataclasses.replace(
         PROFILE, levels=(70, 100), ttft_ms=((1.6, 5.0), (2.2, 8.2)), tpot_ms=((0.8, 0.9), (1.1, 1.3))
     )
-    merged = other.beside(known)
+    merged = other.completed_by(known)
     assert (merged.levels, merged.energy) == ((50, 70, 100), None)
     assert merged.ttft_ms == ((1.0, 4.0), (1.6, 5.0), (2.2, 8.2))
     # Of other lengths nothing can be taken.
-    assert other.beside(dataclasses.replace(PROFILE, tokens=(16, 32))) == other
+    assert other.completed_by(dataclasses.replace(PROFILE, tokens=(16, 32))) == other
 
 
 # Profiles are measured.

@@ -107,7 +107,7 @@ def test_profiles_of_both_modes(service, folder):
     assert load_profile(kept) == service.profile
     known = with_times(service.profile, 1.0, 2.0)
     bare = dataclasses.replace(known, prefill=None)
-    assert bare.beside(known) == known
+    assert bare.completed_by(known) == known
     assert not bare.integers_are_faster(100, 60)
     assert not known.integers_are_faster(50, 60)
     with pytest.raises(ConfigError, match="integer_ms"):
