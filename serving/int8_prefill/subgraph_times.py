@@ -45,7 +45,7 @@ class SubgraphTime:
     shared: tuple[float, float]
 
 
-class SubgraphTimes:
+class SubgraphTimes(dict[StageKey, SubgraphTime]):
     """Times of subgraphs, by their buckets or programs.
 
     Attributes:
@@ -55,21 +55,14 @@ class SubgraphTimes:
     def __init__(self, path: Path | None, key: Callable[..., StageKey]) -> None:
         """Reads the file if it exists; None for times that are not cached. `key` is the class of the timed
         subgraphs' keys."""
-        self._path, self._key = path, key
-        self._times: dict[StageKey, SubgraphTime] = {}
-        self.handover_ms = 0.0
+        super().__init__()
+        self._path, self._key, self.handover_ms = path, key, 0.0
         if path is not None:
             self._read(path)
 
-    def __getitem__(self, bucket: StageKey) -> SubgraphTime:
-        return self._times[bucket]
-
-    def __contains__(self, bucket: StageKey) -> bool:
-        return bucket in self._times
-
     def put(self, times: Mapping[StageKey, SubgraphTime], handover_ms: float) -> None:
         """Replaces the times of some buckets."""
-        self._times |= times
+        self.update(times)
         self.handover_ms = handover_ms
 
     def keep(self) -> None:
@@ -78,10 +71,8 @@ class SubgraphTimes:
         if self._path is None:
             return
         kept = SubgraphTimes(self._path, self._key)
-        kept.put(self._times, self.handover_ms)
-        rows = [
-            {**dataclasses.asdict(each), **dataclasses.asdict(time)} for each, time in kept._times.items()
-        ]
+        kept.put(self, self.handover_ms)
+        rows = [{**dataclasses.asdict(each), **dataclasses.asdict(time)} for each, time in kept.items()]
         facts = {"version": _VERSION, "handover_ms": self.handover_ms, "times": rows}
         try:
             make_private_folder(self._path.parent)
@@ -109,7 +100,7 @@ class SubgraphTimes:
         except (OSError, ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
             _log.warning("%s: times of subgraphs cannot be read (%s); they are measured again", path, error)
             return
-        self._times, self.handover_ms = times, handover_ms
+        self.put(times, handover_ms)
 
     def _row(self, row: Mapping[str, Any]) -> tuple[StageKey, SubgraphTime]:
         named = dict(row)
