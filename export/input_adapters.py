@@ -13,7 +13,7 @@ from jaxllm.export.folder_format.adapters import INPUT_LEFT, INPUT_RIGHT, Adapte
 from jaxllm.export.folder_format.manifest import LEFT, RIGHT
 from jaxllm.models.lora import MAX_RANK, LoraConfig, adapted_parameters, parameters_of, target_of
 from jaxllm.models.parameters import param_specs
-from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from jaxllm.export.folder_format.adapters import adapter_file
 from jaxllm.export.input_adapters import AdapterOptions
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.profiling import measure_coarsely
 from tests.export.models import CHUNKS, CONFIG, CONTEXT, OPTIONS, PROMPTS, exported, write_adapters
 
 PLAN = ExportPlan(
