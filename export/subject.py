@@ -39,7 +39,7 @@ from jaxllm.models.lora import (
 )
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import dequantize
-from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 from jaxllm.text.tokenizer import TokenizerFiles
 
 # Weight formats that other runtimes support; narrower ones are stored in the order of the native kernels.

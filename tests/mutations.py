@@ -87,7 +87,7 @@ MUTATIONS = (
     _mutation(
         "eviction: experts of the nearest layers leave first", "jaxllm/experts/prediction.py",
         "return (total - layers + at) % total", "return (total + layers - at) % total",
-        "tests/experts/test_eviction.py",
+        "tests/experts/test_prediction.py",
     ),
     _mutation(
         "catalog: a quota forgets what is stored already", "serving/contexts/store.py",
@@ -127,10 +127,10 @@ MUTATIONS = (
         "tests/serving/server/test_limits.py",
     ),
     _mutation(
-        "planner: half of the answers may be late", "serving/elastic/safety_margin.py",
+        "planner: half of the answers may be late", "serving/elastic/objectives.py",
         "place = math.ceil(confidence * len(ascending)) - 1",
         "place = math.ceil(0.5 * confidence * len(ascending)) - 1",
-        "tests/serving/elastic/test_safety_margin.py",
+        "tests/serving/elastic/test_planner.py",
     ),
     _mutation(
         "elastic: marks allow more time than the objective", "jaxllm/elastic/slo.py",
@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     _mutation(
         "elastic: a level's knapsack never gets full", "jaxllm/elastic/ladder.py",
-        "room -= size", "room -= 0", "tests/elastic/test_knapsack.py",
+        "room -= size", "room -= 0", "tests/elastic/test_ladder.py",
     ),
     _mutation(
         "tokenizer: a printable byte is spelled as another", "jaxllm/text/token_bytes.py",

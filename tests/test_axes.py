@@ -13,17 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import outlier_counts
 from jaxllm.int8_prefill.reference import forward_by_rule, plain_rule, scores_by_rule
 from jaxllm.int8_prefill.shadow import FloatRows, shadow_products
-from jaxllm.int8_prefill.subgraphs import (
-    LayerCalibration,
-    Projected,
-    attend,
-    finish,
-    narrow,
-    narrow_shadow,
-    pass_layer,
-    project,
-    widen,
-)
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration
 from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models import decoder
@@ -109,6 +99,17 @@ CHUNKS = LayerChunks(ints(2, 3), ints(2), ChunkFormat.named("channel", 16))
 CHUNK = ChunkShape(heads=2, tokens=16, width=8)
 STEPS = LayerCalibration(floats(4))
 STAGE = {"cfg": TINY, "layer": 0}
+
+
+def stage(name):
+    """A stage of `IntegerLayer` as a function of parameters, calibration and operands."""
+
+    def run(params, calibration, *operands, cfg, layer):
+        return getattr(IntegerLayer(params, calibration, cfg, layer), name)(*operands)
+
+    return run
+
+
 HEADS = [floats(1, 4, 2, 32), floats(1, 4, 2, 16), floats(1, 4, 2, 16)]
 
 
@@ -160,29 +161,29 @@ STEPS_OF_A_LAYER = {
         restore_layer, floats(1, 5, 64), AT, PAST, CHUNKS,
     ),
     "project takes steps as [4] float32, got [2, 4]": (
-        project, LayerCalibration(floats(2, 4)), floats(1, 4, 64),
+        stage("project"), LayerCalibration(floats(2, 4)), floats(1, 4, 64),
     ),
-    "project takes x as [1, T, D] float with D = 64": (project, STEPS, floats(4, 64)),
+    "project takes x as [1, T, D] float with D = 64": (stage("project"), STEPS, floats(4, 64)),
     "attend takes keys as [1, T, K, H] float with T = 4, K = 2, H = 16, got [1, 4, 2, 32]": (
-        attend, STEPS, Projected([HEADS[0], HEADS[0], HEADS[2]]), AT, PAST, None,
+        stage("attend"), STEPS, [HEADS[0], HEADS[0], HEADS[2]], None, AT, PAST, None,
     ),
     "attend takes mass as [1, S] float32 with S = 32": (
-        attend, STEPS, Projected(HEADS), AT, PAST, floats(1, 5, 32),
+        stage("attend"), STEPS, HEADS, None, AT, PAST, floats(1, 5, 32),
     ),
     "finish takes out as [1, T, K, *] float with T = 4": (
-        finish, STEPS, floats(1, 4, 64), floats(1, 4, 64),
+        stage("finish"), STEPS, floats(1, 4, 64), floats(1, 4, 64),
     ),
     "widen takes added as [1, T, D] float with T = 4, D = 64": (
-        widen, STEPS, floats(1, 4, 64), HEADS[0], floats(1, 4, 80),
+        stage("widen"), STEPS, floats(1, 4, 64), HEADS[0], floats(1, 4, 80),
     ),
     "narrow takes shadow as [1, T, F] float with T = 4, F = 80": (
-        narrow, STEPS, floats(1, 4, 64), [floats(1, 4, 80)], [floats(1, 4, 64)],
+        stage("narrow"), STEPS, floats(1, 4, 64), [floats(1, 4, 80)], [floats(1, 4, 64)],
     ),
     "narrow_shadow takes hidden as [1, T, F] float": (
-        narrow_shadow, STEPS, floats(1, 4, 64), floats(1, 4, 64), floats(4, 80),
+        stage("narrow_shadow"), STEPS, floats(1, 4, 64), floats(1, 4, 64), floats(4, 80),
     ),
-    "pass_layer takes positions as [T] int32 with T = 5": (
-        pass_layer, STEPS, floats(1, 5, 64), AT, PAST, None,
+    "layer takes positions as [T] int32 with T = 5": (
+        stage("layer"), STEPS, floats(1, 5, 64), AT, PAST, None,
     ),
 }  # fmt: skip
 STEPS_WITHOUT = {

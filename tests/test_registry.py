@@ -66,7 +66,7 @@ def test_entries_are_found_by_name(distribution: Path) -> None:
         assert "fake" in registry
         assert "fake" not in list(registry)
     # Ours are not replaced.
-    assert DRAFTERS["ngram"].__module__ == "jaxllm.serving.speculation.ngram_drafter"
+    assert DRAFTERS["ngram"].__module__ == "jaxllm.serving.speculation.drafters"
 
 
 def test_one_that_cannot_be_imported_names_its_distribution(distribution: Path) -> None:

@@ -26,9 +26,8 @@ from benchmarks.harness.report import OURS
 from benchmarks.traces import ANSWER_TOKENS, TraceRequest
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
-from jaxllm.serving.elastic.planner import MARGIN, Planner
+from jaxllm.serving.elastic.planner import MARGIN, Planner, Proposer
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.proposer import Proposer
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.host.progress import Progress

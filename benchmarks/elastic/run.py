@@ -53,12 +53,11 @@ from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
-from jaxllm.serving.elastic.objectives import Cost, meets
+from jaxllm.serving.elastic.objectives import CONFIDENCE, Cost, SafetyMargin, meets
 from jaxllm.serving.elastic.planned_service import ANYTHING
 from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.profiling import measure_together
-from jaxllm.serving.elastic.safety_margin import CONFIDENCE, SafetyMargin
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.serving.ground.bundles import find_model, open_model
 from jaxllm.serving.host.progress import Progress

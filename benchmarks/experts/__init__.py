@@ -54,7 +54,7 @@ class Plan(TextPlan):
       windows: of text, by which the loss of nested experts is judged.
     """
 
-    checkpoint: Path | None = sized(  # noqa: RUF009 (a field)
+    checkpoint: Path | None = sized( (a field)
         None, "The Hugging Face folder that the model was calibrated from; baselines are made of it.",
         metavar="DIR", default="the model's own weights as floats",
     )  # fmt: skip
@@ -67,7 +67,7 @@ class Plan(TextPlan):
         (), "Answer one of an encoder-decoder's own tasks, such as translation_de_to_en.", "--task",
         metavar="NAME",
     )  # fmt: skip
-    data: Path | None = sized(  # noqa: RUF009 (a field)
+    data: Path | None = sized( (a field)
         None, "The folder of the tasks' files.", metavar="DIR"
     )
     pairs: tuple[Path, Path] | None = sized(

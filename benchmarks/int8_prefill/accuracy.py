@@ -16,7 +16,6 @@ one of both that changes the layer's products less (`jaxllm`, what calibration d
 """
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import tempfile
@@ -44,17 +43,14 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.programs.model import open_program
 from jaxllm.int8_prefill.calibration import (
+    Observer,
     OutlierRecipe,
     PrefillCalibration,
     assembled,
-    channel_tops,
-    clipped_layers,
     clipping_steps,
     importances,
     largest_of,
     most_important,
-    outlier_counts,
-    product_errors,
     shadow_counts,
     whole_steps,
     with_outliers,
@@ -156,8 +152,7 @@ def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
         name: fit_calibration(cfg, subject.floats, stored, known, held_out).calibration
         for name, stored in weights.items()
     }
-    look = jax.jit(lambda params, row: channel_tops(params, row, cfg=cfg))
-    tops = largest_of([jax.device_get(look(subject.floats, row)) for row in known])
+    tops = Observer(cfg, subject.floats, known).tops
     questions = _questions(Tokenizer(subject.files), plan, cfg)
     perplexity: dict[str, float] = {}
     right: dict[str, float] = {}
@@ -293,16 +288,11 @@ def pruned_calibrations(
     cfg: ModelConfig, floats: Params, texts: Sequence[np.ndarray]
 ) -> Iterator[dict[str, tuple[PrefillCalibration, int]]]:
     """For each number of layers with a shadow, calibrations by system, and how many layers clip."""
-    look, count, errors = (
-        jax.jit(functools.partial(each, cfg=cfg)) for each in (channel_tops, outlier_counts, product_errors)
-    )
-    tops = largest_of([jax.device_get(look(floats, row)) for row in texts])
-    steps = clipping_steps(tops, ShadowRecipe()), whole_steps(tops)
-    each_count = [jax.device_get(count(floats, row, steps[0])) for row in texts]
-    counts = jax.tree.map(lambda *own: np.sum(own, axis=0), *each_count)
-    chosen = clipped_layers([jax.device_get(errors(floats, row, steps)) for row in texts])
-    choices = {OURS: chosen, WIDE: (False,) * cfg.layers, CLIPPED: (True,) * cfg.layers}
-    importance = importances(tops, steps[0])
+    observer = Observer(cfg, floats, texts)
+    steps = clipping_steps(observer.tops, ShadowRecipe()), whole_steps(observer.tops)
+    counts = observer.counts(steps[0])
+    choices = {OURS: observer.clipped(steps), WIDE: (False,) * cfg.layers, CLIPPED: (True,) * cfg.layers}
+    importance = importances(observer.tops, steps[0])
     for shadows in shadow_counts(cfg.layers, pruned_share=1.0):
         shadowed = most_important(importance, shadows)
         found = {}

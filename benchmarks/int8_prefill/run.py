@@ -51,9 +51,9 @@ from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.user_cache import cache_folder
+from jaxllm.serving.int8_prefill.buckets import IntegerStageBucket
 from jaxllm.serving.int8_prefill.processors import prepare_processors
 from jaxllm.serving.int8_prefill.runner import Int8Prefill
-from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 

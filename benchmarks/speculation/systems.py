@@ -40,12 +40,12 @@ from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.runner import Verdict
+from jaxllm.serving.speculation.costs import DraftTimes
 from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.drafters import make_drafter
 from jaxllm.serving.speculation.speculation import Speculation
-from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes, whole_budget
 from jaxllm.serving.weights.prefetch import Meanwhile
-from jaxllm.serving.weights.prefetch_plan import whole_budget
 from jaxllm.speculation.token_tree import LEAST
 from jaxllm.speculation.tree import TokenTree
 
@@ -238,8 +238,7 @@ class _UntilUnsure:
 
     def __init__(self, drafter: Drafter, fallback: float) -> None:
         self._drafter, self._fallback = drafter, fallback
-        self.run_s = self.branch_s = self.step_s = 0.0
-        self.steps = 0
+        self.times = DraftTimes()
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
         self.read = drafter.read
 

@@ -16,9 +16,8 @@ from jaxllm.export.device.host_sampling import HostChooser
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import STAGE_FILES
 from jaxllm.export.programs.model import ProgramModel, open_program_model
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
 from jaxllm.serving.elastic.profile import DeviceProfile, load_profile, save_profile
-from jaxllm.serving.elastic.profiling import measure_together
+from jaxllm.serving.elastic.profiling import measure_coarsely, measure_together
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import cpu_features, usable_cores

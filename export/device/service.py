@@ -18,10 +18,10 @@ from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import device_profile
 from jaxllm.export.programs.model import ProgramModel, TinyLmPrograms
 from jaxllm.serving.contexts.record import Record, turn_ids
+from jaxllm.serving.elastic.objectives import CONFIDENCE, SafetyMargin
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.safety_margin import CONFIDENCE, SafetyMargin
 from jaxllm.serving.elastic.tiny_proposer import TinyProposer
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
@@ -128,7 +128,8 @@ def _proposer(engine: Engine[ProgramModel]) -> TinyProposer | None:
         return None
     # Ready before they are timed.
     executor.prepare([each for each in executor.manifest.signatures if each.kind == "tiny_lm"])
-    return TinyProposer(tiny, TinyLmPrograms(executor), engine.levels)
+    programs = TinyLmPrograms(executor)
+    return TinyProposer(tiny, programs.lengths, programs.run, engine.levels)
 
 
 class ProgramContext:

@@ -19,10 +19,10 @@ from jaxllm.serving.engine.request import common_prefix
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.speculation.costs import DraftTimes, running_mean
 from jaxllm.serving.speculation.drafter import Drafter, Growing, require_same_kind
 from jaxllm.serving.speculation.host_tree import grown, root_alone
-from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
-from jaxllm.serving.speculation.payoff import running_mean
+from jaxllm.serving.speculation.lookup import NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer import Tokenizer
@@ -91,15 +91,13 @@ class ProgramDrafter:
     """Grows lines of tokens, with leaves, by a program that decodes (see `Drafter`).
 
     Attributes:
-      run_s: running mean of seconds per run.
-      steps: number of the program's runs.
+      times: running mean of seconds per run, and number of the program's runs.
     """
 
     memory = None
 
     def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
-        self.run_s = self.branch_s = self.step_s = 0.0
-        self.steps = 0
+        self.times = DraftTimes()
         self._runner, self._shape = runner, shape
         # The tokens in the cache.
         self._cached: list[int] = []
@@ -195,8 +193,8 @@ class ProgramDrafter:
         logits, self._cache = self._runner.step(self._cache, token, len(self._cached))
         logits = np.asarray(logits)[0]
         self._cached.append(token)
-        self.run_s = running_mean(self.run_s or None, time.perf_counter() - began)
-        self.steps += 1
+        self.times.run_s = running_mean(self.times.run_s or None, time.perf_counter() - began)
+        self.times.steps += 1
         return logits
 
     def _likeliest(self, logits: np.ndarray) -> tuple[list[int], list[float]]:

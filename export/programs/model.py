@@ -49,7 +49,7 @@ def read_tiny_lm(manifest: Manifest, folder: Path) -> ProgramTinyLm | None:
 
 
 class TinyLmPrograms:
-    """Runs the programs of a tiny LM (see `jaxllm.serving.elastic.tiny_proposer.TinyPasses`).
+    """Runs the programs of a tiny LM (see `jaxllm.serving.elastic.tiny_proposer.TinyProposer`).
 
     Attributes:
       lengths: lengths of rows that there are programs for, ascending.
@@ -59,7 +59,7 @@ class TinyLmPrograms:
         self._executor, self.lengths = executor, executor.manifest.tiny_lm_tokens()
 
     def run(self, row: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `TinyPasses`."""
+        """Reads a row `[1, T]` int32 with its mask `[1, T]` bool; T is one of `lengths`."""
         manifest = self._executor.manifest
         signature = manifest.signature("tiny_lm", row.shape[1], WHOLE, manifest.context_tokens)
         out, _ = self._executor.run(signature, {TOKENS: row, MASK: mask})

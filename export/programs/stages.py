@@ -38,9 +38,8 @@ from jaxllm.int8_prefill.schedule import (
 )
 from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.serving.host.user_cache import device_file
-from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
-from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
+from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTimes, measured_times
 from jaxllm.serving.runners.chunks import padded
 from jaxllm.serving.runners.runner import PrefillChunk
 

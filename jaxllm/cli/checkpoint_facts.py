@@ -91,8 +91,7 @@ def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
     values of `--memory` for the usual context: enough for resident weights, and the minimum for streamed
     ones."""
     from jaxllm.serving.ground.options import EngineOptions
-    from jaxllm.serving.weights.footprint import fixed_bytes
-    from jaxllm.serving.weights.prefetch_plan import SLOTS, whole_budget
+    from jaxllm.serving.weights.memory_plan import SLOTS, fixed_bytes, whole_budget
     from jaxllm.serving.weights.streamed import kept_rows_bytes
 
     sizes = {name: _bytes(spec, width) for name, spec in param_specs(cfg).items()}
@@ -127,8 +126,7 @@ def _least_with_experts_apart(cfg: ModelConfig, sizes: Mapping[str, int], fixed:
       fixed: bytes of everything but weights.
     """
     from jaxllm.serving.ground.options import EngineOptions
-    from jaxllm.serving.weights.footprint import outputs_bytes
-    from jaxllm.serving.weights.prefetch_plan import whole_budget
+    from jaxllm.serving.weights.memory_plan import outputs_bytes, whole_budget
 
     layers: collections.Counter[str] = collections.Counter()
     for name, size in sizes.items():

@@ -223,9 +223,8 @@ def speculation(draft: str | None) -> "SpeculationOptions | None":
 
 def _choose_prefill(engine: "Engine") -> None:
     """Chooses the faster prefill mode for each prompt from this device's profile."""
-    from jaxllm.serving.elastic.engine_profile import profile_path
-    from jaxllm.serving.elastic.prefill_times import choose_prefill, has_both_modes
     from jaxllm.serving.elastic.profile import load_profile
+    from jaxllm.serving.elastic.profiling import choose_prefill, has_both_modes, profile_path
 
     profile = load_profile(profile_path(engine.model.bundle, engine.options))
     if profile is not None:

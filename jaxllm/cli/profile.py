@@ -66,10 +66,9 @@ def profile_command(
       jaxllm profile model.jaxllm
       jaxllm profile model.jaxllm --prefill auto
     """
-    from jaxllm.serving.elastic.engine_profile import profile_path
+    from jaxllm.serving.elastic.planner import described, unmet
     from jaxllm.serving.elastic.profile import check_energy, load_profile, save_profile
-    from jaxllm.serving.elastic.profiling import measure
-    from jaxllm.serving.elastic.reach import described, unmet
+    from jaxllm.serving.elastic.profiling import measure, profile_path
     from jaxllm.serving.ground.bundles import levels_of
     from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
     from jaxllm.serving.ground.options import EngineOptions
@@ -93,7 +92,7 @@ def profile_command(
         )
         profile = measure(engine, repeats=repeats, progress=progress)
     path = profile_path(engine.model.bundle, engine.options)
-    profile = dataclasses.replace(profile, energy=costs).beside(load_profile(path))
+    profile = dataclasses.replace(profile, energy=costs).completed_by(load_profile(path))
     save_profile(profile, path)
     missed = unmet(planner_of(engine, profile)) if levels else {}
     if as_json:

@@ -1,4 +1,14 @@
-"""Shortens prompts by the scores of a tiny LM (ELMS, arXiv 2409.09071, section 3.3), and makes its input."""
+"""Shortens prompts by the scores of a tiny LM (ELMS, arXiv 2409.09071, section 3.3), and makes its input.
+
+Words are kept or dropped whole (LLMLingua-2, arXiv 2403.12968, section 3.3), and forced tokens are never
+dropped. Words are separated by white space and numbered by the text only, so that scores of one tokenizer's
+tokens can be transferred to another's. All functions work on whole arrays, because prompts may be long and
+requests wait. `text/droppable.py` defines the droppable parts of a prompt.
+
+The input of the tiny LM (`models/tiny_lm.py`) is an SLO's two marks, followed by a prompt. A prompt that is
+longer than a row is split into several rows of about the same length, each after the marks. Scores are taken
+from all rows, and the decision is their mean (`pooled`).
+"""
 
 from typing import Any
 
@@ -6,15 +16,6 @@ import numpy as np
 
 from jaxllm.elastic.slo import Slo, marks_of
 from jaxllm.errors import ConfigError
-
-# Shortens prompts: chooses the tokens to keep by their scores (ELMS, arXiv 2409.09071, section 3.3).
-#
-# Words are kept or dropped whole (LLMLingua-2, arXiv 2403.12968, section 3.3), and forced tokens are never
-# dropped. Words are separated by white space and numbered by the text only, so that scores of one
-# tokenizer's tokens can be transferred to another's. All functions work on whole arrays, because prompts
-# may be long and requests wait. Scores come from `models/tiny_lm.py`; `text/droppable.py` defines the
-# droppable parts of a prompt.
-
 
 # Word number of tokens without text.
 NO_WORD = -1
@@ -187,12 +188,6 @@ def _words(text: str, boundaries: np.ndarray | None) -> tuple[np.ndarray, np.nda
         begins |= dark & cut[:-1]
         ends |= dark & cut[1:]
     return np.flatnonzero(begins), np.flatnonzero(ends) + 1
-
-
-# Makes the tiny LM's input: an SLO's two marks, followed by a prompt.
-#
-# A prompt that is longer than a row is split into several rows of about the same length, each after the
-# marks. Scores are taken from all rows, and the decision is their mean (`pooled`).
 
 
 MARKS = 2

@@ -1,4 +1,13 @@
-"""Chooses the units of each level (ELMS, section 3.2), and makes sub-models without copying weights."""
+"""Chooses the units of each level (ELMS, section 3.2), and makes sub-models without copying weights.
+
+A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones, stay
+whole as long as the share allows; the other layers shrink evenly, by whole units. Alternatively a ladder
+defines the number of units of each level and layer (see `chosen_ladder`). A sub-model has a prefix of each
+layer's units, so that all levels read the same buffers from the start.
+
+Every level is a part of the whole model, but not always of the next larger level: if that has one kv group
+more in a layer, it may have a few neurons fewer.
+"""
 
 import dataclasses
 import functools
@@ -15,17 +24,6 @@ from jaxllm.models.layer_stack import STACK, are_entries, can_be_addressed
 from jaxllm.models.lora import Adapter, summed_factors
 from jaxllm.models.parameters import ENCODER, Params, param_specs
 from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_units
-
-# Chooses the units of each level's sub-model (ELMS, section 3.2).
-#
-# A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones,
-# stay whole as long as the share allows; the other layers shrink evenly, by whole units. Alternatively a
-# ladder defines the number of units of each level and layer (see `chosen_ladder`). A sub-model has a prefix
-# of each layer's units, so that all levels read the same buffers from the start.
-#
-# Every level is a part of the whole model, but not always of the next larger level: if that has one kv
-# group more in a layer, it may have a few neurons fewer.
-
 
 LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
 # Neurons are kept in multiples of this, which a kernel computes at once; of less in narrow layers.
@@ -97,12 +95,8 @@ class Ladder:
 
 
 def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
-    """The sub-model of a level; for an encoder-decoder of both sides.
-
-    Args:
-      cfg: config of the whole model.
-      ladder: ladder with its levels.
-      level: one of the levels.
+    """The sub-model of one of the ladder's levels, of the whole model `cfg`; for an encoder-decoder of both
+    sides.
 
     Raises:
       ConfigError: the ladder has no such level, or anchors that are not layers of the model.

@@ -102,16 +102,8 @@ def marks_of(slo: Slo) -> tuple[int, int]:
 
 
 def nominal_cost(levels: Sequence[int], prompt_ratios: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Nominal costs of choices, by counts of parameters and tokens, in shares of the whole model's times.
-
-    Args:
-      levels: levels in percent of the model.
-      prompt_ratios: shares of the prompt.
-
-    Returns:
-      TTFT and TPOT `[levels, prompt_ratios]` float64. TTFT is the product of both shares, TPOT the level's
-      share.
-    """
+    """Nominal costs of choices, by counts of parameters and tokens, in shares of the whole model's times:
+    TTFT `[levels, prompt_ratios]` float64, the product of both shares, and TPOT, the level's share."""
     model = np.asarray(levels, np.float64)[:, None] / 100
     prompt = np.asarray(prompt_ratios, np.float64)[None, :]
     return model * prompt, np.broadcast_to(model, (len(levels), len(prompt_ratios)))

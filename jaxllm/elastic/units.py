@@ -132,12 +132,7 @@ def order_sides(
 def reorder(
     cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], order: UnitOrder
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields a model's float parameters with their units in another order.
-
-    Args:
-      cfg: the whole model.
-      params: (name, array) pairs.
-      order: order of its units.
+    """Yields a whole model's float parameters, (name, array) pairs, with their units in another order.
 
     Raises:
       ConfigError: the order does not fit this model.
@@ -167,7 +162,9 @@ def check_order(cfg: ModelConfig, order: UnitOrder) -> None:
     """Raises ConfigError unless an order has every unit of a model exactly once."""
     over_source = 0 if cfg.encoder is None else cfg.layers
     if (order.encoder is None) != (cfg.encoder is None) or len(order.cross) != over_source:
-        raise ConfigError("the order is of a decoder alone, the model an encoder-decoder, or the reverse")
+        raise ConfigError(
+            "the order is of a decoder-only model, the model an encoder-decoder, or the reverse"
+        )
     if cfg.encoder is not None and order.encoder is not None:
         check_order(cfg.encoder, order.encoder)
     if cfg.relative_buckets and not all(np.array_equal(each, order.groups[0]) for each in order.groups):

@@ -1,5 +1,14 @@
-"""Predicts a token's experts, and chooses which resident expert to evict (EdgeMoE, arXiv 2308.14352, section
-3.3)."""
+"""Predicts a token's experts from its activation path so far, or from its token id, and chooses the resident
+expert to evict (EdgeMoE, arXiv 2308.14352, section 3.3).
+
+The experts of a layer depend on those of the two layers before. Counts over a text estimate P(expert c at
+layer n | experts a at n-2 and b at n-1). With several experts per token each visit is counted once for every
+pair (a, b) of the sets, and a prediction is the mean over the pairs.
+
+Counts are smoothed by backing off: the estimate from two layers is mixed with that from one layer, and this
+with the frequency of an expert, each weighing as much as `BACK_OFF` visits (MacKay and Peto, 1995). So the
+prediction of the first layer is its frequencies, and that of the second layer depends on the first.
+"""
 
 import dataclasses
 import functools
@@ -8,17 +17,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from jaxllm.errors import ConfigError
-
-# Predicts a token's experts from its activation path so far (EdgeMoE, arXiv 2308.14352, section 3.3.2).
-#
-# The experts of a layer depend on those of the two layers before. Counts over a text estimate P(expert c at
-# layer n | experts a at n-2 and b at n-1). With several experts per token each visit is counted once for
-# every pair (a, b) of the sets, and a prediction is the mean over the pairs.
-#
-# Counts are smoothed by backing off: the estimate from two layers is mixed with that from one layer, and
-# this with the frequency of an expert, each weighing as much as `BACK_OFF` visits (MacKay and Peto, 1995).
-# So the prediction of the first layer is its frequencies, and that of the second layer depends on the first.
-
 
 BACK_OFF = 4.0
 # Maximum number of stored pairs per layer, the most frequent ones: all of them with up to 64 experts.
@@ -168,9 +166,7 @@ def next_experts(
     if layer < 2 or two_before is None:
         return behind_one[before.reshape(-1)].mean(0).astype(np.float32)
     where = _places_of(counts, layer, two_before, before).reshape(-1)
-    last = np.broadcast_to(before[:, None, :], (len(before), two_before.shape[1], before.shape[1])).reshape(
-        -1
-    )
+    last = np.repeat(before[:, None, :], two_before.shape[1], axis=1).reshape(-1)
     # Pairs that are not stored have counts of zero.
     rows, known = np.zeros((len(where), counts.experts)), where >= 0
     rows[known] = counts.after_two[layer][where[known]]
@@ -183,10 +179,7 @@ def learn(counts: PathCounts, ids: np.ndarray) -> None:
     take longer than a layer.
 
     A row of counts is scaled down once its sum exceeds `MOST_WEIGHT`, so that recent tokens have influence.
-
-    Args:
-      counts: counts so far.
-      ids: `[L, M, k]` int, see `count_paths`.
+    `ids` is `[L, M, k]` int, see `count_paths`.
     """
     experts = counts.experts
 
@@ -339,44 +332,20 @@ def nearness(layers: np.ndarray, at: int, total: int) -> np.ndarray:
     return (total - layers + at) % total
 
 
-def frequency_nearness(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """EdgeMoE's policy: frequency times nearness; of equally near experts the least visited is evicted."""
-    del now
-    # Orders the experts of the current layer, whose nearness is 0.
-    least = 1e-6 * those.frequency
-    return those.frequency * nearness(those.layers, at, total) + least
-
-
-def first_in_first_out(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """FIFO: evicts the expert loaded first."""
-    del at, total, now
-    return those.loaded.astype(np.float64)
-
-
-def least_recently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LRU: evicts the least recently used expert."""
-    del at, total, now
-    return those.used.astype(np.float64)
-
-
-def least_frequently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LFU: evicts the expert with the fewest visits; of equals the least recently used one."""
-    del at, total, now
-    return those.frequency + 1e-9 * those.used
-
-
-def least_frequently_recently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """LFRU: frequency divided by the time since the last visit."""
-    del at, total
-    return those.frequency / (1 + now - those.used)
-
-
 POLICIES: dict[str, Policy] = {
-    "frequency-nearness": frequency_nearness,
-    "fifo": first_in_first_out,
-    "lru": least_recently_used,
-    "lfu": least_frequently_used,
-    "lfru": least_frequently_recently_used,
+    # EdgeMoE's. The second term orders the experts of the current layer, whose nearness is 0: of equally near
+    # experts the least visited is evicted.
+    "frequency-nearness": lambda those, at, total, now: (
+        those.frequency * nearness(those.layers, at, total) + 1e-6 * those.frequency
+    ),
+    # The expert loaded first.
+    "fifo": lambda those, at, total, now: those.loaded.astype(np.float64),
+    # The least recently used expert.
+    "lru": lambda those, at, total, now: those.used.astype(np.float64),
+    # The expert with the fewest visits; of equals the least recently used one.
+    "lfu": lambda those, at, total, now: those.frequency + 1e-9 * those.used,
+    # By frequency divided by the time since the last visit.
+    "lfru": lambda those, at, total, now: those.frequency / (1 + now - those.used),
 }
 
 
@@ -387,5 +356,5 @@ def eviction_policy(name: str) -> Policy:
       ConfigError: there is no policy of this name.
     """
     if name not in POLICIES:
-        raise ConfigError(f"there is no eviction policy {name!r:.80}; take one of {', '.join(POLICIES)}")
+        raise ConfigError(f"there is no eviction policy {name!r:.80}; choose one of {', '.join(POLICIES)}")
     return POLICIES[name]

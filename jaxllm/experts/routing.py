@@ -125,8 +125,8 @@ def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:
     """E times the sum over experts of (share of tokens sent there) · (mean probability).
 
     Switch Transformer (arXiv 2101.03961), eq. 4 to 6, without its coefficient; as in transformers, all
-    tokens of all layers are counted together, and with k choices per token the shares sum to k. So the
-        loss is at least k, its value for a uniform router.
+    tokens of all layers are counted together, and with k choices per token the shares sum to k. So the loss
+    is at least k, its value for a uniform router.
 
     Args:
       probs: `[..., E]`, a router's probabilities.

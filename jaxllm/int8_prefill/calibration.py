@@ -1,8 +1,22 @@
-"""Calibrates integer prefill from observations on a text (mllm-NPU, arXiv 2407.05858, section 3.3)."""
+"""Calibrates integer prefill from observations on a text (mllm-NPU, arXiv 2407.05858, section 3.3).
+
+- Steps. For each product, the largest magnitude of every input channel is observed. With a shadow, the step
+  is one of these magnitudes over 127, such that few channels exceed it: each exceeding channel must make the
+  step finer by a given share. A layer without a shadow takes the same step, and what exceeds it is clipped
+  (*pruned*, as in the paper), or a *wide* one, the largest of them over 127, which clips no observed value:
+  the one that changes its products less.
+- Channels. Channels with outliers get rows of weights in floats. These stay in the mapped file, and the
+  operating system reads their pages when a prompt needs them. (The paper keeps the rows of hot channels in
+  memory.)
+- Layers. The importance of a layer is how far its largest outlier exceeds its step. The least important
+  layers get no shadow, as many as the allowed loss permits. If shadows in all layers are not enough, steps
+  become finer and more channels exceed them.
+"""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,23 +39,6 @@ from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kernels.native_products import TOP_LEVEL
 from jaxllm.models.parameters import Params
 from jaxllm.quant import contracted_rows
-
-# Calibrates integer prefill from observations on a text: steps, channels and layers with a shadow (mllm-NPU,
-# arXiv 2407.05858, section 3.3).
-#
-# - Steps. For each product, the largest magnitude of every input channel is observed. With a shadow, the step
-#   is one of these magnitudes over 127, such that few channels exceed it: each exceeding channel must make
-#   the
-#   step finer by a given share. A layer without a shadow takes the same step, and what exceeds it is clipped
-#   (*pruned*, as in the paper), or a *wide* one, the largest of them over 127, which clips no observed value:
-#   the one that changes its products less.
-# - Channels. Channels with outliers get rows of weights in floats. These stay in the mapped file, and the
-#   operating system reads their pages when a prompt needs them. (The paper keeps the rows of hot channels in
-#   memory.)
-# - Layers. The importance of a layer is how far its largest outlier exceeds its step. The least important
-#   layers get no shadow, as many as the allowed loss permits. If shadows in all layers are not enough, steps
-#   become finer and more channels exceed them.
-
 
 # [layer][product] -> a value per input channel, `[D]`.
 ByProduct = list[list[np.ndarray]]
@@ -124,7 +121,6 @@ def channel_tops(
     an activation is NaN."""
 
     def look(layer: int, product: int, x: jax.Array) -> jax.Array:
-        del layer, product
         return jnp.max(jnp.abs(x), axis=0)
 
     return observed(params, tokens, look, cfg=cfg, rule=rule)
@@ -189,6 +185,33 @@ def largest_of(tops: Sequence[ByProduct]) -> ByProduct:
     if not all(np.isfinite(each).all() for layer in found for each in layer):
         raise ConfigError("activations are NaN or infinite on the calibration text; the model is broken")
     return found
+
+
+class Observer:
+    """Observes a model's activations in floats on a text, in rows `[T]` of one length."""
+
+    def __init__(self, cfg: ModelConfig, floats: Params, texts: Sequence[np.ndarray]) -> None:
+        self._floats, self._texts = floats, texts
+        self._compiled = {
+            look: jax.jit(functools.partial(look, cfg=cfg))
+            for look in (channel_tops, outlier_counts, product_errors)
+        }
+
+    @functools.cached_property
+    def tops(self) -> ByProduct:
+        """See `channel_tops`, over the whole text."""
+        return largest_of(self._over_rows(channel_tops))
+
+    def counts(self, steps: np.ndarray) -> ByProduct:
+        """See `outlier_counts`, over the whole text."""
+        return jax.tree.map(lambda *rows: np.sum(rows, axis=0), *self._over_rows(outlier_counts, steps))
+
+    def clipped(self, steps: tuple[np.ndarray, np.ndarray]) -> tuple[bool, ...]:
+        """See `clipped_layers`; `steps` are clipping and wide ones."""
+        return clipped_layers(self._over_rows(product_errors, steps))
+
+    def _over_rows(self, look: Callable[..., Any], *more: Any) -> list[Any]:
+        return [jax.device_get(self._compiled[look](self._floats, row, *more)) for row in self._texts]
 
 
 def whole_steps(tops: ByProduct) -> np.ndarray:
@@ -332,7 +355,7 @@ class OutlierRecipe:
 
     def __post_init__(self) -> None:
         if self.channels < 1:
-            raise ConfigError(f"outliers take at least one channel, got {self.channels}")
+            raise ConfigError(f"outliers require at least one channel, got {self.channels}")
         if self.factor < 2 or self.factor & (self.factor - 1):
             raise ConfigError(f"the factor of outliers must be a power of two above 1, got {self.factor}")
         if not self.places or not set(self.places) <= set(PLACES):

@@ -6,7 +6,6 @@ A loss is the growth of the perplexity, as a share of the unchanged model's perp
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -17,23 +16,18 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import (
-    ByProduct,
+    Observer,
     PrefillCalibration,
     assembled,
-    channel_tops,
-    clipped_layers,
     clipping_steps,
     importances,
-    largest_of,
     most_important,
-    outlier_counts,
-    product_errors,
     shadow_counts,
     whole_steps,
 )
 from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
-from jaxllm.int8_prefill.shadow import PRODUCTS, contracted_axes
+from jaxllm.int8_prefill.shadow import contracted_axes
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, quantize, to_blocks
@@ -115,7 +109,7 @@ def fit_calibration(
     for rows in (texts, held_out):
         if (tokens := sum(map(len, rows))) < LEAST_TOKENS:
             raise ConfigError(
-                f"calibrating and holding out take {LEAST_TOKENS} tokens each, and there are {tokens}: "
+                f"calibration and held-out text require {LEAST_TOKENS} tokens each, and there are {tokens}: "
                 "give more text"
             )
     both = texts, held_out
@@ -124,7 +118,7 @@ def fit_calibration(
         level: _Level(own, params, params, both) for level, (own, params) in (sub_models or {}).items()
     }
     best: Fitted | None = None
-    for tried, clipped, choice in _choices(cfg, floats, texts, levels, recipe or ShadowRecipe()):
+    for tried, clipped, choice in _choices(cfg, floats, levels, recipe or ShadowRecipe()):
         losses = {WHOLE: levels[WHOLE].losses(choice.layers(WHOLE, cfg))}
         if max(losses[WHOLE]) <= most_loss:
             losses |= {
@@ -148,24 +142,20 @@ def fit_calibration(
 def _choices(
     cfg: ModelConfig,
     floats: Params,
-    texts: Sequence[np.ndarray],
     levels: Mapping[int, "_Level"],
     recipe: ShadowRecipe,
 ) -> Iterator[tuple[ShadowRecipe, tuple[bool, ...], PrefillCalibration]]:
     """Yields calibrations without losses, the cheapest to serve first, with their recipes and the layers that
     clip."""
-    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
-    errors = jax.jit(functools.partial(product_errors, cfg=cfg))
-    tops = levels[WHOLE].tops
+    observer = levels[WHOLE].observer
     seen: set[tuple[bytes, tuple[bool, ...]]] = set()
     for each in recipe.finer():
         steps = {
-            level: (clipping_steps(one.tops, each), whole_steps(one.tops)) for level, one in levels.items()
+            level: (clipping_steps(one.observer.tops, each), whole_steps(one.observer.tops))
+            for level, one in levels.items()
         }
-        clipping = steps[WHOLE][0]
-        clips = clipped_layers([jax.device_get(errors(floats, row, steps[WHOLE])) for row in texts])
-        counts = _summed(cfg, [jax.device_get(count(floats, row, clipping)) for row in texts])
-        importance = importances(tops, clipping)
+        clips, counts = observer.clipped(steps[WHOLE]), observer.counts(steps[WHOLE][0])
+        importance = importances(observer.tops, steps[WHOLE][0])
         for shadows in shadow_counts(cfg.layers, each.pruned_share):
             shadowed = most_important(importance, shadows)
             clipped = tuple(clip and not own for clip, own in zip(clips, shadowed, strict=True))
@@ -180,18 +170,13 @@ def _choices(
 
 
 class _Level:
-    """One level under calibration: the magnitudes of its products' inputs, and its losses.
-
-    Attributes:
-      cfg: its config.
-      tops: see `channel_tops`.
-    """
+    """One level under calibration: its config, the observer of its activations, and its losses."""
 
     def __init__(
         self, cfg: ModelConfig, floats: Params, stored: Params, texts: Sequence[Sequence[np.ndarray]]
     ) -> None:
         self.cfg, self._stored, self._texts = cfg, stored, texts
-        self.tops = _largest(cfg, floats, texts[0])
+        self.observer = Observer(cfg, floats, texts[0])
         plain = _nats(cfg, lambda params, known: plain_rule(params, cfg))
         self._exact = [plain(floats, (), rows) for rows in texts]
         self._integer = _nats(cfg, lambda params, known: integer_rule(params, known, cfg))
@@ -216,17 +201,14 @@ def random_calibration(
     """A calibration of a model with random weights, for measurements of speed: a given number of layers has a
     shadow, and there are no losses."""
     recipe = recipe or ShadowRecipe()
-    tops = _largest(cfg, floats, texts)
-    clipping = clipping_steps(tops, recipe)
-    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
-    counts = _summed(cfg, [jax.device_get(count(floats, row, clipping)) for row in texts])
-    shadowed = most_important(importances(tops, clipping), shadows)
+    observer = Observer(cfg, floats, texts)
+    clipping = clipping_steps(observer.tops, recipe)
     return assembled(
         cfg,
         floats,
-        counts,
-        levels={WHOLE: (clipping, whole_steps(tops))},
-        shadowed=shadowed,
+        observer.counts(clipping),
+        levels={WHOLE: (clipping, whole_steps(observer.tops))},
+        shadowed=most_important(importances(observer.tops, clipping), shadows),
         clipped=(False,) * cfg.layers,
         losses={WHOLE: (0.0, 0.0)},
     )
@@ -235,19 +217,6 @@ def random_calibration(
 def growth(nats: float, exact: float) -> float:
     """The growth of the perplexity as a share, from losses in nats per token."""
     return math.exp(nats - exact) - 1
-
-
-def _largest(cfg: ModelConfig, params: Params, texts: Sequence[np.ndarray]) -> ByProduct:
-    look = jax.jit(functools.partial(channel_tops, cfg=cfg))
-    return largest_of([jax.device_get(look(params, row)) for row in texts])
-
-
-def _summed(cfg: ModelConfig, each: Sequence[ByProduct]) -> ByProduct:
-    """Outliers of each channel of each product over several texts."""
-    return [
-        [np.sum([one[layer][product] for one in each], axis=0) for product in range(len(PRODUCTS))]
-        for layer in range(cfg.layers)
-    ]
 
 
 def _nats(

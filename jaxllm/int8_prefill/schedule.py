@@ -56,6 +56,22 @@ STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
     "narrow_shadow": ("ffn.down", "ffn_post_norm."),
     "layer": ("",),
 }
+# Stage -> names of its operands, and of its results: "x" is the input of a layer, "block" that of its
+# feed-forward block, "at", "past" and "mass" are positions and cache, "count" is of channels with outliers.
+STAGE_VALUES: Mapping[Stage, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "project": (("x",), ("heads",)),
+    "project_shadow": (("x",), ("head_shadows", "count")),
+    "attend": (
+        ("heads", "head_shadows", "at", "past", "mass"),
+        ("out", "added", "past", "mass", "count"),
+    ),
+    "finish": (("x", "out"), ("x",)),
+    "widen": (("x", "out", "added"), ("block", "products")),
+    "widen_shadow": (("block",), ("product_shadows", "count")),
+    "narrow": (("block", "products", "product_shadows"), ("mixed", "hidden")),
+    "narrow_shadow": (("block", "mixed", "hidden"), ("x", "count")),
+    "layer": (("x", "at", "past", "mass"), ("x", "past", "mass", "count")),
+}
 
 
 def stages_of(shadowed: bool) -> tuple[Stage, ...]:
@@ -149,7 +165,6 @@ def prompt_subgraphs(
 
 def natural_place(layer: int, stage: Stage) -> Processor:
     """Integer stages on the integer processor, the others on the float one."""
-    del layer
     return "integer" if stage in INTEGER_STAGES else "float"
 
 
@@ -185,7 +200,7 @@ def placed_by_memory(
     if not kept:
         least = min(bytes_of(*each) for each in stages)
         raise ConfigError(
-            f"{most_bytes} bytes hold no subgraph of the integer processor; the smallest takes {least}"
+            f"{most_bytes} bytes hold no subgraph of the integer processor; the smallest requires {least}"
         )
     return lambda layer, stage: "integer" if (layer, stage) in kept else "float"
 

@@ -1,5 +1,17 @@
 """Multiplies with a static scale in 8 bits, and shadow outliers in floats (mllm-NPU, arXiv 2407.05858,
-section 3.3)."""
+section 3.3).
+
+With one calibrated step for all activations, a product is a product of integer tensors with one scale, which
+suits integer processors. The few channels with outliers exceed 127 steps. Their excess is gathered into a
+compact tensor and multiplied with these channels' weights in floats, on another processor if there is one.
+The sum is exact (equation 1): x = clip(x) + excess(x).
+
+Compact tensors have static sizes. Exceeding channels are counted first; the smallest size for all of them is
+used, or the largest size several times, so that nothing is dropped. (No size is for all channels: every
+dispatch would reserve memory for all weights in floats, which is hardly ever needed.)
+
+Steps, channels and layers are chosen by `calibration.py`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,7 +25,7 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.kernels import native_products
 from jaxllm.kernels.converted import natively
-from jaxllm.kernels.native_call import Adaptable, UsedUnits
+from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kernels.native_products import TOP_LEVEL
 from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params, param_specs
@@ -21,21 +33,6 @@ from jaxllm.nn import linear
 from jaxllm.nn.layers import Norm, activate, normalize
 from jaxllm.nn.linear import FeedForward, Steps, in_blocks
 from jaxllm.quant import Weight, contracted_rows
-
-# Multiplies shadow outliers, the excess that a static 8-bit step clips, in floats (mllm-NPU, arXiv
-# 2407.05858, section 3.3).
-#
-# With one calibrated step for all activations, a product is a product of integer tensors with one scale,
-# which suits integer processors. The few channels with outliers exceed 127 steps. Their excess is gathered
-# into a compact tensor and multiplied with these channels' weights in floats, on another processor if there
-# is one. The sum is exact (equation 1): x = clip(x) + excess(x).
-#
-# Compact tensors have static sizes. Exceeding channels are counted first; the smallest size for all of them
-# is used, or the largest size several times, so that nothing is dropped. (No size is for all channels:
-# every dispatch would reserve memory for all weights in floats, which is hardly ever needed.)
-#
-# Steps, channels and layers are chosen by `calibration.py`.
-
 
 # Sizes of compact tensors in channels, ascending: few outliers are the rule (5 to 15 channels in the paper's
 # models), and each size is a branch to compile.
@@ -103,7 +100,6 @@ def shadow_products(
         return [compact @ each for each in _rows_of(channels, real, weights, rows, last)]
 
     def nothing(x: jax.Array, hit: jax.Array) -> list[jax.Array]:
-        del hit
         return [jnp.zeros((len(x), _outputs(each, last)), jnp.float32) for each in weights]
 
     def once(room: int) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
@@ -195,32 +191,14 @@ def normed_to_units(
     """Products `[..., *U]` of `norm(x)` `[..., D]` with each weight `[*U, D]`, and the number of the D
     channels with outliers, `[1]` int32."""
 
-    def beside(
-        x: jax.Array,
-        norm: Norm,
-        weights: Sequence[Weight],
-        used: UsedUnits | None,
-        step: jax.Array,
-        rows: FloatRows,
-        live: jax.Array | None,
-    ) -> tuple[list[jax.Array], jax.Array]:
-        outs = linear.normed_to_units(
-            x, norm, weights, [None] * len(weights), used=used, step=step, live=live
-        )
+    def apart(x, norm, weights, used, step, rows, live) -> tuple[list[jax.Array], jax.Array]:
+        none = [None] * len(weights)
+        outs = linear.normed_to_units(x, norm, weights, none, used=used, step=step, live=live)
         shadows, count = added_by_shadow(normalize(x, norm), step, weights, rows, last=True)
-        return [out + shadow.astype(out.dtype) for out, shadow in zip(outs, shadows, strict=True)], count[
-            None
-        ]
+        sums = [out + shadow.astype(out.dtype) for out, shadow in zip(outs, shadows, strict=True)]
+        return sums, count[None]
 
-    def inside(
-        x: jax.Array,
-        norm: Norm,
-        weights: Sequence[Adaptable],
-        used: UsedUnits | None,
-        step: jax.Array,
-        rows: FloatRows,
-        live: jax.Array | None,
-    ) -> tuple[list[jax.Array], jax.Array]:
+    def fused(x, norm, weights, used, step, rows, live) -> tuple[list[jax.Array], jax.Array]:
         products, count = native_products.to_units_with_shadow(
             x.reshape(-1, x.shape[-1]),
             weights,
@@ -236,8 +214,8 @@ def normed_to_units(
         return [out.reshape(shape) for out, shape in zip(products, shapes, strict=True)], count
 
     operands = x, norm, list(weights), used, step, rows, live
-    fused = norm.bias is None and _taken(weights)
-    outs, count = natively(inside, beside, *operands) if fused else beside(*operands)
+    native = norm.bias is None and _supported(weights)
+    outs, count = natively(fused, apart, *operands) if native else apart(*operands)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)], count
 
 
@@ -254,32 +232,15 @@ def from_units(
 ) -> tuple[jax.Array, jax.Array]:
     """Product `[..., D]` of `h` `[..., *U]` with `weight` `[*U, D]`, plus `residual` if there is one, and the
     number of inputs with outliers, `[1]` int32."""
-    units = len(weight.shape) - 1
-    batch = h.shape[: h.ndim - units]
+    batch = h.shape[: h.ndim + 1 - len(weight.shape)]
 
-    def beside(
-        h: jax.Array,
-        weight: Weight,
-        residual: jax.Array | None,
-        used: UsedUnits | None,
-        step: jax.Array,
-        rows: FloatRows,
-        live: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    def apart(h, weight, residual, used, step, rows, live) -> tuple[jax.Array, jax.Array]:
         out = linear.from_units(h, weight, residual=residual, used=used, step=step, live=live)
         seen = h if used is None else used.only(h, len(batch))
         (shadow,), count = added_by_shadow(seen.reshape(*batch, -1), step, [weight], rows, last=False)
         return out + shadow.astype(out.dtype), count[None]
 
-    def inside(
-        h: jax.Array,
-        weight: Adaptable,
-        residual: jax.Array | None,
-        used: UsedUnits | None,
-        step: jax.Array,
-        rows: FloatRows,
-        live: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    def fused(h, weight, residual, used, step, rows, live) -> tuple[jax.Array, jax.Array]:
         width = weight.shape[-1]
         add = None if residual is None else residual.reshape(-1, width).astype(h.dtype)
         flat = h.reshape(-1, int(rows.place.shape[0]))
@@ -289,7 +250,7 @@ def from_units(
         return out.reshape(*batch, width), count
 
     operands = h, weight, residual, used, step, rows, live
-    out, count = natively(inside, beside, *operands) if _taken([weight]) else beside(*operands)
+    out, count = natively(fused, apart, *operands) if _supported([weight]) else apart(*operands)
     return _with_bias(out, bias), count
 
 
@@ -307,47 +268,30 @@ def feed_forward(
     """`linear.feed_forward` of `x` `[..., D]`, and the numbers of the D channels and of the F units with
     outliers, `[2]` int32; steps and rows are pairs, for both."""
 
-    def apart(
-        x: jax.Array,
-        norm: Norm,
-        weights: FeedForward,
-        used: UsedUnits | None,
-        steps: Steps,
-        rows: tuple[FloatRows, FloatRows],
-        live: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        first = [weights.up] if weights.gate is None else [weights.gate, weights.up]
-        biases = [weights.up_bias] if weights.gate is None else [weights.gate_bias, weights.up_bias]
+    def apart(x, norm, weights, used, steps, rows, live) -> tuple[jax.Array, jax.Array]:
+        gate = [] if weights.gate is None else [(weights.gate, weights.gate_bias)]
+        first, biases = zip(*gate, (weights.up, weights.up_bias), strict=True)
         products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], used=used, live=live)
         hidden = activate(products[0], weights.activation)
-        hidden = hidden if weights.gate is None else hidden * products[1]
-        residual = x if add_input else None
+        hidden = hidden * products[1] if gate else hidden
         out, inner = from_units(
             hidden,
             weights.down,
             weights.down_bias,
             steps[1],
             rows[1],
-            residual=residual,
+            residual=x if add_input else None,
             used=used,
             live=live,
         )
         return out, jnp.concatenate([outer, inner])
 
-    def inside(
-        x: jax.Array,
-        norm: Norm,
-        weights: FeedForward,
-        used: UsedUnits | None,
-        steps: Steps,
-        rows: tuple[FloatRows, FloatRows],
-        live: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    def fused(x, norm, weights, used, steps, rows, live) -> tuple[jax.Array, jax.Array]:
         out, counts = native_products.feed_forward_with_shadow(
             x.reshape(-1, x.shape[-1]),
-            weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
-            weights.up,  # pyright: ignore[reportArgumentType]
-            weights.down,  # pyright: ignore[reportArgumentType]
+            weights.gate,
+            weights.up,
+            weights.down,
             steps,
             (rows[0].place, rows[1].place),
             (rows[0].rows, rows[1].rows[0]),
@@ -361,11 +305,11 @@ def feed_forward(
         return out.reshape(x.shape), counts
 
     operands = x, norm, weights, used, steps, rows, live
-    fused = norm.bias is None and not weights.biased and _taken(weights.weights)
-    return natively(inside, apart, *operands) if fused else apart(*operands)
+    native = norm.bias is None and not weights.biased and _supported(weights.weights)
+    return natively(fused, apart, *operands) if native else apart(*operands)
 
 
-def _taken(weights: Sequence[Weight]) -> bool:
+def _supported(weights: Sequence[Weight]) -> bool:
     """Whether the native kernels can compute the shadow of all weights."""
     return all(in_blocks(each) and native_products.takes(each) for each in weights)  # pyright: ignore[reportArgumentType]
 

@@ -1,4 +1,11 @@
-"""The token tree and its size (LLMCad, arXiv 2309.04255, sections 3.2 and 3.3); imports no JAX."""
+"""The token tree, drafted continuations of a sequence in arrays of static size, and its size (LLMCad, arXiv
+2309.04255, sections 3.2 and 3.3).
+
+A node is a token that follows its parent's token. The root is the last token of the sequence, which is in no
+cache yet. Children come after their parents in the order of nodes. In a cache node i is at row `length + i`,
+after the sequence, and attends to the sequence, its ancestors and itself: branches share rows, and nothing is
+copied until a path is accepted. This module imports no JAX: `tree.py` registers the structure with it.
+"""
 
 import dataclasses
 import math
@@ -12,16 +19,6 @@ from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
     import jax
-
-
-# The token tree: drafted continuations of a sequence in arrays of static size (LLMCad, arXiv 2309.04255,
-# section 3.2).
-#
-# A node is a token that follows its parent's token. The root is the last token of the sequence, which is in
-# no cache yet. Children come after their parents in the order of nodes. In a cache node i is at row `length
-# + i`, after the sequence, and attends to the sequence, its ancestors and itself: branches share rows, and
-# nothing is copied until a path is accepted. This module imports no JAX: `tree.py` registers the structure
-# with it.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -430,5 +430,4 @@ def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array
 def _as_before(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
     """The root's counts for every node, `[M, V]` int32, for samplings without penalties, which do not read
     them."""
-    del tree
     return jnp.broadcast_to(counts, logits.shape)

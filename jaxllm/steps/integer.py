@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.shadow import PRODUCTS
-from jaxllm.int8_prefill.subgraphs import calibration_of, pass_layer
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, calibration_of
 from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
 from jaxllm.models.layer_stack import layer_of, over_layers
@@ -51,7 +51,7 @@ def prefill_integer_chunk(
     def layer(carry: _Carry, own: Params, like: int, number: jax.Array | int) -> _Carry:
         x, cache, counts = carry
         calibration, past = calibration_of(layer_of(own, like)), cache.past(like, number)
-        x, past, mass, found = pass_layer(own, calibration, x, at, past, cache.mass, cfg=cfg, layer=like)
+        x, past, mass, found = IntegerLayer(own, calibration, cfg, like).layer(x, at, past, cache.mass)
         if found is not None:
             counts = counts.at[number].set(found)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass), counts

@@ -15,11 +15,9 @@ import numpy as np
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.sampling_state import Sampling
-from jaxllm.serving.elastic.objectives import Binding, Objective, meets
-from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.objectives import Binding, Objective, SafetyMargin, meets
+from jaxllm.serving.elastic.planner import Planner, described, unmet
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.reach import described, unmet
-from jaxllm.serving.elastic.safety_margin import SafetyMargin
 from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig

@@ -6,19 +6,21 @@ if its own time can pay off: if a shorter prompt allows a larger level than the 
 """
 
 import dataclasses
-import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.elastic.compression import keep_tokens, stays_anyway
+from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ObjectiveMissed
 from jaxllm.serving.elastic.objectives import (
+    START,
     Objective,
+    SafetyMargin,
     as_ratios,
     expected_cost,
     expected_costs,
@@ -26,13 +28,51 @@ from jaxllm.serving.elastic.objectives import (
     whole_cost,
 )
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.proposer import Proposer
-from jaxllm.serving.elastic.safety_margin import START, SafetyMargin
+from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS
 from jaxllm.serving.ground.plan import Cost, Plan, Source
 from jaxllm.text.droppable import PromptTokens
 
 # Share of an objective to plan for.
 MARGIN = 1 / START
+# Factors on an expected time to the first token, time per further token, and energy.
+_Factors = tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Proposal:
+    """A proposer's choice for a request.
+
+    Attributes:
+      level: one of the allowed levels.
+      prompt_ratio: one of the allowed ratios.
+      scores: `[T]` float, for each token of the prompt; the highest ones are kept.
+    """
+
+    level: int
+    prompt_ratio: float
+    scores: np.ndarray
+
+
+class Proposer(Protocol):
+    """Proposes a level and a prompt ratio, such as a tiny LM; may compute only scores."""
+
+    @property
+    def prompt_ratios(self) -> Sequence[float]:
+        """Shares of a prompt to choose from, ascending."""
+        ...
+
+    def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
+        """A choice of level and prompt ratio; `allowed` is `[levels, prompt_ratios]`, True if the SLO is
+        met."""
+        ...
+
+    def scores(self, prompt: PromptTokens) -> np.ndarray:
+        """Scores of the tokens, `[T]`; the highest ones are kept."""
+        ...
+
+    def planning_ms(self, tokens: int) -> float:
+        """Time to propose for a prompt of so many tokens."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,50 +89,33 @@ class Load:
 
 
 IDLE = Load()
-NOTHING: Mapping[int, int] = MappingProxyType({})
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Margins:
-    """Factors on the expected times and energy."""
-
-    ttft: float
-    tpot: float
-    energy: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """An objective with its context: see `Planner.plan`.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Request:
+    """A request for a plan: see `Planner.plan`.
 
     Attributes:
-      whole: cost of the whole model.
-      load: load by other calls.
+      whole: cost of the whole model, to which ratios refer.
+      began: start of planning, by `time.perf_counter`.
     """
 
     objective: Objective
     answer_tokens: int
     whole: Cost
-    load: Load
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Request(_Asked):
-    """One request: see `Planner.plan`.
-
-    Attributes:
-      began: start of planning, by `time.perf_counter`.
-      reused: see `Planner.plan`.
-    """
-
-    prompt: PromptTokens
-    tokenize_ms: float
-    began: float
-    reused: Mapping[int, int]
+    load: Load = IDLE
+    tokenize_ms: float = 0.0
+    began: float = 0.0
+    reused: Mapping[int, int] = _NONE
 
     def spent_ms(self) -> float:
         """Time since the request came."""
         return self.tokenize_ms + 1000 * (time.perf_counter() - self.began)
+
+    def excess(self, cost: Cost, factors: _Factors) -> Any:
+        """`overrun` of a cost with margins, under the load."""
+        return _loaded_overrun(self.objective, cost, self.whole, self.load, factors)
 
 
 class Planner:
@@ -107,6 +130,7 @@ class Planner:
 
     Attributes:
       safety_margin: see the argument.
+      least_ratio: the minimum share of a prompt that a plan may keep.
     """
 
     def __init__(
@@ -120,19 +144,15 @@ class Planner:
     ) -> None:
         self._levels, self._proposer = tuple(levels), proposer
         self._ratios = (1.0,) if proposer is None else tuple(proposer.prompt_ratios)
+        self.least_ratio = self._ratios[0]
         self._margin, self.safety_margin = margin, safety_margin
-        self._use(profile)
+        self._set_profile(profile)
 
     def use(self, profile: DeviceProfile) -> None:
         """Replaces the profile, and resets the safety margin."""
-        self._use(profile)
+        self._set_profile(profile)
         if self.safety_margin is not None:
             self.safety_margin.forget()
-
-    @property
-    def least_ratio(self) -> float:
-        """The minimum share of a prompt that a plan may keep."""
-        return self._ratios[0]
 
     def plan(
         self,
@@ -143,7 +163,7 @@ class Planner:
         strict: bool = False,
         tokenize_ms: float = 0.0,
         load: Load = IDLE,
-        reused: Mapping[int, int] = NOTHING,
+        reused: Mapping[int, int] = _NONE,
     ) -> Plan:
         """Plans one request.
 
@@ -166,15 +186,18 @@ class Planner:
         """
         began = time.perf_counter()
         answers = max(1, answer_tokens)
-        whole = whole_cost(self._profile, len(prompt.ids), answers, tokenize_ms=tokenize_ms)
-        asked = _Request(objective, answers, whole, load, prompt, tokenize_ms, began, reused)
-        margin_sets = self._margin_sets()
+        request = _Request(
+            objective=objective, answer_tokens=answers, load=load, began=began, reused=reused,
+            whole=whole_cost(self._profile, len(prompt.ids), answers, tokenize_ms=tokenize_ms),
+            tokenize_ms=tokenize_ms,
+        )  # fmt: skip
+        *higher, least = self._factors()
         # On a device that sometimes stalls no choice may meet the objective with confidence: then one that
         # meets it with less, finally by the profile only, is better than the nearest with confidence.
-        for place, margins in enumerate(margin_sets[:-1]):
-            if (plan := self._plan(asked, margins, last=False, confident=place == 0)) is not None:
+        for place, factors in enumerate(higher):
+            if (plan := self._plan(request, prompt, factors, last=False, confident=place == 0)) is not None:
                 return plan
-        plan = self._plan(asked, margin_sets[-1], strict=strict, confident=len(margin_sets) == 1)
+        plan = self._plan(request, prompt, least, strict=strict, confident=not higher)
         assert plan is not None
         return plan
 
@@ -189,172 +212,230 @@ class Planner:
         Raises:
           ConfigError: the objective limits energy and the profile has none.
         """
-        return tuple(
-            tokens
-            for tokens in self._profile.tokens
-            if self._least_overrun(objective, tokens, answer_tokens) > 1
-        )
+        answers, factors, missed = max(1, answer_tokens), self._factors()[-1], []
+        for tokens in self._profile.tokens:
+            whole = whole_cost(self._profile, tokens, answers)
+            request = _Request(objective=objective, answer_tokens=answers, whole=whole)
+            choices = [self._excess(request, factors, [tokens], 0.0)]
+            if self._proposer is not None:
+                planning_ms = self._proposer.planning_ms(tokens)
+                choices.append(self._excess(request, factors, self._counts(tokens), planning_ms))
+            if min(each.min() for each in choices) > 1:
+                missed.append(tokens)
+        return tuple(missed)
 
-    def _use(self, profile: DeviceProfile) -> None:
+    def _set_profile(self, profile: DeviceProfile) -> None:
         self._profile = profile
         # Fill the profile's caches now, so that the first request does not wait for them.
         expected_costs(profile, self._levels, (1,), 1)
 
-    def _least_overrun(self, objective: Objective, tokens: int, answer_tokens: int) -> float:
-        """The overrun of the nearest choice for a prompt of so many tokens."""
-        answers = max(1, answer_tokens)
-        asked = _Asked(objective, answers, whole_cost(self._profile, tokens, answers), IDLE)
-        margins = self._margin_sets()[-1]
-        choices = [self._choices_excess(asked, margins, [tokens], 0.0)]
-        if self._proposer is not None:
-            planning_ms = self._proposer.planning_ms(tokens)
-            choices.append(self._choices_excess(asked, margins, self._counts(tokens), planning_ms))
-        return float(min(each.min() for each in choices))
-
-    def _margin_sets(self) -> list[_Margins]:
+    def _factors(self) -> list[_Factors]:
         """The margins to plan with, the largest first."""
         base = 1 / self._margin
         learned = [] if self.safety_margin is None else self.safety_margin.factors()
         if learned and max(learned[0]) <= base:
-            return [_Margins(*learned[0], base)]
-        above = [_Margins(*factors, base) for factors in learned if max(factors) > base]
-        return [*above, _Margins(base, base, base)]
+            return [(*learned[0], base)]
+        return [*((*each, base) for each in learned if max(each) > base), (base, base, base)]
 
     def _plan(
         self,
-        asked: _Request,
-        margins: _Margins,
+        request: _Request,
+        prompt: PromptTokens,
+        factors: _Factors,
         *,
         last: bool = True,
         strict: bool = False,
         confident: bool = True,
     ) -> Plan | None:
         """A plan; None if no choice meets the objective and `last` is False."""
-        prompt, whole, tokens = asked.prompt, asked.whole, len(asked.prompt.ids)
-        excess_of = functools.partial(self._choices_excess, asked, margins)
+        tokens, reused, proposer = len(prompt.ids), request.reused, self._proposer
 
         def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
-            spent_ms, reused = asked.spent_ms(), asked.reused.get(level, 0) if len(kept) == tokens else 0
+            spent_ms, cached = request.spent_ms(), reused.get(level, 0) if len(kept) == tokens else 0
             cost = expected_cost(
-                self._profile, level, len(kept), asked.answer_tokens, planning_ms=spent_ms, reused=reused
+                self._profile, level, len(kept), request.answer_tokens, planning_ms=spent_ms, reused=cached
             )
             return Plan(
                 level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
-                expected=cost, whole=whole, planning_ms=spent_ms - asked.tokenize_ms, reused_tokens=reused,
-                confident=confident and source != "nearest",
+                expected=cost, whole=request.whole, planning_ms=spent_ms - request.tokenize_ms,
+                reused_tokens=cached, confident=confident and source != "nearest",
             )  # fmt: skip
 
-        if self._excess(asked, margins, self._whole_again(asked)) <= 1:
+        def shortened(choice: tuple[int, int], source: Source, scores: np.ndarray | None = None) -> Plan:
+            level, share = self._levels[choice[0]], self._ratios[choice[1]]
+            if share == 1:
+                return made(level, share, np.arange(tokens), source)
+            if scores is None:
+                assert proposer is not None
+                scores = proposer.scores(prompt)
+            kept = keep_tokens(scores, prompt.words, prompt.forced, share)
+            return made(level, share, np.flatnonzero(kept), source)
+
+        cost = request.whole
+        if cached := reused.get(WHOLE, 0):
+            cost = expected_cost(
+                self._profile, WHOLE, tokens, request.answer_tokens,
+                planning_ms=request.tokenize_ms, reused=cached,
+            )  # fmt: skip
+        if request.excess(cost, factors) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
         # The whole prompt, without the proposer's time; then all choices, with its time.
-        unasked = excess_of([tokens], asked.spent_ms(), [asked.reused.get(each, 0) for each in self._levels])
-        largest, _ = self._largest(unasked <= 1)
-        proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
+        cached_tokens = [reused.get(level, 0) for level in self._levels]
+        unasked = self._excess(request, factors, [tokens], request.spent_ms(), cached_tokens)
+        largest, _ = _largest(unasked <= 1)
+        counts, excess = [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
             # Find droppable tokens only if dropping all of them would help.
-            asked_ms, counts = asked.tokenize_ms + proposer.planning_ms(tokens), self._counts(tokens)
-            excess = excess_of(counts, asked_ms)
-            if self._largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
+            asked_ms, counts = request.tokenize_ms + proposer.planning_ms(tokens), self._counts(tokens)
+            excess = self._excess(request, factors, counts, asked_ms)
+            if _largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
                 counts = self._counts(tokens, stays_anyway(prompt.words, prompt.forced))
-                excess = excess_of(counts, asked_ms)
+                excess = self._excess(request, factors, counts, asked_ms)
         allowed = excess <= 1
         if not allowed.any() and largest < 0:
             if not last:
                 return None
             if strict:
-                raise ObjectiveMissed(self._refusal(asked.objective, excess, unasked))
-        if proposer is None or largest >= self._largest(allowed)[0]:
+                raise ObjectiveMissed(self._refusal(request.objective, excess, unasked))
+        if proposer is None or largest >= _largest(allowed)[0]:
             if largest >= 0:
                 return made(self._levels[largest], 1.0, np.arange(tokens), "fallback")
             if unasked.min() <= excess.min():
-                nearest, _ = self._smallest(unasked)
-                return made(self._levels[nearest], 1.0, np.arange(tokens), "nearest")
-            return made(*self._shortened(prompt, *self._smallest(excess)), "nearest")
-        found = proposer.propose(prompt, as_ratios(asked.objective, whole), allowed)
-        place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
+                return made(self._levels[_smallest(unasked)[0]], 1.0, np.arange(tokens), "nearest")
+            return shortened(_smallest(excess), "nearest")
+        found = proposer.propose(prompt, as_ratios(request.objective, request.whole), allowed)
+        choice = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
         # With the time really spent by now, which may be more than the expected time of a proposal.
-        allowed = excess_of(counts, asked.spent_ms()) <= 1
+        allowed = self._excess(request, factors, counts, request.spent_ms()) <= 1
         if not allowed.any():
-            if not last:
-                return None
-            return made(*self._shortened(prompt, *self._smallest(excess), found.scores), "nearest")
-        if allowed[place]:
-            return made(*self._shortened(prompt, *place, found.scores), "proposed")
-        return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
-
-    def _whole_again(self, asked: _Request) -> Cost:
-        """The cost of the whole model with the whole prompt, without its cached part."""
-        reused = asked.reused.get(WHOLE, 0)
-        if not reused:
-            return asked.whole
-        tokens, spent_ms = len(asked.prompt.ids), asked.tokenize_ms
-        return expected_cost(
-            self._profile, WHOLE, tokens, asked.answer_tokens, planning_ms=spent_ms, reused=reused
-        )
-
-    def _excess(self, asked: _Asked, margins: _Margins, cost: Cost) -> Any:
-        """`overrun` of a cost with margins."""
-        planned = dataclasses.replace(
-            cost,
-            ttft_ms=margins.ttft * cost.ttft_ms + asked.load.waiting_ms,
-            tpot_ms=margins.tpot * asked.load.token_share * cost.tpot_ms,
-            joules=None if cost.joules is None else margins.energy * cost.joules,
-        )
-        return overrun(asked.objective, planned, asked.whole)
+            return shortened(_smallest(excess), "nearest", found.scores) if last else None
+        if allowed[choice]:
+            return shortened(choice, "proposed", found.scores)
+        return shortened(_largest(allowed), "fallback", found.scores)
 
     def _counts(self, tokens: int, must: int = 1) -> list[int]:
         """The maximum number of kept tokens at each ratio, of `tokens`, `must` of which are forced."""
         return [max(must, int(ratio * tokens + 1e-6)) for ratio in self._ratios]
 
-    def _choices_excess(
+    def _excess(
         self,
-        asked: _Asked,
-        margins: _Margins,
+        request: _Request,
+        factors: _Factors,
         counts: Sequence[int],
         planning_ms: float,
         reused: Sequence[int] = (),
     ) -> np.ndarray:
-        """`_excess` of each choice `[levels, prompt_ratios]`, by the number of kept tokens at each ratio."""
+        """The excess of each choice `[levels, prompt_ratios]`, by the number of kept tokens at each ratio."""
         costs = expected_costs(
-            self._profile, self._levels, counts, asked.answer_tokens, planning_ms=planning_ms, reused=reused
+            self._profile, self._levels, counts, request.answer_tokens, planning_ms=planning_ms, reused=reused
         )
-        return self._excess(asked, margins, costs)
-
-    def _shortened(
-        self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None
-    ) -> tuple[int, float, np.ndarray]:
-        """The level, the ratio and the kept tokens of a choice, which is given by indices."""
-        share = self._ratios[ratio]
-        if share == 1:
-            return self._levels[level], share, np.arange(len(prompt.ids))
-        if scores is None:
-            assert self._proposer is not None
-            scores = self._proposer.scores(prompt)
-        kept = keep_tokens(scores, prompt.words, prompt.forced, share)
-        return self._levels[level], share, np.flatnonzero(kept)
-
-    @staticmethod
-    def _largest(allowed: np.ndarray) -> tuple[int, int]:
-        """Indices of the largest allowed level, then of its largest allowed ratio; (-1, -1) for none."""
-        if not allowed.any():
-            return -1, -1
-        level = int(np.flatnonzero(allowed.any(1))[-1])
-        return level, int(np.flatnonzero(allowed[level])[-1])
-
-    @staticmethod
-    def _smallest(excess: np.ndarray) -> tuple[int, int]:
-        """Indices of the choice with the smallest excess; the largest choice of equal ones."""
-        nearest = np.argwhere(excess <= excess.min() * (1 + 1e-9))[-1]
-        return int(nearest[0]), int(nearest[1])
+        return request.excess(costs, factors)
 
     def _refusal(self, objective: Objective, excess: np.ndarray, unasked: np.ndarray) -> str:
         ratios = self._ratios
         if unasked.min() <= excess.min():
             excess, ratios = unasked, (1.0,)
-        level, place = self._smallest(excess)
+        level, place = _smallest(excess)
         share, times = ratios[place], excess[level, place] * self._margin
         return (
             f"no sub-model meets {objective}: level {self._levels[level]} with {share:.0%} of the prompt "
             f"comes nearest and takes {times:.2f} times as much (of what is asked, {self._margin:.0%} are "
             "planned for); ask for more time, or without strict"
         )
+
+
+def level_of_turn(
+    costs: Mapping[int, Cost],
+    objective: Objective,
+    whole: Cost,
+    *,
+    margin: SafetyMargin | None = None,
+    load: Load = IDLE,
+    strict: bool = False,
+) -> int:
+    """The level of a turn in a context, where a level other than the context's must recompute all tokens: the
+    largest level that meets the objective, else the nearest one.
+
+    Args:
+      costs: expected cost on an idle device, by level, including all recomputation.
+      objective: objective of the answer's time.
+      whole: cost that ratios refer to.
+      margin: learned ratio of measured to expected times; None for the planner's own margin.
+      load: load by other calls.
+      strict: whether to raise if no level meets the objective.
+
+    Raises:
+      ObjectiveMissed: `strict`, and no level meets the objective.
+    """
+    # As the planner does: with confidence, else with less of it, at last by the profile.
+    factors = [*([] if margin is None else margin.factors()), (1 / MARGIN, 1 / MARGIN)]
+    shares: dict[int, float] = {}
+    for pair in factors:
+        shares = {
+            level: float(_loaded_overrun(objective, cost, whole, load, (*pair, 1.0)))
+            for level, cost in costs.items()
+        }
+        if fitting := [level for level, share in shares.items() if share <= 1]:
+            return max(fitting)
+    nearest = min(shares, key=lambda level: (shares[level], -level))
+    if strict:
+        raise ObjectiveMissed(
+            f"no sub-model meets {objective} in this context: level {nearest} comes nearest and takes "
+            f"{shares[nearest]:.2f} times as much as is planned for; ask for more time, or without strict"
+        )
+    return nearest
+
+
+def unmet(
+    planner: Planner, objectives: Iterable[Objective] = SLOS, *, answer_tokens: int = DEFAULT_MAX_TOKENS
+) -> dict[Objective, tuple[int, ...]]:
+    """The objectives that no choice meets at some profiled prompt lengths, with those lengths (see
+    `Planner.lengths_missed`).
+
+    A short prompt is prefilled in one chunk, whose time hardly depends on the level: it may miss an objective
+    that longer prompts meet.
+    """
+    missed = {each: planner.lengths_missed(each, answer_tokens=answer_tokens) for each in objectives}
+    return {each: lengths for each, lengths in missed.items() if lengths}
+
+
+def described(missed: Mapping[Objective, Sequence[int]], profiled: Sequence[int]) -> str:
+    """The result of `unmet` as text, given all profiled prompt lengths; empty if every objective can be
+    met."""
+
+    def lengths(at: tuple[int, ...]) -> str:
+        if len(at) == len(profiled):
+            return "any length"
+        if tuple(profiled[: len(at)]) == at:
+            return f"up to {at[-1]} tokens"
+        if tuple(profiled[-len(at) :]) == at:
+            return f"{at[0]} tokens and more"
+        return f"{', '.join(map(str, at))} tokens"
+
+    return "; ".join(f"{each} for prompts of {lengths(tuple(at))}" for each, at in missed.items())
+
+
+def _loaded_overrun(objective: Objective, cost: Cost, whole: Cost, load: Load, factors: _Factors) -> Any:
+    """`overrun` of a cost with margins, under a load."""
+    ttft, tpot, energy = factors
+    planned = dataclasses.replace(
+        cost,
+        ttft_ms=ttft * cost.ttft_ms + load.waiting_ms,
+        tpot_ms=tpot * load.token_share * cost.tpot_ms,
+        joules=None if cost.joules is None else energy * cost.joules,
+    )
+    return overrun(objective, planned, whole)
+
+
+def _largest(allowed: np.ndarray) -> tuple[int, int]:
+    """Indices of the largest allowed level, then of its largest allowed ratio; (-1, -1) for none."""
+    if not allowed.any():
+        return -1, -1
+    level = int(np.flatnonzero(allowed.any(1))[-1])
+    return level, int(np.flatnonzero(allowed[level])[-1])
+
+
+def _smallest(excess: np.ndarray) -> tuple[int, int]:
+    """Indices of the choice with the smallest excess; the largest choice of equal ones."""
+    nearest = np.argwhere(excess <= excess.min() * (1 + 1e-9))[-1]
+    return int(nearest[0]), int(nearest[1])

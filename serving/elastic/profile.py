@@ -29,6 +29,10 @@ _MOST_TOKENS, _MOST_LENGTHS, _MOST_SPREAD = 1 << 20, 1 << 10, 64
 _LISTED_TOKENS = 1 << 13
 
 
+# Times `[levels, lengths]`.
+Rows = tuple[tuple[float, ...], ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Energy:
     """Energy of tokens on a device, from a meter or a data sheet, of each level in order.
@@ -51,13 +55,8 @@ class PrefillTimes:
       float_ms: times of float prefill.
     """
 
-    integer_ms: tuple[tuple[float, ...], ...]
-    float_ms: tuple[tuple[float, ...], ...]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "PrefillTimes":
-        """Reads the dict of its fields; raises TypeError if `data` is anything else."""
-        return cls(**{name: tuple(tuple(row) for row in rows) for name, rows in data.items()})
+    integer_ms: Rows
+    float_ms: Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,14 +73,14 @@ class DeviceProfile:
       energy: energy of tokens, if known.
       prefill: times of integer and float prefill, of an engine that has both.
       coarse: whether it is an initial profile, measured at few levels and lengths (see
-        `jaxllm.serving.elastic.coarse_profile`).
+        `jaxllm.serving.elastic.profiling`).
     """
 
     levels: tuple[int, ...]
     tokens: tuple[int, ...]
     chunk_tokens: tuple[int, ...]
-    ttft_ms: tuple[tuple[float, ...], ...]
-    tpot_ms: tuple[tuple[float, ...], ...]
+    ttft_ms: Rows
+    tpot_ms: Rows
     energy: Energy | None = None
     prefill: PrefillTimes | None = None
     exact_chunks: bool = False
@@ -153,7 +152,7 @@ class DeviceProfile:
         decode = np.array(self.energy.decode_joules)[places, None]
         return np.array(tokens) * prefill + answer_tokens * decode
 
-    def beside(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
+    def completed_by(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
         """This profile, completed by an earlier one of the same engine: levels that were not measured again,
         and energy if the earlier one has it for all levels."""
         if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
@@ -162,7 +161,7 @@ class DeviceProfile:
             return self
         levels = tuple(sorted({*self.levels, *earlier.levels}))
 
-        def rows(name: str) -> tuple[tuple[float, ...], ...]:
+        def rows(name: str) -> Rows:
             by_level = dict(zip(earlier.levels, getattr(earlier, name), strict=True))
             by_level |= dict(zip(self.levels, getattr(self, name), strict=True))
             return tuple(by_level[level] for level in levels)
@@ -231,14 +230,15 @@ class DeviceProfile:
         """
         try:
             energy, prefill = data.get("energy"), data.get("prefill")
+            names = ("levels", "tokens", "chunk_tokens")
+            fields: dict[str, Any] = {name: tuple(data[name]) for name in names}
+            fields |= {name: tuple(map(tuple, data[name])) for name in ("ttft_ms", "tpot_ms")}
             return cls(
-                levels=tuple(data["levels"]),
-                tokens=tuple(data["tokens"]),
-                chunk_tokens=tuple(data["chunk_tokens"]),
-                ttft_ms=tuple(tuple(row) for row in data["ttft_ms"]),
-                tpot_ms=tuple(tuple(row) for row in data["tpot_ms"]),
+                **fields,
                 energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
-                prefill=None if prefill is None else PrefillTimes.from_json(prefill),
+                prefill=None
+                if prefill is None
+                else PrefillTimes(**{k: tuple(map(tuple, v)) for k, v in prefill.items()}),
                 exact_chunks=data["exact_chunks"] is True,
                 coarse=data.get("coarse") is True,
             )

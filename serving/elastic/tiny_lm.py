@@ -4,20 +4,56 @@ Its buckets, like the large model's, are compiled or loaded from disk when it is
 up to that of its training rows.
 """
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.compression import row_lengths
 from jaxllm.kernels import native
+from jaxllm.models import tiny_lm as tlm
+from jaxllm.models.tiny_lm import TlmConfig
 from jaxllm.quant import QArray, Weight, quantize, to_blocks
-from jaxllm.serving.buckets.bucket import shapes_of
+from jaxllm.serving.buckets.bucket import Bucket, ids, shapes_of
 from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.buckets.store import BucketStore
-from jaxllm.serving.elastic.tiny_lm_bucket import TinyLmBucket, TlmShapes
 from jaxllm.serving.elastic.tiny_proposer import Decision, TinyOutputs, TinyProposer, known_levels
+
+
+@dataclasses.dataclass(frozen=True)
+class TlmShapes:
+    """Shapes from which the buckets of a tiny LM are lowered.
+
+    Attributes:
+      cfg: the tiny LM.
+      params: shapes of its parameters.
+    """
+
+    cfg: TlmConfig
+    params: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyLmBucket(Bucket):
+    """Computes the scores of a prompt's tokens, and the decision.
+
+    Attributes:
+      tokens: length of the row.
+    """
+
+    tokens: int
+
+    def lower(self, model: TlmShapes, /) -> jax.stages.Lowered:
+        """(params, row, mask) -> scores, decision."""
+        mask = jax.ShapeDtypeStruct((1, self.tokens), jnp.bool_)
+        step = jax.jit(functools.partial(tlm.forward_both, cfg=model.cfg))
+        return step.lower(model.params, ids(1, self.tokens), mask)
+
 
 # Lookup matrices, which are not multiplied.
 _LOOKED_UP = ("embed.tokens", "embed.positions", "embed.types")
@@ -50,23 +86,15 @@ class TinyPlanner(TinyProposer):
         """
         # Before anything is compiled.
         known_levels(tiny, levels)
-        super().__init__(tiny, _Buckets(tiny, store), levels, decision=decision)
+        lengths, params = row_lengths(tiny.row_tokens), _served(tiny)
+        buckets = BucketTable(TlmShapes(tiny.cfg, shapes_of(params)), store and store.of(tiny.cfg, params))
+        buckets.fill(TinyLmBucket(tokens=length) for length in lengths)
 
+        def run(row: np.ndarray, mask: np.ndarray) -> TinyOutputs:
+            keep, (model, prompt) = buckets.get(TinyLmBucket(tokens=row.shape[1]))(params, row, mask)
+            return np.asarray(keep), np.asarray(model), np.asarray(prompt)
 
-class _Buckets:
-    """The tiny LM's buckets (see `TinyPasses`)."""
-
-    def __init__(self, tiny: TinyLm, store: BucketStore | None) -> None:
-        self.lengths = row_lengths(tiny.row_tokens)
-        self._params = _served(tiny)
-        mine = None if store is None else store.of(tiny.cfg, self._params)
-        self._buckets = BucketTable(TlmShapes(tiny.cfg, shapes_of(self._params)), mine)
-        self._buckets.fill(TinyLmBucket(tokens=length) for length in self.lengths)
-
-    def run(self, row: np.ndarray, mask: np.ndarray) -> TinyOutputs:
-        read = self._buckets.get(TinyLmBucket(tokens=row.shape[1]))
-        keep, (model, prompt) = read(self._params, row, mask)
-        return np.asarray(keep), np.asarray(model), np.asarray(prompt)
+        super().__init__(tiny, lengths, run, levels, decision=decision)
 
 
 def served_arrays(params: Mapping[str, np.ndarray], *, native_here: bool) -> dict[str, np.ndarray | QArray]:

@@ -6,7 +6,7 @@ several passes, whose logits are pooled. This module imports no JAX.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.elastic.compression import MARKS, marked, pooled
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
-from jaxllm.serving.elastic.proposer import Proposal
+from jaxllm.serving.elastic.planner import Proposal
 from jaxllm.tasks.tiny_reader import ReadTokens, TinyReader
 from jaxllm.text.droppable import PromptTokens
 
@@ -23,7 +23,7 @@ _TIMED_RUNS = 7
 
 
 class TinyClasses(ReadTokens, Protocol):
-    """Classes of a tiny LM (see `jaxllm.bundle.tiny_lm.TinyLm`)."""
+    """Tokens and classes of a tiny LM (see `jaxllm.bundle.tiny_lm.TinyLm`)."""
 
     @property
     def levels(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -34,17 +34,6 @@ class TinyClasses(ReadTokens, Protocol):
 # Logits of a row in float32: of keeping each token `[1, T]`, of the levels and of the prompt ratios
 # `[1, classes]`.
 TinyOutputs = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-class TinyPasses(Protocol):
-    """Runs a tiny LM over rows of its `lengths`, ascending."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...  # noqa: D102
-
-    def run(self, row: np.ndarray, mask: np.ndarray) -> TinyOutputs:
-        """Reads a row `[1, T]` int32 with its mask `[1, T]` bool; T is one of `lengths`."""
-        ...
 
 
 class TinyProposer:
@@ -62,7 +51,8 @@ class TinyProposer:
     def __init__(
         self,
         tiny: TinyClasses,
-        passes: TinyPasses,
+        lengths: Sequence[int],
+        run: Callable[[np.ndarray, np.ndarray], TinyOutputs],
         levels: Sequence[int],
         *,
         decision: Decision = "safest",
@@ -71,7 +61,8 @@ class TinyProposer:
 
         Args:
           tiny: the levels and ratios of its classes, and its tokens.
-          passes: runner of its passes.
+          lengths: lengths of rows that `run` accepts, ascending.
+          run: reads a row `[1, T]` int32 with its mask `[1, T]` bool.
           levels: levels that the planner chooses from, ascending.
           decision: rule to choose by the probabilities.
 
@@ -84,8 +75,8 @@ class TinyProposer:
         # Indices of the common levels in `levels` and in the tiny LM's classes.
         self._places = np.array([self._levels.index(level) for level in known])
         self._classes = np.array([tiny.levels.index(level) for level in known])
-        self._reader, self._passes = TinyReader.of(tiny), passes
-        self._pass_ms = {length: self._time(length) for length in passes.lengths}
+        self._reader, self._lengths, self._run = TinyReader.of(tiny), lengths, run
+        self._pass_ms = {length: self._time(length) for length in lengths}
 
     def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
         """The best of the allowed choices, and a score of each token of the prompt.
@@ -123,17 +114,16 @@ class TinyProposer:
 
     def _rows(self, tokens: int) -> tuple[int, int]:
         """Number of passes, and the length of their rows (see `input_rows`)."""
-        lengths = self._passes.lengths
-        passes = max(1, -(-tokens // (lengths[-1] - MARKS)))
+        passes = max(1, -(-tokens // (self._lengths[-1] - MARKS)))
         longest = -(-tokens // passes) + MARKS
-        return passes, next(each for each in lengths if each >= longest)
+        return passes, next(length for length in self._lengths if length >= longest)
 
     def _read(self, prompt: PromptTokens, slo: Slo) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         """Scores of the large model's tokens, and the decision's logits."""
         rows, mask = self._reader.rows(prompt)
         _, length = self._rows(int(mask[:, MARKS:].sum()))
         rows, mask = marked(rows, slo, self._tiny.mark_ids)[:, :length], mask[:, :length]
-        outs = [self._passes.run(rows[i : i + 1], mask[i : i + 1]) for i in range(len(rows))]
+        outs = [self._run(rows[i : i + 1], mask[i : i + 1]) for i in range(len(rows))]
         keep, model, share = (np.concatenate(parts) for parts in zip(*outs, strict=True))
         likely = self._reader.keep_likely(prompt, keep, mask)
         return likely, (pooled(model.astype(np.float64)), pooled(share.astype(np.float64)))
@@ -143,7 +133,7 @@ class TinyProposer:
         # The first run sets up the bucket's kernels.
         for _ in range(_TIMED_RUNS + 1):
             began = time.perf_counter()
-            self._passes.run(row, mask)
+            self._run(row, mask)
             times.append(1000 * (time.perf_counter() - began))
         return statistics.median(times[1:])
 

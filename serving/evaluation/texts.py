@@ -16,7 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.scorer import Scorer
-from jaxllm.serving.speculation.nested_drafter import high_planes_runner
+from jaxllm.serving.speculation.drafters import high_planes_runner
 
 Window = tuple[list[int], list[int]]
 # An expert with less than this share of an even one is counted as dead.

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.kernels.native_products import StoredExperts, begun_shape
-from jaxllm.serving.buckets.bucket import SCALAR, ModelShapes, TokensBucket, mass_shape, position_shapes
+from jaxllm.serving.buckets.bucket import (
+    SCALAR,
+    Bucket,
+    ModelShapes,
+    TokensBucket,
+    mass_shape,
+    position_shapes,
+)
 from jaxllm.serving.buckets.layer import OfLayerBucket, layer_chunk_shapes
 from jaxllm.serving.buckets.parts import any_expert, expert_norm, expert_parts, layer_params, router_params
 from jaxllm.steps.sparse_layers import (
@@ -23,8 +30,8 @@ from jaxllm.steps.sparse_layers import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _BeforeExperts(OfLayerBucket):
-    """Runs a sparse layer up to its experts.
+class _SparseBucket(Bucket):
+    """A part of a sparse layer.
 
     Attributes:
       loss: see `ExpertOptions`.
@@ -33,6 +40,16 @@ class _BeforeExperts(OfLayerBucket):
 
     loss: float = 0.0
     ahead: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _BeforeExperts(_SparseBucket, OfLayerBucket):
+    """Runs a sparse layer up to its experts."""
+
+    def params(self, model: ModelShapes) -> tuple[Any, list[Any]]:
+        """The parameters of the layer, and the next routers."""
+        routers = [router_params(model.weights, self.layer)] * self.ahead
+        return layer_params(model.params, self.layer, self.layer), routers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,16 +66,13 @@ class AttendBucket(_BeforeExperts):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
         buffer for their outputs, keys and values, mass."""
-        at, past = position_shapes(self.tokens, tree=self.tree), model.past(self.layer, self.cache_tokens)
-        mass = mass_shape(model.cache(self.cache_tokens), self.tokens if self.tree else None)
         attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, self.layer, self.loss))
         return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
-            layer_params(model.params, self.layer, self.layer),
-            [router_params(model.weights, self.layer)] * self.ahead,
+            *self.params(model),
             model.hidden(self.tokens),
-            at,
-            past,
-            mass,
+            position_shapes(self.tokens, tree=self.tree),
+            model.past(self.layer, self.cache_tokens),
+            mass_shape(model.cache(self.cache_tokens), self.tokens if self.tree else None),
         )
 
 
@@ -69,43 +83,40 @@ class AttendRestoredBucket(_BeforeExperts):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
-        layer = self.layer
-        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, layer, self.loss))
-        at, past = (
-            position_shapes(self.tokens, consecutive=False),
-            model.past(layer, self.cache_tokens),
-        )
+        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, self.layer, self.loss))
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
+            *self.params(model),
+            model.hidden(self.tokens),
+            position_shapes(self.tokens, consecutive=False),
+            model.past(self.layer, self.cache_tokens),
+            layer_chunk_shapes(model, self.layer, self.cache_tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _AtExperts(_SparseBucket, TokensBucket):
+    """Runs a chunk of tokens at the experts of a sparse layer. All layers share it."""
+
+    def at_experts(self, model: ModelShapes) -> tuple[Any, Any]:
+        """Shapes of tokens at experts, and of the experts' outputs."""
+        # Any cache length gives the same shapes.
+        capacity, layer = model.options.cache_tokens[0], _first_sparse(model)
+        before, out, *_ = jax.eval_shape(
+            functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, self.loss)),
             layer_params(model.params, layer, layer),
             [router_params(model.weights, layer)] * self.ahead,
             model.hidden(self.tokens),
-            at,
-            past,
-            layer_chunk_shapes(model, layer, self.cache_tokens),
+            position_shapes(self.tokens),
+            model.past(layer, capacity),
+            model.cache(capacity).mass,
         )
+        return before, out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CombineBucket(TokensBucket):
-    """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`). All layers share it.
-
-    Attributes:
-      loss, ahead: see `AttendBucket`.
-    """
-
-    loss: float = 0.0
-    ahead: int = 1
-
-    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(tokens at experts, out) -> x."""
-        # Nothing is donated: no result has the shape of the outputs of all tiles.
-        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens, self.loss, self.ahead))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertBucket(CombineBucket):
+class ExpertBucket(_AtExperts):
     """Runs one tile of tokens through one expert (see `steps.sparse_layers.expert_tile`), if no native
-    kernel finds experts by address. All layers share it.
+    kernel finds experts by address.
 
     Attributes:
       form: format of the expert.
@@ -115,7 +126,7 @@ class ExpertBucket(CombineBucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
-        weights, (before, out) = model.weights, _at_experts(model, self.tokens, self.loss, self.ahead)
+        weights, (before, out) = model.weights, self.at_experts(model)
         expert = {name: weights[f"{any_expert(self.form)}.{name}"] for name in expert_parts(model.cfg)}
         norm = expert_norm(weights, _first_sparse(model))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
@@ -123,9 +134,9 @@ class ExpertBucket(CombineBucket):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredExpertsBucket(CombineBucket):
+class StoredExpertsBucket(_AtExperts):
     """Runs tiles of tokens through resident experts, in one call of a native kernel (see
-    `steps.sparse_layers.stored_tiles`). All layers share it.
+    `steps.sparse_layers.stored_tiles`).
 
     Attributes:
       early: whether tiles can begin with only the high plane of their expert.
@@ -135,7 +146,7 @@ class StoredExpertsBucket(CombineBucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(experts, norm, tokens at experts, actions, out, partial results) -> out, partial results."""
-        cfg, (before, out) = model.cfg, _at_experts(model, self.tokens, self.loss, self.ahead)
+        cfg, (before, out) = model.cfg, self.at_experts(model)
         shape: Any = jax.ShapeDtypeStruct
         handle = shape((2,), jnp.uint32)
         weights = StoredExperts(handle, shape((), jnp.int32), cfg.experts, cfg.expert_ffn_size)
@@ -147,22 +158,14 @@ class StoredExpertsBucket(CombineBucket):
         return step.lower(weights, norm, before, actions, out, begun)
 
 
-def _at_experts(model: ModelShapes, tokens: int, loss: float, ahead: int) -> tuple[Any, Any]:
-    """Shapes of tokens at experts, and of the experts' outputs."""
-    layer = _first_sparse(model)
-    # Any cache length gives the same shapes.
-    capacity = model.options.cache_tokens[0]
-    attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, layer, loss))
-    before, out, *_ = jax.eval_shape(
-        attend,
-        layer_params(model.params, layer, layer),
-        [router_params(model.weights, layer)] * ahead,
-        model.hidden(tokens),
-        position_shapes(tokens),
-        model.past(layer, capacity),
-        model.cache(capacity).mass,
-    )
-    return before, out
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CombineBucket(_AtExperts):
+    """Sums the outputs of experts (see `steps.sparse_layers.combine_experts`)."""
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(tokens at experts, out) -> x."""
+        # Nothing is donated: no result has the shape of the outputs of all tiles.
+        return jax.jit(combine_experts).lower(*self.at_experts(model))
 
 
 def _first_sparse(model: ModelShapes) -> int:

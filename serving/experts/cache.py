@@ -11,18 +11,99 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import xxhash
 
 from jaxllm.errors import BudgetExceeded, BundleError
-from jaxllm.experts.prediction import Policy
-from jaxllm.serving.experts.counts import ExpertCounts
-from jaxllm.serving.experts.eviction import Usage, victim
-from jaxllm.serving.experts.slot import Regions, Slot
-from jaxllm.serving.experts.store import ExpertStore, PlaneKey
+from jaxllm.experts.prediction import Policy, Residents
+from jaxllm.serving.experts.store import ExpertStore, PlaneKey, Regions, Slot
 from jaxllm.serving.host.direct_io import PAGE, PieceReader
+
+# Below every score of a policy.
+_LEAVES_FIRST = -1e18
+
+
+class Usage:
+    """Counts and times of the visits that needed each plane. A tick passes with each visit of a layer.
+
+    A source visits an encoder's experts once, so that their visits predict no later ones: they are evicted
+    before all others, the most recently computed layer's last (EdgeMoE, section 3.3).
+    """
+
+    def __init__(self, frequency: np.ndarray, planes: int, of_encoder: int = 0) -> None:
+        """See the class; starts with visits `[L_sparse, E]` of all `planes` planes; the first `of_encoder`
+        layers are an encoder's."""
+        self._of_encoder = of_encoder
+        self._frequency = np.repeat(frequency.astype(np.float64)[..., None], planes, axis=-1)
+        self._used, self._loaded = (np.zeros(self._frequency.shape, np.int64) for _ in range(2))
+        self._tick = self._layer = 0
+
+    def visited(self, layer: int, planes: Iterable[Sequence[PlaneKey]]) -> None:
+        """A layer needs planes."""
+        self._tick, self._layer = self._tick + 1, layer
+        at = tuple(np.array([key for own in planes for key in own], np.int64).reshape(-1, 3).T)
+        self._frequency[at] += 1
+        self._used[at] = self._tick
+
+    def loaded(self, key: PlaneKey) -> None:
+        """A plane was read."""
+        self._loaded[key] = self._tick
+
+    def scores(self, keys: Sequence[PlaneKey], policy: Policy) -> np.ndarray:
+        """The scores `[N]` of planes; the lowest is evicted."""
+        at = tuple(np.array(keys).T)
+        first = self._of_encoder
+        residents = Residents(at[0] - first, self._frequency[at], self._loaded[at], self._used[at])
+        # While a source is read, the decoder's first layer comes next.
+        layer, layers = max(self._layer - first, -1), len(self._frequency) - first
+        scores = policy(residents, layer, layers, self._tick)
+        return np.where(at[0] < first, _LEAVES_FIRST + self._used[at], scores)
+
+
+@dataclasses.dataclass
+class ExpertCounts:
+    """Counts of an expert buffer.
+
+    Attributes:
+      visits: number of requested experts.
+      hits: visits of experts with all required planes resident.
+      foreseen: hits of experts of which a plane was prefetched and not visited before.
+      late: visits of experts whose read had begun.
+      guesses: planes whose prefetch began.
+      read_bytes: bytes read from storage.
+      low_bytes: the part for low planes of nested experts.
+      high_alone: visits that only needed the high plane of a nested expert.
+      waited_s: time that layers waited.
+      layers: visits and hits by the index of the sparse layer, an encoder's first.
+      loads: number of reads of each plane, by its layer, expert and plane.
+    """
+
+    visits: int = 0
+    hits: int = 0
+    foreseen: int = 0
+    late: int = 0
+    guesses: int = 0
+    read_bytes: int = 0
+    low_bytes: int = 0
+    high_alone: int = 0
+    waited_s: float = 0.0
+    layers: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    loads: collections.Counter[tuple[int, int, int]] = dataclasses.field(default_factory=collections.Counter)
+
+    def visited(self, layer: int, visits: int, hits: int) -> None:
+        """Counts visits of a layer's experts, of which `hits` were resident."""
+        before, found = self.layers.get(layer, (0, 0))
+        self.layers[layer] = before + visits, found + hits
+        self.visits += visits
+        self.hits += hits
+
+    def hit_rates(self, layers: range) -> list[float]:
+        """The hit rate of each of some sparse layers."""
+        pairs = (self.layers.get(layer, (0, 0)) for layer in layers)
+        return [round(hits / max(1, visits), 4) for visits, hits in pairs]
+
 
 _THREADS = 4
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
@@ -91,8 +172,7 @@ class ExpertCache:
         together: bool = False,
     ) -> Iterator[Arrived]:
         """Yields the experts of a layer when they can be computed: first all resident ones, then arriving
-        ones,
-        some or all at each wait.
+        ones, some or all at each wait.
 
         Their planes are valid until the next iteration: dispatches that use them must have ended.
 
@@ -379,14 +459,32 @@ class ExpertCache:
         return slot
 
     def _victim(self, wanted: PlaneKey | None, *, demanded: bool) -> PlaneKey | None:
-        """The plane to evict next for another; None if none may be evicted."""
+        """The plane to evict next for another, which a layer waits for if `demanded`; None if none may be
+        evicted. A high plane is evicted after its low plane."""
+        slots = self._slots
         # Predicted planes are not evicted for other predicted ones.
         guesses = () if demanded else self._guesses
+        needed = {*guesses, *self._wanted}
+        idle = [key for key, slot in slots.items() if not slot.in_flight and not slot.pinned]
+        # First incomplete planes that are no longer predicted, then those of the lowest score.
+        for key in idle:
+            if not slots[key].ready and key not in needed and key not in self._guesses:
+                return key
+        evictable = [
+            key
+            for key in idle
+            if slots[key].ready and key not in needed and (key[2] or (*key[:2], 1) not in slots)
+        ]
+        if evictable:
+            return evictable[int(np.argmin(self._usage.scores(evictable, self._policy)))]
+        if not demanded:
+            return None
+        begun = [key for key in idle if not slots[key].ready and key not in needed]
+        # In a prompt a layer may request more than fits: the last requests need not stay.
         before = self._wanted if wanted not in self._wanted else self._wanted[: self._wanted.index(wanted)]
-        own = () if wanted is None else self._store.planes_of(wanted[:2], 2)
-        spared = {*guesses, *self._wanted}, {*guesses, *before, *own}
-        how = {"spared": spared, "predicted": self._guesses, "demanded": demanded}
-        return victim(self._slots, self._usage, self._policy, **how)
+        first = {*before, *(() if wanted is None else self._store.planes_of(wanted[:2], 2))}
+        later = [key for key in idle if key not in first]
+        return next(reversed(begun or later), None)
 
     def _drop(self, key: PlaneKey) -> None:
         del self._slots[key]

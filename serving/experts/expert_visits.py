@@ -3,7 +3,7 @@ kernel over all of them, or tile by tile without such a kernel."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,25 +53,8 @@ class Visit:
         return found
 
 
-class Visits(Protocol):
-    """Runs tiles through resident experts."""
-
-    def buckets(self, tokens: int) -> list[Bucket]:
-        """The buckets for chunks of so many tokens."""
-        ...
-
-    def together(self, visit: Visit) -> bool:
-        """Whether late experts are computed together (see `ExpertCache.visit`)."""
-        ...
-
-    def run(self, visit: Visit, arrived: Arrived, outs: list[jax.Array]) -> None:
-        """Runs the tiles of arrived experts, and waits for them; changes `outs`, the outputs of each
-        chunk."""
-        ...
-
-
-def make_visits(model: ModelLevel, buckets: BucketTable, experts: ExpertWeights) -> Visits:
-    """Makes `Visits`: by address if native kernels read all experts in place, else by tile."""
+def make_visits(model: ModelLevel, buckets: BucketTable, experts: ExpertWeights) -> "Visits":
+    """Makes what runs tiles: by address if native kernels read all experts in place, else by tile."""
     weight_table = experts.cache.regions.weight_table
     if weight_table is None or any(name.endswith("ffn_norm.bias") for name in model.weights):
         return VisitsByTile(model, buckets, experts)
@@ -97,15 +80,17 @@ class VisitsByAddress:
         self.calls = 0
 
     def buckets(self, tokens: int) -> list[Bucket]:
-        """See `Visits`."""
+        """The buckets for chunks of so many tokens."""
         return [self._bucket(tokens)]
 
     def together(self, visit: Visit) -> bool:
-        """See `Visits`: those of one token. Of many tokens' experts the buffer may not hold all."""
+        """Whether late experts are computed together (see `ExpertCache.visit`): those of one token. Of many
+        tokens' experts the buffer may not hold all."""
         return len(visit.before) == 1 and visit.before[0].x.shape[1] == 1
 
     def run(self, visit: Visit, arrived: Arrived, outs: list[jax.Array]) -> None:
-        """See `Visits`."""
+        """Runs the tiles of arrived experts, and waits for them; changes `outs`, the outputs of each
+        chunk."""
         cfg = self._model.cfg
         row = np.int32(visit.layer)
         weights = StoredExperts(self._weight_table.operand, row, cfg.experts, cfg.expert_ffn_size)  # pyright: ignore
@@ -152,16 +137,15 @@ class VisitsByTile:
         self._model, self._buckets, self._weights = model, buckets, experts
 
     def buckets(self, tokens: int) -> list[Bucket]:
-        """See `Visits`."""
+        """See `VisitsByAddress`."""
         return [self._bucket(tokens, form) for form in self._weights.forms]
 
     def together(self, visit: Visit) -> bool:
-        """See `Visits`."""
-        del visit
+        """See `VisitsByAddress`."""
         return False
 
     def run(self, visit: Visit, arrived: Arrived, outs: list[jax.Array]) -> None:
-        """See `Visits`."""
+        """See `VisitsByAddress`."""
         ready = set(arrived.ready)
         experts, store = self._model.cfg.experts, self._weights.store
         for number, (each, tiles) in enumerate(zip(visit.before, visit.tiles, strict=True)):
@@ -179,6 +163,9 @@ class VisitsByTile:
     def _bucket(self, tokens: int, form: str) -> ExpertBucket:
         how, level = self._weights.bucket_options, self._model.bucket_level
         return ExpertBucket(tokens=tokens, form=form, level=level, **how)
+
+
+Visits = VisitsByAddress | VisitsByTile
 
 
 def valid_ids(before: Sequence[AtExperts], valid: Sequence[int]) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Predicts the experts of the next layers, to prefetch them before their routers run."""
 
-import abc
-from collections.abc import Callable
+import dataclasses
 
 import numpy as np
 
@@ -19,8 +18,12 @@ _UNSEEN = 0.05
 _MASS = 0.5
 
 
-class Predictor(abc.ABC):
-    """Predicts experts from the tokens of a pass and the experts of its layers so far.
+class Predictor:
+    """Predicts experts from the tokens of a pass and the experts of its layers so far; the base class none,
+    so that experts are read when they are visited.
+
+    Args:
+      counts, tokens: statistics of a text.
 
     Attributes:
       reads_routers: whether the routers of all predicted layers run ahead; else only the next one's.
@@ -28,11 +31,13 @@ class Predictor(abc.ABC):
 
     reads_routers = False
 
+    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
+        self._counts, self._experts, self._tokens = counts, tokens, _UNKNOWN
+
     def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:
         """Begins a pass of the tokens `[M]`; empty if they are unknown."""
-        del tokens
+        self._tokens = tokens
 
-    @abc.abstractmethod
     def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray | None:
         """Probabilities of visits at a later layer.
 
@@ -44,31 +49,33 @@ class Predictor(abc.ABC):
         Returns:
           `[E]`, with sum 1; None without a prediction.
         """
+        return None
 
     def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray, steps: int) -> np.ndarray:
         """The experts worth a prefetch, `[E]` bool, by their probabilities `chances` `[E]`."""
-        del visited, steps
         return chances > _WORTH_A_READ / len(chances)
 
     def learn(self, visited: list[np.ndarray]) -> None:
         """Learns from a whole pass, `[M, k]` per sparse layer."""
-        del visited
+
+
+class FrequencyPredictor(Predictor):
+    """Predicts the most visited experts."""
+
+    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray | None:  # noqa: D102
+        return next_experts(self._counts, len(visited))
 
 
 class PathPredictor(Predictor):
     """Predicts by the experts of the two layers before (EdgeMoE, section 3.3), and learns from each pass."""
 
     def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
-        del tokens
-        self._counts = PathCounts(
-            counts.alone.copy(), counts.after_one.copy(), counts.pairs, counts.after_two.copy()
-        )
+        own = {name: getattr(counts, name).copy() for name in ("alone", "after_one", "after_two")}
+        super().__init__(dataclasses.replace(counts, **own), tokens)
 
-    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray:  # noqa: D102
-        del ahead, steps
-        layer = len(visited)
-        before = visited[-1] if layer else None
-        return next_experts(self._counts, layer, before, visited[-2] if layer > 1 else None)
+    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray | None:  # noqa: D102
+        two_before, before = (None, None, *visited)[-2:]
+        return next_experts(self._counts, len(visited), before, two_before)
 
     def learn(self, visited: list[np.ndarray]) -> None:  # noqa: D102
         learn(self._counts, np.stack(visited))
@@ -77,19 +84,9 @@ class PathPredictor(Predictor):
 class TokenPredictor(Predictor):
     """Predicts by tokens: a token mostly visits the same experts in any text."""
 
-    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
-        self._counts, self._experts, self._tokens = counts, tokens, _UNKNOWN
-
-    def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:  # noqa: D102
-        self._tokens = tokens
-
-    def probabilities(  # noqa: D102
-        self, visited: list[np.ndarray], ahead: np.ndarray, steps: int
-    ) -> np.ndarray | None:
-        del ahead, steps
-        layer = len(visited)
-        found = self._experts.chances(layer, self._tokens, self._counts.experts)
-        return next_experts(self._counts, layer) if found is None else found
+    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray | None:  # noqa: D102
+        found = self._experts.chances(len(visited), self._tokens, self._counts.experts)
+        return next_experts(self._counts, len(visited)) if found is None else found
 
 
 class RouterPredictor(TokenPredictor):
@@ -98,9 +95,7 @@ class RouterPredictor(TokenPredictor):
 
     reads_routers = True
 
-    def probabilities(  # noqa: D102
-        self, visited: list[np.ndarray], ahead: np.ndarray, steps: int
-    ) -> np.ndarray | None:
+    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray | None:  # noqa: D102
         if len(visited) < steps:
             # Before the first layer no router has run.
             return super().probabilities(visited, ahead, steps)
@@ -111,9 +106,7 @@ class RouterPredictor(TokenPredictor):
         both = chances * (known + _UNSEEN)
         return both / max(float(both.sum()), 1e-30)
 
-    def worthwhile(  # noqa: D102
-        self, visited: list[np.ndarray], chances: np.ndarray, steps: int
-    ) -> np.ndarray:
+    def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray, steps: int) -> np.ndarray:  # noqa: D102
         if len(visited) < steps:
             return super().worthwhile(visited, chances, steps)
         if steps == 1:
@@ -127,37 +120,9 @@ class RouterPredictor(TokenPredictor):
         return worth
 
 
-class FrequencyPredictor(Predictor):
-    """Predicts the most visited experts."""
-
-    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
-        del tokens
-        self._counts = counts
-
-    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray:  # noqa: D102
-        del ahead, steps
-        return next_experts(self._counts, len(visited))
-
-
-class NoPredictor(Predictor):
-    """Predicts none: experts are read when they are visited."""
-
-    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
-        del counts, tokens
-
-    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> None:  # noqa: D102
-        del visited, ahead, steps
-
-
-_MAKERS: dict[str, Callable[[PathCounts, TokenExperts], Predictor]] = dict(
-    zip(
-        PREDICTORS,
-        (RouterPredictor, PathPredictor, TokenPredictor, FrequencyPredictor, NoPredictor),
-        strict=True,
-    )
-)
+_CLASSES = (RouterPredictor, PathPredictor, TokenPredictor, FrequencyPredictor, Predictor)
 
 
 def make_predictor(name: str, counts: PathCounts, tokens: TokenExperts) -> Predictor:
     """The predictor named `name` in `PREDICTORS`, from statistics of a text."""
-    return _MAKERS[name](counts, tokens)
+    return _CLASSES[PREDICTORS.index(name)](counts, tokens)

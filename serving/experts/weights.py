@@ -14,16 +14,15 @@ from jaxllm.experts.routing import high_alone
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
 from jaxllm.serving.buckets.parts import HIGH, any_expert
-from jaxllm.serving.experts.cache import ExpertCache
-from jaxllm.serving.experts.counts import ExpertCounts
+from jaxllm.serving.experts.cache import ExpertCache, ExpertCounts
 from jaxllm.serving.experts.predictors import Predictor, make_predictor
 from jaxllm.serving.experts.store import ExpertStore, PlaneKey, hot_bytes
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.host.direct_io import PieceReader, Storage
 from jaxllm.serving.host.progress import Progress, loading
+from jaxllm.serving.weights.memory_plan import MemoryBudget, least_budget
 from jaxllm.serving.weights.pieces import HeadPiece, head_pieces
 from jaxllm.serving.weights.prefetch import Meanwhile
-from jaxllm.serving.weights.prefetch_plan import MemoryBudget, least_budget
 
 # Weight of the bundle's statistics relative to visits at run time, in tokens.
 _PRIOR_TOKENS = 64.0
@@ -152,7 +151,6 @@ class ExpertWeights:
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
         """The weight of the head."""
-        del number, meanwhile
         yield self._hot[head_name(self._bundle.cfg)]
 
     def expect(self, tokens: np.ndarray) -> None:

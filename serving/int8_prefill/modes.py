@@ -2,11 +2,15 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.calibrations import has_channel_scales, prefill_facts, read_prefill
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
+from jaxllm.int8_prefill.subgraphs import require_integer_prefill
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
+from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import PrefillMode
 
 # (level, number of tokens) -> whether integer prefill is faster.
@@ -85,3 +89,83 @@ class PrefillModes:
     @property
     def _any_loss(self) -> bool:
         return math.isinf(self._options.most_loss)
+
+
+def chosen_prefill(
+    bundle: Bundle, options: EngineOptions, levels: Sequence[int], *, streamed: bool
+) -> PrefillModes | None:
+    """The prefill modes of a bundle's levels for options that request integer prefill; None if all prefill is
+    in floats.
+
+    If integer prefill is impossible, "int8" or two processors raise; "auto" on one processor logs a warning.
+    If some levels lose too much, the log names them.
+
+    Args:
+      bundle: an open bundle.
+      options: options of the engine.
+      levels: its levels, including the whole model.
+      streamed: whether weights are streamed.
+
+    Raises:
+      ConfigError: int8 or two processors are requested, and the bundle has no calibration or loses too much
+        at every level.
+      BundleError: the calibration is malformed.
+    """
+    asked = options.prefill
+    problem = _problem(bundle, streamed=streamed)
+    calibration = None if problem else read_prefill(bundle)
+    lossy = {} if calibration is None else _lossy(calibration, levels, asked.most_loss)
+    if len(lossy) == len(levels):
+        worst = max(lossy, key=lambda level: lossy[level])
+        problem = (
+            f"integer prefill was measured to lose {lossy[worst]:.2%} of level {worst}'s perplexity, more "
+            f"than {asked.most_loss:.2%}; calibrate again for less (`jaxllm calibrate prefill "
+            "--max-loss SHARE`), or allow more (--max-prefill-loss, PrefillOptions.most_loss)"
+        )
+    if calibration is None or len(lossy) == len(levels):
+        if asked.resolved_mode == "int8" or asked.processors > 1:
+            instead = "leave --processors 2 out" if asked.processors > 1 else "choose --prefill float"
+            raise ConfigError(f"{problem}; or {instead}")
+        _log.warning("all prompts are prefilled in floats: %s", problem)
+        return None
+    if lossy:
+        _log.warning(
+            "prompts of level %s are prefilled in floats: integer prefill was measured to lose more than %s "
+            "there",
+            ", ".join(f"{level} ({loss:.2%})" for level, loss in sorted(lossy.items())),
+            f"{asked.most_loss:.2%}",
+        )
+    return PrefillModes(asked, calibration, frozenset(levels) - lossy.keys())
+
+
+def _problem(bundle: Bundle, *, streamed: bool) -> str:
+    """Why a bundle does not support integer prefill, and the remedy; empty if it does."""
+    try:
+        require_integer_prefill(bundle.cfg)
+    except ConfigError as error:
+        return str(error)
+    if streamed:
+        return "integer prefill requires resident weights; give more --memory"
+    if bundle.layout.weights != "int8":
+        return (
+            f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; "
+            "prepare it with --weights int8"
+        )
+    if not has_channel_scales(bundle):
+        return (
+            f"integer prefill multiplies weights with one scale per channel, and {bundle.path} has groups; "
+            "prepare the float weights with --weights int8"
+        )
+    if not prefill_facts(bundle):
+        return (
+            f"{bundle.path} was not calibrated for integer prefill; make a bundle that is with `jaxllm "
+            f"calibrate prefill {bundle.path} -o OUT --text FILE`"
+        )
+    return ""
+
+
+def _lossy(calibration: PrefillCalibration, levels: Sequence[int], most_loss: float) -> Mapping[int, float]:
+    """Level -> loss, for levels with more loss than allowed; infinity if it was not measured."""
+    losses = {level: calibration.loss(level) for level in levels}
+    unknown = set(levels) - set(calibration.levels)
+    return {level: loss for level, loss in losses.items() if level in unknown or not loss <= most_loss}

@@ -195,6 +195,6 @@ def halved_cores() -> dict[Processor, Sequence[int]]:
         return dict.fromkeys(PROCESSORS, ())
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(PROCESSORS):
-        raise ConfigError(f"two processors take two cores, and this process may use {len(cores)}")
+        raise ConfigError(f"two processors require two cores, and this process may use {len(cores)}")
     half = len(cores) // 2
     return {"integer": cores[half:], "float": cores[:half]}

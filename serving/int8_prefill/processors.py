@@ -27,9 +27,6 @@ def prepare_processors(integer: IntegerDevice = "cpu") -> None:
     """Makes JAX create two CPU devices that compute in the calling thread, with the CPU as its default; must
     be called before JAX is used.
 
-    Args:
-      integer: kind of the integer processor.
-
     Raises:
       ConfigError: JAX is already in use without two such devices; or it has no GPU.
     """
@@ -72,10 +69,7 @@ class TwoProcessors(ProcessorPair):
     """
 
     def __init__(self, integer: IntegerDevice = "cpu") -> None:
-        """Starts both threads; `close` stops them.
-
-        Args:
-          integer: kind of the integer processor.
+        """Starts both threads, with an integer processor of this kind; `close` stops them.
 
         Raises:
           ConfigError: there are no two devices (see `prepare_processors`), no two cores, or no GPU.
@@ -87,18 +81,18 @@ class TwoProcessors(ProcessorPair):
         if self.both_are_cpus:
             if len(cpus) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
                 raise ConfigError(
-                    "two processors take two devices: call "
+                    "two processors require two devices: call "
                     "jaxllm.serving.int8_prefill.processors.prepare_processors() before JAX is used"
                 )
             if len(cores) < 2:
-                raise ConfigError(f"two processors take two cores, and this process may use {len(cores)}")
+                raise ConfigError(f"two processors require two cores, and this process may use {len(cores)}")
             self._devices: dict[Processor, Device] = {"integer": cpus[1], "float": cpus[0]}
             groups = {"integer": cores[1:2], "float": cores[:1]}
         else:
             self._devices = {"integer": require_gpu(), "float": cpus[0]}
             if jax.devices()[0].platform != "cpu":
                 raise ConfigError(
-                    "beside a GPU the CPU runs all else: call jaxllm.serving.int8_prefill.processors."
+                    "next to a GPU the CPU runs everything else: call jaxllm.serving.int8_prefill.processors."
                     "prepare_processors('gpu') before JAX is used"
                 )
         super().__init__(groups, self._own_threads)

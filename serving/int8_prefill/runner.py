@@ -5,23 +5,31 @@ chunk, or through stages of layers on two processors, all chunks together. Both 
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxllm.bundle import Bundle
 from jaxllm.int8_prefill.schedule import (
     Dispatcher,
+    Processor,
     Stage,
     Subgraph,
     Times,
+    natural_place,
+    placed_by_memory,
     prompt_subgraphs,
+    stage_operations,
     stages_of,
 )
 from jaxllm.int8_prefill.shadow import PRODUCTS, rooms
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, calibration_arrays, can_be_addressed
+from jaxllm.kernels import native
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.layer_stack import STACK, by_address
 from jaxllm.models.parameters import head_name
@@ -30,29 +38,104 @@ from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from jaxllm.serving.buckets.model import StartBucket
 from jaxllm.serving.buckets.parts import embedding_params, norm_params
+from jaxllm.serving.buckets.store import compiled_options, digest_of, environment_facts
+from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import Device
-from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
-from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
-from jaxllm.serving.int8_prefill.modes import PrefillMode
-from jaxllm.serving.int8_prefill.prompt_pass import PromptPass
-from jaxllm.serving.int8_prefill.shared import Int8Shared
-from jaxllm.serving.int8_prefill.stage_bucket import (
+from jaxllm.serving.host.user_cache import cache_folder
+from jaxllm.serving.int8_prefill.buckets import (
     WITH_CACHE,
+    IntegerChunkBucket,
     IntegerStageBucket,
     device_name,
     known_to,
     shadow_products,
+    stage_bytes,
     stage_params,
     takes_addresses,
     without_blocks,
 )
-from jaxllm.serving.int8_prefill.subgraph_times import measured_times
+from jaxllm.serving.int8_prefill.modes import PrefillMode, PrefillModes
+from jaxllm.serving.int8_prefill.processors import TwoProcessors
+from jaxllm.serving.int8_prefill.prompt_pass import PromptPass
+from jaxllm.serving.int8_prefill.subgraph_times import (
+    ChunkPlanner,
+    SubgraphTimes,
+    chunk_plans,
+    measured_times,
+)
 from jaxllm.serving.runners.chunks import padded, placed_chunks, plan_chunks
 from jaxllm.serving.runners.runner import PrefillChunk, chunks_of
 from jaxllm.serving.weights.model_level import ModelLevel
 
+
+@dataclasses.dataclass
+class OutlierCounts:
+    """Counts of the work of shadows.
+
+    Attributes:
+      products: number of products with a shadow.
+      channels: total number of channels with outliers.
+      enlarged: number of products whose outliers did not fit the smallest compact tensor.
+    """
+
+    products: int = 0
+    channels: int = 0
+    enlarged: int = 0
+
+
+@dataclasses.dataclass
+class Int8Shared:
+    """The parts of integer prefill that all levels of a model share.
+
+    Attributes:
+      modes: the prefill mode of each prompt.
+      processors: processors of the stages; None for only this process's device.
+      placed: the processor of a stage of a layer.
+      measured: times of stages on two processors.
+      outliers: counts of shadows so far.
+    """
+
+    modes: PrefillModes
+    processors: TwoProcessors | None = None
+    placed: Callable[[int, Stage], Processor] = natural_place
+    measured: SubgraphTimes = dataclasses.field(
+        default_factory=functools.partial(SubgraphTimes, None, IntegerStageBucket)
+    )
+    outliers: OutlierCounts = dataclasses.field(default_factory=OutlierCounts)
+
+
+def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stage], Processor]:
+    """Assigns stages to two processors: to the integer one as many as fit into its memory.
+
+    Raises:
+      ConfigError: no stage fits.
+    """
+    options = whole.options
+    if not options.prefill.integer_bytes:
+        return natural_place
+    return placed_by_memory(
+        modes.calibration.shadowed,
+        lambda layer, stage: stage_bytes(whole.weights, layer, stage),
+        lambda layer, stage: stage_operations(whole.cfg, stage, options.chunk_tokens[-1]),
+        options.prefill.integer_bytes,
+    )
+
+
 _TIMED_RUNS = 3
 _Case = tuple[int, Stage, int, int]
+
+
+def times_path(bundle: Bundle, options: EngineOptions) -> Path:
+    """Path of the times of a bundle's subgraphs on this machine with these resolved options."""
+    how = options.prefill
+    facts = [
+        bundle.fingerprint,
+        [native.kernels().name, native.threads()],
+        environment_facts(),
+        compiled_options(options),
+        [how.integer_device, how.integer_bytes],
+    ]
+    return cache_folder() / "profiles" / f"{digest_of(facts)[:32]}.subgraphs.json"
 
 
 class Int8Prefill:
@@ -265,7 +348,7 @@ class Int8Prefill:
             logits = self._logits(prompt)
             self._count_outliers()
         length = np.int32(at + len(tokens))
-        return logits, dataclasses.replace(prompt.cache(), length=length)  # pyright: ignore
+        return logits, dataclasses.replace(prompt.cache, length=length)  # pyright: ignore
 
     def _prefill_in_one_step(
         self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk

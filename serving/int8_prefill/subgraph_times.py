@@ -1,4 +1,5 @@
-"""Times subgraphs on this machine's two processors once, and caches the times for later processes.
+"""Times subgraphs on this machine's two processors once, caches the times for later processes, and plans the
+chunks of prompts by them.
 
 A file of times belongs to a bundle, a machine and an engine's options. It only affects the order of
 subgraphs: if it is missing or malformed, times are measured again. Imports no JAX, for runners of exported
@@ -15,37 +16,20 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
-from jaxllm.int8_prefill.schedule import PROCESSORS, Processor, Subgraph
+from jaxllm.int8_prefill.schedule import PROCESSORS, Order, Processor, Stage, Subgraph, Times, simulate
 from jaxllm.serving.host.user_cache import make_private_folder, private_file
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
+from jaxllm.serving.runners.chunks import plan_chunks
 
 _VERSION = 1
 _MAX_FILE_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
-
-
-class StageKey(Protocol):
-    """Key of a stage's time: a frozen dataclass of scalars, such as a bucket."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def __hash__(self) -> int: ...
-
-
-class Prompt(Protocol):
-    """A prompt between its subgraphs (see `PromptPass`)."""
-
-    def run(self, each: Subgraph) -> None:
-        """Runs one subgraph, after its dependencies."""
-        ...
-
-    def repeated(self, each: Subgraph) -> Callable[[], None]:
-        """A function that runs a subgraph at each call, after its dependencies."""
-        ...
+# Key of a stage's time: a frozen dataclass of scalars, such as a bucket.
+StageKey = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +45,7 @@ class SubgraphTime:
     shared: tuple[float, float]
 
 
-class SubgraphTimes:
+class SubgraphTimes(dict[StageKey, SubgraphTime]):
     """Times of subgraphs, by their buckets or programs.
 
     Attributes:
@@ -71,21 +55,14 @@ class SubgraphTimes:
     def __init__(self, path: Path | None, key: Callable[..., StageKey]) -> None:
         """Reads the file if it exists; None for times that are not cached. `key` is the class of the timed
         subgraphs' keys."""
-        self._path, self._key = path, key
-        self._times: dict[StageKey, SubgraphTime] = {}
-        self.handover_ms = 0.0
+        super().__init__()
+        self._path, self._key, self.handover_ms = path, key, 0.0
         if path is not None:
             self._read(path)
 
-    def __getitem__(self, bucket: StageKey) -> SubgraphTime:
-        return self._times[bucket]
-
-    def __contains__(self, bucket: StageKey) -> bool:
-        return bucket in self._times
-
     def put(self, times: Mapping[StageKey, SubgraphTime], handover_ms: float) -> None:
         """Replaces the times of some buckets."""
-        self._times |= times
+        self.update(times)
         self.handover_ms = handover_ms
 
     def keep(self) -> None:
@@ -94,10 +71,8 @@ class SubgraphTimes:
         if self._path is None:
             return
         kept = SubgraphTimes(self._path, self._key)
-        kept.put(self._times, self.handover_ms)
-        rows = [
-            {**dataclasses.asdict(each), **dataclasses.asdict(time)} for each, time in kept._times.items()
-        ]
+        kept.put(self, self.handover_ms)
+        rows = [{**dataclasses.asdict(each), **dataclasses.asdict(time)} for each, time in kept.items()]
         facts = {"version": _VERSION, "handover_ms": self.handover_ms, "times": rows}
         try:
             make_private_folder(self._path.parent)
@@ -125,7 +100,7 @@ class SubgraphTimes:
         except (OSError, ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
             _log.warning("%s: times of subgraphs cannot be read (%s); they are measured again", path, error)
             return
-        self._times, self.handover_ms = times, handover_ms
+        self.put(times, handover_ms)
 
     def _row(self, row: Mapping[str, Any]) -> tuple[StageKey, SubgraphTime]:
         named = dict(row)
@@ -146,7 +121,8 @@ def measured_times(
 
     Args:
       processors: idle processors.
-      begin: (full) -> a chunk before its first layer, in an empty cache or at the end of a full one.
+      begin: (full) -> a chunk before its first layer, in an empty cache or at the end of a full one, with
+        `run` and `repeated` as `PromptPass` has them.
       subgraphs_of: returns the subgraphs of a chunk.
       bucket_of: returns the bucket of a subgraph.
       runs: number of runs of all layers in each case, for medians.
@@ -177,7 +153,7 @@ def measured_times(
 
 
 def _work_of_each(
-    processors: ProcessorPair, prompt: Prompt, subgraphs_of: Callable[[Any], Sequence[Subgraph]]
+    processors: ProcessorPair, prompt: Any, subgraphs_of: Callable[[Any], Sequence[Subgraph]]
 ) -> dict[Processor, Callable[[], None]]:
     """Work that keeps each processor busy: its subgraphs of the first layer in turn, as in a prompt."""
     found: dict[Processor, list[Callable[[], None]]] = {each: [] for each in PROCESSORS}
@@ -199,3 +175,82 @@ def _milliseconds(values: Iterable[Any]) -> list[float]:
     if not all(type(each) in (int, float) and math.isfinite(each) and each >= 0 for each in found):
         raise ValueError("a time is not a number of milliseconds")
     return [float(each) for each in found]
+
+
+# Lengths of a prompt's chunks.
+Plan = tuple[int, ...]
+
+
+def chunk_plans(tokens: int, lengths: Sequence[int]) -> list[Plan]:
+    """Ways to cut a prompt into chunks: the cheapest first, then the cheapest without the longest lengths."""
+    ascending = sorted(lengths)
+    plans = (tuple(plan_chunks(tokens, ascending[: count + 1])) for count in reversed(range(len(ascending))))
+    return list(dict.fromkeys(plans))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChunkPlanner:
+    """Plans the chunks of prompts on two processors.
+
+    Attributes:
+      lengths: lengths of chunks with buckets.
+      order: order of subgraphs.
+      measured: times of stages.
+      bucket_of: (layer, stage, tokens of a chunk, capacity of the cache) -> bucket.
+      subgraphs_of: number of chunks -> the prompt's subgraphs.
+      chosen: plans by tokens, position and capacity; cleared when times change.
+    """
+
+    lengths: tuple[int, ...]
+    order: Order
+    measured: SubgraphTimes
+    bucket_of: Callable[[int, Stage, int, int], StageKey]
+    subgraphs_of: Callable[[int], Sequence[Subgraph]]
+    chosen: dict[tuple[int, int, int], Plan] = dataclasses.field(default_factory=dict)
+
+    def plan(self, tokens: int, at: int, capacity: int) -> Plan:
+        """The chunks with the minimum simulated time for a prompt of `tokens` tokens after `at` others;
+        those of minimum cost if not all stages of all plans are timed."""
+        case = tokens, at, capacity
+        if case in self.chosen:
+            return self.chosen[case]
+        plans = chunk_plans(tokens, self.lengths)
+        if len(plans) == 1 or not self._timed({length for plan in plans for length in plan}, capacity):
+            return plans[0]
+
+        def makespan_ms(plan: Plan) -> float:
+            chunks = list(zip(plan, itertools.accumulate(plan, initial=at), strict=False))
+            return simulate(
+                self.subgraphs_of(len(plan)),
+                self.times(chunks, capacity),
+                self.order,
+                overhead_ms=self.measured.handover_ms,
+                shared=self.times(chunks, capacity, shared=True),
+            ).makespan_ms
+
+        self.chosen[case] = min(plans, key=makespan_ms)
+        return self.chosen[case]
+
+    def times(self, chunks: Sequence[tuple[int, int]], capacity: int, *, shared: bool = False) -> Times:
+        """A function for the measured times of subgraphs in milliseconds: with the other processor idle, or
+        busy
+        if `shared`; 1 for unmeasured ones. `chunks` are lengths and positions."""
+
+        def time_of(each: Subgraph) -> float:
+            length, at = chunks[each.chunk]
+            bucket = self.bucket_of(each.layer, each.stage, length, capacity)
+            if bucket not in self.measured:
+                return 1.0
+            known = self.measured[bucket]
+            empty, full = known.shared if shared else known.alone
+            # Attention is slower with more tokens before it.
+            return empty + (full - empty) * min(1.0, at / max(1, capacity - length))
+
+        return time_of
+
+    def _timed(self, lengths: set[int], capacity: int) -> bool:
+        return all(
+            self.bucket_of(each.layer, each.stage, length, capacity) in self.measured
+            for length in lengths
+            for each in self.subgraphs_of(1)
+        )

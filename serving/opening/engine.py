@@ -16,7 +16,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.loading import LoadedModel
-from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 
 _log = logging.getLogger("jaxllm")
 
@@ -140,11 +140,11 @@ def _loaded(
     reserved, drafting_level = 0, 0
     if high_planes := speculation is not None and speculation.drafter == "nested":
         # Here, because few starts need its import.
-        from jaxllm.serving.weights.high_planes import require_nested
+        from jaxllm.serving.weights.resident_parts import require_nested
 
         require_nested(bundle)
     if speculation is not None and options.memory_bytes:
-        from jaxllm.serving.weights.footprint import drafter_bytes
+        from jaxllm.serving.weights.memory_plan import drafter_bytes
 
         reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
         drafting_level = 0 if high_planes else speculation.level

@@ -28,7 +28,7 @@ from jaxllm.serving.opening.make_runners import make_runners
 from jaxllm.serving.opening.weight_source import streamed_weights
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.resident import ResidentRunner
-from jaxllm.serving.weights.adapters import LoadedAdapter, factor_bytes, read_adapter_of
+from jaxllm.serving.weights.model_level import LoadedAdapter, factor_bytes, read_adapter_of
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 
 if TYPE_CHECKING:

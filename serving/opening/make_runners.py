@@ -23,8 +23,7 @@ from jaxllm.serving.weights.model_level import ModelLevel
 if TYPE_CHECKING:
     from jaxllm.serving.int8_prefill.modes import PrefillModes
     from jaxllm.serving.int8_prefill.processors import TwoProcessors
-    from jaxllm.serving.int8_prefill.runner import Int8Prefill
-    from jaxllm.serving.int8_prefill.shared import Int8Shared
+    from jaxllm.serving.int8_prefill.runner import Int8Prefill, Int8Shared
     from jaxllm.serving.opening.weight_source import Streamed
     from jaxllm.serving.runners.layerwise import LayerwiseRunner
 
@@ -111,7 +110,7 @@ def _prefill_modes(
 ) -> "PrefillModes | None":
     if options.prefill.resolved_mode == "float":
         return None
-    from jaxllm.serving.int8_prefill.choice import chosen_prefill
+    from jaxllm.serving.int8_prefill.modes import chosen_prefill
 
     return chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
 
@@ -153,11 +152,10 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
 def _share_int8(bundle: Bundle, whole: ModelLevel, modes: "PrefillModes") -> "Int8Shared":
     """The shared parts of integer prefill; the bundle's memory of the calibration is released."""
     from jaxllm.bundle.calibrations import release_prefill
+    from jaxllm.serving.int8_prefill.buckets import IntegerStageBucket
     from jaxllm.serving.int8_prefill.processors import TwoProcessors
-    from jaxllm.serving.int8_prefill.shared import Int8Shared, placed_stages
-    from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket
+    from jaxllm.serving.int8_prefill.runner import Int8Shared, placed_stages, times_path
     from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes
-    from jaxllm.serving.int8_prefill.times_path import times_path
 
     prefill, shared = whole.options.prefill, Int8Shared(modes)
     if prefill.processors > 1:

@@ -11,7 +11,6 @@ from jaxllm.models.features import require_room
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import give_back_large_blocks
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.weights.prefetch_plan import MemoryBudget, runtime_bytes, whole_budget
 
 if TYPE_CHECKING:
     from jaxllm.serving.experts.weights import ExpertWeights
@@ -50,7 +49,13 @@ def streamed_weights(
     """
     if not (options.experts.loss or options.memory_bytes):
         return None
-    from jaxllm.serving.weights.footprint import around_experts_bytes, fixed_bytes, nested_experts
+    from jaxllm.serving.weights.memory_plan import (
+        MemoryBudget,
+        around_experts_bytes,
+        fixed_bytes,
+        nested_experts,
+        runtime_bytes,
+    )
 
     if options.experts.loss and not nested_experts(bundle):
         raise ConfigError(
@@ -80,8 +85,7 @@ def streamed_weights(
         give_back_large_blocks()
     # Imported here: a start of a model that fits should not wait for it.
     from jaxllm.serving.experts.weights import ExpertWeights
-    from jaxllm.serving.weights.high_planes import HighPlanes
-    from jaxllm.serving.weights.level_memory import LevelMemory
+    from jaxllm.serving.weights.resident_parts import HighPlanes, LevelMemory
     from jaxllm.serving.weights.streamed import StreamedWeights
 
     parts = f"a context of {options.context_tokens} tokens, activations, "
@@ -110,7 +114,7 @@ def streamed_weights(
 def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
     """The budget of a mixture that leaves `expert_bytes` for its experts; `options` are resolved."""
     from jaxllm.serving.experts.store import hot_bytes
-    from jaxllm.serving.weights.footprint import around_experts_bytes, fixed_bytes
+    from jaxllm.serving.weights.memory_plan import around_experts_bytes, fixed_bytes, whole_budget
 
     fixed = fixed_bytes(bundle.cfg, options) + around_experts_bytes(bundle, options)
     return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)

@@ -72,7 +72,7 @@ class SourceLayers:
           weights: provider of the layers.
           by_rows: whether the embedding is passed by rows, or as a whole.
           sparse: runs the encoder's layers with experts, if these are loaded individually: a
-            `jaxllm.serving.experts.expert_sources.SparseEncoderLayers`.
+            `jaxllm.serving.experts.expert_layers.SparseEncoderLayers`.
         """
         # Of a level: buckets are the whole model's, and its parameters have counts.
         encoder = model.bucket_cfg.encoder

@@ -21,7 +21,7 @@ from jaxllm.serving.server.calls import AdapterBusy, AdapterFacts, AdapterGone
 
 if TYPE_CHECKING:
     from jaxllm.serving.opening.loading import LoadedModel
-    from jaxllm.serving.weights.adapters import LoadedAdapter
+    from jaxllm.serving.weights.model_level import LoadedAdapter
 
 ADAPTER_BYTES = 256 << 20
 ADAPTERS = 16

@@ -18,11 +18,9 @@ from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.memory import ChunkMemory
 from jaxllm.serving.contexts.record import Record, TurnTokens
 from jaxllm.serving.contexts.store import ContextStore
-from jaxllm.serving.elastic.objectives import Cost, EnergyBudget
-from jaxllm.serving.elastic.planner import Load
+from jaxllm.serving.elastic.objectives import Cost, EnergyBudget, SafetyMargin
+from jaxllm.serving.elastic.planner import Load, level_of_turn
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.safety_margin import SafetyMargin
-from jaxllm.serving.elastic.turns import level_of_turn
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import Request
 from jaxllm.serving.ground.prompt_rows import PromptRows

@@ -23,11 +23,9 @@ from jaxllm.serving.contexts.context import ContextCall, fork
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import ChunkMemory
 from jaxllm.serving.contexts.saving import most_bytes
-from jaxllm.serving.elastic.engine_profile import profile_path
-from jaxllm.serving.elastic.known_profile import known_profile
+from jaxllm.serving.elastic.objectives import SafetyMargin
 from jaxllm.serving.elastic.profile import DeviceProfile, save_profile
-from jaxllm.serving.elastic.profiling import Measurement
-from jaxllm.serving.elastic.safety_margin import SafetyMargin
+from jaxllm.serving.elastic.profiling import Measurement, known_profile, profile_path
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.ground.bundles import levels_of, open_model
@@ -49,7 +47,7 @@ from jaxllm.serving.server.memory import Holding, MemoryOptions, ServiceMemory
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
 from jaxllm.serving.speculation.drafter import DrafterMemory
-from jaxllm.serving.weights.adapters import rank_of, read_adapter_of
+from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 from jaxllm.serving.weights.streamed import StreamedWeights
 
 _log = logging.getLogger(__name__)

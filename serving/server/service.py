@@ -23,14 +23,11 @@ from jaxllm.models.features import room_refusal
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.elastic.known_profile import known_profile
+from jaxllm.serving.elastic.objectives import CONFIDENCE, SafetyMargin
 from jaxllm.serving.elastic.planned_service import PlannedService
-from jaxllm.serving.elastic.planner import Planner
-from jaxllm.serving.elastic.prefill_times import choose_prefill
+from jaxllm.serving.elastic.planner import Planner, Proposer, described
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.proposer import Proposer
-from jaxllm.serving.elastic.reach import described
-from jaxllm.serving.elastic.safety_margin import CONFIDENCE, SafetyMargin
+from jaxllm.serving.elastic.profiling import choose_prefill, known_profile
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.serving.ground.bundles import levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions

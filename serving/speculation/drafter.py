@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.speculation.costs import DraftTimes
 from jaxllm.speculation.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -28,17 +29,10 @@ class Target(Protocol):
       streamed: streamed weights; None if all are resident.
     """
 
-    @property
-    def bundle(self) -> "Bundle": ...  # noqa: D102
-
-    @property
-    def options(self) -> "EngineOptions": ...  # noqa: D102
-
-    @property
-    def tokenizer(self) -> "Tokenizer": ...  # noqa: D102
-
-    @property
-    def streamed(self) -> Any: ...  # noqa: D102
+    bundle: "Bundle"
+    options: "EngineOptions"
+    tokenizer: "Tokenizer"
+    streamed: Any
 
     def runner(self, level: int) -> "LevelRunner":
         """The runner of a level."""
@@ -90,7 +84,7 @@ class DrafterMemory(Protocol):
     @property
     def most_bytes(self) -> int: ...  # noqa: D102
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases all of it; the next tree allocates it again."""
         ...
 
@@ -99,24 +93,11 @@ class Drafter(Protocol):
     """Proposes continuations of a sequence, as a token tree on the host.
 
     Attributes:
-      run_s: time of a run in `grow`, without its branches.
-      branch_s: time per branch of a run.
-      step_s: time of a `step`.
-      steps: number of steps so far.
+      times: measured times.
       memory: memory of its weights and caches; None if negligible.
     """
 
-    @property
-    def run_s(self) -> float: ...  # noqa: D102
-
-    @property
-    def branch_s(self) -> float: ...  # noqa: D102
-
-    @property
-    def step_s(self) -> float: ...  # noqa: D102
-
-    @property
-    def steps(self) -> int: ...  # noqa: D102
+    times: DraftTimes
 
     @property
     def memory(self) -> DrafterMemory | None: ...  # noqa: D102
@@ -158,11 +139,11 @@ def require_same_kind(
     draft: Path | str, cfg: ModelConfig, target: Path | str, target_cfg: ModelConfig
 ) -> None:
     """Raises ConfigError unless both or none of a draft and its target, by their paths, read a source."""
-    kinds = {True: "an encoder-decoder", False: "a decoder alone"}
+    kinds = {True: "an encoder-decoder", False: "decoder-only"}
     of_draft, of_target = cfg.encoder is not None, target_cfg.encoder is not None
     if of_draft != of_target:
         raise ConfigError(
             f"{draft} ({cfg.model_type}) is {kinds[of_draft]}, and {target} "
-            f"({target_cfg.model_type}) is {kinds[of_target]}: they do not read the same prompts; take a "
+            f"({target_cfg.model_type}) is {kinds[of_target]}: they do not read the same prompts; use a "
             f"draft that is {kinds[of_target]}, or draft with ngram"
         )

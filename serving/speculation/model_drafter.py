@@ -18,12 +18,10 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.runners.runner import prefill_prompt
-from jaxllm.serving.speculation.confidence import Confidence
-from jaxllm.serving.speculation.drafter import DrafterMemory, Growing, Target, require_same_kind
-from jaxllm.serving.speculation.grower import Grower, GrowingDrafter
+from jaxllm.serving.speculation.drafter import Growing, Target, require_same_kind
+from jaxllm.serving.speculation.grower import Confidence, Grower
 from jaxllm.serving.speculation.host_tree import on_host, root_alone
-from jaxllm.serving.speculation.shared_rows import has_own_rows, with_rows
-from jaxllm.serving.weights.footprint import cache_bytes, draft_options
+from jaxllm.serving.weights.memory_plan import cache_bytes, draft_options
 from jaxllm.speculation.tree import TokenTree
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
@@ -55,7 +53,7 @@ def model_drafter(
     return ModelDrafter(draft.resident_runner(WHOLE), options, own=bundle)
 
 
-class ModelDrafter(GrowingDrafter):
+class ModelDrafter:
     """Grows trees with a resident model (see `Drafter` and `DrafterMemory`).
 
     Attributes:
@@ -77,17 +75,16 @@ class ModelDrafter(GrowingDrafter):
           runner: runner of the model.
           options: options of speculation.
           own: provider of the model's weights; None for weights of the target.
-          greedy_temperature: see `jaxllm.serving.speculation.confidence.confidence_temperature`.
+          greedy_temperature: see `jaxllm.serving.speculation.grower.confidence_temperature`.
           takes_rows: whether it continues from the target's keys and values, if its weights are the
             target's at fewer bits, instead of feeding the tokens itself.
         """
         self._runner, self._shape = runner, options.trees
-        self._takes_rows, self._target_cache = takes_rows, None
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
         self._grower = Grower(runner, options.trees, self._confidence)
-        self._trees = self._grower.trees
-        # The source as the target has it, for a drafter of the target's weights.
-        self._encodes, self._of_target = own is not None, None
+        self.times = self._grower.times
+        # A drafter of the target's weights has the source as the target has it.
+        self._takes_rows, self._encodes = takes_rows, own is not None
         self._own = own if own is not None and own.read_in_place else None
         self._weight_bytes = 0 if self._own is None else self._own.weight_bytes
         self.most_bytes = self._weight_bytes + cache_bytes(runner.cfg, runner.options)
@@ -105,18 +102,17 @@ class ModelDrafter(GrowingDrafter):
         self._places = np.zeros(0, np.int32)
 
     @property
-    def memory(self) -> DrafterMemory:
+    def memory(self) -> "ModelDrafter":
         """See `Drafter`."""
         return self
 
     @property
     def size_bytes(self) -> int:
         """See `DrafterMemory`."""
-        cache = self._cache
-        arrays = [each for each in jax.tree.leaves(cache) if each.ndim]
-        return sum(each.nbytes for each in arrays) + (0 if self._rests else self._weight_bytes)
+        arrays = [leaf for leaf in jax.tree.leaves(self._cache) if leaf.ndim]
+        return sum(leaf.nbytes for leaf in arrays) + (0 if self._rests else self._weight_bytes)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """See `DrafterMemory`."""
         self._forget()
         self._rests = True
@@ -126,7 +122,7 @@ class ModelDrafter(GrowingDrafter):
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`. Runs every bucket once."""
         caches = None if tokens is None else (self._runner.cache_for(tokens + 1 + self._shape.room),)
-        self._runner.fill(self._trees.buckets(caches), progress)
+        self._runner.fill(self._grower.buckets(caches), progress)
         for capacity in caches or self._runner.options.cache_tokens:
             if capacity > self._shape.room:
                 self._forget()
@@ -147,15 +143,11 @@ class ModelDrafter(GrowingDrafter):
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
-        self._of_target = None if self._encodes else cache.source
-        self._target_cache = cache if self._takes_rows and has_own_rows(cache) else None
-        try:
-            return self._grown(sequence, root, growing), cache
-        finally:
-            # It is donated to the next dispatch of the target.
-            self._target_cache = None
+        return self._grown(sequence, root, growing, cache), cache
 
-    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
+    def _grown(
+        self, sequence: Sequence[int], root: int, growing: Growing, target: KVCache | None = None
+    ) -> TokenTree:
         runner = self._runner
         full = len(sequence) + 1 + self._shape.room > runner.options.context_tokens
         # Also if the source is longer than the drafter's encoder supports.
@@ -164,7 +156,7 @@ class ModelDrafter(GrowingDrafter):
             return root_alone(root, self._shape.room)
         self._rests = False
         self._confidence.use(growing.temperature)
-        self._catch_up(sequence)
+        self._catch_up(sequence, target)
         if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
             self._tree = root_alone(root, self._shape.room)
             self._fed = np.zeros(self._shape.room, bool)
@@ -196,7 +188,7 @@ class ModelDrafter(GrowingDrafter):
             places, token = places[:dropped], int(drafted.tokens[path[dropped]])
         cache, self._cache = self._cache, None
         assert self._fed is not None
-        self._tree, self._fed, self._cache, missing = self._trees.follow(
+        self._tree, self._fed, self._cache, missing = self._grower.follow(
             self._tree, self._fed, cache, path=places, token=token
         )
         self._cached += [int(drafted.tokens[node]) for node in path[: len(places) - missing]]
@@ -208,7 +200,7 @@ class ModelDrafter(GrowingDrafter):
         assert cache is not None
         before, most = self._tree, int(_PRUNED_SHARE * self._shape.room)
         whole = on_host(before)
-        self._tree, self._fed, self._cache, places = self._trees.prune(before, self._fed, cache, most)
+        self._tree, self._fed, self._cache, places = self._grower.prune(before, self._fed, cache, most)
         if self._whole is None:
             self._whole, self._places = whole, places
         else:
@@ -225,38 +217,81 @@ class ModelDrafter(GrowingDrafter):
         )
         return count
 
-    def _catch_up(self, sequence: Sequence[int]) -> None:
-        """Makes the cache match this sequence."""
+    def _catch_up(self, sequence: Sequence[int], target: KVCache | None) -> None:
+        """Makes the cache match this sequence, of which the target's cache has the rows."""
         if self._version != self._runner.weights_version:
             self._forget()
             self._version = self._runner.weights_version
-        common = common_prefix(self._cached, sequence)
+        common, room = common_prefix(self._cached, sequence), len(sequence) + 1 + self._shape.room
         if common == len(sequence) == len(self._cached) and self._cache is not None:
-            self._cache = self._runner.make_room(self._cache, len(sequence) + 1 + self._shape.room)
+            self._cache = self._runner.make_room(self._cache, room)
             return
         self._tree = None
         cache, self._cache = self._cache, None
-        if self._target_cache is not None:
+        if self._takes_rows and target is not None and has_own_rows(target):
             # Release the old cache first: an empty one has no committed memory yet.
             cache = None
-            empty = self._with_source(self._runner.start(len(sequence) + 1 + self._shape.room))
-            self._cache, self._cached = with_rows(empty, self._target_cache, len(sequence)), list(sequence)
+            empty = self._with_source(self._runner.start(room), target)
+            self._cache, self._cached = with_rows(empty, target, len(sequence)), list(sequence)
             return
         if cache is None:
-            cache, common = self._with_source(self._runner.start(len(sequence) + 1 + self._shape.room)), 0
-        cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
+            cache, common = self._with_source(self._runner.start(room), target), 0
+        cache = self._runner.make_room(cache, room)
         # If the sequence only became shorter, feed its last token again, to set the cache's length.
         common = min(common, len(sequence) - 1)
         _, self._cache = prefill_prompt(self._runner, cache, sequence[common:], common)
         self._cached = list(sequence)
 
-    def _with_source(self, cache: KVCache) -> KVCache:
+    def _with_source(self, cache: KVCache, target: KVCache | None) -> KVCache:
         """The cache with the source, if there is one."""
-        if self._of_target is not None:
-            # A copy: the target's cache is donated.
-            copied = jax.tree.map(lambda each: jax.device_put(np.array(each)), self._of_target)
-            return dataclasses.replace(cache, source=copied)
-        return self._runner.read_source(cache, self._source) if self._source else cache
+        if self._encodes:
+            return self._runner.read_source(cache, self._source) if self._source else cache
+        if target is None or target.source is None:
+            return cache
+        # A copy: the target's cache is donated.
+        copied = jax.tree.map(lambda each: jax.device_put(np.array(each)), target.source)
+        return dataclasses.replace(cache, source=copied)
 
     def _forget(self) -> None:
         self._cached, self._cache, self._tree = [], None, None
+
+
+def has_own_rows(cache: KVCache) -> bool:
+    """Whether a cache has rows of all its tokens, and nothing else of them: no coded chunks and no states."""
+    return cache.coded is None and cache.states is None
+
+
+def with_rows(cache: KVCache, other: KVCache, tokens: int) -> KVCache:
+    """A cache with the keys and values of the first tokens of another one, of the same model.
+
+    Args:
+      cache: cache to overwrite.
+      other: source cache, with its layers in stacks or separate like those of `cache`, of any capacity.
+      tokens: number of tokens; both caches have room for them.
+    """
+
+    def filled(empty: tuple[jax.Array, ...], layers: list[np.ndarray]) -> tuple[jax.Array, ...]:
+        stacks = [np.zeros(each.shape, each.dtype) for each in empty]
+        for layer, rows in enumerate(layers):
+            if cache.places is None:
+                own = stacks[layer]
+            else:
+                stack, slot = cache.places[layer]
+                own = stacks[stack][slot]
+            own[..., :tokens, :] = rows[..., :tokens, :]
+        return tuple(map(jax.device_put, stacks))
+
+    return dataclasses.replace(
+        cache,
+        keys=filled(cache.keys, _by_layer(other, other.keys)),
+        values=filled(cache.values, _by_layer(other, other.values)),
+        length=np.int32(tokens),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _by_layer(cache: KVCache, rows: tuple[jax.Array, ...]) -> list[np.ndarray]:
+    """The keys or the values `[B, K, S, H]` of each layer, without a copy on a CPU."""
+    stacks = [np.asarray(each) for each in rows]
+    if cache.places is None:
+        return stacks
+    return [stacks[stack][slot] for stack, slot in cache.places]

@@ -15,11 +15,10 @@ from jaxllm.sampling_state import NO_TOKEN
 from jaxllm.serving.engine.decoding import Decoding, Drafts
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, Verdict
+from jaxllm.serving.speculation.costs import Payoff, SizeCost, running_mean
 from jaxllm.serving.speculation.drafter import Drafter, Growing
 from jaxllm.serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
-from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
-from jaxllm.serving.speculation.payoff import Payoff, running_mean
-from jaxllm.serving.speculation.size_cost import SizeCost
+from jaxllm.serving.speculation.lookup import LookupDrafter
 from jaxllm.speculation.token_tree import LEAST, MOST, Fallback, PassTimes, TokenTree, verified_nodes, worth
 
 
@@ -93,7 +92,7 @@ class Speculation(Drafts):
         """Allows drafting or not, from the next dispatch on; without drafts the drafter releases its
         memory."""
         if self.drafting and not on and self.drafter.memory is not None:
-            self.drafter.memory.let_go()
+            self.drafter.memory.release()
         self.drafting = on
 
     def cache_tokens(self, tokens: int) -> int:
@@ -103,7 +102,6 @@ class Speculation(Drafts):
     def limit(self, pace: int, remaining: int) -> int:
         """The `limit` of the next `decode`, of `remaining` wanted tokens: as many as a verification can give,
         regardless of the pace."""
-        del pace
         return min(remaining, self.options.trees.nodes[-1])
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
@@ -180,10 +178,10 @@ class Speculation(Drafts):
         return Growing(alpha, most, temperature, asked.run, asked.branch, asked.free_runs)
 
     def _times(self) -> PassTimes:
-        drafter, cost = self.drafter, self._verify_cost
-        verify_s = {nodes: cost.seconds(nodes) for nodes in self.options.trees.nodes}
+        times = self.drafter.times
+        verify_s = {nodes: self._verify_cost.seconds(nodes) for nodes in self.options.trees.nodes}
         free_s = self.runner.idle_read_s if self.options.pipelined else 0.0
-        return PassTimes(run_s=drafter.run_s, branch_s=drafter.branch_s, verify_s=verify_s, free_s=free_s)
+        return PassTimes(run_s=times.run_s, branch_s=times.branch_s, verify_s=verify_s, free_s=free_s)
 
     def _size(self, confidences: np.ndarray) -> int:
         """The size of the tree to verify, among those with buckets."""
@@ -202,7 +200,7 @@ class Speculation(Drafts):
     def _meanwhile(self, busy_s: float) -> bool:
         """Runs one step of the drafter, if it ends before the target continues."""
         began = time.perf_counter()
-        if not self.options.pipelined or busy_s < self.drafter.step_s or not self.drafter.step():
+        if not self.options.pipelined or busy_s < self.drafter.times.step_s or not self.drafter.step():
             return False
         self.counts.hidden_steps += 1
         self.counts.hidden_s += time.perf_counter() - began

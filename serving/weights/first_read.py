@@ -6,7 +6,6 @@ of a file that was changed in place are never used as weights. Mismatching bytes
 they are refused: transient storage errors rarely repeat.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,15 +22,6 @@ _READ_BYTES = 4 << 20
 READS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """A range of the file and its destination in memory."""
-
-    offset: int
-    size_bytes: int
-    memory: np.ndarray
-
-
 class Checksums:
     """Checksums of the parts of a file when it was opened."""
 
@@ -42,15 +32,15 @@ class Checksums:
         # thousands.
         self._start, self._pages = 0, np.empty(0, np.uint64)
 
-    def took(self, offset: int, digest: int, size: int) -> None:
+    def add(self, offset: int, digest: int, size: int) -> None:
         """Stores the checksum of a part."""
         self._blocks[offset, size] = digest
 
-    def has_pages(self, start: int, size: int) -> None:
+    def reserve_pages(self, start: int, size: int) -> None:
         """Makes room for the checksums of a segment's pages."""
         self._start, self._pages = start, np.empty(-(-size // PAGE), np.uint64)
 
-    def took_pages(self, offset: int, data: np.ndarray) -> None:
+    def add_pages(self, offset: int, data: np.ndarray) -> None:
         """Stores the checksums of whole pages of that segment, or of its last ones."""
         for at in range(0, len(data), PAGE):
             digest = xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
@@ -89,15 +79,15 @@ class FirstRead:
     def __init__(self, bundle: Bundle, reader: PieceReader) -> None:
         self.checksums = Checksums(bundle)
         self._bundle, self._reader = bundle, reader
-        self._kept: list[_Kept] = []
+        # Offsets in the file, and the memory to which the bytes from there on are copied.
+        self._kept: list[tuple[int, np.ndarray]] = []
         self._again: set[tuple[int, int]] = set()
         self._paged = ""
 
     def keep(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
         """Plans to copy ranges to their destinations in `memory`."""
         for each in ranges:
-            part = memory[each.place : each.place + each.size_bytes]
-            self._kept.append(_Kept(each.offset, each.size_bytes, part))
+            self._kept.append((each.offset, memory[each.place : each.place + each.size_bytes]))
 
     def watch(self, ranges: Sequence[Range]) -> None:
         """Plans checksums of ranges, one per block of later reads."""
@@ -107,7 +97,7 @@ class FirstRead:
         """Plans checksums of one segment, one per page."""
         whole = self._bundle.layout.segments[segment]
         self._paged = segment
-        self.checksums.has_pages(whole.offset, whole.size_bytes)
+        self.checksums.reserve_pages(whole.offset, whole.size_bytes)
 
     def run(self, on_bytes: Callable[[int], None]) -> None:
         """Runs the pass; calls `on_bytes` with the number of bytes of each part.
@@ -137,16 +127,18 @@ class FirstRead:
         offset and size, ascending. Returns the digest of all of it."""
         segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
         end, waiting = segment.offset + segment.size_bytes, list(reversed(again))
-        kept = [each for each in self._kept if segment.offset <= each.offset < end]
+        kept = [each for each in self._kept if segment.offset <= each[0] < end]
         # Partly read blocks.
         begun: list[tuple[int, int, xxhash.xxh3_64]] = []
         for at in range(segment.offset, end, _READ_BYTES):
             data = self._reader.read(at, min(_READ_BYTES, end - at))
             digest.update(data.data)
             if name == self._paged:
-                self.checksums.took_pages(at, data)
-            for each in kept:
-                _put(each, at, data)
+                self.checksums.add_pages(at, data)
+            for offset, memory in kept:
+                begin, last = max(offset, at), min(offset + len(memory), at + len(data))
+                if begin < last:
+                    memory[begin - offset : last - offset] = data[begin - at : last - at]
             while waiting and waiting[-1][0] < at + len(data):
                 offset, size = waiting.pop()
                 begun.append((offset, size, xxhash.xxh3_64()))
@@ -160,11 +152,5 @@ class FirstRead:
         digest.update(data[max(0, offset - at) : max(0, offset + size - at)].data)
         if offset + size > at + len(data):
             return False
-        self.checksums.took(offset, digest.intdigest(), size)
+        self.checksums.add(offset, digest.intdigest(), size)
         return True
-
-
-def _put(kept: _Kept, at: int, data: np.ndarray) -> None:
-    begin, end = max(kept.offset, at), min(kept.offset + kept.size_bytes, at + len(data))
-    if begin < end:
-        kept.memory[begin - kept.offset : end - kept.offset] = data[begin - at : end - at]

@@ -1,7 +1,7 @@
 """Splits a bundle into the pieces that are read as a whole: a layer, or some rows of the head."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor, low_segment, rows_at
@@ -9,6 +9,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.models.layer_stack import within_layer
 from jaxllm.models.parameters import ENCODER, ParamSpec, head_name, param_specs
 from jaxllm.quant import blocked_shapes
+from jaxllm.serving.weights.memory_plan import spread_evenly
 
 # The rows of a head piece are a multiple of this, for panels and alignment.
 _ROW_STEP = 64
@@ -175,13 +176,8 @@ def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = Fal
 def parts_of_pieces(
     layout: Layout, pieces: Sequence[LayerPiece], wanted: Callable[[str], bool]
 ) -> list[LayerPiece]:
-    """The pieces of layers that hold some parameters.
-
-    Args:
-      layout: the bundle's.
-      pieces: pieces of layers, or of their low planes.
-      wanted: predicate on the name of a parameter within its layer.
-    """
+    """The pieces of layers, or of their low planes, that hold the parameters whose name within a layer is
+    `wanted`."""
     found = []
     for piece in pieces:
         names = [
@@ -199,12 +195,7 @@ def parts_of_pieces(
 
 
 def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> list[LayerPiece]:
-    """The pieces of a whole model with a resident level.
-
-    Args:
-      pieces: the whole model's.
-      level: the level's, of the same layers.
-    """
+    """The pieces of a whole model with a resident level, given the pieces of both."""
     found = []
     for piece, part in zip(pieces, level, strict=True):
         ranges: list[Range] = []
@@ -300,3 +291,54 @@ def _joined(spans: list[tuple[int, int]], gap_bytes: int) -> list[tuple[int, int
 
 def _whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
+
+
+# What a layer of the decoder reads of a source's hidden states, once per prompt.
+_OF_SOURCE = ("cross.k", "cross.v", "cross.k_bias", "cross.v_bias")
+
+
+class Passes:
+    """The pieces of a model in the order of a pass: the encoder's layers, the layers, the head.
+
+    Each kind of pass has all pieces; those that it does not read have no ranges.
+
+    Attributes:
+      whole: each piece as a whole, as when resident.
+      of_tokens: the parts for tokens.
+      of_level: the same, by a level's config.
+      of_source: the parts for a source; empty ranges without an encoder.
+      first_layer, first_head: numbers of the first layer, and of the first piece of the head.
+      kept_first: numbers in the order of making pieces resident: parts for each token before parts for each
+        prompt.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        encoder: Sequence[LayerPiece],
+        layers: Sequence[LayerPiece],
+        head: Sequence[HeadPiece],
+    ) -> None:
+        self.first_layer, self.first_head = len(encoder), len(encoder) + len(layers)
+        self.whole: list[Piece] = [*encoder, *layers, *head]
+        self.of_tokens, self.of_source = self.whole, list[Piece]()
+        if encoder:
+            once = parts_of_pieces(layout, layers, lambda name: name in _OF_SOURCE)
+            each = parts_of_pieces(layout, layers, lambda name: name not in _OF_SOURCE)
+            self.of_source = [*encoder, *once, *map(without_reads, head)]
+            self.of_tokens = [*map(without_reads, encoder), *each, *head]
+        self.of_level: dict[ModelConfig, list[Piece]] = {}
+        self._layout, self._encoder, self._head = layout, encoder, head
+        later = [self.first_layer + each for each in spread_evenly(len(self.whole) - self.first_layer)]
+        self.kept_first = [*later, *(spread_evenly(len(encoder)) if encoder else ())]
+
+    def add_level(self, cfg: ModelConfig, layers: Sequence[LayerPiece]) -> None:
+        """Adds the pass of a level with these pieces of layers; sources are read as for the whole model."""
+        if self._encoder:
+            layers = parts_of_pieces(self._layout, layers, lambda name: name not in _OF_SOURCE)
+        self.of_level[cfg] = [*map(without_reads, self._encoder), *layers, *self._head]
+
+    @property
+    def all_reads(self) -> Iterable[Sequence[Piece]]:
+        """The pieces of every kind of pass."""
+        return self.whole, self.of_tokens, self.of_source, *self.of_level.values()

@@ -131,7 +131,7 @@ class WeightStream:
         """Number of a resident piece -> its memory."""
         return {number: slot.memory for number, slot in self._staying.items()}
 
-    def let_go(self, number: int) -> Slot:
+    def offload(self, number: int) -> Slot:
         """Releases the memory of a resident piece, which is read in each pass from now on; returns its slot.
         Requires slots for it, and its blocks in `checksums`."""
         with self._lock:
@@ -203,8 +203,8 @@ class WeightStream:
 
     @contextlib.contextmanager
     def pieces(self, number: int, most: int, meanwhile: Meanwhile | None = None) -> Iterator[list[Slot]]:
-        """The slots of a piece and of those after it that are in memory by then, valid until the context
-        ends.
+        """The slots of a piece and of those after it that are in memory by then, until the context ends.
+
         Reads continue: at most half of the slots that are read into are among them, and no resident piece
         after those, for which a slot would be free later.
 

@@ -1,16 +1,17 @@
 """Streams the weights of a model from storage, piece by piece, as inputs of buckets."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import Extent, Tensor, rows_alone
+from jaxllm.bundle.layout import PAGE, Extent, Tensor, row_step, rows_alone, rows_at
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import shared_part, with_weights
 from jaxllm.errors import BundleError, ConfigError
@@ -20,14 +21,118 @@ from jaxllm.quant import Adapted, Weight
 from jaxllm.serving.buckets.parts import layer_params, shared_by_layers
 from jaxllm.serving.host.direct_io import PieceReader, Storage
 from jaxllm.serving.host.progress import Progress, loading
-from jaxllm.serving.weights.embedding import EmbeddingRows, read_array
-from jaxllm.serving.weights.first_read import FirstRead
-from jaxllm.serving.weights.level_memory import ResidentPart, piece_weights
+from jaxllm.serving.weights.first_read import READS, Checksums, FirstRead
+from jaxllm.serving.weights.memory_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.serving.weights.passes import Passes
-from jaxllm.serving.weights.pieces import LayerPiece, encoder_pieces, head_pieces, layer_pieces
+from jaxllm.serving.weights.pieces import LayerPiece, Passes, encoder_pieces, head_pieces, layer_pieces
 from jaxllm.serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from jaxllm.serving.weights.prefetch_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
+from jaxllm.serving.weights.resident_parts import ResidentPart, piece_weights
+
+_PARAMETER = "embed.tokens"
+_THREADS = 4
+
+
+class EmbeddingRows:
+    """The rows of a bundle's embedding.
+
+    Prompts mostly repeat a few tokens, so the most recently used rows are cached if they are read from
+    storage.
+
+    Attributes:
+      segment: segment of the file with the embedding.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        reader: PieceReader,
+        checksums: Checksums,
+        *,
+        kept_bytes: int,
+        resident: Callable[[Extent], np.ndarray] | None = None,
+    ) -> None:
+        """See the class; reads nothing yet.
+
+        Args:
+          bundle: an open bundle.
+          reader: reader of its file.
+          checksums: checksums of the pages of `segment` (see `FirstRead.watch_pages`).
+          kept_bytes: size limit of cached rows.
+          resident: returns a view of an extent of the embedding; None if it is not in memory.
+        """
+        self._bundle, self._reader, self._checksums = bundle, reader, checksums
+        self._resident = resident
+        self._tensor = bundle.layout.tensors[_PARAMETER]
+        self.segment = self._tensor.segment
+        self._whole = bundle.layout.segments[self.segment]
+        self._step = row_step(self._tensor)
+        row_bytes = sum(each.size_bytes for each in rows_at(self._tensor, 0, self._step))
+        self._room = max(1, kept_bytes // row_bytes)
+        self._kept: dict[int, list[np.ndarray]] = {}
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
+
+    def rows_of(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
+        """A weight with the rows of T tokens, `[T·step, D]`, since rows are stored in groups of `step`; and
+        the index of each token's row in it, `[1, T]` int32.
+
+        Raises:
+          CheckpointError: the file cannot be read.
+        """
+        ids = np.asarray(tokens, np.int64)
+        firsts = [int(each) for each in ids // self._step * self._step]
+        found = self._panels(set(firsts))
+        extents = rows_at(self._tensor, 0, self._step * len(firsts))
+        # Per extent the rows of all tokens one after another, as in the whole embedding.
+        arrays = {
+            each: np.concatenate([found[first][part] for first in firsts]).reshape(each.shape)
+            for part, each in enumerate(extents)
+        }
+        shape = (self._step * len(firsts), self._bundle.cfg.hidden_size)
+        rows = self._bundle.place(rows_alone(self._tensor, extents), shape, arrays.__getitem__)
+        indices = np.arange(len(ids)) * self._step + ids % self._step
+        return rows, indices.astype(np.int32)[None]
+
+    def close(self) -> None:
+        """Stops the reader threads."""
+        self._pool.shutdown()
+
+    def _panels(self, firsts: set[int]) -> dict[int, list[np.ndarray]]:
+        """First row of a panel -> its parts."""
+        if (resident := self._resident) is not None:
+            return {
+                first: [resident(each) for each in rows_at(self._tensor, first, self._step)]
+                for first in firsts
+            }
+        missing = sorted(firsts - self._kept.keys())
+        self._kept.update(zip(missing, self._pool.map(self._read, missing), strict=True))
+        found = {first: self._kept.pop(first) for first in firsts}
+        # In the order of last use.
+        self._kept.update(found)
+        while len(self._kept) > max(self._room, len(firsts)):
+            del self._kept[next(iter(self._kept))]
+        return found
+
+    def _read(self, first: int) -> list[np.ndarray]:
+        return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
+
+    def _checked(self, extent: Extent) -> np.ndarray:
+        """Reads an array of the embedding with all of the pages that it touches, and checks these."""
+        start = self._whole.offset
+        begin = (extent.offset - start) // PAGE * PAGE
+        end = -(-(extent.offset + extent.size_bytes - start) // PAGE) * PAGE
+        end = min(end, self._whole.size_bytes)
+        at = extent.offset - start - begin
+        for _ in range(READS):
+            data = self._reader.read(start + begin, end - begin)
+            if self._checksums.same_pages(start + begin, data):
+                return extent.array(data[at : at + extent.size_bytes].copy())
+        raise self._checksums.changed(start + begin, end - begin)
+
+
+def read_array(reader: PieceReader, extent: Extent) -> np.ndarray:
+    """Reads an array of a bundle's file and copies it, so that the rest of its pages is freed."""
+    return extent.array(reader.read(extent.offset, extent.size_bytes).copy())
+
 
 # Size limit of cached rows of the embedding, and their maximum share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
@@ -168,7 +273,7 @@ class StreamedWeights:
                 room -= self._sizes[number]
         there = set(self._stream.staying())
         for number in sorted(there - kept):
-            slot = self._stream.let_go(number)
+            slot = self._stream.offload(number)
             # They alias its memory, and another slot may get its identity.
             self._placed = {key: each for key, each in self._placed.items() if key[0] != id(slot)}
             self._made = {key: each for key, each in self._made.items() if key[0] != id(slot)}

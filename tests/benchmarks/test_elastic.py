@@ -26,9 +26,8 @@ from benchmarks.harness.report import OURS
 from benchmarks.traces import Outcome
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ContextOverflow
-from jaxllm.serving.elastic.planner import Planner
+from jaxllm.serving.elastic.planner import Planner, Proposal
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.ground.plan import Cost
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.questions import Question

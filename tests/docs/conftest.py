@@ -34,7 +34,6 @@ def kept_buckets(own_compilations: None, documentation_cache: Path) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(documentation_cache))
         patch.delenv("JAXLLM_BUCKETS_BYTES")
-        patch.setattr("jaxllm.serving.elastic.known_profile.measure", _once(measure))
         # The command imports it when it runs.
         patch.setattr("jaxllm.serving.elastic.profiling.measure", _once(measure))
         yield

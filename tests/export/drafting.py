@@ -7,6 +7,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.speculation.costs import DraftTimes
 from jaxllm.serving.speculation.host_tree import grown, root_alone
 from tests.export.models import CONFIG, CONTEXT, PROMPTS
 
@@ -52,7 +53,7 @@ class Branching:
     that what is accepted lies apart (see `Drafter`)."""
 
     def __init__(self, answer, room):
-        self.run_s, self.branch_s, self.step_s, self.steps = 1e-3, 0.0, 1e-3, 0
+        self.times = DraftTimes(run_s=1e-3, step_s=1e-3)
         self._answer, self._room = answer, room
 
     def warm_up(self, progress=None, *, tokens=None):
@@ -73,4 +74,4 @@ class Branching:
         return False
 
     def follow(self, path, token):
-        self.steps += int(np.any(np.diff(path) > 1))
+        self.times.steps += int(np.any(np.diff(path) > 1))

@@ -12,7 +12,7 @@ from jaxllm.export.device.service import ProgramService
 from jaxllm.export.folder_format.parts import adapter_file
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import AdapterOptions, read_subject
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.profiling import measure_coarsely
 from tests.export.models import CHUNKS, CONFIG, CONTEXT, OPTIONS, PROMPTS, exported, write_adapters
 
 PLAN = ExportPlan(

@@ -44,7 +44,7 @@ def test_an_accepted_branch_moves_behind_the_sequence(plain, config):
     engine = plain.at(100)
     engine.speculation = Speculation(engine.runner, drafter, options)
     assert engine.generate(PROMPTS[1], config).tokens == wanted.tokens
-    assert drafter.steps > 2
+    assert drafter.times.steps > 2
     assert engine.speculation.counts.acceptance_length > 2
 
 

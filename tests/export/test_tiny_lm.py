@@ -12,9 +12,9 @@ from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.elastic import tiny_lm as live_tiny_lm
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
 from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.elastic.profiling import measure_coarsely
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import prompt_tokens

@@ -177,7 +177,7 @@ class _FirstWords:
     prompt_ratios = (0.5, 1.0)
 
     def propose(self, prompt: Any, slo: Any, allowed: Any) -> Any:
-        from jaxllm.serving.elastic.proposer import Proposal
+        from jaxllm.serving.elastic.planner import Proposal
 
         return Proposal(level=50, prompt_ratio=0.5, scores=self.scores(prompt))
 

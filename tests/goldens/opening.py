@@ -26,8 +26,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.opening.weight_source import budget_with_experts
 from jaxllm.serving.server.service import LLMService
-from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes, whole_budget
 
 Answer = dict[str, Any]
 OPTIONS = EngineOptions(

@@ -1,14 +1,20 @@
 """Steps, channels and layers, by hand; and that a calibrated model is nearly the float one."""
 
+import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill import calibration, fitting
 from jaxllm.int8_prefill.calibration import (
+    PLACES,
+    OutlierRecipe,
     channel_tops,
     clipped_layers,
     clipping_steps,
@@ -19,11 +25,14 @@ from jaxllm.int8_prefill.calibration import (
     product_errors,
     shadow_counts,
     whole_steps,
+    with_outliers,
 )
+from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration
 from jaxllm.int8_prefill.recipe import ShadowRecipe
-from jaxllm.int8_prefill.reference import integer_rule, plain_rule, scores_by_rule
-from tests.int8_prefill.calibrated import OUTLIERS, calibrated, outlying, stored, texts
-from tests.tiny import TINY
+from jaxllm.int8_prefill.reference import integer_rule, observed, plain_rule, scores_by_rule
+from jaxllm.models.decoder import forward
+from tests.int8_prefill.calibrated import OUTLIERS, RECIPE, calibrated, outlying, stored, texts
+from tests.tiny import TINY, random_params, tiny_params
 
 
 def test_steps():
@@ -138,3 +147,148 @@ def test_broken_activations_are_seen():
     tops = jax.jit(functools.partial(channel_tops, cfg=TINY))(floats, texts()[0])
     with pytest.raises(ConfigError, match="NaN or infinite"):
         largest_of([jax.device_get(tops)])
+
+
+BIASED = dataclasses.replace(
+    TINY, norm="layer", qkv_bias=True, o_bias=True, ffn_bias=True, gated_ffn=False, activation="relu"
+)
+TOKENS = np.arange(11, dtype=np.int32) * 7 % TINY.vocab_size
+
+
+def run(cfg, params):
+    return np.asarray(forward(params, TOKENS[None], cfg=cfg)[0])
+
+
+def tops(cfg, params) -> np.ndarray:
+    """The largest input of each product over a usual one, `[L, 4]`."""
+
+    def look(layer, product, x):
+        sizes = jnp.max(jnp.abs(x), axis=0)
+        return jnp.max(sizes) / jnp.median(sizes)
+
+    return np.array(jax.jit(lambda p: observed(p, TOKENS, look, cfg=cfg))(params))
+
+
+@pytest.mark.parametrize("cfg", [TINY, BIASED], ids=["gated", "biased"])
+@pytest.mark.parametrize("place", [*PLACES, "all"])
+def test_the_function_stays(cfg, place):
+    params = dict(tiny_params(cfg))
+    if cfg is BIASED:
+        params = {name: 0.1 * each for name, each in random_params(cfg).items()}
+    recipe = OutlierRecipe(channels=3, factor=64, places=PLACES if place == "all" else (place,))
+    changed = with_outliers(cfg, params, recipe)
+    np.testing.assert_allclose(run(cfg, changed), run(cfg, params), rtol=1e-4, atol=1e-4)
+    grown = tops(cfg, changed) / tops(cfg, params)
+    where = {"norm": [0, 2], "value": [1], "neuron": [3], "all": [0, 1, 2, 3]}[place]
+    assert (grown[:, where] > 2).all()
+    others = [product for product in range(4) if product not in where]
+    np.testing.assert_allclose(grown[:, others], 1, rtol=1e-3)
+
+
+def test_what_is_given_stays():
+    params = tiny_params()
+    before = {name: each.copy() for name, each in params.items()}
+    with_outliers(TINY, params, OutlierRecipe())
+    chex.assert_trees_all_equal(dict(params), before, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "change", "message"),
+    [
+        (TINY, {"channels": 65}, "65 of 64 channels"),
+        (TINY, {"channels": 0}, "at least one channel"),
+        (TINY, {"factor": 3}, "power of two"),
+        (TINY, {"factor": 1}, "power of two"),
+        (TINY, {"places": ()}, "outliers are in some of"),
+        (dataclasses.replace(TINY, gated_ffn=False), {}, "cannot be scaled past silu"),
+        (dataclasses.replace(TINY, qkv_clip=1.0), {}, "clipped"),
+        (dataclasses.replace(TINY, experts=2, experts_per_token=1), {}, "mixtures"),
+    ],
+)
+def test_refusals(cfg, change, message):
+    with pytest.raises(ConfigError, match=message):
+        with_outliers(cfg, tiny_params(), OutlierRecipe(**change))
+
+
+ROWS = np.random.default_rng(1).integers(0, TINY.vocab_size, (2 * LEAST_TOKENS // 64, 64)).astype(np.int32)
+HALF = sub_config(TINY, Ladder(levels=(50, 100), anchors=()), 50)
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """What is fitted where a level loses by the number of its layers with shadow and of their float rows."""
+
+    def fit(losses, levels=False):
+        tried = []
+
+        def losses_of(level, known):
+            shadows = sum(each.rows is not None for each in known)
+            rows = max(len(own.rows[0]) for each in known for own in each.rows or ())
+            tried.append((level.cfg == TINY, shadows, rows))
+            return losses(level.cfg == TINY, shadows, rows)
+
+        monkeypatch.setattr(fitting._Level, "losses", losses_of)
+        floats = {name: jnp.asarray(each) for name, each in outlying().items()}
+        half = {50: (HALF, sub_model(stored(), HALF))} if levels else None
+        found = fit_calibration(TINY, floats, stored(), ROWS[::2], ROWS[1::2], recipe=RECIPE, sub_models=half)
+        return found, tried
+
+    return fit
+
+
+def test_the_text_that_is_held_out_is_bounded_too(fitted):
+    """One shadow is enough for the one text, and not for the other."""
+    found, tried = fitted(lambda whole, shadows, rows: (0.005, 0.02 / shadows))
+    assert [shadows for _, shadows, _ in tried] == [1, 2]
+    assert sum(found.calibration.shadowed) == 2
+    assert found.calibration.losses == {100: (0.005, 0.01)}
+    assert not found.lossy
+    assert found.recipe == RECIPE
+
+
+def test_layers_without_a_shadow_clip_or_widen(fitted, monkeypatch):
+    """By their products; a layer with a shadow does neither."""
+    seen = {}
+    for clips in (False, True):
+        monkeypatch.setattr(calibration, "clipped_layers", lambda errors, clips=clips: (clips,) * TINY.layers)
+        found, _ = fitted(lambda *case: (0.0, 0.0))
+        shadowed = found.calibration.shadowed
+        assert sum(shadowed) == 1
+        assert found.clipped == tuple(clips and not own for own in shadowed)
+        seen[clips] = found.calibration.steps[0]
+    own = np.array(shadowed)
+    np.testing.assert_array_equal(seen[True][own], seen[False][own])
+    assert (seen[True][~own] <= seen[False][~own]).all()
+    assert (seen[True][~own] < seen[False][~own]).any()
+
+
+def test_steps_become_finer_where_shadows_are_not_enough(fitted):
+    """More channels pass them then, and have rows."""
+    coarse = max(rows for *_, rows in fitted(lambda *case: (0.0, 0.0))[1])
+    found, tried = fitted(lambda whole, shadows, rows: (0.02, 0.0) if rows <= coarse else (0.0, 0.0))
+    assert found.calibration.float_rows > coarse
+    assert found.recipe.most_channels > RECIPE.most_channels
+    assert found.recipe.least_gain < RECIPE.least_gain
+    assert not found.lossy
+    assert len(tried) == len(set(tried))
+
+
+@pytest.mark.slow
+def test_what_no_choice_can_do(fitted):
+    """The whole model by which it loses least; a level that always loses too much leaves the others."""
+    found, _ = fitted(lambda whole, shadows, rows: (0.5 - 0.1 * shadows, 0.0))
+    assert found.lossy == (100,)
+    assert found.calibration.loss(100) == pytest.approx(0.3)
+    found, _ = fitted(lambda whole, shadows, rows: (0.001, 0.001) if whole else (0.0, 0.05), levels=True)
+    assert found.lossy == (50,)
+    assert sum(found.calibration.shadowed) == 1
+    assert found.calibration.losses == {50: (0.0, 0.05), 100: (0.001, 0.001)}
+
+
+def test_ever_finer_recipes():
+    found = list(ShadowRecipe().finer())
+    assert found[0] == ShadowRecipe()
+    shares = [each.most_channels for each in found]
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(0.24)
+    assert all(each.most_channels <= 1 for each in ShadowRecipe(most_channels=0.6).finer())

@@ -12,11 +12,10 @@ import pytest
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill import subgraphs
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of, whole_steps
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.int8_prefill.shadow import PRODUCTS, FloatRows, product_sizes
-from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, require_integer_prefill
 from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.layer_stack import LayerParams
@@ -73,37 +72,31 @@ def chunk_through(cfg, params, layers, x, at, cache):
     dims["Q"] = (cfg.group * cfg.head_dim,)
     counts = []
     for layer, known in enumerate(layers):
-        bound = functools.partial(_run, params, known, cfg, layer)
+        run = IntegerLayer(params, known, cfg, layer)
         past = cache.past(layer)
-        heads = bound(subgraphs.project, x)
+        heads = run.project(x)
         chex.assert_shape(heads, [dims["BTKQ"], dims["BTKH"], dims["BTKH"]])
         shadows = None
         if known.shadowed:
-            shadows, count = bound(subgraphs.project_shadow, x)
+            shadows, count = run.project_shadow(x)
             chex.assert_trees_all_equal_shapes_and_dtypes(shadows, heads)
             counts.append(count)
-        out, added, past, _, count = bound(
-            subgraphs.attend, subgraphs.Projected(heads, shadows), at, past, None
-        )
+        out, added, past, _, count = run.attend(heads, shadows, at, past, None)
         chex.assert_shape(out, dims["BTKQ"])
         cache = cache.with_past(layer, past)
         if not known.shadowed:
             assert added is None
             assert count is None
-            x = bound(subgraphs.finish, x, out)
+            x = run.finish(x, out)
             continue
-        x, products = bound(subgraphs.widen, x, out, added)
-        more, widened = bound(subgraphs.widen_shadow, x)
+        x, products = run.widen(x, out, added)
+        more, widened = run.widen_shadow(x)
         chex.assert_shape([*products, *more], dims["BTF"])
-        mixed, hidden = bound(subgraphs.narrow, x, products, more)
-        x, narrowed = bound(subgraphs.narrow_shadow, x, mixed, hidden)
+        mixed, hidden = run.narrow(x, products, more)
+        x, narrowed = run.narrow_shadow(x, mixed, hidden)
         chex.assert_shape([x, mixed, added], dims["BTD"])
         counts += [count, widened, narrowed]
     return x, cache, jnp.stack(counts)
-
-
-def _run(params, known, cfg, layer, step, *operands):
-    return step(params, known, *operands, cfg=cfg, layer=layer)
 
 
 @pytest.mark.slow

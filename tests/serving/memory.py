@@ -4,8 +4,7 @@ import dataclasses
 
 from jaxllm import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes, whole_budget
 
 
 def budget(engine: Engine, share: float, speculation: SpeculationOptions | None = None) -> int:

@@ -111,7 +111,7 @@ def test_levels_of_weights_in_blocks_share_buckets(tmp_path):
 def test_orders_and_ladders_of_other_models():
     cfg = tiny_encdec.TINY_T5
     order, params = ordered(cfg)
-    with pytest.raises(ConfigError, match="of a decoder alone, the model an encoder-decoder"):
+    with pytest.raises(ConfigError, match="of a decoder-only model, the model an encoder-decoder"):
         dict(reorder(cfg, params.items(), UnitOrder(order.groups, order.neurons)))
     mixed = dataclasses.replace(order, groups=(order.groups[0], order.groups[0][::-1]))
     with pytest.raises(ConfigError, match="with relative positions the kv groups of all layers"):

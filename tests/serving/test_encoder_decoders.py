@@ -17,7 +17,7 @@ from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.lora import LoraConfig, init_adapter
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.profiling import measure_coarsely
 from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.scorer import Scorer

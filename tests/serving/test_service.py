@@ -10,10 +10,9 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMissed
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.elastic import engine_profile as profiles
-from jaxllm.serving.elastic.objectives import Latency
-from jaxllm.serving.elastic.proposer import Proposal
-from jaxllm.serving.elastic.safety_margin import MOST, START, SafetyMargin
+from jaxllm.serving.elastic.objectives import MOST, START, Latency, SafetyMargin
+from jaxllm.serving.elastic.planner import Proposal
+from jaxllm.serving.elastic.profiling import profile_path
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.server.service import LLMService
 from jaxllm.tasks.example import TaskExample
@@ -72,12 +71,12 @@ def with_times(service, scale=1.0):
 def test_the_profile_is_measured_once_and_what_cannot_be_met_is_logged(service, path, caplog, monkeypatch):
     assert service.profile.levels == (50, 70, 100)
     told = {SLOS[4]: service.profile.tokens}
-    monkeypatch.setattr("jaxllm.serving.elastic.known_profile.measure", None)
+    monkeypatch.setattr("jaxllm.serving.elastic.profiling.measure", None)
     monkeypatch.setattr("jaxllm.serving.elastic.planned_service.unmet", lambda planner, objectives: told)
     with caplog.at_level("INFO", logger="jaxllm.serving.server.service"):
         again = LLMService.open(path, options=OPTIONS)
     assert again.profile == service.profile
-    assert profiles.profile_path(again.engine.model.bundle, again.engine.options).exists()
+    assert profile_path(again.engine.model.bundle, again.engine.options).exists()
     assert "no choice meets on this device: <20,60> for prompts of any length" in caplog.text
 
 

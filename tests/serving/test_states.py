@@ -19,13 +19,13 @@ from jaxllm.layer_configs import MixedLayers
 from jaxllm.models import decoder
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+from jaxllm.serving.elastic.profiling import measure_coarsely
 from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.service import LLMService, planner_of
-from jaxllm.serving.weights.footprint import cache_bytes
+from jaxllm.serving.weights.memory_plan import cache_bytes
 from tests import tiny, tiny_states
 from tests.serving.follows import follows_forward_passes
 from tests.serving.memory import budget

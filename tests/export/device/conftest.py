@@ -40,6 +40,6 @@ def engine(folder):
 
 @pytest.fixture(scope="session")
 def profile(engine):
-    from jaxllm.serving.elastic.coarse_profile import measure_coarsely
+    from jaxllm.serving.elastic.profiling import measure_coarsely
 
     return measure_coarsely(engine)

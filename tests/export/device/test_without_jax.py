@@ -12,12 +12,12 @@ ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex", "training", "export
 # Modules that both share, by package.
 SHARED = {
     "jaxllm.serving.elastic": (
-        "planner", "profile", "profiling", "coarse_profile", "objectives", "safety_margin", "reach",
-        "tiny_proposer", "turns", "planned_service",
+        "planner", "profile", "profiling", "objectives",
+        "tiny_proposer", "planned_service",
     ),
     "jaxllm.serving.contexts": ("store", "segment", "record", "memory", "options"),
     "jaxllm.contexts": ("codecs", "eviction", "tolerance", "recompute"),
-    "jaxllm.serving.speculation": ("speculation", "host_tree", "payoff", "ngram_drafter", "lookup_drafter"),
+    "jaxllm.serving.speculation": ("speculation", "host_tree", "costs", "lookup"),
     "jaxllm.serving.engine": ("engine", "step", "run", "answer", "request", "decoding"),
     "jaxllm.export.programs": ("model", "runner", "executor", "litert", "drafts"),
     "jaxllm.export.device": ("contexts", "host_sampling", "opening", "service", "serving"),

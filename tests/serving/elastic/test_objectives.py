@@ -15,10 +15,8 @@ from jaxllm.serving.elastic.objectives import (
     meets,
     whole_cost,
 )
-from jaxllm.serving.elastic.planner import Load
+from jaxllm.serving.elastic.planner import Load, described, level_of_turn, unmet
 from jaxllm.serving.elastic.profile import Energy
-from jaxllm.serving.elastic.reach import described, unmet
-from jaxllm.serving.elastic.turns import level_of_turn
 from tests.serving.elastic.test_profile import PROFILE
 
 WHOLE = Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=5)

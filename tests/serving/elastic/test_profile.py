@@ -9,13 +9,16 @@ from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError
-from jaxllm.serving.elastic import coarse_profile
-from jaxllm.serving.elastic import known_profile as known
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
-from jaxllm.serving.elastic.engine_profile import profile_path
-from jaxllm.serving.elastic.known_profile import known_profile
+from jaxllm.serving.elastic import profiling
 from jaxllm.serving.elastic.profile import DeviceProfile, Energy, load_profile, save_profile
-from jaxllm.serving.elastic.profiling import measure, measure_together, monotonic
+from jaxllm.serving.elastic.profiling import (
+    known_profile,
+    measure,
+    measure_coarsely,
+    measure_together,
+    monotonic,
+    profile_path,
+)
 from jaxllm.serving.ground.options import EngineOptions
 from tests.tiny import TINY, write_tiny_bundle
 
@@ -117,16 +120,16 @@ def test_a_profile_keeps_what_an_earlier_one_knows_besides():
     energy = Energy(prefill_joules=(1.0, 2.0), decode_joules=(3.0, 5.0))
     known = dataclasses.replace(PROFILE, energy=energy)
     again = dataclasses.replace(PROFILE, ttft_ms=((1.5, 4.5), (2.5, 8.5)))
-    assert again.beside(known) == dataclasses.replace(again, energy=energy)
-    assert again.beside(None) == again
+    assert again.completed_by(known) == dataclasses.replace(again, energy=energy)
+    assert again.completed_by(None) == again
     other = dataclasses.replace(
         PROFILE, levels=(70, 100), ttft_ms=((1.6, 5.0), (2.2, 8.2)), tpot_ms=((0.8, 0.9), (1.1, 1.3))
     )
-    merged = other.beside(known)
+    merged = other.completed_by(known)
     assert (merged.levels, merged.energy) == ((50, 70, 100), None)
     assert merged.ttft_ms == ((1.0, 4.0), (1.6, 5.0), (2.2, 8.2))
     # Of other lengths nothing can be taken.
-    assert other.beside(dataclasses.replace(PROFILE, tokens=(16, 32))) == other
+    assert other.completed_by(dataclasses.replace(PROFILE, tokens=(16, 32))) == other
 
 
 # Profiles are measured.
@@ -207,7 +210,7 @@ def test_times_are_made_monotonic():
 
 
 def test_levels_between_the_measured_ones_lie_on_a_line(engine, compiles, monkeypatch):
-    monkeypatch.setattr(coarse_profile, "LENGTHS", (16, 32, 512))
+    monkeypatch.setattr(profiling, "COARSE_LENGTHS", (16, 32, 512))
     seen = []
     with compiles() as count:
         profile = measure_coarsely(engine, progress=lambda *step: seen.append(step))
@@ -221,7 +224,7 @@ def test_levels_between_the_measured_ones_lie_on_a_line(engine, compiles, monkey
     # The planner asks for longer prompts, too.
     assert profile.ttft(75, 47) >= profile.ttft(75, 32)
     # A slow device is measured at two lengths.
-    monkeypatch.setattr(coarse_profile, "LENGTHS", (16, 32, 40))
+    monkeypatch.setattr(profiling, "COARSE_LENGTHS", (16, 32, 40))
     times = iter(range(0, 1000, 20))
     assert measure_coarsely(engine, clock=lambda: next(times)).tokens == (16, 32)
     assert measure_coarsely(engine, clock=lambda: 0.0).tokens == (16, 32, 40)
@@ -237,8 +240,8 @@ def test_a_coarse_profile_is_measured_once_and_replaced_by_a_whole_one(engine, m
 
         return measured
 
-    monkeypatch.setattr(known, "measure", counting(known.measure))
-    monkeypatch.setattr(known, "measure_coarsely", counting(known.measure_coarsely))
+    monkeypatch.setattr(profiling, "measure", counting(measure))
+    monkeypatch.setattr(profiling, "measure_coarsely", counting(measure_coarsely))
     first = known_profile(engine, coarse=True)
     assert known_profile(engine, coarse=True) == first
     assert load_profile(profile_path(engine.model.bundle, engine.options)) == first

@@ -14,8 +14,7 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.models.tiny_lm import forward_both
 from jaxllm.serving.elastic import tiny_lm
-from jaxllm.serving.elastic.tiny_lm import TinyPlanner
-from jaxllm.serving.elastic.tiny_lm_bucket import TinyLmBucket
+from jaxllm.serving.elastic.tiny_lm import TinyLmBucket, TinyPlanner
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.server.service import LLMService
 from jaxllm.tasks.example import TaskExample

@@ -23,7 +23,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.opening.weight_source import budget_with_experts
 from jaxllm.serving.runners.layerwise import LayerwiseRunner
-from jaxllm.serving.weights.footprint import drafter_bytes
+from jaxllm.serving.weights.memory_plan import drafter_bytes
 from tests.kernels.switching import needs_native
 
 ANSWERS = int(os.environ.get("JAXLLM_TEST_ANSWERS", "2"))

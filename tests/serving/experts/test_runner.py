@@ -24,8 +24,7 @@ from jaxllm.serving.ground.expert_options import PREDICTORS, ExpertOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.runners.layerwise import LayerwiseRunner
 from jaxllm.serving.runners.runner import prefill_prompt
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget
 from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.tree import line_tree
 from tests.checkpoints.test_mxfp4 import GPT_OSS, write_mxfp4

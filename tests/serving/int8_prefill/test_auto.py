@@ -11,11 +11,11 @@ from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.serving.buckets.model import PrefillBucket
 from jaxllm.serving.elastic import profiling
-from jaxllm.serving.elastic.prefill_times import choose_prefill
 from jaxllm.serving.elastic.profile import DeviceProfile, load_profile
+from jaxllm.serving.elastic.profiling import choose_prefill
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
+from jaxllm.serving.int8_prefill.buckets import IntegerChunkBucket
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.server.service import LLMService
 from tests.tiny import TINY, WINDOW_TOKENS
@@ -107,7 +107,7 @@ def test_profiles_of_both_modes(service, folder):
     assert load_profile(kept) == service.profile
     known = with_times(service.profile, 1.0, 2.0)
     bare = dataclasses.replace(known, prefill=None)
-    assert bare.beside(known) == known
+    assert bare.completed_by(known) == known
     assert not bare.integers_are_faster(100, 60)
     assert not known.integers_are_faster(50, 60)
     with pytest.raises(ConfigError, match="integer_ms"):

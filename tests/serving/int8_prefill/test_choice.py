@@ -20,8 +20,8 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.buckets.model import PrefillBucket
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.int8_prefill.choice import chosen_prefill
-from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
+from jaxllm.serving.int8_prefill.buckets import IntegerChunkBucket
+from jaxllm.serving.int8_prefill.modes import chosen_prefill
 from jaxllm.serving.runners.runner import prefill_prompt
 from tests.int8_prefill.calibrated import calibrated, outlying, stored
 from tests.models.test_lora import random_adapter
@@ -40,8 +40,6 @@ def plain(tmp_path_factory):
 
 
 def test_what_is_asked_for(calibrated_bundle, plain, caplog):
-    assert chosen(calibrated_bundle, mode="float") is None
-    assert chosen(calibrated_bundle) is None
     for how in ({"mode": "int8"}, {"mode": "auto"}, {"processors": 2}):
         assert chosen(calibrated_bundle, **how).integer_levels == {100}
     with pytest.raises(ConfigError, match="two processors prefill in integers"):

@@ -6,9 +6,8 @@ import itertools
 import pytest
 
 from jaxllm.int8_prefill.schedule import ORDERS, Order, prompt_subgraphs, simulate
-from jaxllm.serving.int8_prefill.chunk_plans import ChunkPlanner, chunk_plans
-from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket
-from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTime, SubgraphTimes
+from jaxllm.serving.int8_prefill.buckets import IntegerStageBucket
+from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTime, SubgraphTimes, chunk_plans
 from jaxllm.serving.runners.chunks import plan_chunks
 
 LENGTHS, CAPACITY, LAYERS = (64, 128, 256), 1024, 4

@@ -17,8 +17,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.int8_prefill.chunk_bucket import IntegerChunkBucket
-from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket
+from jaxllm.serving.int8_prefill.buckets import IntegerChunkBucket, IntegerStageBucket
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.steps.branching import Branching

@@ -19,7 +19,7 @@ from jaxllm.serving.engine.request import GenerationConfig  # noqa: E402
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions  # noqa: E402
 from jaxllm.serving.ground.options import EngineOptions  # noqa: E402
 from jaxllm.serving.int8_prefill import runner as int8_prefill  # noqa: E402
-from jaxllm.serving.int8_prefill.stage_bucket import IntegerStageBucket  # noqa: E402
+from jaxllm.serving.int8_prefill.buckets import IntegerStageBucket  # noqa: E402
 
 
 def in_rows(int8: int8_prefill.Int8Prefill) -> dict[str, bool]:

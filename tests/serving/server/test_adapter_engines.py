@@ -10,8 +10,7 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.server.adapters import AdapterOptions, Adapters
 from jaxllm.serving.server.service import LLMService
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget
 from tests.models.test_lora import random_adapter
 from tests.serving.server.executors import make_executor
 from tests.serving.server.test_executor import call, together, written

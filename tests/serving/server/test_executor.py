@@ -12,9 +12,8 @@ import pytest
 from jaxllm import GenerationConfig
 from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
 from jaxllm.serving.elastic.objectives import Latency, whole_cost
-from jaxllm.serving.elastic.planner import Load, Planner
+from jaxllm.serving.elastic.planner import Load, Planner, Proposal
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.elastic.proposer import Proposal
 from jaxllm.serving.engine.step import step
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server import executor as executors

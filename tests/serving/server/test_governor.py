@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts.memory import ChunkMemory
-from jaxllm.serving.experts.counts import ExpertCounts
+from jaxllm.serving.experts.cache import ExpertCounts
 from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.host.machine import process_memory, resident_bytes
 from jaxllm.serving.server.memory import Division, MemoryOptions, Observed, ServiceMemory, divide

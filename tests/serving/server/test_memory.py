@@ -16,8 +16,7 @@ from jaxllm.serving.server.calls import Ended
 from jaxllm.serving.server.memory import MemoryOptions, ServiceMemory
 from jaxllm.serving.server.opening import engine_bytes, service_memory, storage_figures
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.weights.footprint import fixed_bytes
-from jaxllm.serving.weights.prefetch_plan import whole_budget
+from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget
 from tests.serving.server.executors import make_executor
 from tests.serving.server.talking import until
 from tests.serving.server.test_executor import call, read, together

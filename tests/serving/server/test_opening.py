@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.serving.elastic import known_profile
+from jaxllm.serving.elastic import profiling
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.opening import open_service
 from jaxllm.serving.server.service_options import ServerOptions
@@ -30,7 +30,7 @@ def test_a_second_start_compiles_and_measures_nothing(options, compiles, monkeyp
     assert built
     first.close()
     for name in ("measure", "measure_coarsely"):
-        monkeypatch.setattr(known_profile, name, None)
+        monkeypatch.setattr(profiling, name, None)
     with compiles() as count:
         again = open_service(options).service
         assert again.profile == first.profile

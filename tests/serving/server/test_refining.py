@@ -7,11 +7,10 @@ import pytest
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import JaxllmError
-from jaxllm.serving.elastic.coarse_profile import measure_coarsely
-from jaxllm.serving.elastic.engine_profile import profile_path
+from jaxllm.serving.elastic.objectives import SafetyMargin
 from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import load_profile
-from jaxllm.serving.elastic.safety_margin import SafetyMargin
+from jaxllm.serving.elastic.profiling import measure_coarsely, profile_path
 from jaxllm.serving.server import opening
 from jaxllm.serving.server.opening import ProfileRefinement
 from jaxllm.serving.server.scheduler import SchedulerOptions

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm.kv.cache import new_cache
-from jaxllm.serving.speculation.payoff import Payoff
-from jaxllm.serving.speculation.shared_rows import has_own_rows, with_rows
-from jaxllm.serving.speculation.size_cost import SizeCost
+from jaxllm.serving.speculation.costs import Payoff, SizeCost
+from jaxllm.serving.speculation.model_drafter import has_own_rows, with_rows
 from tests.tiny import TINY
 
 

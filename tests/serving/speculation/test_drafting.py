@@ -10,12 +10,11 @@ import pytest
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.runners.runner import BatchRow, Verdict
 from jaxllm.serving.speculation import grower as grower_module
-from jaxllm.serving.speculation.confidence import Confidence
+from jaxllm.serving.speculation.costs import DraftTimes
 from jaxllm.serving.speculation.drafter import Growing
-from jaxllm.serving.speculation.grower import Grower
+from jaxllm.serving.speculation.grower import Confidence, Grower
 from jaxllm.serving.speculation.host_tree import grown, matching_tokens, root_alone, united
-from jaxllm.serving.speculation.lookup_drafter import LookupDrafter
-from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.speculation.lookup import LookupDrafter, NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
 
 LEARNED = SpeculationOptions(drafter="ngram", fallback="learned", alpha=0.01, lookup=False)
@@ -32,7 +31,7 @@ class Cache:
 class Silent:
     """A drafter that never speaks, and remembers how far it was to look."""
 
-    run_s, branch_s, step_s, steps = 0.001, 0.0, 0.001, 0
+    times = DraftTimes(run_s=0.001, step_s=0.001)
 
     def __init__(self):
         self.asked = []
@@ -167,21 +166,20 @@ def test_a_run_that_had_to_wait_is_not_the_last(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(grower_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
-    class Trees:
-        def __init__(self, took_s):
-            self.took_s = took_s
-
-        def draft(self, tree, fed, cache, end):
-            clock[0] += self.took_s
+    def drafting(took_s):
+        def draft(tree, fed, cache, end):
+            clock[0] += took_s
             fed = fed.copy()
             fed[0] = True
             return tree, fed, cache, np.int32(1)
 
+        return draft
+
     grower = Grower(SimpleNamespace(), TreeShape(nodes=(8,), room=8), Confidence())
     for took_s, hidden in ((9.0, False), (0.01, False), (0.01, False), (5.0, True)):
-        grower.trees = Trees(took_s)
+        grower._draft = drafting(took_s)
         grower.grow(root_alone(1, 8), np.zeros(8, bool), None, Growing(0.1, 8), 1, hidden=hidden)
-    assert grower.step_s < 0.1
+    assert grower.times.step_s < 0.1
 
 
 # A model's drafts beside what the text has said before: one tree, and each follows its own part of it.
@@ -226,7 +224,7 @@ def test_the_union_has_what_both_say_once():
 class Scripted:
     """Proposes one tree, and remembers what became of it."""
 
-    run_s, branch_s, step_s, steps = 0.25, 0.0625, 0.5, 3
+    times, memory, warm_up = DraftTimes(0.25, 0.0625, 0.5, 3), None, None
 
     def __init__(self, *nodes):
         self.nodes, self.followed, self.stepped = nodes, [], 0
@@ -249,7 +247,7 @@ def test_each_follows_its_own_part():
     union = both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
     assert nodes_of(union)[:4] == [(5, 0, 0.6), (8, 1, 0.25), (4, 0, 0.1), (6, 1, 0.36)]
     assert both.step()
-    assert (both.step_s, both.steps, other.stepped) == (0.5, 3, 1)
+    assert (both.times, other.stepped) == (other.times, 1)
     # 5 and 6 were right, and 1: to the model, 6 is what was said behind 5.
     both.follow([0, 1, 4], 1)
     # 5 and 8 were right.

@@ -13,7 +13,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.speculation.drafter import Growing
-from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.speculation.lookup import NgramDrafter
 from tests import tiny, tiny_encdec
 from tests.serving.speculation.test_speculative import sharp
 
@@ -122,8 +122,8 @@ def test_what_a_source_says_is_looked_up():
 def test_drafts_of_another_kind_are_refused(folder, target):
     alone = tiny.write_tiny_bundle(folder / "decoder.jaxllm")
     for one, other, what in (
-        (target, alone, r"decoder\.jaxllm \(llama\) is a decoder alone, and .*\(t5\) is an encoder-decoder"),
-        (alone, target, r"target\.jaxllm \(t5\) is an encoder-decoder, and .*\(llama\) is a decoder alone"),
+        (target, alone, r"decoder\.jaxllm \(llama\) is decoder-only, and .*\(t5\) is an encoder-decoder"),
+        (alone, target, r"target\.jaxllm \(t5\) is an encoder-decoder, and .*\(llama\) is decoder-only"),
     ):
         how = SpeculationOptions(drafter="model", model=other, trees=TREES)
         with pytest.raises(ConfigError, match=what):

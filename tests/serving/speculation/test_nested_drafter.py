@@ -20,8 +20,8 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.opening import engine as opening
 from jaxllm.serving.speculation import model_drafter
-from jaxllm.serving.speculation.confidence import confidence_temperature
-from jaxllm.serving.weights.embedding import EmbeddingRows
+from jaxllm.serving.speculation.grower import confidence_temperature
+from jaxllm.serving.weights.streamed import EmbeddingRows
 from tests.models.test_lora import random_adapter
 from tests.serving.memory import budget
 from tests.serving.speculation.test_speculative import CFG, DRAWN, GREEDY, OPTIONS, PROMPT, TREES, sharp

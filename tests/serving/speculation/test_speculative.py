@@ -15,9 +15,9 @@ from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.host.direct_io import Storage
-from jaxllm.serving.speculation.ngram_drafter import NgramDrafter
+from jaxllm.serving.speculation.lookup import NgramDrafter
 from jaxllm.serving.weights import pieces
-from jaxllm.serving.weights.footprint import drafter_bytes, fixed_bytes
+from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes
 from tests.serving.memory import budget
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 

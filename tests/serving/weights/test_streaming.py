@@ -18,8 +18,8 @@ from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.direct_io import PAGE, PieceReader
 from jaxllm.serving.weights import pieces
-from jaxllm.serving.weights.level_memory import LevelMemory
 from jaxllm.serving.weights.pieces import layer_pieces
+from jaxllm.serving.weights.resident_parts import LevelMemory
 from tests.kernels.switching import fall_back
 from tests.serving.memory import budget
 from tests.serving.weights.conftest import CFG, OPTIONS

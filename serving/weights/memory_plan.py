@@ -1,9 +1,14 @@
-"""Computes the memory of a model besides its weights."""
+"""Plans a memory budget: the memory of a model besides its weights, the pieces that are resident, and those
+that are read in each pass."""
+
+import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
+from jaxllm.errors import BudgetExceeded
 from jaxllm.experts.mixture import visit_rows
 from jaxllm.kernels.native_products import begun_shape
 from jaxllm.kv.states import states_bytes
@@ -13,6 +18,130 @@ from jaxllm.serving.buckets.source import source_lengths
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
+
+# Slots for pieces that are not resident: one is computed while the next one is read. With more of them more
+# layers would run together, but each uses the memory of a resident piece, which is then read in each pass.
+SLOTS = 2
+
+# Buckets of a model of a billion parameters need some 50 MB when loaded from disk; more when compiled.
+_RUNTIME_BYTES, _RUNTIME_SHARE = 64 << 20, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryBudget:
+    """The memory limit of a model and everything around it.
+
+    Attributes:
+      total_bytes: limit for everything.
+      fixed_bytes: bytes of everything but weights: caches, activations, a drafter, the runtime's share.
+      fixed_parts: names of the fixed parts, for messages.
+    """
+
+    total_bytes: int
+    fixed_bytes: int
+    fixed_parts: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The division of a memory budget.
+
+    Attributes:
+      budget_bytes: the whole budget.
+      fixed_bytes: bytes of everything but pieces: caches, activations, a drafter.
+      slots: number of slots, shared by the pieces that are read in each pass; 0 if all are resident.
+      slot_bytes: bytes of one slot.
+      resident: numbers of the resident pieces, ascending.
+      resident_bytes: bytes of the resident pieces.
+    """
+
+    budget_bytes: int
+    fixed_bytes: int
+    slots: int
+    slot_bytes: int
+    resident: tuple[int, ...]
+    resident_bytes: int
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the budget in use."""
+        return self.fixed_bytes + self.slots * self.slot_bytes + self.resident_bytes
+
+
+def plan_memory(
+    sizes: Sequence[int],
+    budget: MemoryBudget,
+    *,
+    slot_bytes: int = 0,
+    slots: int = SLOTS,
+    order: Sequence[int] | None = None,
+) -> MemoryPlan:
+    """Makes as many pieces resident as fit, spread evenly among the others, so that reads never pause.
+
+    Args:
+      sizes: sizes of all pieces, in bytes, in the order of a pass.
+      budget: budget, including the fixed part.
+      slot_bytes: bytes of a piece while it is computed, if more than its resident size.
+      slots: maximum number of slots for pieces that are not resident; at least two.
+      order: order of making pieces resident while they fit; None for all spread evenly.
+
+    Raises:
+      BudgetExceeded: two pieces do not fit.
+    """
+    budget_bytes, room = budget.total_bytes, budget.total_bytes - budget.fixed_bytes
+    resident, largest = list(range(len(sizes))), max(slot_bytes, *sizes)
+    if sum(sizes) <= room:
+        slots = largest = 0
+    else:
+        slots = max(SLOTS, min(slots, room // largest))
+        room -= slots * largest
+        if room < 0:
+            least = least_budget(budget_bytes, -room)
+            raise BudgetExceeded(
+                f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least "
+                f"{least:,} ({least - SLOTS * largest:,} for {budget.fixed_parts}, {SLOTS} times "
+                f"{largest:,} for its largest layers); give more, or ask for a shorter context"
+            )
+        resident = []
+        for number in spread_evenly(len(sizes)) if order is None else order:
+            if sizes[number] <= room:
+                resident.append(number)
+                room -= sizes[number]
+    return MemoryPlan(
+        budget_bytes=budget_bytes,
+        fixed_bytes=budget.fixed_bytes,
+        slots=slots,
+        slot_bytes=largest,
+        resident=tuple(sorted(resident)),
+        resident_bytes=sum(sizes[number] for number in resident),
+    )
+
+
+def spread_evenly(count: int) -> list[int]:
+    """The numbers [0, count) in an order whose every prefix is spread evenly: van der Corput's sequence."""
+    bits = max(1, (count - 1).bit_length())
+    reversed_bits = (int(f"{each:0{bits}b}"[::-1], 2) for each in range(1 << bits))
+    return [each for each in reversed_bits if each < count]
+
+
+def runtime_bytes(budget_bytes: int) -> int:
+    """The runtime's share of a budget."""
+    return min(_RUNTIME_BYTES, budget_bytes // _RUNTIME_SHARE)
+
+
+def whole_budget(needed_bytes: int) -> int:
+    """The minimum budget that leaves `needed_bytes` besides the runtime's share."""
+    budget = needed_bytes
+    while budget - runtime_bytes(budget) < needed_bytes:
+        budget += needed_bytes - (budget - runtime_bytes(budget))
+    return budget
+
+
+def least_budget(budget_bytes: int, missing_bytes: int) -> int:
+    """The smallest sufficient budget if `budget_bytes` lacks `missing_bytes`; the runtime's share grows with
+    it."""
+    return whole_budget(budget_bytes - runtime_bytes(budget_bytes) + missing_bytes)
+
 
 _FLOAT_BYTES = 4
 # Copies of the scores of the encoder's pairs of tokens, for a block of queries: the additive terms, before
@@ -30,12 +159,8 @@ def nested_experts(bundle: Bundle) -> bool:
 
 
 def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: ModelConfig) -> int:
-    """Memory of a drafter; weights of a level of the target are not counted.
-
-    Args:
-      speculation: options that name the drafter.
-      context_tokens: tokens of each context; 0 for the longest.
-      target: the target model.
+    """Memory of the drafter that options name; weights of a level of the target are not counted.
+    `context_tokens` is the length of each context, 0 for the longest.
 
     Raises:
       CheckpointError: the drafter's model cannot be opened.

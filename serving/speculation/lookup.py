@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.speculation.drafter import Growing, Target
-from jaxllm.serving.speculation.host_tree import grown, root_alone
+from jaxllm.serving.speculation.costs import DraftTimes
+from jaxllm.serving.speculation.drafter import Drafter, Growing
+from jaxllm.serving.speculation.host_tree import grown, root_alone, united
 from jaxllm.speculation.token_tree import TokenTree
 
 # Lengths of n-grams to look up, longest first.
@@ -23,30 +24,19 @@ _NEW_SHARE = 0.2
 _END = -1
 
 
-def ngram_drafter(
-    target: Target, options: SpeculationOptions, progress: Progress | None = None
-) -> "NgramDrafter":
-    """A drafter without a model."""
-    del target, progress
-    return NgramDrafter(options.trees)
-
-
 class NgramDrafter:
     """Grows trees of earlier continuations in the text (see `Drafter`)."""
 
     memory = None
 
     def __init__(self, shape: TreeShape) -> None:
-        self.run_s = self.branch_s = self.step_s = 0.0
-        self.steps = 0
-        self._shape = shape
+        self.times, self._shape = DraftTimes(), shape
         self._rates: dict[int, float] = dict.fromkeys(_LENGTHS, _FIRST_RATE)
         self._length, self._tree = 0, root_alone(0, shape.room)
         self._source: tuple[int, ...] = ()
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """Compiles nothing."""
-        del progress, tokens
 
     def read(self, source: tuple[int, ...]) -> None:
         """See `Drafter`; the source is looked up, too."""
@@ -54,15 +44,13 @@ class NgramDrafter:
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`."""
-        return self._grown(sequence, root, growing), cache
-
-    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         text = np.array([*self._source, *sequence, root], np.int64)
         tree, most = root_alone(root, self._shape.room), min(growing.most, self._shape.room)
         self._length = next((each for each in _LENGTHS if _ends(text, each)[:1]), 0)
-        self._tree, self.steps = tree, self.steps + 1
+        self._tree = tree
+        self.times.steps += 1
         if not self._length:
-            return tree
+            return tree, cache
         rate, children = self._rates[self._length], dict[tuple[int, int], int]()
         tokens: list[int] = []
         parents: list[int] = []
@@ -82,7 +70,7 @@ class NgramDrafter:
                     child = children[node, token] = len(tokens)
                 node = child
         self._tree = grown(tree, tokens, parents, confidences)
-        return self._tree
+        return self._tree, cache
 
     def step(self) -> bool:
         """Never grows the tree: the text has no more continuations until it grows."""
@@ -90,7 +78,6 @@ class NgramDrafter:
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""
-        del token
         depth = int(np.max(self._tree.depths))
         if self._length and depth:
             right, rate = len(path) - 1, self._rates[self._length]
@@ -118,3 +105,57 @@ def _ends(text: np.ndarray, length: int) -> list[int]:
         return []
     windows = np.lib.stride_tricks.sliding_window_view(text[:-1], length)
     return (np.flatnonzero((windows == text[-length:]).all(axis=1))[::-1] + length).tolist()
+
+
+class LookupDrafter:
+    """Adds prompt lookup to the trees of another drafter (see `Drafter`).
+
+    Small models copy badly, and copies (names, quotes, code, a text to shorten) need no model. Both propose
+    trees with the same root; their union is one tree, in which a token that both propose is one node. If
+    trees are lines, the line that is expected to give more tokens is used.
+    """
+
+    def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
+        self._drafter, self._ngrams, self._lines = drafter, NgramDrafter(shape), shape.branches == 1
+        self.times, self.memory = drafter.times, drafter.memory
+        self.warm_up, self.step = drafter.warm_up, drafter.step
+        # The last tree, the number of the drafter's nodes in it, and the lookup's index of each node, or -1.
+        self._tree: TokenTree | None = None
+        self._known = 1
+        self._places = np.zeros(1, np.int64)
+
+    def read(self, source: tuple[int, ...]) -> None:
+        """See `Drafter`."""
+        self._drafter.read(source)
+        self._ngrams.read(source)
+
+    def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
+        """See `Drafter`; the union may have twice as many nodes as are enough."""
+        tree, cache = self._drafter.grow(sequence, root, growing, cache)
+        other, cache = self._ngrams.grow(sequence, root, growing, cache)
+        self._known = int(tree.count)
+        if not self._lines:
+            self._tree, self._places = united(tree, other)
+        elif _promised(other) > _promised(tree):
+            self._tree, self._known, self._places = other, 1, np.arange(int(other.count))
+        else:
+            self._tree, self._places = tree, np.full(int(tree.count), -1)
+        return self._tree, cache
+
+    def follow(self, path: Sequence[int], token: int) -> None:
+        """See `Drafter`."""
+        assert self._tree is not None
+        nodes = np.asarray(path)
+        found = self._places[nodes]
+        if (found >= 0).any():
+            self._ngrams.follow(found[found >= 0].tolist(), token)
+        # For the other drafter, the first accepted node that only the lookup had is the target's token.
+        known = nodes[nodes < self._known]
+        if len(known) < len(nodes):
+            token = int(np.asarray(self._tree.tokens)[nodes[len(known)]])
+        self._drafter.follow(known.tolist(), token)
+
+
+def _promised(tree: TokenTree) -> float:
+    """The expected number of accepted tokens of a line."""
+    return float(np.asarray(tree.confidences)[: int(tree.count)].sum())

@@ -2,25 +2,34 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import part_of_sub_model
-from jaxllm.int8_prefill import subgraphs
-from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, Stage
+from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, STAGE_VALUES, Stage
 from jaxllm.int8_prefill.shadow import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, FloatRows, product_sizes
-from jaxllm.int8_prefill.subgraphs import LayerCalibration
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, calibration_arrays
 from jaxllm.kernels.native_call import PARAMETER
-from jaxllm.models.layer_stack import STACK, LayerStack
+from jaxllm.models.layer_stack import STACK, LayerStack, by_address
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, from_blocks
-from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
+from jaxllm.serving.buckets.bucket import (
+    SCALAR,
+    Bucket,
+    ModelShapes,
+    Placement,
+    ids,
+    position_shapes,
+    shapes_of,
+)
 from jaxllm.serving.buckets.parts import layer_params, layer_shapes
 from jaxllm.serving.host.machine import Device
+from jaxllm.steps.integer import prefill_integer_chunk
 
 # Indices in `PRODUCTS` of the products whose shadow a stage computes: always, or if its layer has a shadow.
 _SHADOWS: Mapping[Stage, tuple[int, ...]] = {
@@ -63,7 +72,7 @@ class IntegerStageBucket(Bucket):
     own_cores: bool = False
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(stage's params, its calibration, operands...) -> see `subgraphs`."""
+        """(stage's params, its calibration, operands...) -> see `IntegerLayer`."""
         known_by = model.params if takes_addresses(self.stage, model.cfg) else model.weights
         weights = _of_stage(layer_shapes(known_by, self.layer), self.layer, self.stage)
         if not self.blocks:
@@ -71,17 +80,19 @@ class IntegerStageBucket(Bucket):
         # A bucket of all levels has the units of the whole model.
         counted = isinstance(model.params.get(STACK), LayerStack)
         own = model.cfg.whole if counted else model.cfg
-        step = _STEPS[self.stage]
 
-        def run(params: Params, *rest: Any) -> Any:
-            return step.run(part_of_sub_model(params, model.cfg), *rest, cfg=model.cfg, layer=self.layer)
+        def run(params: Params, calibration: LayerCalibration, *operands: Any) -> Any:
+            layer = IntegerLayer(part_of_sub_model(params, model.cfg), calibration, model.cfg, self.layer)
+            return getattr(layer, self.stage)(*operands)
 
         every = calibration_shapes(own, self.layer, self.float_rows)
         known = shapes_of(known_to(every, self.stage, shadowed=self.shadowed))
-        operands = step.operands(_Operands(self, dataclasses.replace(model, cfg=own)))
+        operands = _operand_shapes(self, dataclasses.replace(model, cfg=own))
+        names = STAGE_VALUES[self.stage][0]
+        donated = [2 + place for place, name in enumerate(names) if name in ("past", "mass")]
         where = self.placement
         with contextlib.nullcontext() if where is None else jax.default_device(where.device):
-            return jax.jit(run, donate_argnums=step.donated).lower(weights, known, *operands)
+            return jax.jit(run, donate_argnums=donated).lower(weights, known, *operands)
 
     @property
     def placement(self) -> Placement | None:
@@ -154,54 +165,27 @@ def device_named(name: str) -> Device:
     return jax.devices(platform)[int(number)]
 
 
-class _Operands:
-    """Shapes of the arrays that the stages of one layer exchange."""
+def _operand_shapes(bucket: IntegerStageBucket, model: ModelShapes) -> tuple[Any, ...]:
+    """Shapes of the operands of a stage (see `STAGE_VALUES`)."""
+    cfg, tokens = model.cfg, bucket.tokens
+    units = cfg.units(bucket.layer)
 
-    def __init__(self, bucket: IntegerStageBucket, model: ModelShapes) -> None:
-        cfg, tokens, layer = model.cfg, bucket.tokens, bucket.layer
-        units = cfg.units(layer)
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, tokens, *shape), model.dtype)
 
-        def floats(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((1, tokens, *shape), model.dtype)
-
-        heads, size = units.kv_heads, cfg.head_dim
-        self.x = floats(cfg.hidden_size)
-        self.out = floats(heads, cfg.group * size)
-        projected: list[Any] = [self.out, floats(heads, size), floats(heads, size)]
-        self.projected = subgraphs.Projected(projected, projected if bucket.shadowed else None)
-        self.hidden = floats(units.neurons)
-        self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
-        self.at = position_shapes(tokens)
-        self.past = model.past(layer, bucket.cache_tokens)
-        self.mass = model.cache(bucket.cache_tokens).mass
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """The function of a stage.
-
-    Attributes:
-      run: function of the stage's params, its calibration, and operands.
-      operands: shapes of the operands.
-      donated: indices of donated arguments.
-    """
-
-    run: Callable[..., Any]
-    operands: Callable[[_Operands], tuple[Any, ...]]
-    donated: tuple[int, ...] = ()
-
-
-_STEPS: Mapping[Stage, _Step] = {
-    "project": _Step(subgraphs.project, lambda of: (of.x,)),
-    "project_shadow": _Step(subgraphs.project_shadow, lambda of: (of.x,)),
-    "attend": _Step(subgraphs.attend, lambda of: (of.projected, of.at, of.past, of.mass), donated=(4, 5)),
-    "finish": _Step(subgraphs.finish, lambda of: (of.x, of.out)),
-    "widen": _Step(subgraphs.widen, lambda of: (of.x, of.out, of.x)),
-    "widen_shadow": _Step(subgraphs.widen_shadow, lambda of: (of.x,)),
-    "narrow": _Step(subgraphs.narrow, lambda of: (of.x, of.products, of.products)),
-    "narrow_shadow": _Step(subgraphs.narrow_shadow, lambda of: (of.x, of.x, of.hidden)),
-    "layer": _Step(subgraphs.pass_layer, lambda of: (of.x, of.at, of.past, of.mass), donated=(4, 5)),
-}
+    x, out = floats(cfg.hidden_size), floats(units.kv_heads, cfg.group * cfg.head_dim)
+    heads = [out, *[floats(units.kv_heads, cfg.head_dim)] * 2]
+    hidden = floats(units.neurons)
+    products = [hidden] * (2 if cfg.gated_ffn else 1)
+    shapes: dict[str, Any] = {
+        "x": x, "block": x, "added": x, "mixed": x, "out": out, "hidden": hidden,
+        "products": products, "product_shadows": products,
+        "heads": heads, "head_shadows": heads if bucket.shadowed else None,
+    }  # fmt: skip
+    if bucket.cache_tokens:
+        past, mass = model.past(bucket.layer, bucket.cache_tokens), model.cache(bucket.cache_tokens).mass
+        shapes |= {"at": position_shapes(tokens), "past": past, "mass": mass}
+    return tuple(shapes[name] for name in STAGE_VALUES[bucket.stage][0])
 
 
 def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCalibration:
@@ -219,3 +203,35 @@ def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCa
 
 def _zeros(leaf: Any) -> np.ndarray:
     return np.zeros(leaf.shape, leaf.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntegerChunkBucket(Bucket):
+    """Prefills one chunk of a prompt in integers (see `steps.integer.prefill_integer_chunk`).
+
+    Attributes:
+      tokens: length of the chunk, padding included.
+      cache_tokens: length of the cache.
+      shadowed: per layer, whether it has a shadow.
+      float_rows: number of channels with float rows of a layer with a shadow.
+    """
+
+    tokens: int
+    cache_tokens: int
+    shadowed: tuple[bool, ...]
+    float_rows: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, row, valid, last, cache) -> logits, counts of outliers, cache."""
+        row, flag = ids(1, self.tokens), jax.ShapeDtypeStruct((), jnp.bool_)
+        beside = [
+            shapes_of(calibration_arrays(self._calibration(model, layer)))
+            for layer in range(model.cfg.layers)
+        ]
+        params: Any = by_address(model.weights, model.cfg.whole, beside)
+        step = model.jitted(prefill_integer_chunk, 4)
+        return step.lower(params, row, SCALAR, flag, model.cache(self.cache_tokens))
+
+    def _calibration(self, model: ModelShapes, layer: int) -> LayerCalibration:
+        every = calibration_shapes(model.cfg.whole, layer, self.float_rows)
+        return every if self.shadowed[layer] else LayerCalibration(every.steps)
