@@ -60,7 +60,7 @@ class Plan(ShapePlan, DataPlan):
         (), "A plain model of another size, trained from scratch, for the baseline PFS.", "--plain-model",
         type=PATH, metavar="MODEL", default="small",
     )  # fmt: skip
-    pruned: Path | None = sized( (a field)
+    pruned: Path | None = sized(
         None, "An elastic bundle made without anchors, for the baseline LLM-Pruner.", "--pruned-model",
         metavar="BUNDLE", default="the model itself",
     )  # fmt: skip

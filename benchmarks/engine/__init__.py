@@ -31,7 +31,7 @@ class Plan(TimedPlan):
         ("all",), "Another engine that runs the same weights.", "--peer",
         type=click.Choice([*PEERS, "all", "none"]), default="all that are installed",
     )  # fmt: skip
-    text: Path | None = sized( (a field)
+    text: Path | None = sized(
         None, "Measure every system's perplexity on this UTF-8 text too.", type=PATH, metavar="FILE"
     )
     separator: str | None = sized(

@@ -54,7 +54,7 @@ class Plan(TextPlan):
       windows: of text, by which the loss of nested experts is judged.
     """
 
-    checkpoint: Path | None = sized( (a field)
+    checkpoint: Path | None = sized(
         None, "The Hugging Face folder that the model was calibrated from; baselines are made of it.",
         metavar="DIR", default="the model's own weights as floats",
     )  # fmt: skip
@@ -67,9 +67,7 @@ class Plan(TextPlan):
         (), "Answer one of an encoder-decoder's own tasks, such as translation_de_to_en.", "--task",
         metavar="NAME",
     )  # fmt: skip
-    data: Path | None = sized( (a field)
-        None, "The folder of the tasks' files.", metavar="DIR"
-    )
+    data: Path | None = sized(None, "The folder of the tasks' files.", metavar="DIR")
     pairs: tuple[Path, Path] | None = sized(
         None, "For an encoder-decoder: two UTF-8 text files to answer, whose lines of the same number are a "
         "source and its target.", type=(PATH, PATH), multiple=False, metavar="SOURCE TARGET",

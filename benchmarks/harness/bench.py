@@ -94,14 +94,14 @@ class BasePlan:
 class ShapePlan(BasePlan):
     """A plan with the width of a shape's weights."""
 
-    weights: WeightFormat = sized("int8", "Width of a shape's weights.") (a field)
+    weights: WeightFormat = sized("int8", "Width of a shape's weights.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataPlan(BasePlan):
     """A plan with a folder of texts and tasks; None for the packaged samples."""
 
-    data: Path | None = sized( (a field)
+    data: Path | None = sized(
         None, "The folder of texts and of the tasks' files.", type=_FOLDER, metavar="DIR",
         default="packaged samples",
     )  # fmt: skip
@@ -111,7 +111,7 @@ class DataPlan(BasePlan):
 class TextPlan(BasePlan):
     """A plan with a text; None for the packaged stories."""
 
-    text: Path | None = sized( (a field)
+    text: Path | None = sized(
         None, "A UTF-8 text for prompts and perplexity.", type=FILE, metavar="FILE",
         default="packaged stories",
     )  # fmt: skip

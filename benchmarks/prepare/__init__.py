@@ -27,7 +27,7 @@ class Plan(TimedPlan, TextPlan):
         ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"), "Write GGUF files of this type.", "--kind",
         quick=("Q8_0", "Q4_0"),
     )  # fmt: skip
-    vocabulary_data: Path | None = sized( (a field)
+    vocabulary_data: Path | None = sized(
         None, "Learn the vocabulary of a shape of the texts in this folder.", "--data", type=PATH,
         metavar="DIR", default="packaged stories",
     )  # fmt: skip

@@ -41,7 +41,7 @@ class Plan(ShapePlan, ThreadsPlan):
         (), "Ours without one of its techniques, or llama.cpp's server, beside ours.", "--system",
         type=click.Choice([*SYSTEMS, "none"]), default="all that run here",
     )  # fmt: skip
-    llama_server: Path | None = sized( (a field)
+    llama_server: Path | None = sized(
         None, "The binary of llama.cpp's server.", metavar="FILE",
         default="llama-cpp-python's server, one request at a time",
     )  # fmt: skip
@@ -50,7 +50,7 @@ class Plan(ShapePlan, ThreadsPlan):
         (1.0, 2.0), "Requests per second of the six apps, in those that the idle whole model answers one "
         "after another.", "--load", quick=(1.0,), above=0,
     )  # fmt: skip
-    trace: Path | None = sized( (a field)
+    trace: Path | None = sized(
         None, "Take arrivals and lengths from a trace of Azure (.csv) or Mooncake (.jsonl), compressed in "
         "time and scaled.", type=FILE, metavar="FILE", default="a Poisson process",
     )  # fmt: skip
@@ -67,7 +67,7 @@ class Plan(ShapePlan, ThreadsPlan):
         0.0, "Seconds of each load, at least: more where a large model answers few calls in them.", above=0,
         default="4, of clients 2.5; with --full 40 and 10",
     )  # fmt: skip
-    outcomes: Path | None = sized( (a field)
+    outcomes: Path | None = sized(
         None, "Write the outcome of every request, a JSON line each.", metavar="FILE",
         type=click.Path(path_type=Path, dir_okay=False),
     )  # fmt: skip

@@ -62,7 +62,7 @@ class Plan(DataPlan):
         0, "Make the model N times as deep and wide by units that cancel: the same answers of a model that "
         "is much larger than its draft.", type=click.IntRange(min=2), metavar="N",
     )  # fmt: skip
-    file: Path | None = sized( (a field)
+    file: Path | None = sized(
         None, "Ask the prompts of Spec-Bench's FILE instead of the tasks'; `spec-bench` finds it as "
         "prompts/spec_bench.jsonl in the folder of --data or $JAXLLM_DATA. For an encoder-decoder a FILE "
         "with a source on each line, or source and answer with a tab between, instead of its own tasks' in "
