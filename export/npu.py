@@ -187,7 +187,7 @@ def run_layers(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig, with_logits
             jnp.arange(room, room + count, dtype=jnp.int32), jnp.int32(count), consecutive=True, mask=mask
         )
         own = layer_of(params, layer)
-        x, past, _ = forward_layer(own, x, at, past, cfg=plain, layer=layer, rotary=rotary)
+        x, past, _ = forward_layer(own, x, at, past, cfg=plain, layer=layer, order=rotary)
         found[SLICE_KEYS.format(layer)] = past.keys[:, :, room:]
         found[SLICE_VALUES.format(layer)] = _turned(past.values[:, :, room:])
     if with_logits:

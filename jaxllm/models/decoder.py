@@ -22,8 +22,9 @@ from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.layer import (
     Attend,
-    CosSin,
     InputRows,
+    Rows,
+    TokenOrder,
     attend_cache,
     attend_documents,
     attend_source,
@@ -134,13 +135,13 @@ def forward_at(
             return x, cache.with_state(like, number, state), handed
         past, rotary = cache.past(like, number), rotaries.get(cfg.layer_rope(like))
         if handed is None:
-            how = {"cfg": cfg, "layer": like, "rotary": rotary, "bias": bias}
+            how = {"cfg": cfg, "layer": like, "order": rotary if bias is None else bias}
             x, past, mass = forward_layer(weights, x, at, past, cache.mass, **how)
         else:
             from jaxllm.models import mixed_layers
 
             of = mixed_layers.MixedLayer(cfg, like, number, valid, rowwise)
-            how = {"cfg": cfg, "layer": like, "at": at, "past": past, "mass": cache.mass, "rotary": rotary}
+            how = {"cfg": cfg, "layer": like, "at": at, "past": past, "mass": cache.mass, "order": rotary}
             attend = functools.partial(attend_cache, **how)
             x, handed, (past, mass) = mixed_layers.run_layer(weights, x, handed, of, attend)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass), handed
@@ -208,8 +209,7 @@ def forward_layer(
     *,
     cfg: ModelConfig,
     layer: int,
-    rotary: CosSin | None = None,
-    bias: jax.Array | None = None,
+    order: TokenOrder | None = None,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """One layer of `forward`, over new tokens at any positions of a cache.
 
@@ -224,14 +224,12 @@ def forward_layer(
       past: keys and values of this layer.
       mass: see `KVCache`; None if attention mass is not counted.
       layer: index of the layer, or of an equal one.
-      rotary: the layer's cos and sin of the positions, if known (see `rotary_by_rope`).
-      bias: see `position_bias`.
+      order: the layer's cos and sin of the positions, if known (see `rotary_by_rope`); or `position_bias`.
 
     Returns:
       The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
     """
-    how: dict[str, Any] = {"cfg": cfg, "layer": layer, "rotary": rotary, "bias": bias}
-    mixed, past, mass = _first_half(weights, x, at, past, mass, **how)
+    mixed, past, mass = _first_half(weights, x, at, past, mass, cfg=cfg, layer=layer, order=order)
     valid = at.valid if at.padded else None
     out, _ = fed_forward(weights, mixed, x, cfg, layer, valid=valid, rowwise=at.tree is not None)
     return out, past, mass
@@ -254,7 +252,7 @@ def forward_to_experts(
       The input of the experts, the routing of the tokens, which of them visit their experts (see
       `visiting_tokens`), the updated keys and values, and the updated mass.
     """
-    x, past, mass = _first_half(weights, x, at, past, mass, cfg=cfg, layer=layer, rotary=None, bias=bias)
+    x, past, mass = _first_half(weights, x, at, past, mass, cfg=cfg, layer=layer, order=bias)
     routing = chosen_experts(weights, x, cfg)
     valid = at.valid if at.padded else None
     return x, routing, visiting_tokens(routing, cfg, valid, rowwise=at.tree is not None), past, mass
@@ -269,25 +267,16 @@ def _first_half(
     *,
     cfg: ModelConfig,
     layer: int,
-    rotary: CosSin | None,
-    bias: jax.Array | None,
+    order: TokenOrder | None,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """Attention to the cache, and to the source of an encoder-decoder."""
-    how: dict[str, Any] = {"valid": at.valid if at.padded else None, "rowwise": at.tree is not None}
-    cached = {
-        "cfg": cfg,
-        "layer": layer,
-        "at": at,
-        "past": past,
-        "mass": mass,
-        "rotary": rotary,
-        "bias": bias,
-    }
-    x, (past, mass) = attended(weights, x, cfg, functools.partial(attend_cache, **cached), **how)
+    rows = Rows(at.valid if at.padded else None, at.tree is not None)
+    cached = {"cfg": cfg, "layer": layer, "at": at, "past": past, "mass": mass, "order": order}
+    x, (past, mass) = attended(weights, x, cfg, functools.partial(attend_cache, **cached), rows=rows)
     if cfg.encoder is not None:
         assert past.source is not None
         attend = functools.partial(attend_source, cfg=cfg, at=at, source=past.source)
-        x, source = attended(weights, x, cfg, attend, name="cross", **how)
+        x, source = attended(weights, x, cfg, attend, name="cross", rows=rows)
         past = dataclasses.replace(past, source=source)
     return x, past, mass
 

@@ -19,7 +19,7 @@ from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.states import Source
 from jaxllm.models.decoder import embed_tokens, final_normed
-from jaxllm.models.layer import Attend, attended, chosen_experts, run_layer, visiting_tokens
+from jaxllm.models.layer import Attend, Rows, attended, chosen_experts, run_layer, visiting_tokens
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.relative_positions import bias_both_ways
@@ -114,7 +114,7 @@ def encoder_to_experts(
     of them visit their expert (see `visiting_tokens`)."""
     weights, attend = layer_of(params, layer), _attending(bias, valid, cfg, BLOCK_TOKENS)
     several = valid if x.shape[1] > 1 else None
-    x, _ = attended(weights, x, cfg, attend, valid=several)
+    x, _ = attended(weights, x, cfg, attend, rows=Rows(several))
     routing = chosen_experts(weights, x, cfg)
     return x, routing, visiting_tokens(routing, cfg, several, rowwise=False)
 

@@ -29,11 +29,29 @@ from jaxllm.nn.layers import (
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
 
 CosSin = tuple[jax.Array, jax.Array]
+# What tells attention the order of tokens: cos and sin of their positions, or a bias of relative positions.
+TokenOrder = CosSin | jax.Array
 Kept = TypeVar("Kept")
 # (heads of new tokens, used heads) -> (attention outputs, the layer's state, such as the cache).
 Attend = Callable[[Heads, UsedUnits | None], tuple[jax.Array, Kept]]
 # Changes activations `[B, T, ...]` in training, such as by dropout.
 Drop = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a layer's products.
+
+    Attributes:
+      valid: number of valid ones, an int32 scalar (see `run_layer`); None for all.
+      alone: whether each is computed as if it were alone (`rowwise`, see `linear.py`).
+    """
+
+    valid: jax.Array | None = None
+    alone: bool = False
+
+
+ALL_ROWS = Rows()
 
 
 def run_layer(
@@ -53,7 +71,7 @@ def run_layer(
     several sequences of one token each it is the number of valid sequences. For `rowwise` see `linear.py`.
     """
     before = x
-    x, kept = attended(weights, x, cfg, attend, valid=valid, rowwise=rowwise)
+    x, kept = attended(weights, x, cfg, attend, rows=Rows(valid, rowwise))
     how = {"valid": valid, "differentiable": differentiable, "rowwise": rowwise}
     mixed, routing = fed_forward(weights, x, before, cfg, layer, **how)
     return mixed, kept, routing
@@ -102,19 +120,19 @@ def attended(
     *,
     name: str = "attn",
     heads: Heads | None = None,
-    valid: jax.Array | None = None,
-    rowwise: bool = False,
+    rows: Rows = ALL_ROWS,
     drop: Drop | None = None,
 ) -> tuple[jax.Array, Kept]:
     """The first half of a layer: attention, and the state from `attend`.
 
     Args:
-      weights, x, cfg, attend, valid, rowwise: see `run_layer`.
+      weights, x, cfg, attend: see `run_layer`.
       name: "attn", or "cross" for attention to a source, for which only queries are new.
       heads: inputs of attention; None for those of the layer's own products of x.
+      rows: rows of x.
       drop: changes the output before x is added.
     """
-    live, (groups, _) = live_rows(x, valid), weights.used
+    live, rowwise, (groups, _) = live_rows(x, rows.valid), rows.alone, weights.used
     shared: dict[str, Any] = {"used": groups, "rowwise": rowwise, "live": live}
     gate: list[jax.Array] = []
     if heads is None:
@@ -173,8 +191,7 @@ def attend_cache(
     at: TokenPositions,
     past: Past,
     mass: jax.Array | None,
-    rotary: CosSin | None = None,
-    bias: jax.Array | None = None,
+    order: TokenOrder | None = None,
 ) -> tuple[jax.Array, tuple[Past, jax.Array | None]]:
     """Attention of new tokens over a cache, into which their keys and values are written; for the other
     arguments see `decoder.forward_layer`.
@@ -183,6 +200,7 @@ def attend_cache(
       Outputs in the shape of the queries; and the updated keys and values, and mass.
     """
     window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
+    rotary, bias = (order, None) if isinstance(order, tuple) else (None, order)
     if rotary is None and rope is not None:
         rotary = rotary_cos_sin(at.positions, rope)
     new = grown(new, query_growth(at.positions, rope))
@@ -276,10 +294,11 @@ def dense_block(
         down_bias=weights.vector("ffn.down_bias"),
         gate_bias=weights.vector("ffn.gate_bias") if gated else None,
         activation=cfg.activation,
+        drop=drop,
     )
     norm = weights.pre_norm("attn_norm" if cfg.parallel_blocks else "ffn_norm", cfg)
     _, used = weights.used
-    shared: dict[str, Any] = {"used": used, "rowwise": rowwise, "live": live, "drop": drop}
+    shared: dict[str, Any] = {"used": used, "rowwise": rowwise, "live": live}
     add_input = not cfg.post_norms and not cfg.parallel_blocks and drop is None
     return feed_forward(x, norm, block, add_input=add_input, **shared)
 
@@ -317,7 +336,7 @@ def expert_block(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
     )
 
 
-def expert_biases(weights: LayerParams) -> dict[str, jax.Array | None]:
+def expert_biases(weights: LayerParams) -> dict[str, Any]:
     """The biases `[E, F]` and `[E, D]` of all experts, or None, by the names of `FeedForward`."""
     return {f"{part}_bias": weights.vector(f"expert_{part}_bias") for part in ("up", "down", "gate")}
 

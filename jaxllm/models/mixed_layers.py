@@ -18,6 +18,7 @@ from jaxllm.layer_configs import layer_config, shares_kv
 from jaxllm.models.layer import (
     Attend,
     Kept,
+    Rows,
     attended,
     dense_block,
     expert_block,
@@ -132,7 +133,7 @@ def run_layer(
     cfg, live = of.cfg, live_rows(x, of.valid)
     how = {"live": live, "rowwise": of.rowwise}
     new, handed = _heads(weights, x, handed, of, live)
-    x, kept = attended(weights, x, cfg, attend, heads=new, valid=of.valid, rowwise=of.rowwise)
+    x, kept = attended(weights, x, cfg, attend, heads=new, rows=Rows(of.valid, of.rowwise))
     own: ModelConfig = layer_config(cfg, of.like)
     if cfg.experts:
         x = add_normed(x, _dense_and_experts(weights, x, own, of), weights.norm("ffn_post_norm", cfg), **how)

@@ -103,7 +103,8 @@ Steps = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """Weights `[F, D]`, biases and activation of a feed-forward block, gated or plain (`gate` None)."""
+    """Weights `[F, D]`, biases and activation of a feed-forward block, gated or plain (`gate` None). `drop`
+    changes the input of `down` in training."""
 
     up: Weight
     down: Weight
@@ -112,6 +113,7 @@ class FeedForward:
     down_bias: jax.Array | None = None
     gate_bias: jax.Array | None = None
     activation: Activation = dataclasses.field(default="silu", metadata={"static": True})
+    drop: Callable[[jax.Array], jax.Array] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -239,11 +241,9 @@ def feed_forward(
     rowwise: bool = False,
     steps: Steps | None = None,
     live: jax.Array | None = None,
-    drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; without a
-    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above). `drop`
-    changes the input of `down` in training."""
+    norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above)."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _Options) -> jax.Array:
         step, hidden_step = options["steps"] or (None, None)
@@ -256,7 +256,7 @@ def feed_forward(
             outs = normed_to_units(x, norm, both, biases, step=step, **shared)
             hidden = by_sequence(lambda gate, up: gated(gate, up, weights.activation), *outs, apart=rowwise)
         hidden = only_of_rows(hidden, options["used"], hidden.ndim - 1)
-        hidden = hidden if drop is None else drop(hidden)
+        hidden = hidden if weights.drop is None else weights.drop(hidden)
         shared |= {"residual": x if add_input else None}
         return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 
@@ -279,7 +279,7 @@ def feed_forward(
         return x + out if add_input and not fused else out
 
     options: _Options = {"used": used, "steps": steps, "live": live}
-    if weights.biased or drop is not None or not _one_format(weights.weights):
+    if weights.biased or weights.drop is not None or not _one_format(weights.weights):
         return apart(x, norm, weights, options)
     return natively(together, apart, x, norm, weights, options)
 

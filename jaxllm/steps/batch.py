@@ -192,7 +192,7 @@ def _row_logits(
                     at=at[row],
                     past=cache.past(like, number),
                     mass=cache.mass,
-                    rotary=rotaries[row].get(cfg.layer_rope(like)),
+                    order=rotaries[row].get(cfg.layer_rope(like)),
                 )
                 outs.append(out)
                 kept.append(changed)

@@ -153,7 +153,7 @@ def one_layer(
     the model has them."""
     check_layer("one_layer", x, at, past, cfg)
     weights, bias = layer_of(params, layer), position_bias(params, cfg)
-    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, bias=bias)
+    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, order=bias)
 
 
 def check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
@@ -216,8 +216,9 @@ def consecutive_layers(
     past.check(axes)
     layers: Any = params[STACK]
     assert isinstance(layers, LayersAt)
-    rotary = rotary_by_rope(at.positions, cfg).get(cfg.layer_rope(layer))
-    how: Any = {"cfg": cfg, "layer": layer, "rotary": rotary, "bias": position_bias(params, cfg)}
+    bias = position_bias(params, cfg)
+    order = rotary_by_rope(at.positions, cfg).get(cfg.layer_rope(layer)) if bias is None else bias
+    how: Any = {"cfg": cfg, "layer": layer, "order": order}
 
     def run(number: jax.Array, carry: _Carry) -> _Carry:
         x, first, mass = carry

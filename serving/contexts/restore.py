@@ -74,15 +74,30 @@ class NewTokens:
         return self.tokens[: self.chunks[0].tokens]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredChunks:
+    """The whole chunks of a context.
+
+    Attributes:
+      tokens: tokens of the context, at least those of all chunks.
+      bits: stored width of each chunk, or `LOST`.
+      resident: chunks in memory, by number.
+      read: reads the other chunks, in threads of `pool`.
+      pool: reader threads.
+    """
+
+    tokens: Sequence[int]
+    bits: Sequence[int]
+    resident: Mapping[int, Stored]
+    read: Read
+    pool: concurrent.futures.Executor
+
+
 def restore(
     chunk_io: ChunkIO,
     cache: KVCache,
+    stored: StoredChunks,
     *,
-    tokens: Sequence[int],
-    bits: Sequence[int],
-    resident: Mapping[int, Stored],
-    read: Read,
-    pool: concurrent.futures.Executor,
     delays: Delays | None,
     new: NewTokens | None = None,
 ) -> Restored:
@@ -92,17 +107,14 @@ def restore(
     Args:
       chunk_io: `ChunkIO` of the context's level.
       cache: cache with room for them, and for fed tokens; donated.
-      tokens: tokens of the context, at least those of all chunks.
-      bits: stored width of each chunk, or `LOST`.
-      resident: chunks in memory, by number.
-      read: reads the other chunks, in threads of `pool`.
-      pool: reader threads.
+      stored: the chunks.
       delays: delays of this device; None recomputes only lost chunks.
       new: tokens of the call, of which the first chunk is fed if chunks are read; None feeds nothing.
 
     Raises:
       CheckpointError: a chunk on storage has changed. The cache is then lost.
     """
+    bits, resident = stored.bits, stored.resident
     missing = {chunk: width for chunk, width in enumerate(bits) if chunk not in resident}
     plan, later = _plan(chunk_io, missing, delays, new)
     if later or not plan.read:
@@ -111,11 +123,11 @@ def restore(
     ends: list[float] = []
 
     def timed(layer: int) -> list[np.ndarray]:
-        blobs = read(layer, plan.read)
+        blobs = stored.read(layer, plan.read)
         ends.append(time.perf_counter())
         return blobs
 
-    coming = [pool.submit(timed, layer) for layer in range(chunk_io.layers) if plan.read]
+    coming = [stored.pool.submit(timed, layer) for layer in range(chunk_io.layers) if plan.read]
 
     def arriving(layer: int) -> LayerBlobs:
         blobs = coming[layer].result() if coming else []
@@ -129,7 +141,7 @@ def restore(
         layers = [each.result() for each in coming]
         return {chunk: (bits[chunk], [blobs[at] for blobs in layers]) for at, chunk in enumerate(plan.read)}
 
-    length, table, fed = len(bits) * chunk_io.chunk_tokens, None, None
+    length, chunk_table, fed = len(bits) * chunk_io.chunk_tokens, None, None
     in_place: Mapping[int, Stored] = {}
     try:
         load = with_resident
@@ -137,15 +149,15 @@ def restore(
             # Chunks are read into memory whose addresses are in a chunk table before they arrive.
             in_place = chunk_io.room({chunk: bits[chunk] for chunk in plan.read})
             load = filling(in_place, arriving)
-            table = chunk_io.chunk_table([each for _, each in sorted({**resident, **in_place}.items())])
-            cache = chunk_io.behind(cache, table, len(bits))
+            chunk_table = chunk_io.chunk_table([each for _, each in sorted({**resident, **in_place}.items())])
+            cache = chunk_io.behind(cache, chunk_table, len(bits))
         if plan.computed or new is not None:
-            cache, fed = _layer_pass(chunk_io, cache, tokens, plan, load, new, first=length)
+            cache, fed = _layer_pass(chunk_io, cache, stored.tokens, plan, load, new, first=length)
         elif not chunk_io.coded:
             cache = chunk_io.load(cache, {**resident, **arrived()})
         for computed in later:
             further = dataclasses.replace(plan, computed=computed, bucket=chunk_io.bucket(len(computed)))
-            cache, _ = _layer_pass(chunk_io, cache, tokens, further, lambda _: {})
+            cache, _ = _layer_pass(chunk_io, cache, stored.tokens, further, lambda _: {})
         chunks = in_place or arrived()
     finally:
         for each in coming:
@@ -163,7 +175,7 @@ def restore(
         fed_ms=1000 * (time.perf_counter() - max(ends)) if count else 0.0,
     )
     cache = dataclasses.replace(cache, length=np.int32(length + count))  # pyright: ignore
-    return Restored(cache, chunks, how, table, fed)
+    return Restored(cache, chunks, how, chunk_table, fed)
 
 
 def filling(chunks: Mapping[int, Stored], arriving: Arriving) -> Arriving:
@@ -330,17 +342,18 @@ class ChunkLoader:
             # Chunks with prompt embeddings must be read: they cannot be recomputed from tokens.
             computes = self._options.recompute and chunk_io.computes and not base.rows
             try:
-                back = restore(
-                    chunk_io,
-                    cache,
+                stored = StoredChunks(
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
                     read=self._store.open(source, wanted).read if wanted else _nothing,
                     pool=self._pool,
-                    delays=self._delays[runner.level] if computes else None,
-                    new=self._new_tokens(turn, chunk_io),
                 )
+                delays, new = (
+                    self._delays[runner.level] if computes else None,
+                    self._new_tokens(turn, chunk_io),
+                )
+                back = restore(chunk_io, cache, stored, delays=delays, new=new)
             except CheckpointError:
                 if attempt:
                     raise

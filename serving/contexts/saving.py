@@ -383,7 +383,7 @@ def ended_record(
 def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
     """The record after dropping the middle of a context before a call: its first chunk and its newest
     tokens, `most` together. The newest are recomputed at their new positions (see
-    `jaxllm.serving.ground.sliding`)."""
+    `jaxllm.serving.engine.request`)."""
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
     return record.cut(0 if record.state_tokens else 1, tokens)
 
