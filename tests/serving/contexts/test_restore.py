@@ -11,7 +11,7 @@ from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.errors import CheckpointError
 from jaxllm.kernels import native
 from jaxllm.serving.contexts.chunk_io import ChunkIO, Delays, measure_compute, measure_read
-from jaxllm.serving.contexts.restore import filling, restore
+from jaxllm.serving.contexts.restore import StoredChunks, filling, restore
 from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.runners.runner import prefill_prompt
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, new, say
@@ -50,16 +50,14 @@ class Shelf:
 
 def brought_back(chunk_io, shelf, *, resident=(), lost=(), delays=READ):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        back = restore(
-            chunk_io,
-            chunk_io.runner.start(len(TOKENS)),
+        stored = StoredChunks(
             tokens=TOKENS,
             bits=[LOST if chunk in lost else RAW for chunk in range(7)],
             resident={chunk: shelf.stored[chunk] for chunk in resident},
             read=shelf.read,
             pool=pool,
-            delays=delays,
         )
+        back = restore(chunk_io, chunk_io.runner.start(len(TOKENS)), stored, delays=delays)
     return back.cache, back.read, back.how
 
 
