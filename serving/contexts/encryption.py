@@ -31,10 +31,10 @@ from jaxllm.files.atomic import atomic_file, is_there, sync, temporary_file
 from jaxllm.serving.contexts.layout import Database
 from jaxllm.serving.host.user_cache import trusted_folder
 
-SALT_BYTES = TAG_BYTES = 16
-ID_DIGITS = 16
+_SALT_BYTES = TAG_BYTES = 16
+_ID_DIGITS = 16
 # Bytes that encryption adds to the first part of a file (see `Seal.head`).
-HEAD_BYTES = ID_DIGITS + SALT_BYTES + TAG_BYTES
+HEAD_BYTES = _ID_DIGITS + _SALT_BYTES + TAG_BYTES
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 _SUFFIX = ".key"
@@ -200,7 +200,7 @@ class Vault:
         Raises:
           OSError, CheckpointError: the key cannot be made or read.
         """
-        return Seal(self._key(app_folder) or self._made(app_folder), secrets.token_bytes(SALT_BYTES))
+        return Seal(self._key(app_folder) or self._made(app_folder), secrets.token_bytes(_SALT_BYTES))
 
     def opened_head(self, app_folder: str, content: bytes, name: str) -> tuple[bytes, Seal]:
         """A file's first part, decrypted, and the file's seal (see `Seal.head`).
@@ -210,11 +210,11 @@ class Vault:
           Unreadable: the key cannot be read.
           CheckpointError: the content has changed.
         """
-        before = ID_DIGITS + SALT_BYTES
+        before = _ID_DIGITS + _SALT_BYTES
         key = self._key(app_folder)
-        if key is None or _key_id(key) != content[:ID_DIGITS].decode("latin-1"):
+        if key is None or _key_id(key) != content[:_ID_DIGITS].decode("latin-1"):
             raise KeyErased(f"the key of {app_folder} was erased, and its encrypted content is gone with it")
-        seal = Seal(key, content[ID_DIGITS:before])
+        seal = Seal(key, content[_ID_DIGITS:before])
         return seal.opened(0, content[before:], name), seal
 
     def erase(self, app_folder: str) -> None:
@@ -288,7 +288,7 @@ def require_form(path: Path, vault: Vault | None, *, encrypted: bool) -> None:
 
 def _key_id(key: bytes) -> str:
     """A short digest that identifies a key without revealing it."""
-    return hmac.digest(key, b"jaxllm key id", hashlib.sha256).hex()[:ID_DIGITS]
+    return hmac.digest(key, b"jaxllm key id", hashlib.sha256).hex()[:_ID_DIGITS]
 
 
 def _require_private(facts: os.stat_result, path: Path) -> None:

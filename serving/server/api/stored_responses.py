@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.serving.contexts.encryption import ID_DIGITS, SALT_BYTES, KeyErased, Vault, require_form
+from jaxllm.serving.contexts.encryption import KeyErased, Vault, require_form
 from jaxllm.serving.contexts.layout import Database, folder_name
 from jaxllm.serving.server.api.errors import ApiError
 
@@ -166,15 +166,12 @@ class ResponseStore:
         """A row without its number and checksum, encrypted if there are keys."""
         if self._vault is None:
             return app, name, size, 0, body
-        seal = self._vault.new_seal(folder_name(app))
-        return app, name, size, 1, seal.key_id.encode() + seal.salt + seal.sealed(0, body, name)
+        return app, name, size, 1, self._vault.new_seal(folder_name(app)).head(body, name)
 
     def _opened(self, app: str, name: str, sealed: int, body: bytes) -> bytes:
         if not sealed or self._vault is None:
             return body
-        key, salt = body[:ID_DIGITS].decode("latin-1"), body[ID_DIGITS : ID_DIGITS + SALT_BYTES]
-        seal = self._vault.seal(folder_name(app), key, salt)
-        return seal.opened(0, body[ID_DIGITS + SALT_BYTES :], name)
+        return self._vault.opened_head(folder_name(app), body, name)[0]
 
 
 def _plain(item: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ FILES = (
         f"/serving/{name}.py"
         for name in (
             "engine/answer", "engine/decoding", "engine/request", "engine/run", "engine/step",
-            "ground/sliding", "ground/text_stream",
+            "ground/text_stream",
         )
     ),
     "/jaxllm/files/atomic.py",

@@ -130,7 +130,7 @@ def test_refusals(text, tmp_path):
     refused(integer, ConfigError, "missing", texts=[tmp_path / "missing.txt"])
     broken = dict(outlying())
     broken["layers.1.ffn_norm.scale"] = np.full_like(broken["layers.1.ffn_norm.scale"], 3e38)
-    refused(write_tiny_bundle(tmp_path / "n.jaxllm", "int8", params=broken), ConfigError, "NaN or infinite")
+    refused(write_tiny_bundle(tmp_path / "n.jaxllm", "int8", params=broken), ConfigError, "is not finite")
     with pytest.raises(ConfigError, match="tokens must be a whole number of at least 2048"):
         PrefillRecipe(tokens=5)
     with pytest.raises(ConfigError, match="weight_scales must be one of channel, tensor"):
