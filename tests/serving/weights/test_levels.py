@@ -239,9 +239,9 @@ def test_an_engine_opened_at_a_level_serves_that_level_alone(path, compiles):
     assert (engine.runner.level, engine.levels) == (40, (40, 100))
     built = engine.runner.buckets.bucket_ms
     assert {bucket.level for bucket in built if isinstance(bucket, PrefillBucket)} == {40}
-    config = GenerationConfig(max_tokens=12, ignore_eos=True)
+    config, wanted = GenerationConfig(max_tokens=12, ignore_eos=True), greedy(40, PROMPT, 12)
     with compiles() as count:
-        assert engine.generate(PROMPT, config).tokens == ask(engine, 40).tokens == greedy(40, PROMPT, 12)
+        assert engine.generate(PROMPT, config).tokens == ask(engine, 40).tokens == wanted
     assert count() == 0
 
 
