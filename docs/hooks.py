@@ -180,9 +180,10 @@ def public_names() -> dict[str, str]:
     tree = ast.parse((ROOT / "jaxllm" / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         match node:
-            case ast.Assign(targets=[ast.Name(id="_HOMES")], value=homes):
-                return ast.literal_eval(homes)
-    raise ValueError("jaxllm/__init__.py has no list of public names (_HOMES)")
+            case ast.Assign(targets=[ast.Name(id="_PUBLIC")], value=public):
+                listed = ast.literal_eval(public).items()
+                return {name: f"jaxllm.{module}" for module, names in listed for name in names.split()}
+    raise ValueError("jaxllm/__init__.py has no list of public names (_PUBLIC)")
 
 
 def rooms_of(package: str) -> dict[str, list[str]]:
