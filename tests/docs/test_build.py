@@ -18,7 +18,7 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     settings = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     built = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-4000:]
-    for page in ("index.html", "cli.html", "api/public.html", "source/serving/step.py.html"):
+    for page in ("index.html", "cli.html", "api/public.html", "source/serving/engine/decoding.py.html"):
         assert (tmp_path / "site" / page).exists(), page
     # Nothing is fetched from elsewhere where a page is read.
     page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
