@@ -332,7 +332,7 @@ class Engine(Generic[AnyModel]):
             matcher = None
             if config.grammar is not None:
                 stop_ids = config.stop_ids(self.tokenizer.eos_ids)
-                # Other models' windows are the limit, too.
+                # The window ends an answer, too, unless it slides.
                 room = self.runner.options.context_tokens - len(request.prompt) + 1
                 most = config.max_tokens if request.sliding else min(config.max_tokens, room)
                 matcher = self.grammars.matcher(config.grammar, stop_ids, most)

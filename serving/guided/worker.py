@@ -150,7 +150,8 @@ class _Following:
         import llguidance
 
         self._tokenizer, self._completed = tokenizer, request["completed"]
-        self._tokens: list[int] = []
+        # Of the text so far (see `_tail`).
+        self._text = b""
         self._shortest, self._checked = 0, NO_LIMIT
         self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
@@ -163,7 +164,8 @@ class _Following:
         for token in tokens:
             self._matcher.consume_token(token)
             self._require_sound()
-        self._tokens += tokens
+        if self._completed:
+            self._text = _tail(self._text + self._tokenizer.decode_bytes(tokens))
 
     def prepare_end(self) -> None:
         """Finds the length of a shortest text, if answers are completed before they reach their length."""
@@ -173,11 +175,7 @@ class _Following:
     def state(self, left: int = NO_LIMIT) -> bytes:
         """Advances by the forced tokens: returns them, whether the text may end after them, whether they
         complete a text of which only `left` more tokens are allowed, and the mask of the next tokens."""
-        forced: list[int] = []
-        for token in self._matcher.compute_ff_tokens():
-            if token in self._stops or token >= self._last:
-                break
-            forced.append(token)
+        forced = self._forced(self._matcher)
         self._require_sound()
         self.take(forced)
         end = self._due_end(left - len(forced)) if left != NO_LIMIT and self._shortest else None
@@ -209,26 +207,32 @@ class _Following:
     def _end(self) -> list[int] | None:
         """Tokens that end the text soon, if they are found in time."""
         until_s = time.process_time() + _ENDING_S
-        matcher, found = self._matcher.deep_copy(), list[int]()
+        matcher, text, found = self._matcher.deep_copy(), self._text, list[int]()
         while not matcher.is_accepting():
-            tokens = [each for each in matcher.compute_ff_tokens() if each < self._last]
-            if not tokens:
-                mask = matcher.compute_bitmask()
-                text = self._tokenizer.decode_bytes(self._tokens + found)
-                ends = _STRING_ENDS if _in_string(text) else _JSON_ENDS
-                tokens = [each for each in map(_ids(self._tokenizer).get, ends) if _has(mask, each)][:1]
-                tokens = tokens or self._lowest(mask)
+            tokens = self._forced(matcher) or self._soonest(matcher.compute_bitmask(), text)
             if not tokens or time.process_time() > until_s or matcher.consume_tokens(tokens) is False:
                 return None
             found += tokens
+            text = _tail(text + self._tokenizer.decode_bytes(tokens))
         return found
 
-    def _lowest(self, mask: bytes) -> list[int]:
-        """The lowest id of a text token in a mask, as a list; empty if there is none."""
-        ids = (8 * at + bit for at, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1)
-        return [each for each in itertools.islice(ids, 64) if each < self._last and each not in self._stops][
-            :1
-        ]
+    def _forced(self, matcher: "llguidance.LLMatcher") -> list[int]:
+        """The text tokens that must come next."""
+        forced = matcher.compute_ff_tokens()
+        return list(itertools.takewhile(self._is_text, forced))
+
+    def _soonest(self, mask: bytes, text: bytes) -> list[int]:
+        """The token of a mask that ends a text soonest, else the lowest one, as a list; empty if there is
+        none. `text` is the tail of the text so far."""
+        ends = _STRING_ENDS if text.startswith(b'"') else _JSON_ENDS
+        found = next((each for each in map(_ids(self._tokenizer).get, ends) if _has(mask, each)), None)
+        if found is None:
+            allowed = (each for each in range(8 * len(mask)) if _has(mask, each))
+            found = next(filter(self._is_text, allowed), None)
+        return [] if found is None else [found]
+
+    def _is_text(self, token: int) -> bool:
+        return token < self._last and token not in self._stops
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
@@ -254,9 +258,11 @@ def _has(mask: bytes, token: int | None) -> bool:
     return token is not None and bool(mask[token // 8] >> token % 8 & 1)
 
 
-def _in_string(text: bytes) -> bool:
-    """Whether a text in JSON ends within a string."""
-    return re.sub(rb"\\.", b"", text, flags=re.DOTALL).count(b'"') % 2 == 1
+def _tail(text: bytes) -> bytes:
+    """A text in JSON, shortened to a quote if it ends within a string, and a backslash if it ends within an
+    escape."""
+    plain = re.sub(rb"\\.", b"", text, flags=re.DOTALL)
+    return b'"' * (plain.count(b'"') % 2) + b"\\" * plain.endswith(b"\\")
 
 
 def _source(kind: str, text: str) -> str:
