@@ -50,7 +50,7 @@ _CODEC = "raw"
 
 
 class ProgramContexts:
-    """Contexts of all apps (see `jaxllm.serving.server.context_turns.TurnContexts`). Not thread-safe.
+    """Contexts of all apps (see `jaxllm.serving.contexts.manager.Contexts`). Not thread-safe.
 
     Attributes:
       engine: engine that answers in them.
@@ -92,6 +92,10 @@ class ProgramContexts:
         self._tokenizer = engine.tokenizer.digest
         self._origins = {level: _origin(engine, level, codec) for level in engine.levels}
         self.running: set[str] = set()
+
+    def resize(self, budget_bytes: int) -> None:
+        """Sets the maximum bytes of all chunks in memory."""
+        self.memory.resize(budget_bytes)
 
     def close(self) -> None:
         """Releases the store for other processes."""

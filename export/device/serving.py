@@ -6,8 +6,9 @@ Requires the packages of `pip install 'jaxllm[serve]'`, and no JAX.
 """
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from jaxllm.errors import ConfigError, ContextGone
@@ -20,8 +21,7 @@ from jaxllm.serving.server.calls import AdapterFacts, AdapterGone
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import ContextTurn
-from jaxllm.serving.server.limits import AppLimits
-from jaxllm.serving.server.memory import MemoryOptions, ServiceMemory
+from jaxllm.serving.server.memory import ServiceMemory
 from jaxllm.serving.server.scheduler import SchedulerOptions
 
 _PREFIX_BYTES = 64 << 20
@@ -50,7 +50,7 @@ class ProgramAdapters:
         """See `Adapters`."""
         digest, opened_s = self._adapters.digest, self._opened_s
         return [
-            AdapterFacts(name=name, digest=digest(name), size_bytes=self._bytes, loaded_s=opened_s)
+            AdapterFacts(name=name, digest=digest(name), size_bytes=self._bytes, created_s=opened_s)
             for name in self.names
         ]
 
@@ -131,10 +131,11 @@ class OpenedPrograms:
         service, engine = self.service, self.service.engine
         adapters, contexts = ProgramAdapters(engine.model), None
         if service.contexts is not None:
-            contexts = program_turns(service.contexts, service, adapters, backend.limits_of)
+            turn_call = functools.partial(_turn_call, service.contexts)
+            contexts = ContextTurns(service, turn_call, adapters, backend.limits_of)
         # With a limit all memory is for running answers.
         memory = ServiceMemory(
-            MemoryOptions(prefix_bytes=0 if self.memory_bytes else _PREFIX_BYTES),
+            prefix_bytes=0 if self.memory_bytes else _PREFIX_BYTES,
             weights_bytes=lambda: weights_bytes(engine.model.executor.manifest),
             app_bytes=lambda app: backend.limits_of(app).prefix_bytes,
         )
@@ -146,8 +147,8 @@ class OpenedPrograms:
             adapters=adapters,
             on_dispatch=backend.metrics.report,
         )
-        executor.start()
         backend.opened(executor, model_sampling=self.model_sampling)
+        executor.start()
 
     def _scheduler(self) -> SchedulerOptions:
         manifest, running = self.service.engine.model.executor.manifest, _RUNNING
@@ -164,30 +165,14 @@ class OpenedPrograms:
             batch_rows=1,
         )
 
-    def resize_contexts(self, budget_bytes: int) -> None:
-        """See `Opened`."""
-        if self.service.contexts is not None:
-            self.service.contexts.memory.resize(budget_bytes)
 
-    def close(self) -> None:
-        """See `Opened`."""
-        self.service.close()
-
-
-def program_turns(
-    contexts: ProgramContexts, service: ProgramService, adapters: Any, limits_of: Callable[[str], AppLimits]
-) -> ContextTurns:
-    """The turns in contexts over programs, for a server."""
-
-    def turn_call(turns: ContextTurns, turn: ContextTurn) -> ProgramContextCall:
-        del turns
-        if turn.forks:
-            raise ConfigError(
-                f"the context {turn.record.name} has {len(turn.record.tokens)} tokens or is answering, and "
-                f"the call continues the first {turn.before}: contexts over programs are not forked; make a "
-                "new one"
-            )
-        return ProgramContextCall(contexts, turn.record, most_tokens=turn.most_tokens)
-
-    margin = service.planner.safety_margin
-    return ContextTurns(contexts, service.profile, turn_call, adapters, limits_of, margin=margin)
+def _turn_call(contexts: ProgramContexts, turns: ContextTurns, turn: ContextTurn) -> ProgramContextCall:
+    """The lifecycle of a turn in a context over programs."""
+    del turns
+    if turn.forks:
+        raise ConfigError(
+            f"the context {turn.record.name} has {len(turn.record.tokens)} tokens or is answering, and "
+            f"the call continues the first {turn.before}: contexts over programs are not forked; make a "
+            "new one"
+        )
+    return ProgramContextCall(contexts, turn.record, most_tokens=turn.most_tokens)

@@ -13,7 +13,7 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, prefill_prompt
 
 if TYPE_CHECKING:
-    from jaxllm.serving.guided.workers import Matcher
+    from jaxllm.serving.guided.compiler import Matcher
 
 # As OpenAI's interface.
 MAX_TOP_LOGPROBS = 20

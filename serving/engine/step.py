@@ -29,7 +29,7 @@ from jaxllm.serving.runners.runner import BatchRow, DecodedRow
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import KVCache
-    from jaxllm.serving.guided.workers import Matcher
+    from jaxllm.serving.guided.compiler import Matcher
 
 
 def step(*running: Run) -> Run:

@@ -84,60 +84,62 @@ class Grammar:
             return
         _require_bounded_text(self.text, self.kind)
         if self.kind == "json_schema":
-            require_short_schema(parsed_schema(self.text))
+            try:
+                schema = json.loads(self.text, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"the schema is not JSON: {one_line(error)}; send a JSON object") from error
+            if not isinstance(schema, dict | bool):
+                raise ConfigError(f"a schema must be a JSON object, got {self.text!r:.80}")
+            _require_short_schema(schema)
         if self.kind == "lark":
             _require_plain_lark(self.text)
-            require_short_lark(self.text)
+            _require_short_lark(self.text)
         if self.kind != "regex":
             _require_small_multiples(self.text)
 
 
-def parsed_schema(text: str) -> dict[str, Any] | bool:
-    """A JSON schema as JSON values.
+def bounded_space(text: str) -> str:
+    """A grammar whose schemas limit the white space between their values like `json_schema`, unless they
+    define it themselves."""
 
-    Raises:
-      ConfigError: the text is no JSON, or neither an object nor a boolean.
-    """
-    try:
-        schema = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the schema is not JSON: {one_line(error)}; send a JSON object") from error
-    if not isinstance(schema, dict | bool):
-        raise ConfigError(f"a schema must be a JSON object, got {text!r:.80}")
-    return schema
+    def bounded(part: str, value: Any) -> str:
+        own = value.get("x-guidance", {}) if isinstance(value, dict) else None
+        if not isinstance(own, dict) or _SPACE_KEYS & own.keys():
+            return part
+        return f"%json {json.dumps(value | {'x-guidance': {'whitespace_pattern': WHITE_SPACE} | own})}"
+
+    return _replaced(text, bounded)
 
 
-def require_short_lark(text: str) -> None:
-    """Checks a Lark grammar, and the schemas inside.
-
-    Raises:
-      ConfigError: its rules name each other in too long a chain, or a schema does.
-    """
-    names = references(text)
+def _require_short_lark(text: str) -> None:
+    """Checks that the rules of a Lark grammar, and the schemas inside, do not name each other in too long a
+    chain."""
+    plain = _replaced(text, lambda part, value: " ")
+    names: dict[str, set[str]] = {}
+    definitions = list(_DEFINITION.finditer(plain))
+    ends = [*(each.start() for each in definitions[1:]), len(plain)]
+    for each, end in zip(definitions, ends, strict=False):
+        names.setdefault(each[1], set()).update(_NAME.findall(plain[each.end() : end]))
     longest = _longest(names, lambda name: (each for each in names[name] if each in names))
     if longest > MAX_PATH:
         raise ConfigError(
             f"the grammar's rules name each other in a chain of {longest}; at most {MAX_PATH} are supported: "
             "write some of them out"
         )
-    for each in schemas(text):
-        require_short_schema(each)
+    for *_, value in _opaque(text):
+        if value is not None:
+            _require_short_schema(value)
 
 
-def require_short_schema(schema: Any) -> None:
-    """Checks a JSON schema.
-
-    Raises:
-      ConfigError: its parts and definitions lead through one another too deep.
-    """
-    values: dict[int, Any] = {}
+def _require_short_schema(schema: Any) -> None:
+    """Checks that the parts and definitions of a JSON schema do not lead through one another too deep."""
+    values: dict[int, Any] = {id(schema): schema}
 
     def following(number: int) -> Iterable[int]:
         for each in _parts(values[number], schema):
             values[id(each)] = each
             yield id(each)
 
-    values[id(schema)] = schema
     longest = _longest([id(schema)], following)
     if longest > MAX_PATH:
         raise ConfigError(
@@ -146,7 +148,7 @@ def require_short_schema(schema: Any) -> None:
         )
 
 
-def pointed(schema: Any, reference: str) -> Any:
+def _pointed(schema: Any, reference: str) -> Any:
     """The target of a reference within a schema; None if there is none."""
     if not reference.startswith("#"):
         return None
@@ -160,60 +162,6 @@ def pointed(schema: Any, reference: str) -> Any:
         else:
             return None
     return found
-
-
-def schemas(text: str) -> list[Any]:
-    """The schemas inside a grammar, as JSON values.
-
-    Raises:
-      ConfigError: the text after `%json` is not JSON.
-    """
-    return [value for *_, value in _opaque(text) if value is not None]
-
-
-def without_schemas(text: str) -> str:
-    """A grammar with spaces in place of its schemas.
-
-    Raises:
-      ConfigError: see `schemas`.
-    """
-    parts, at = [], 0
-    for start, end, value in _opaque(text):
-        if value is not None:
-            parts += [text[at:start], " " * (end - start)]
-            at = end
-    return "".join([*parts, text[at:]])
-
-
-def references(text: str) -> dict[str, set[str]]:
-    """The names in the definition of each rule and terminal of a grammar."""
-    parts, at = [], 0
-    for start, end, _ in _opaque(text):
-        parts.append(text[at:start])
-        at = end
-    plain = " ".join([*parts, text[at:]])
-    found: dict[str, set[str]] = {}
-    definitions = list(_DEFINITION.finditer(plain))
-    ends = [*(each.start() for each in definitions[1:]), len(plain)]
-    for each, end in zip(definitions, ends, strict=False):
-        body = plain[each.end() : end]
-        found.setdefault(each[1], set()).update(_NAME.findall(body))
-    return found
-
-
-def bounded_space(text: str) -> str:
-    """A grammar whose schemas limit the white space between their values like `json_schema`, unless they
-    define it themselves."""
-    parts, at = [], 0
-    for start, end, value in _opaque(text):
-        if not isinstance(value, dict):
-            continue
-        own = value.get("x-guidance", {})
-        if isinstance(own, dict) and not _SPACE_KEYS & own.keys():
-            bounded = {"x-guidance": {"whitespace_pattern": WHITE_SPACE} | own}
-            parts += [text[at:start], "%json ", json.dumps(value | bounded)]
-            at = end
-    return "".join([*parts, text[at:]])
 
 
 def _refuse_constant(name: str) -> None:
@@ -237,7 +185,7 @@ def _require_bounded_text(text: str, kind: GrammarKind) -> None:
 def _require_plain_lark(text: str) -> None:
     if text.lstrip().startswith("{"):
         raise ConfigError("a Lark grammar cannot begin with '{'; for a JSON schema say json_schema")
-    plain = without_schemas(text)
+    plain = _replaced(text, lambda part, value: part if value is None else " " * len(part))
     operator = next((each for each in "&~" if each in plain), None)
     if operator:
         raise ConfigError(
@@ -275,7 +223,7 @@ def _parts(value: Any, schema: Any) -> list[Any]:
     elif isinstance(value, dict):
         inside = [each for key, each in value.items() if key not in _PLAIN]
         if isinstance(reference := value.get("$ref"), str):
-            inside.append(pointed(schema, reference))
+            inside.append(_pointed(schema, reference))
     return [each for each in inside if isinstance(each, dict | list)]
 
 
@@ -302,6 +250,16 @@ def _longest(beginnings: Iterable[Node], following: Callable[[Node], Iterable[No
             else:
                 length[node] = max(length[node], 1 + length[each])
     return max(length.values(), default=0)
+
+
+def _replaced(text: str, change: Callable[[str, Any], str]) -> str:
+    """A grammar with its strings, expressions, comments and schemas changed, given these and the values of
+    schemas."""
+    parts, at = [], 0
+    for start, end, value in _opaque(text):
+        parts += [text[at:start], change(text[start:end], value)]
+        at = end
+    return "".join([*parts, text[at:]])
 
 
 def _opaque(text: str) -> Iterator[tuple[int, int, Any]]:

@@ -1,4 +1,4 @@
-"""Compiles and follows grammars in separate processes (see `workers.py`).
+"""Compiles and follows grammars in separate processes (see `compiler.py`).
 
 A grammar is a caller's program for a native compiler: it may overflow the stack, search for hours or
 exhaust memory. The first process has the tokenizer and reads no grammar. It forks one for each grammar,
@@ -117,20 +117,17 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
     try:
         with _processor_time(COMPILE_S):
             answer = _Following(tokenizer, request)
-            answer.prepare_end()
+            # The length of a shortest text, if answers are completed before they reach their length.
+            answer.shortest = len(answer.end() or ()) if request["completed"] else 0
             first = answer.state()
     except BaseException as error:
         send(control, json.dumps({"error": one_line(error)}).encode())
         return
     send(control, json.dumps({"grew_bytes": _resident_bytes() - before}).encode())
     send(control, first)
-    if own := _forked(control):
-        _serve_answer(own, answer)
-
-
-def _serve_answer(channel: socket.socket, answer: "_Following") -> None:
-    """The process of an answer: receives tokens, and sends the state after them."""
-    while message := receive(channel):
+    # The process of an answer receives tokens, and sends the state after them.
+    channel = _forked(control)
+    while channel and (message := receive(channel)):
         left, *tokens = array.array("I", message)
         try:
             with _processor_time(STEP_S):
@@ -152,7 +149,7 @@ class _Following:
         self._tokenizer, self._completed = tokenizer, request["completed"]
         # Of the text so far (see `_tail`).
         self._text = b""
-        self._shortest, self._checked = 0, NO_LIMIT
+        self.shortest, self._checked = 0, NO_LIMIT
         self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         source = _source(request["kind"], request["text"])
@@ -167,18 +164,13 @@ class _Following:
         if self._completed:
             self._text = _tail(self._text + self._tokenizer.decode_bytes(tokens))
 
-    def prepare_end(self) -> None:
-        """Finds the length of a shortest text, if answers are completed before they reach their length."""
-        if self._completed:
-            self._shortest = len(self._end() or ())
-
     def state(self, left: int = NO_LIMIT) -> bytes:
         """Advances by the forced tokens: returns them, whether the text may end after them, whether they
         complete a text of which only `left` more tokens are allowed, and the mask of the next tokens."""
         forced = self._forced(self._matcher)
         self._require_sound()
         self.take(forced)
-        end = self._due_end(left - len(forced)) if left != NO_LIMIT and self._shortest else None
+        end = self._due_end(left - len(forced)) if left != NO_LIMIT and self.shortest else None
         if end is not None:
             self.take(end)
             forced += end
@@ -197,14 +189,14 @@ class _Following:
         """
         if left > self._checked:
             return None
-        end = self._end()
+        end = self.end()
         if end is None or len(end) > left:
             return None
-        spare = left - len(end) - self._shortest
-        self._checked = left - spare // (self._shortest + 1) - 1
+        spare = left - len(end) - self.shortest
+        self._checked = left - spare // (self.shortest + 1) - 1
         return end if spare <= 0 else None
 
-    def _end(self) -> list[int] | None:
+    def end(self) -> list[int] | None:
         """Tokens that end the text soon, if they are found in time."""
         until_s = time.process_time() + _ENDING_S
         matcher, text, found = self._matcher.deep_copy(), self._text, list[int]()

@@ -12,11 +12,11 @@ import re
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.layer_configs import require_int
+from jaxllm.options import check_options, option
 from jaxllm.serving.server.calls import AdapterBusy, AdapterFacts, AdapterGone
 
 if TYPE_CHECKING:
@@ -44,35 +44,30 @@ class AdapterOptions:
 
     given: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     folder: Path | None = None
-    rank: int = 0
+    rank: int = option(0, low=0)
     targets: tuple[str, ...] = ()
-    limit_bytes: int = ADAPTER_BYTES
-    most: int = ADAPTERS
+    limit_bytes: int = option(ADAPTER_BYTES, low=1)
+    most: int = option(ADAPTERS, low=1)
 
     def __post_init__(self) -> None:
-        for name in self.given:
-            require_adapter_name(name)
-        object.__setattr__(self, "given", MappingProxyType(dict(self.given)))
         # Imported here: a service without adapters does not need it.
         from jaxllm.models.lora import MAX_RANK, TARGETS
 
+        check_options(self)
+        for name, folder in self.given.items():
+            require_adapter_name(name)
+            if not isinstance(folder, Path):
+                raise ConfigError(f"the folder of the adapter {name!r} must be a path, got {folder!r:.80}")
         require_int("adapter_rank", self.rank, 0, MAX_RANK)
-        if not isinstance(self.targets, tuple) or not set(self.targets) <= set(TARGETS):
+        if not set(self.targets) <= set(TARGETS):
             raise ConfigError(
                 f"adapter_targets must be names of {', '.join(TARGETS)}, got {self.targets!r:.80}"
             )
-        for name, value in {"adapter_memory": self.limit_bytes, "adapter_count": self.most}.items():
-            require_int(name, value, 1)
         if len(self.given) > self.most:
             raise ConfigError(
                 f"{len(self.given)} adapters are given, and adapter_count is {self.most}; raise it, "
                 "or give fewer"
             )
-
-    @property
-    def any(self) -> bool:
-        """Whether adapters are configured."""
-        return bool(self.given) or self.folder is not None
 
     def path(self, folder: str) -> Path:
         """The path of a folder that an operator names, within `folder`.
@@ -233,7 +228,7 @@ class Adapters:
                 "adapter_memory"
             )
         facts = AdapterFacts(
-            name=name, digest=loaded.digest, size_bytes=loaded.size_bytes, loaded_s=time.time()
+            name=name, digest=loaded.digest, size_bytes=loaded.size_bytes, created_s=time.time()
         )
         self._named = {**self._named, name: (facts, loaded)}
         return facts

@@ -28,7 +28,7 @@ from jaxllm.serving.server.calls import (
     Started,
 )
 from jaxllm.serving.server.executor import Executor
-from jaxllm.serving.server.job import Job, require_free
+from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import Admission, AppLimits, Bindings, Limiter, Limits
 from jaxllm.serving.server.logs import current_request
 from jaxllm.serving.server.metrics import Metrics
@@ -127,7 +127,7 @@ class Backend:
         """
         try:
             executor, call = self.require_executor(), self.bindings.applied(call)
-            call, prompt_tokens = self._counted(executor, call)
+            call, prompt_tokens = self._counted(call)
             admission = self.limiter.admit(
                 call.app,
                 prompt_tokens=prompt_tokens,
@@ -152,13 +152,13 @@ class Backend:
         """An app's limits now. From any thread."""
         return self.limiter.limits.of(app)
 
-    def _counted(self, executor: Executor, call: Call) -> tuple[Call, int]:
+    def _counted(self, call: Call) -> tuple[Call, int]:
         """The call with its encoded prompt and the number of prompt tokens, if the app's tokens are limited;
         the executor encodes other prompts once it has room for them. A turn in a context only counts its
         messages, since the context's tokens were counted when they came."""
         if not self.limits_of(call.app).tokens_per_minute:
             return call, 0
-        tokenizer = _tokenizer(executor)
+        tokenizer = self._tokenizer()
         if call.context:
             return call, content_tokens(tokenizer, call.prompt)
         prompt = tuple(encoded_prompt(tokenizer, call.prompt, call.config.task)[0].ids.tolist())
@@ -183,12 +183,12 @@ class Backend:
 
     async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
         """The token ids of a prompt."""
-        tokenizer = _tokenizer(self.require_executor())
-        if isinstance(prompt, str):
-            return await self._encode(
-                lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
-            )
-        return await self._encode(lambda: encoded_prompt(tokenizer, prompt)[0].ids.tolist())
+        tokenizer = self._tokenizer()
+        if not isinstance(prompt, str):
+            return await self._encode(lambda: encoded_prompt(tokenizer, prompt)[0].ids.tolist())
+        return await self._encode(
+            lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
+        )
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
@@ -210,22 +210,22 @@ class Backend:
 
     async def render(self, prompt: Conversation) -> str:
         """The text of a conversation by the chat template."""
-        tokenizer = _tokenizer(self.require_executor())
+        tokenizer = self._tokenizer()
         return await self._encode(lambda: rendered(tokenizer, prompt))
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         """The mean of the last layer's hidden states over each prompt's tokens, normalized; one chunk at a
         time, so that answers continue."""
-        executor, found = self.require_executor(), []
-        engine = executor.service.engine
-        if not _is_live(engine):
+        engine, found = self.require_executor().service.engine, []
+        # Engines of exported programs have other options.
+        if not hasattr(engine.options, "prompt_rows"):
             raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
         # Imported here: exported programs run without JAX.
         from jaxllm.serving.runners.scorer import Scorer
 
         for prompt in prompts:
             embedding = Scorer(engine.runner).embedding(prompt)
-            while await asyncio.wrap_future(executor.work(app, embedding.step)):
+            while await self._in_engine(app, embedding.step):
                 pass
             assert embedding.vector is not None
             found.append(embedding.vector.tolist())
@@ -238,18 +238,14 @@ class Backend:
           ConfigError: the model has no image encoder, or an image cannot be read.
           ContextOverflow: the images do not fit the window.
         """
-        executor, loop = self.require_executor(), asyncio.get_running_loop()
-        engine = executor.service.engine
+        engine, loop = self.require_executor().service.engine, asyncio.get_running_loop()
         encoder = require_encoder(engine.model.images, engine.name, served=_supports_images(engine))
         window = engine.options.context_tokens
         images = await loop.run_in_executor(self._images, lambda: encoder.cut_all(files, window))
         found = []
         for image in images:
-            rows = []
-            for tile in image.pixels:
-                work = executor.work(app, functools.partial(encoder.encode_tile, tile, app))
-                rows.append(await asyncio.wrap_future(work))
-            found.append(encoder.joined(image, rows))
+            tiles = [functools.partial(encoder.encode_tile, tile, app) for tile in image.pixels]
+            found.append(encoder.joined(image, [await self._in_engine(app, each) for each in tiles]))
         return tuple(found)
 
     def adapters(self) -> Sequence[AdapterFacts]:
@@ -273,7 +269,7 @@ class Backend:
                 raise BudgetExceeded("the service has no memory for an adapter; give it more (--memory)")
             return executor.adapters.add(name, loaded)
 
-        return await asyncio.wrap_future(executor.work(app, add))
+        return await self._in_engine(app, add)
 
     async def unload_adapter(self, app: str, name: str) -> None:
         """Unloads an adapter, for an operator; also drops caches of ended answers that were computed with it.
@@ -291,7 +287,7 @@ class Backend:
                 raise AdapterBusy(f"{using} calls use the adapter {name!r:.80}; wait for their end")
             executor.sessions.forget(executor.adapters.unload(name))
 
-        await asyncio.wrap_future(executor.work(app, unload))
+        await self._in_engine(app, unload)
 
     async def bind(self, app: str, binding: Binding) -> Sequence[int]:
         """Binds an app to an objective.
@@ -303,8 +299,8 @@ class Backend:
           ConfigError: it limits energy, and the device's profile has none.
           BudgetExceeded: too many apps are bound.
         """
-        executor, asked = self.require_executor(), binding.objective
-        missed = await asyncio.wrap_future(executor.work(app, lambda: executor.service.unmet(asked)))
+        service, asked = self.require_executor().service, binding.objective
+        missed = await self._in_engine(app, lambda: service.unmet(asked))
         self.bindings.bind(app, binding)
         return missed.get(asked, ())
 
@@ -315,9 +311,8 @@ class Backend:
         Raises:
           ConfigError: the service has no contexts.
         """
-        executor = self.require_executor()
-        contexts = executor.require_contexts()
-        return await asyncio.wrap_future(executor.work(app, lambda: what(contexts)))
+        contexts = self.require_executor().require_contexts()
+        return await self._in_engine(app, lambda: what(contexts))
 
     async def list_contexts(self, app: str) -> Sequence[ContextFacts]:
         """All contexts of an app; none if the service has no contexts."""
@@ -334,7 +329,7 @@ class Backend:
         """
 
         def delete(contexts: Any) -> None:
-            require_free(self.require_executor().jobs(), app, name)
+            self.require_executor().require_free(app, name)
             contexts.delete(app, name)
 
         await self.contexts(app, delete)
@@ -358,8 +353,9 @@ class Backend:
         if executor is not None and executor.canary.stale:
             # A busy engine is ready; a failing one is reported by `health`.
             with contextlib.suppress(JaxllmError, TimeoutError):
-                tested = executor.work("", executor.canary.check)
-                await asyncio.wait_for(asyncio.wrap_future(tested), _CANARY_S)
+                await asyncio.wait_for(
+                    self._in_engine("", lambda: executor.canary.step(readiness=True)), _CANARY_S
+                )
         return self.health()
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -411,16 +407,13 @@ class Backend:
     async def _encode(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
+    async def _in_engine(self, app: str, work: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self.require_executor().work(app, work))
 
-def _tokenizer(executor: Executor) -> Tokenizer:
-    """The tokenizer, for texts within the window."""
-    engine = executor.service.engine
-    return engine.tokenizer.limited(engine.options.context_tokens)
-
-
-def _is_live(engine: Engine[Any]) -> bool:
-    """Whether an engine runs JAX rather than exported programs."""
-    return hasattr(engine.options, "prompt_rows")
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer, for texts within the window."""
+        engine = self.require_executor().service.engine
+        return engine.tokenizer.limited(engine.options.context_tokens)
 
 
 def _supports_images(engine: Engine[Any]) -> bool:

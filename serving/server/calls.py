@@ -13,8 +13,6 @@ from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.elastic.objectives import Objective
 from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.grammar import Grammar as Grammar
-from jaxllm.serving.guided.grammar import GrammarKind as GrammarKind
 from jaxllm.serving.images.prompt import EncodedImage
 
 
@@ -56,13 +54,13 @@ class AdapterFacts:
       name: name in calls.
       digest: hex digest of its arrays and scaling, by which contexts refer to it.
       size_bytes: memory of its factors, at all levels.
-      loaded_s: load time in seconds since 1970.
+      created_s: load time in seconds since 1970.
     """
 
     name: str
     digest: str
     size_bytes: int
-    loaded_s: float
+    created_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from jaxllm.errors import BundleError, JaxllmError, NotFinite, one_line
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.server.calls import Refused
 
 Found = TypeVar("Found")
 # An id that every model has: a text may have characters without ids.
@@ -22,8 +21,6 @@ _PROMPT = (0,)
 _MOST_FAILURES, _PAUSE_S = 3, 2.0
 # Time without answers after which a readiness request checks the engine.
 _STALE_S = 60.0
-# Approximate time of a restart after a failure.
-_RESTART_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -69,33 +66,24 @@ class Canary:
             self.failed(error)
             raise
 
-    def check(self) -> None:
-        """Tests the engine if nothing was answered for a while.
-
-        Raises:
-          EngineFailed: see `step`.
-        """
-        if self.stale and self._clock() >= self._next_s:
-            self._try()
-
-    def step(self) -> None:
-        """Tests the engine after an error, if a test is due.
+    def step(self, *, readiness: bool = False) -> None:
+        """Tests the engine after an error, or for `readiness` if nothing was answered for a while, if a test
+        is due.
 
         Raises:
           EngineFailed: the last allowed test failed.
         """
-        if self.suspected and self._clock() >= self._next_s:
-            self._try()
-
-    def _try(self) -> None:
+        if not (self.stale if readiness else self.suspected) or self._clock() < self._next_s:
+            return
         try:
             self._answer()
         except Exception as error:
             self.suspected, self._failures = True, self._failures + 1
             self._next_s = self._clock() + _PAUSE_S
             reason = one_line(error)
-            times = f"{self._failures} of {_MOST_FAILURES} times"
-            _log.error("the engine cannot answer (%s): %s", times, reason)
+            _log.error(
+                "the engine cannot answer (%d of %d times): %s", self._failures, _MOST_FAILURES, reason
+            )
             if self._failures >= _MOST_FAILURES:
                 raise EngineFailed(f"the engine cannot answer any more: {reason}") from error
         else:
@@ -111,13 +99,3 @@ def service_canary(service: PlannedService, adapters: Any) -> Canary:
         service.engine.generate(_PROMPT, GenerationConfig(max_tokens=1))
 
     return Canary(answer)
-
-
-def engine_failed() -> Refused:
-    """The error of calls after the engine's thread has failed."""
-    return Refused(
-        "the engine has failed, and the service ends: it must be started again, which systemd does by "
-        "itself; send the request again then",
-        reason="failed",
-        retry_after_s=_RESTART_S,
-    )

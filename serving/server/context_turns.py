@@ -2,91 +2,53 @@
 them.
 
 Contexts are looked up by app and name together, so that another app's name is as unknown as one that never
-existed. A store of contexts is anything that implements `TurnContexts`: the live one, or the one of
-exported programs. This module imports no JAX.
+existed. This module imports no JAX.
 """
 
 import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.config import WHOLE
 from jaxllm.contexts.codecs import RAW, STATE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
-from jaxllm.serving.contexts.memory import ChunkMemory
 from jaxllm.serving.contexts.record import Record, TurnTokens
-from jaxllm.serving.contexts.store import ContextStore
-from jaxllm.serving.elastic.objectives import Cost, EnergyBudget, SafetyMargin
+from jaxllm.serving.elastic.objectives import Cost, EnergyBudget
 from jaxllm.serving.elastic.planner import Load, level_of_turn
-from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import Request
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.server.calls import Call, ContextFacts
 from jaxllm.serving.server.job import ContextTurn
-from jaxllm.serving.server.limits import AppLimits, require_context, require_pin, require_stored
+from jaxllm.serving.server.limits import AppLimits, require_room
 from jaxllm.serving.server.prompts import call_turn_ids
-
-
-class TurnContexts(Protocol):
-    """Contexts of all apps, as turns need them; see `jaxllm.serving.contexts.manager.Contexts`."""
-
-    @property
-    def engine(self) -> Engine[Any]: ...  # noqa: D102
-
-    @property
-    def store(self) -> ContextStore: ...  # noqa: D102
-
-    @property
-    def memory(self) -> ChunkMemory: ...  # noqa: D102
-
-    def record(self, app: str, name: str) -> Record: ...  # noqa: D102
-
-    def create(self, app: str, *, level: int | None, pinned: bool) -> Record: ...  # noqa: D102
-
-    def pin(self, name: str, pinned: bool) -> Record: ...  # noqa: D102
-
-    def delete(self, name: str) -> None: ...  # noqa: D102
-
-    def ready(self, name: str) -> None: ...  # noqa: D102
-
-    def rows_before(self, record: Record, tokens: int) -> PromptRows | None: ...  # noqa: D102
-
-    def chunk_bytes(  # noqa: D102
-        self, record: Record, tokens: int | None = None, level: int | None = None
-    ) -> int: ...
 
 
 class ContextTurns:
     """The contexts of a service. Methods are for the engine's thread unless noted.
 
     Args:
-      contexts: contexts of all apps.
-      profile: profile of this device.
+      service: plans and answers, in its `contexts`: those of a live engine
+        (`jaxllm.serving.contexts.manager.Contexts`) or of exported programs.
       turn_call: makes the lifecycle of a turn.
       adapters: adapters of the service.
       limits_of: returns an app's limits now.
-      margin: learned safety margin of the profile's times; None if unknown.
     """
 
     def __init__(
         self,
-        contexts: TurnContexts,
-        profile: DeviceProfile,
+        service: Any,
         turn_call: Callable[["ContextTurns", ContextTurn], Any],
         adapters: Any,
-        limits_of: Callable[[str], AppLimits] = lambda app: AppLimits(),
-        *,
-        margin: SafetyMargin | None = None,
+        limits_of: Callable[[str], AppLimits],
     ) -> None:
-        self._margin, self._adapters, self._turn_call = margin, adapters, turn_call
-        self._contexts, self._profile, self.limits_of = contexts, profile, limits_of
+        self._service, self._contexts, self._adapters = service, service.contexts, adapters
+        self._turn_call, self.limits_of = turn_call, limits_of
         # For other threads, which must not access the store.
-        self._known = {(each.app, each.name): each for each in contexts.store.records()}
-        self._damaged = frozenset((each.app, each.name) for each in contexts.store.damage())
-        self._pinned_bytes = 0
+        store = self._contexts.store
+        self._known: dict[tuple[str, str], Record] = {(each.app, each.name): each for each in store.records()}
+        self._damaged = frozenset((each.app, each.name) for each in store.damage())
         self._count_pinned()
 
     @property
@@ -94,9 +56,10 @@ class ContextTurns:
         """Memory for chunks of running contexts: the budget without pinned ones. From any thread."""
         return max(0, self._contexts.memory.budget_bytes - self._pinned_bytes)
 
-    def use_profile(self, profile: DeviceProfile) -> None:
-        """Replaces the profile of this device."""
-        self._profile = profile
+    def resize(self, budget_bytes: int) -> None:
+        """Sets the memory limit of contexts' chunks; raises BudgetExceeded if running or pinned ones need
+        more."""
+        self._contexts.resize(budget_bytes)
 
     def require(self, app: str, name: str) -> None:
         """Checks that an app has a context. From any thread.
@@ -106,24 +69,23 @@ class ContextTurns:
         """
         # An empty name: the app has contexts that could not be listed; the engine's thread decides.
         if (app, name) not in self._known and not {(app, name), (app, "")} & self._damaged:
-            raise _gone(name)
+            raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Contexts by app, and their chunks in memory by width. From any thread."""
-        told: dict[str, dict[str, Any]] = {}
-        chunks: dict[str, Counter[str]] = {}
+        figures: dict[str, dict[str, Any]] = {}
         for record in list(self._known.values()):
-            own = told.setdefault(record.app, {"contexts": 0, "pinned": 0, "stored_bytes": 0})
-            own["contexts"] += 1
-            own["pinned"] += record.pinned
-            own["stored_bytes"] += _stored_bytes(record)
-            chunks.setdefault(record.app, Counter()).update(
+            of_app = figures.setdefault(
+                record.app, {"contexts": 0, "pinned": 0, "stored_bytes": 0, "chunks": Counter[str]()}
+            )
+            of_app["contexts"] += 1
+            of_app["pinned"] += record.pinned
+            of_app["stored_bytes"] += _stored_bytes(record)
+            of_app["chunks"].update(
                 "raw" if each.bits in (RAW, STATE) else str(each.bits)
                 for each in self._contexts.memory.chunks(record.name).values()
             )
-        for app, own in told.items():
-            own["chunks"] = dict(chunks[app])
-        return told
+        return figures
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -143,7 +105,7 @@ class ContextTurns:
           BudgetExceeded: the app's contexts have reached their limit; or see `PendingErrors`.
           CheckpointError: the context cannot be read; or see `PendingErrors`.
         """
-        contexts, engine = self._contexts, self._contexts.engine
+        contexts, engine, profile = self._contexts, self._service.engine, self._service.profile
         if isinstance(call.objective, EnergyBudget):
             raise ConfigError(
                 "energy budgets are not supported in contexts, whose chunks have used energy before; set a "
@@ -152,7 +114,7 @@ class ContextTurns:
         record, adapter = self._own(call.app, call.context, call.adapter)
         limits = self.limits_of(call.app)
         if limits.stored_bytes:
-            require_stored(limits, self.listed(call.app))
+            require_room(limits, self.listed(call.app))
         before, forks = record.tokens, False
         if call.context_tokens is not None:
             if not 0 <= call.context_tokens <= len(before):
@@ -176,12 +138,18 @@ class ContextTurns:
             asked = dataclasses.replace(asked, prompt=request.prompt)
         # A source is encoded again unless its context ran last.
         prompt = asked.all_tokens
-        computed = _computed(record, len(before), len(prompt))
+        if record.state_tokens:
+            # States are usable only with all chunks.
+            cached = record.state_tokens if all(record.files) else 0
+        else:
+            size = record.origin.chunk_tokens
+            cached = size * sum(map(bool, record.files[: len(before) // size]))
+        computed = max(1, len(prompt) - cached)
 
         def cost(level: int, tokens: int) -> Cost:
             return Cost(
-                ttft_ms=self._profile.ttft(level, tokens),
-                tpot_ms=self._profile.tpot(level, len(prompt)),
+                ttft_ms=profile.ttft(level, tokens),
+                tpot_ms=profile.tpot(level, len(prompt)),
                 tokens=config.max_tokens,
             )
 
@@ -210,17 +178,12 @@ class ContextTurns:
         Raises:
           ObjectiveMissed: no level meets the objective, and the call is strict.
         """
-        level = turn.record.origin.level
+        level, margin = turn.record.origin.level, self._service.planner.safety_margin
         if call.objective is not None:
             level = level_of_turn(
-                turn.costs,
-                call.objective,
-                turn.whole,
-                margin=self._margin,
-                load=load,
-                strict=bool(call.strict),
+                turn.costs, call.objective, turn.whole, margin=margin, load=load, strict=bool(call.strict)
             )
-        request = self._contexts.engine.request(
+        request = self._service.engine.request(
             turn.asked.prompt, call.config, level=level, rows=turn.rows, source=turn.asked.source
         )
         return request, self._turn_call(self, turn)
@@ -264,10 +227,7 @@ class ContextTurns:
           AdapterGone: no adapter has this name.
           BudgetExceeded: the app has reached its number of contexts.
         """
-        limits, there = self.limits_of(app), self.listed(app)
-        require_context(limits, there)
-        if pinned:
-            require_pin(limits, there, "")
+        require_room(self.limits_of(app), self.listed(app), new=True, pin="" if pinned else None)
         self._adapters.use(adapter)
         record = self._contexts.create(app, level=level, pinned=pinned)
         self._known[app, record.name] = record
@@ -290,9 +250,8 @@ class ContextTurns:
         """Pins a context, or unpins it; raises ContextGone, or BudgetExceeded if the app has too many."""
         self._own(app, name)
         if pinned:
-            require_pin(self.limits_of(app), self.listed(app), name)
-        record = self._contexts.pin(name, pinned)
-        self._known[app, name] = record
+            require_room(self.limits_of(app), self.listed(app), stored=False, pin=name)
+        record = self._known[app, name] = self._contexts.pin(name, pinned)
         self._count_pinned()
         return self._facts(record)
 
@@ -317,19 +276,6 @@ class ContextTurns:
         )
 
 
-def _computed(record: Record, before: int, prompt_tokens: int) -> int:
-    size = record.origin.chunk_tokens
-    if record.state_tokens:
-        # States are usable only with all chunks.
-        return max(1, prompt_tokens - (record.state_tokens if all(record.files) else 0))
-    stored = sum(map(bool, record.files[: before // size]))
-    return max(1, prompt_tokens - stored * size)
-
-
 def _stored_bytes(record: Record) -> int:
     widths = Counter(bits for bits, file in zip(record.bits, record.files, strict=False) if file)
     return sum(count * sum(record.origin.layer_bytes.get(bits, ())) for bits, count in widths.items())
-
-
-def _gone(name: str) -> ContextGone:
-    return ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")

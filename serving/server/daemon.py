@@ -29,7 +29,7 @@ from jaxllm.serving.host.machine import raise_open_files
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.identity import Identity, KeyFile, default_keys_file
 from jaxllm.serving.server.limits import Bindings
-from jaxllm.serving.server.logs import flush_logs, stop_logs, write_logs
+from jaxllm.serving.server.logs import flush_logs, writing_logs
 from jaxllm.serving.server.metrics import PAGES, metric_routes
 from jaxllm.serving.server.service_options import ServerOptions, read_options
 from jaxllm.serving.server.sockets import bound, described, protocol
@@ -38,21 +38,16 @@ _log = logging.getLogger(__name__)
 
 
 class Opened(Protocol):
-    """An open model, live or of exported programs. `start` starts the engine's thread and opens the backend
-    on it, `resize_contexts` sets the memory limit of contexts' chunks in that thread, and `close` closes
-    contexts and engine, and raises the error of an answer that could not be stored.
+    """An open model, live or of exported programs. `start` opens the backend on its executor.
 
     Attributes:
-      service: plans and answers, in `contexts`, None for none.
+      service: plans and answers, in `contexts`, None for none. Its `close` closes both and the engine, and
+        raises the error of an answer that could not be stored.
     """
 
     service: Any
 
     def start(self, backend: Backend) -> None: ...  # noqa: D102
-
-    def resize_contexts(self, budget_bytes: int) -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
 
 
 _US_PER_S = 1e6
@@ -111,7 +106,8 @@ def run(options: ServerOptions, opener: Callable[[], Opened], *, config: Path | 
     notifier = Notifier(os.environ)
     identity = Identity(KeyFile(options.keys or default_keys_file()), remote=options.remote)
     places = options.address, options.socket, options.socket_mode
-    with bound(*places, identity.require_address) as sockets, _logs(options):
+    level = logging.getLevelNamesMapping()[options.log_level.upper()]
+    with bound(*places, identity.require_address) as sockets, writing_logs(sys.stderr, level):
         daemon = Daemon(options, opener, identity, notifier, config=config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(daemon.serve(sockets))
@@ -139,7 +135,7 @@ class Daemon:
         self.backend = Backend(options.limits, Bindings(options.objectives))
         self._opening: concurrent.futures.Future[Opened] | None = None
         self._options, self._notifier, self._config = options, notifier, config
-        self._identity, self._opener, self._opened = identity, opener, None
+        self._identity, self._opener = identity, opener
         self._stop = asyncio.Event()
         self._failure: JaxllmError | None = None
         self._draining = False
@@ -182,7 +178,10 @@ class Daemon:
             self._front.responses.close()
             if opened is not None:
                 try:
-                    await asyncio.to_thread(opened.close)
+                    # An error may have left the engine's thread running.
+                    if (executor := self.backend.executor) is not None:
+                        await asyncio.to_thread(executor.stop, 0)
+                    await asyncio.to_thread(opened.service.close)
                 except JaxllmError as error:
                     # No call is left to raise it.
                     _log.error("%s", error)
@@ -205,7 +204,7 @@ class Daemon:
         self._front = app.state.api
         return uvicorn.Config(
             app,
-            http=protocol(self._options.peers()),
+            http=protocol(self._options.apps),
             ws="none",
             lifespan="off",
             proxy_headers=False,
@@ -239,7 +238,6 @@ class Daemon:
             # Responses outlive the service where contexts do.
             self._front.store_responses(contexts.store.root, contexts.store.vault)
         opened.start(self.backend)
-        self._opened = opened
         name = self.backend.facts().name
         self._notifier.send("READY=1", f"STATUS=serving {name}")
         _log.info("ready: %s answers", name)
@@ -299,18 +297,19 @@ class Daemon:
         """Sets the memory limit of contexts, if the options name one; unchanged if running contexts need
         more."""
         executor = self.backend.executor
-        opened = self._opened
-        if executor is None or opened is None or executor.contexts is None or not budget_bytes:
+        if executor is None or executor.contexts is None or not budget_bytes:
             return
 
-        def report(done: "concurrent.futures.Future[None]") -> None:
-            if not done.cancelled() and (error := done.exception()) is not None:
+        def resize() -> None:
+            try:
+                executor.contexts.resize(budget_bytes)
+            except JaxllmError as error:
                 _log.error("the memory of contexts stays as it is: %s", one_line(error))
             else:
                 _log.info("contexts may take %s bytes of memory", f"{budget_bytes:,}")
 
         try:
-            executor.work("", lambda: opened.resize_contexts(budget_bytes)).add_done_callback(report)
+            executor.work("", resize)
         except JaxllmError as error:
             _log.error("the memory of contexts stays as it is: %s", one_line(error))
 
@@ -321,15 +320,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-@contextlib.contextmanager
-def _logs(options: ServerOptions) -> Iterator[None]:
-    handler = write_logs(sys.stderr, logging.getLevelNamesMapping()[options.log_level.upper()])
-    try:
-        yield
-    finally:
-        stop_logs(handler)
 
 
 def _leave(code: int) -> NoReturn:

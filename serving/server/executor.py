@@ -25,9 +25,9 @@ from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.engine.step import decode_together, fail, step
-from jaxllm.serving.server.calls import Call, Refused
-from jaxllm.serving.server.canary import engine_failed, service_canary
-from jaxllm.serving.server.job import Dispatch, Job, begin, dispatch_of, load_of, require_free
+from jaxllm.serving.server.calls import Call, ContextBusy, Refused
+from jaxllm.serving.server.canary import service_canary
+from jaxllm.serving.server.job import Dispatch, Job, begin, dispatch_of, load_of
 from jaxllm.serving.server.logs import named
 from jaxllm.serving.server.memory import ServiceMemory
 from jaxllm.serving.server.prompts import encoded_prompt
@@ -50,6 +50,8 @@ _FIRST_TOKEN_S = 0.0005
 _MAX_WAITING = 16
 # No further function is started after this time, so that answers continue.
 _PERIOD_S = 0.02
+# Approximate time of a restart after a failure.
+_RESTART_S = 5.0
 # Maximum delay of a call that arrives while the thread waits for a mask.
 _MASK_S = 0.005
 
@@ -142,8 +144,7 @@ class Executor:
         with self._wake:
             self._require_room(call.app)
             if call.context and call.context_tokens is None:
-                others = [*list(self._jobs.values()), *self._inbox]
-                require_free((other for other in others if not other.over), call.app, call.context)
+                self.require_free(call.app, call.context, over=False)
             self._inbox.append(job)
             self._wake.notify()
         return job
@@ -183,6 +184,15 @@ class Executor:
         with self._wake:
             return [*self._jobs.values(), *(each for each in self._inbox if not each.over)]
 
+    def require_free(self, app: str, name: str, *, over: bool = True) -> None:
+        """Checks that no call changes an app's context; `over`: also none that is about to be closed.
+
+        Raises:
+          ContextBusy: a call changes it.
+        """
+        if any(job.continues(app, name) and (over or not job.over) for job in self.jobs()):
+            raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")
+
     def stop(self, within_s: float) -> None:
         """Refuses new calls, waits for accepted ones to end, closes the others after `within_s` seconds, and
         ends the thread. Idempotent."""
@@ -194,14 +204,11 @@ class Executor:
         if self.alive:
             self._thread.join()
 
-    def queue(self) -> Queue:
-        """The current calls."""
-        return self._queue([*list(self._jobs.values()), *list(self._inbox)])
-
-    def _queue(self, jobs: Sequence[Job]) -> Queue:
+    def queue(self, *, inbox: bool = True) -> Queue:
+        """The current calls, with those that no dispatch has seen or without."""
         return Queue(
             now_ms=1000 * time.perf_counter(),
-            work=jobs,
+            work=[*list(self._jobs.values()), *(list(self._inbox) if inbox else ())],
             engine_ms=dict(self._engine_ms),
             context_bytes=0 if self.contexts is None else self.contexts.room_bytes,
         )
@@ -228,15 +235,18 @@ class Executor:
         with self._wake:
             self._require_taking()
             queue = self.queue()
-            waiting = [each.app for each in queue.waiting]
-            why = queue_refusal(len(waiting), waiting.count(app), self.options)
-            if why is not None:
+            if (why := queue_refusal(queue, app, self.options)) is not None:
                 raise Refused(f"{why}; try again later", reason="full", retry_after_s=retry_after_s(queue))
 
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        error = engine_failed()
+        error = Refused(
+            "the engine has failed, and the service ends: it must be started again, which systemd does by "
+            "itself; send the request again then",
+            reason="failed",
+            retry_after_s=_RESTART_S,
+        )
         try:
             while self._one_turn():
                 pass
@@ -294,9 +304,7 @@ class Executor:
         call = job.call
         with self._wake:
             # From here on later calls find the context in use.
-            others = [
-                each for each in (*self._jobs.values(), *self._inbox) if each is not job and not each.over
-            ]
+            others = (each for each in self.jobs() if each is not job and not each.over)
             free = not any(each.continues(call.app, call.context) for each in others)
             job.may_continue = job.may_continue or free
         with self._failing([job]):
@@ -316,12 +324,15 @@ class Executor:
     def _dispatch(self) -> None:
         for job in self._jobs.values():
             job.refresh()
-        queue = self._queue(list(self._jobs.values()))
+        queue = self.queue(inbox=False)
         # Under memory pressure only running calls continue.
         short = self.memory.short_bytes > 0 and bool(queue.running)
         action = next_action(dataclasses.replace(queue, work=queue.running) if short else queue, self.options)
         if action.kind == "idle":
-            _wait_for_masks(self._jobs.values())
+            # For the masks of calls that cannot continue without.
+            matchers = [job.run.decoding.matcher for job in self._jobs.values() if job.run is not None]
+            channels = [None if each is None else each.channel for each in matchers]
+            wait([each for each in channels if each is not None], _MASK_S)
             return
         jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
@@ -342,8 +353,7 @@ class Executor:
                 for run in runs:
                     step(run)
         took_ms = 1000 * (time.perf_counter() - began)
-        dispatch = dispatch_of([job for job in jobs if job.id in self._jobs], took_ms)
-        if dispatch is not None:
+        if (dispatch := dispatch_of([job for job in jobs if job.id in self._jobs], took_ms)) is not None:
             self._on_dispatch(dispatch)
         first = False
         for job in jobs:
@@ -474,15 +484,7 @@ def compile_grammars(
             ahead.add(line)
             job.prepared = engine.grammars.prepare(config.grammar, config.stop_ids(engine.tokenizer.eos_ids))
             job.prepared.add_done_callback(lambda _: notify())
-        if job.prepared is not None and job.prepared.done():
-            error = job.prepared.exception()
-            if isinstance(error, JaxllmError):
-                failed.append((job, error))
+        error = job.prepared.exception() if job.prepared is not None and job.prepared.done() else None
+        if isinstance(error, JaxllmError):
+            failed.append((job, error))
     return failed
-
-
-def _wait_for_masks(jobs: Iterable[Job]) -> None:
-    """Waits a little for the masks of calls that cannot continue without."""
-    matchers = [job.run.decoding.matcher for job in jobs if job.run is not None]
-    channels = [matcher.channel for matcher in matchers if matcher is not None]
-    wait([channel for channel in channels if channel is not None], _MASK_S)

@@ -1,7 +1,7 @@
 """Identifies the app that calls: by the process behind a Unix socket, or by an API key over HTTP.
 
     identity = Identity(KeyFile(default_keys_file()))
-    app = identity.identify(scope)      # raises Unauthorized
+    app = identity.identify(scope)      # raises ApiError
 
 Over a Unix socket the kernel identifies the process, and keys are neither needed nor checked: ordinary
 clients always send one. Over HTTP a key is needed as soon as the key file exists; until then callers on the
@@ -22,7 +22,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,9 @@ class KeyFile:
             self._seen, self._keys = None, ()
             return
         except OSError as error:
-            raise _not_read(self.path, error) from error
+            raise ConfigError(
+                f"{self.path}: the file of API keys cannot be read ({error.strerror})"
+            ) from error
         self._was_there = True
         now = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         if now != self._seen:
@@ -143,12 +145,18 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(os.open(path, flags), "rb") as file:
-            _require_private(os.fstat(file.fileno()), path)
-            text = file.read(_MOST_BYTES + 1)
+            facts, text = os.fstat(file.fileno()), file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise _not_read(path, error) from error
+        raise ConfigError(f"{path}: the file of API keys cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise ConfigError(f"{path} is not a regular file, which a file of API keys must be")
+    if facts.st_uid not in (os.geteuid(), 0) or facts.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} can be read or written by others (mode {stat.S_IMODE(facts.st_mode):03o}), or is not "
+            "this user's; make it so and close it (chmod 600)"
+        )
     try:
         if len(text) > _MOST_BYTES:
             raise ValueError("it is too large")
@@ -183,12 +191,10 @@ def add_key(path: Path, app: str, *, operator: bool = False) -> tuple[str, Store
     with _changing(path) as keys:
         if len(keys) >= _MOST_KEYS:
             raise ConfigError(f"{path} has {len(keys)} keys of at most {_MOST_KEYS}; remove some first")
-        taken = {each.id for each in keys}
         ids = iter(lambda: secrets.token_hex(_ID_BYTES), "")
-        name = next(each for each in ids if each not in taken)
-        stored = StoredKey(
-            id=name, app=app, sha256=digest(key), created_s=int(time.time()), operator=operator
-        )
+        name = next(each for each in ids if each not in {key.id for key in keys})
+        now_s = int(time.time())
+        stored = StoredKey(id=name, app=app, sha256=digest(key), created_s=now_s, operator=operator)
         keys.append(stored)
     return key, stored
 
@@ -230,32 +236,14 @@ def _changing(path: Path) -> Iterator[list[StoredKey]]:
             fcntl.flock(folder, fcntl.LOCK_EX)
             keys = list(read_keys(path))
             yield keys
-            _write(path, keys)
+            facts = {"version": _VERSION, "keys": [dataclasses.asdict(each) for each in keys]}
+            with atomic_file(path) as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(json.dumps(facts, indent=1).encode() + b"\n")
         finally:
             os.close(folder)
     except OSError as error:
         raise ConfigError(f"{path}: the file of API keys cannot be written ({error.strerror})") from error
-
-
-def _write(path: Path, keys: Sequence[StoredKey]) -> None:
-    facts = {"version": _VERSION, "keys": [dataclasses.asdict(each) for each in keys]}
-    with atomic_file(path) as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(json.dumps(facts, indent=1).encode() + b"\n")
-
-
-def _require_private(facts: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(facts.st_mode):
-        raise ConfigError(f"{path} is not a regular file, which a file of API keys must be")
-    if facts.st_uid not in (os.geteuid(), 0) or facts.st_mode & 0o077:
-        raise ConfigError(
-            f"{path} can be read or written by others (mode {stat.S_IMODE(facts.st_mode):03o}), or is not "
-            "this user's; make it so and close it (chmod 600)"
-        )
-
-
-def _not_read(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path}: the file of API keys cannot be read ({error.strerror})")
 
 
 _log = logging.getLogger(__name__)
@@ -269,31 +257,16 @@ def identified_app(scope: Mapping[str, Any]) -> str:
     return scope.get(_APP, "")
 
 
-class Unauthorized(JaxllmError):
-    """The caller is unknown (HTTP 401).
-
-    Attributes:
-      code: error code: "missing_api_key", "invalid_api_key" or "unknown_peer".
-    """
-
-    def __init__(self, message: str, *, code: str = "invalid_api_key") -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class Identity:
     """Identifies the app of a request. For the event loop's thread.
 
     Attributes:
       keys: keys of apps; None to never use keys.
       remote: whether to serve other machines. Requires keys.
-      local_app: the app of callers on the loopback as long as there is no key file.
     """
 
-    def __init__(
-        self, keys: KeyFile | None = None, *, remote: bool = False, local_app: str = "local"
-    ) -> None:
-        self.keys, self.remote, self.local_app = keys, remote, require_app(local_app)
+    def __init__(self, keys: KeyFile | None = None, *, remote: bool = False) -> None:
+        self.keys, self.remote = keys, remote
 
     def require_address(self, host: str) -> None:
         """Checks an address that the service is about to listen on.
@@ -314,23 +287,20 @@ class Identity:
                 "`jaxllm keys add APP`"
             )
 
-    def identify(self, scope: Mapping[str, Any]) -> str:
+    def identify(self, scope: MutableMapping[str, Any]) -> str:
         """The app of a request.
 
         Args:
           scope: ASGI scope of a server that runs `jaxllm.serving.server.sockets.protocol`.
 
         Raises:
-          Unauthorized: the request has no key, or an unknown one.
+          ApiError: the request has no key, or an unknown one (401).
         """
-        if known := identified_app(scope):
-            return known
-        app, operator = self._found(scope)
-        if isinstance(scope, dict):
-            scope[_APP], scope[_OPERATOR] = app, operator
-        return app
+        if not identified_app(scope):
+            scope[_APP], scope[_OPERATOR] = self._found(scope)
+        return scope[_APP]
 
-    def operates(self, scope: Mapping[str, Any]) -> bool:
+    def operates(self, scope: MutableMapping[str, Any]) -> bool:
         """Whether a request may watch the service with all of its apps, and change what they share: root and
         the service's user over the Unix socket, an operator's key over HTTP, and any caller on the loopback
         if no keys are needed.
@@ -339,7 +309,7 @@ class Identity:
           scope: see `identify`.
 
         Raises:
-          Unauthorized: see `identify`.
+          ApiError: see `identify`.
         """
         self.identify(scope)
         return scope.get(_OPERATOR, False)
@@ -353,26 +323,31 @@ class Identity:
         try:
             needed = self.keys is not None and self.keys.needed()
             if not needed:
-                if peer is not None and peer.is_loopback:
-                    return self.local_app, True
-                raise Unauthorized(
+                if peer is not None and is_loopback(peer.address):
+                    return "local", True
+                raise _unknown(
                     "other machines may not call this service without an API key, and it has none",
-                    code="unknown_peer",
+                    "unknown_peer",
                 )
             assert self.keys is not None
-            key = _key(scope)
-            if not key:
-                raise Unauthorized(
-                    "an API key is missing; send it as `Authorization: Bearer KEY`", code="missing_api_key"
-                )
+            if not (key := _key(scope)):
+                message = "an API key is missing; send it as `Authorization: Bearer KEY`"
+                raise _unknown(message, "missing_api_key")
             stored = self.keys.find(key)
         except ConfigError as error:
             # Do not reveal errors of the file to callers.
             _log.error("API keys cannot be checked: %s", error)
-            raise Unauthorized("API keys cannot be checked now; see the service's log") from error
+            raise _unknown("API keys cannot be checked now; see the service's log") from error
         if stored is None:
-            raise Unauthorized("the API key is not valid; make one with `jaxllm keys add APP`")
+            raise _unknown("the API key is not valid; make one with `jaxllm keys add APP`")
         return stored.app, stored.operator
+
+
+def _unknown(message: str, code: str = "invalid_api_key") -> JaxllmError:
+    # Imported here: `jaxllm keys` runs without the packages of the service.
+    from jaxllm.serving.server.api.errors import ApiError
+
+    return ApiError(message, status=401, code=code)
 
 
 def _key(scope: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from jaxllm.serving.engine.run import DispatchKind, Lifecycle, Run
 from jaxllm.serving.engine.step import batchable
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.guided.compiler import PreparedGrammar
-from jaxllm.serving.server.calls import Call, ContextBusy, Ended, Event, Piece, Refused, Started
+from jaxllm.serving.server.calls import Call, Ended, Event, Piece, Refused, Started
 from jaxllm.serving.server.memory import PrefixSessions
 from jaxllm.serving.server.prompts import time_limits
 from jaxllm.serving.server.scheduler import Queue, SchedulerOptions, Work, expected_load
@@ -160,18 +160,17 @@ class Job(Work):
         reader. A slow reader delays only its own answer."""
         try:
             while not self.cancelled:
-                while self._events and not self.cancelled:
-                    event = self._events.popleft()
-                    self._seen(event)
-                    if isinstance(event, JaxllmError):
-                        raise event
-                    yield event
-                    if isinstance(event, Ended):
-                        return
-                if not self.cancelled:
+                if not self._events:
                     self._has_events.clear()
-                    if not self._events:
-                        await self._has_events.wait()
+                    await self._has_events.wait()
+                    continue
+                event = self._events.popleft()
+                self._seen(event)
+                if isinstance(event, JaxllmError):
+                    raise event
+                yield event
+                if isinstance(event, Ended):
+                    return
         finally:
             # A reader that stops early has left.
             self.cancel()
@@ -340,20 +339,10 @@ class Job(Work):
         )
 
 
-def require_free(jobs: Iterable[Job], app: str, name: str) -> None:
-    """Checks that no call of several changes an app's context.
-
-    Raises:
-      ContextBusy: a call changes it.
-    """
-    if any(job.continues(app, name) for job in jobs):
-        raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")
-
-
 def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
     """The last dispatch of jobs, before they emit its events; None if it failed for all."""
-    stepped = [job for job in jobs if job.run is not None]
-    steps = [job.run.dispatched for job in stepped if job.run is not None and job.run.dispatched is not None]
+    jobs = list(jobs)
+    steps = [job.run.dispatched for job in jobs if job.run is not None and job.run.dispatched is not None]
     if not steps:
         return None
     chunk = steps[0].chunk
@@ -361,7 +350,7 @@ def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
         kind=steps[0].kind,
         rows=len(steps),
         took_ms=took_ms,
-        tokens=sum(job.unsent_tokens for job in stepped),
+        tokens=sum(job.unsent_tokens for job in jobs),
         chunk_tokens=0 if chunk is None else chunk.tokens,
         mode="" if chunk is None else chunk.mode,
     )
@@ -369,7 +358,7 @@ def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
 
 def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
     """The time that a job beginning now has waited, and that others will take from it."""
-    others = Queue(now_ms=queue.now_ms, work=[each for each in queue.work if each.id != job.id])
+    others = dataclasses.replace(queue, work=[each for each in queue.work if each.id != job.id])
     # No waiting call goes first; of the running ones, those that decode do.
     load = expected_load(others, options, job.call.priority, due_ms=-np.inf)
     passed_ms = 1000 * (time.perf_counter() - job.arrived_s)
@@ -384,8 +373,7 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
       JaxllmError: the engine cannot answer it.
     """
     engine, call = service.engine, job.call
-    plan, lifecycle = None, None
-    ids, rows, level, tpot_ms = job.prompt, job.rows, None, None
+    ids, rows, plan, level, tpot_ms, lifecycle = job.prompt, job.rows, None, None, None, Lifecycle()
     if rows is not None:
         # The ids that caches have.
         ids = rows.placed(ids, engine.cfg)
@@ -402,12 +390,11 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
         level, tpot_ms = plan.level, plan.expected.tpot_ms
         lifecycle = PlannedCall(plan, call.objective, service.profile, margin=service.planner.safety_margin)
     request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms, rows=rows)
-    decoding = engine.decoding(request)
-    session = None
+    decoding, session = engine.decoding(request), None
     if request.source is None:
         # A decoder's cache depends on its source.
         session = sessions.take(call.app, call.prefix_key, ids, engine.runner_at(request.level))
-    run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle or Lifecycle())
+    run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle)
     run.taken_whole = True
     job.begin(run, plan)
 

@@ -16,7 +16,6 @@ change another's limits.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from jaxllm.elastic.slo import Slo
@@ -72,11 +71,8 @@ class Limits:
     apps: Mapping[str, AppLimits] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for app, limits in self.apps.items():
+        for app in self.apps:
             require_app(app)
-            if not isinstance(limits, AppLimits):
-                raise ConfigError(f"the limits of {app} must be AppLimits, got {limits!r:.80}")
-        object.__setattr__(self, "apps", MappingProxyType(dict(self.apps)))
 
     def of(self, app: str) -> AppLimits:
         """The limits of an app."""
@@ -131,12 +127,12 @@ class Admission:
         """Called at the call's end with the number of used tokens. Idempotent."""
         if self._stage == "ended":
             return
-        usage, per_minute = self._limiter.usage(self._app), self._limiter.per_minute(self._app)
+        usage, limits = self._limiter.usage(self._app), self._limiter.limits.of(self._app)
         if self._stage == "running":
             usage.running -= 1
         else:
             usage.queued -= 1
-        self._stage = "ended"
+        self._stage, per_minute = "ended", limits.tokens_per_minute
         # The limits may have changed since the call was admitted.
         usage.refill(per_minute, now_s)
         if per_minute:
@@ -157,14 +153,6 @@ class Limiter:
     def usage(self, app: str) -> Usage:
         """An app's usage, its tokens as of its last call."""
         return self._usage.setdefault(app, Usage())
-
-    def per_minute(self, app: str) -> int:
-        """An app's limit of tokens; 0 for none."""
-        return self.limits.of(app).tokens_per_minute
-
-    def snapshot(self) -> dict[str, Usage]:
-        """The usage of all apps."""
-        return dict(self._usage)
 
     def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> Admission:
         """Admits a call of an app at a time of a monotonic clock, the same for all methods.
@@ -187,9 +175,7 @@ class Limiter:
         usage.refill(per_minute, now_s)
         if per_minute and prompt_tokens > per_minute:
             raise _full(
-                f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute; shorten "
-                "it",
-                None,
+                f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute", None
             )
         # A full bucket suffices for any call: else a call with a long answer could never start.
         reserved = min(prompt_tokens + max_tokens, per_minute) if per_minute else 0
@@ -208,7 +194,7 @@ class Limiter:
         if len(self._usage) < _MOST_IDLE:
             return
         for app, usage in list(self._usage.items()):
-            usage.refill(per_minute := self.per_minute(app), now_s)
+            usage.refill(per_minute := self.limits.of(app).tokens_per_minute, now_s)
             if usage.tokens >= per_minute and not usage.queued and not usage.running:
                 del self._usage[app]
 
@@ -217,56 +203,35 @@ def _full(message: str, retry_after_s: float | None = _RETRY_S) -> Refused:
     return Refused(message, reason="full", retry_after_s=retry_after_s)
 
 
-def require_context(limits: AppLimits, there: Sequence[ContextFacts]) -> None:
-    """Checks that an app may create a context besides its own.
+def require_room(
+    limits: AppLimits,
+    there: Sequence[ContextFacts],
+    *,
+    new: bool = False,
+    stored: bool = True,
+    pin: str | None = None,
+) -> None:
+    """Checks that an app may change its contexts.
+
+    Args:
+      limits: limits of the app.
+      there: its contexts.
+      new: whether it creates one.
+      stored: whether one grows.
+      pin: name of the one that it pins, empty for a new one; None for none.
 
     Raises:
-      BudgetExceeded: it has too many, or their files are too large.
+      BudgetExceeded: it has too many, their files are too large, or it has pinned too many.
     """
-    if limits.contexts and len(there) >= limits.contexts:
-        raise BudgetExceeded(
-            f"the app has {len(there)} contexts of at most {limits.contexts}; delete one first"
-        )
-    require_stored(limits, there)
-
-
-def require_stored(limits: AppLimits, there: Sequence[ContextFacts]) -> None:
-    """Checks that an app's contexts may grow.
-
-    Raises:
-      BudgetExceeded: their files are too large.
-    """
-    stored = sum(each.stored_bytes for each in there)
-    if limits.stored_bytes and stored >= limits.stored_bytes:
-        raise BudgetExceeded(
-            f"the app's contexts take {stored:,} bytes on storage of at most {limits.stored_bytes:,}; delete "
-            "some first"
-        )
-
-
-def require_pin(limits: AppLimits, there: Sequence[ContextFacts], name: str) -> None:
-    """Checks that an app may pin one of its contexts; of a new one, `name` is empty.
-
-    Raises:
-      BudgetExceeded: it has pinned too many.
-    """
-    pinned = sum(each.pinned for each in there if each.name != name)
-    if limits.pinned and pinned >= limits.pinned:
-        raise BudgetExceeded(
-            f"the app has pinned {pinned} contexts of at most {limits.pinned}; unpin one first"
-        )
-
-
-def limits_of(facts: Mapping[str, Any], default: AppLimits | None = None) -> AppLimits:
-    """Limits from a config file's values; missing ones are as in `default`, or none.
-
-    Raises:
-      ConfigError: a name is unknown or a value is out of range.
-    """
-    names = [field.name for field in dataclasses.fields(AppLimits)]
-    if unknown := set(facts) - set(names):
-        raise ConfigError(f"there is no limit {min(unknown)!r:.80}; limits are {', '.join(names)}")
-    return dataclasses.replace(default or AppLimits(), **facts)
+    size = sum(each.stored_bytes for each in there)
+    pinned = sum(each.pinned for each in there if each.name != pin)
+    for changes, taken, most, message in (
+        (new, len(there), limits.contexts, "has {:,} contexts of at most {:,}; delete one first"),
+        (stored, size, limits.stored_bytes, "has {:,} bytes on storage of at most {:,}; delete some"),
+        (pin is not None, pinned, limits.pinned, "has pinned {:,} contexts of at most {:,}; unpin one first"),
+    ):
+        if changes and most and taken >= most:
+            raise BudgetExceeded(f"the app {message.format(taken, most)}")
 
 
 # Apps are known by keys and users of the machine: usually there are fewer.

@@ -19,10 +19,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.serving.server.api.errors import api_error, error_response, shape_of
 from jaxllm.serving.server.calls import Call
@@ -113,15 +114,11 @@ class LineWriter(logging.Handler):
       dropped: number of lines that were dropped so far.
     """
 
-    def __init__(self, stream: TextIO, most_waiting_bytes: int = _MOST_WAITING_BYTES) -> None:
+    def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = self._reported = 0
-        self._stream, self._most_bytes = stream, most_waiting_bytes
-        try:
-            # Bypass Python's buffer: its lock, owned by a waiting thread, would block the process's exit.
-            self._number: int | None = stream.fileno()
-        except (OSError, AttributeError):
-            self._number = None
+        # Bypass Python's buffer: its lock, owned by a waiting thread, would block the process's exit.
+        self._number, self._most_bytes = stream.fileno(), _MOST_WAITING_BYTES
         self._changed = threading.Condition()
         # Guarded by `_changed`; the first line is the one that is being written.
         self._waiting: deque[str] = deque()
@@ -173,7 +170,9 @@ class LineWriter(logging.Handler):
                 lost = self.dropped - self._reported if written else 0
                 self._reported += lost
             if lost:
-                self._write(self.format(_lost(lost)) + "\n")
+                text = f"{lost} lines of this log were dropped: it was not read fast enough"
+                facts = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+                self._write(self.format(logging.makeLogRecord({**facts, "dropped": lost})) + "\n")
             with self._changed:
                 self._waiting.popleft()
                 self._waiting_bytes -= len(line)
@@ -182,10 +181,6 @@ class LineWriter(logging.Handler):
     def _write(self, line: str) -> bool:
         """Writes a line; returns False if the stream has no reader any more."""
         try:
-            if self._number is None:
-                self._stream.write(line)
-                self._stream.flush()
-                return True
             data = line.encode("ascii", "backslashreplace")
             while data:
                 try:
@@ -197,31 +192,30 @@ class LineWriter(logging.Handler):
         return True
 
 
-def _lost(count: int) -> logging.LogRecord:
-    text = f"{count} lines of this log were dropped: it was not read fast enough"
-    facts = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
-    return logging.makeLogRecord({**facts, "dropped": count})
-
-
-def write_logs(stream: TextIO, level: int = logging.INFO) -> LineWriter:
+@contextlib.contextmanager
+def writing_logs(stream: TextIO, level: int = logging.INFO) -> Iterator[LineWriter]:
     """Makes the service's loggers, and Python's warnings, write JSON lines to a stream.
 
     Args:
-      stream: text stream, such as `sys.stderr`.
+      stream: text stream of a file, such as `sys.stderr`.
       level: minimum level.
-
-    Returns:
-      The handler, for `stop_logs`.
     """
-    handler = LineWriter(stream)
+    handler, loggers = LineWriter(stream), [logging.getLogger(name) for name in _LOGGERS]
     handler.setFormatter(JsonLines())
     logging.captureWarnings(True)
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
+    for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(level)
         logger.propagate = False
-    return handler
+    try:
+        yield handler
+    finally:
+        logging.captureWarnings(False)
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
+        handler.close()
 
 
 def flush_logs() -> None:
@@ -230,22 +224,7 @@ def flush_logs() -> None:
         each.flush()
 
 
-def stop_logs(handler: logging.Handler) -> None:
-    """Undoes `write_logs`."""
-    logging.captureWarnings(False)
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-        logger.propagate = True
-    handler.close()
-
-
 ACCESS = "jaxllm.access"
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MOST_PATH = 200
 _PROBES = ("/health", "/ready")
@@ -315,10 +294,10 @@ class AccessLogged:
     answers unhandled errors, and writes a record of each request to the logger `jaxllm.access`: at level
     "info", or "debug" for probes, which repeat every few seconds."""
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app, self._log = app, logging.getLogger(ACCESS)
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -327,7 +306,7 @@ class AccessLogged:
         # Starlette's place for data of a request.
         scope.setdefault("state", {})["request_id"] = served.request_id
 
-        async def sending(message: _Message) -> None:
+        async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -346,18 +325,13 @@ class AccessLogged:
                     raise
                 await error_response(api_error(raised), shape_of(scope["path"]))(scope, receive, sending)
             finally:
-                path, total_ms = _route(scope), 1000 * (time.perf_counter() - began)
+                # Without what clients chose: with the names of parameters.
+                path, total_ms = scope["path"], 1000 * (time.perf_counter() - began)
+                for name, value in (scope.get("path_params") or {}).items():
+                    path = "/".join(f"{{{name}}}" if part == value else part for part in path.split("/"))
+                path = path[:_MOST_PATH]
                 fields = access_record(
                     served, method=scope["method"], path=path, status=status, total_ms=total_ms, error=error
                 )
                 level = logging.DEBUG if path in _PROBES else logging.INFO
                 self._log.log(level, "request", extra=fields)
-
-
-def _route(scope: Mapping[str, Any]) -> str:
-    """The path with the names of its parameters in place of the clients' values."""
-    path: str = scope["path"]
-    parts = path.split("/")
-    for name, value in (scope.get("path_params") or {}).items():
-        parts = [f"{{{name}}}" if part == str(value) else part for part in parts]
-    return "/".join(parts)[:_MOST_PATH]

@@ -1,6 +1,6 @@
 """Keeps the whole process within a memory limit, by resizing holdings between dispatches.
 
-    memory = ServiceMemory(MemoryOptions(limit_bytes=2 << 30), holdings=[Holding("experts", ...), ...])
+    memory = ServiceMemory(2 << 30, holdings=[Holding("experts", ...), ...])
     memory.step()    between dispatches, in the thread that owns the holdings
 
 A process has fixed memory (Python, resident weights, running caches) and holdings that can be resized. The
@@ -23,12 +23,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.options import check_options, option
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.host.machine import give_back_memory, memory_bytes, memory_pressure, resident_bytes
 
 _log = logging.getLogger(__name__)
 PREFIX_BYTES = 256 << 20
+# Minimum time between two measurements of memory, and time without shrinking and pressure before growing.
+_INTERVAL_S, _CALM_S = 1.0, 10.0
+# Shares of the limit: by which limits grow in a step and shrink in one under pressure, and to leave free when
+# limits grow.
+_STEP, _MARGIN = 0.05, 0.05
+# Shares of time in which tasks of the machine wait for memory: from which on memory is released, and up to
+# which there is no pressure.
+_PRESSURE_HIGH, _PRESSURE_LOW = 0.1, 0.01
 # Maximum share of the limit for prefixes.
 _PREFIX_SHARE = 4
 # Fewer common tokens are faster to compute than to reuse.
@@ -40,46 +47,17 @@ _MOST_LEFT = 16
 SHRINK_ORDER = ("prefixes", "contexts", "drafts", "layers", "experts")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """Options of a service's memory.
-
-    Attributes:
-      limit_bytes: memory limit of the process, as `--memory`; 0 for no limit.
-      prefix_bytes: memory limit of the caches of ended answers; 0 for no such caches.
-      follow_pressure: whether to release memory under memory pressure on the machine, even without a limit.
-      interval_s: minimum time between two measurements of memory.
-      step: share of the limit by which limits grow in a step, and shrink in one under pressure.
-      margin: share of the limit to leave free when limits grow.
-      calm_s: time without shrinking and pressure after which limits grow.
-      pressure_high: share of time in which tasks of the machine wait for memory, at which memory is released.
-      pressure_low: the same share, up to which there is no pressure.
-    """
-
-    limit_bytes: int = option(0, low=0)
-    prefix_bytes: int = option(PREFIX_BYTES, low=0)
-    follow_pressure: bool = False
-    interval_s: float = option(1.0, low=0)
-    step: float = option(0.05, above=0, below=1)
-    margin: float = option(0.05, above=0, below=1)
-    calm_s: float = option(10.0, low=0)
-    pressure_high: float = option(0.1, above=0, high=1)
-    pressure_low: float = option(0.01, low=0)
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.pressure_low >= self.pressure_high:
-            raise ConfigError(
-                f"pressure_low must be below pressure_high, got {self.pressure_low} and {self.pressure_high}"
-            )
-
-
 class Holding:
     """Memory that can be resized at runtime. Methods are for the thread that owns it, except `size_bytes` and
     `limit_bytes`, which others may read.
 
-    Attributes:
+    Args:
       name: kind, one of `SHRINK_ORDER`.
+      size: returns the current size.
+      resize: sets the limit, at least `least`; releases memory beyond it at once.
+      most: maximum useful limit.
+      least: minimum limit.
+      limit: returns the current limit; None for that of the last `resize`, at first `most`.
     """
 
     def __init__(
@@ -88,23 +66,13 @@ class Holding:
         size: Callable[[], int],
         resize: Callable[[int], object],
         *,
-        most: int | Callable[[], int],
-        least: int | Callable[[], int] = 0,
+        most: Callable[[], int],
+        least: Callable[[], int] = lambda: 0,
         limit: Callable[[], int] | None = None,
     ) -> None:
-        """Describes memory.
-
-        Args:
-          name: see the class.
-          size: returns the current size.
-          resize: sets the limit, at least `least`; releases memory beyond it at once.
-          most: maximum useful limit.
-          least: minimum limit.
-          limit: returns the current limit; None for that of the last `resize`, at first `most`.
-        """
-        self.name, self._size, self._resize, self._limit = name, size, resize, limit
-        self._least, self._most = least, most
-        self._resized = self.most_bytes
+        self.name, self._size, self._resize = name, size, resize
+        self._most, self._least, self._resized = most, least, most()
+        self._limit = limit or (lambda: self._resized)
 
     @property
     def size_bytes(self) -> int:
@@ -114,17 +82,17 @@ class Holding:
     @property
     def limit_bytes(self) -> int:
         """Current limit."""
-        return self._resized if self._limit is None else self._limit()
+        return self._limit()
 
     @property
     def least_bytes(self) -> int:
         """Minimum limit."""
-        return self._least() if callable(self._least) else self._least
+        return self._least()
 
     @property
     def most_bytes(self) -> int:
         """Maximum useful limit."""
-        return self._most() if callable(self._most) else self._most
+        return self._most()
 
     def resize(self, limit_bytes: int) -> None:
         """Sets the limit, at least `least_bytes`; releases memory beyond it at once."""
@@ -164,57 +132,42 @@ class Division:
     short_bytes: int = 0
 
 
-def divide(holdings: Sequence[Any], before: Division, seen: Observed, options: MemoryOptions) -> Division:
+def divide(holdings: Sequence[Any], before: Division, seen: Observed, limit_bytes: int) -> Division:
     """Decides new limits of holdings, which shrink in their order."""
-    step = round(options.step * options.limit_bytes)
-    margin = round(options.margin * options.limit_bytes)
+    step, margin = round(_STEP * limit_bytes), round(_MARGIN * limit_bytes)
     fixed = max(0, seen.taken_bytes - sum(each.size_bytes for each in holdings))
     limits = {each.name: max(each.least_bytes, each.limit_bytes) for each in holdings}
     needed = fixed + sum(each.least_bytes for each in holdings)
-    calm = seen.now_s - before.restless_s >= options.calm_s
+    calm = seen.now_s - before.restless_s >= _CALM_S
     allowance, restless = before.allowance_bytes, before.restless_s
     pressure = seen.pressure or 0.0
-    if pressure >= options.pressure_high:
+    if pressure >= _PRESSURE_HIGH:
         # Not below fixed memory: later growth would only take longer.
         allowance = max(min(needed, allowance), min(allowance, seen.taken_bytes) - step)
         restless = seen.now_s
-    elif pressure > options.pressure_low:
+    elif pressure > _PRESSURE_LOW:
         restless = seen.now_s
-    elif calm and allowance < options.limit_bytes:
-        allowance = min(options.limit_bytes, allowance + step)
+    elif calm and allowance < limit_bytes:
+        allowance = min(limit_bytes, allowance + step)
     spare = allowance - fixed - sum(limits.values())
     if spare < 0:
-        shrunk = _shrink(limits, holdings, -spare)
-        restless = seen.now_s if shrunk != limits else restless
-        limits = shrunk
-    elif calm and pressure <= options.pressure_low:
-        limits = _grow(limits, holdings, min(step, spare - margin))
+        for each in holdings:
+            cut = min(-spare, limits[each.name] - each.least_bytes)
+            limits[each.name] -= cut
+            spare += cut
+            restless = seen.now_s if cut else restless
+    elif calm and pressure <= _PRESSURE_LOW:
+        room = min(step, spare - margin)
+        for each in reversed(holdings):
+            add = max(0, min(room, each.most_bytes - limits[each.name]))
+            limits[each.name] += add
+            room -= add
     return Division(
         limits=limits,
         allowance_bytes=allowance,
         restless_s=restless,
         short_bytes=max(0, needed - allowance),
     )
-
-
-def _shrink(limits: dict[str, int], holdings: Sequence[Any], excess: int) -> dict[str, int]:
-    """Limits that are `excess` bytes smaller in sum, as far as minimum sizes allow."""
-    smaller = dict(limits)
-    for each in holdings:
-        cut = min(excess, smaller[each.name] - each.least_bytes)
-        smaller[each.name] -= cut
-        excess -= cut
-    return smaller
-
-
-def _grow(limits: dict[str, int], holdings: Sequence[Any], room: int) -> dict[str, int]:
-    """Limits that are up to `room` bytes larger in sum."""
-    larger = dict(limits)
-    for each in reversed(holdings):
-        add = max(0, min(room, each.most_bytes - larger[each.name]))
-        larger[each.name] += add
-        room -= add
-    return larger
 
 
 @dataclasses.dataclass(eq=False)
@@ -226,19 +179,14 @@ class _Kept:
 
 
 class PrefixSessions:
-    """Ended sessions of apps, the least recently used first; for one thread. It is a
-    `Holding`.
+    """Ended sessions of apps, the least recently used first; for one thread. It is a `Holding`.
 
     A session is used only for its own app. Its conversation takes the session itself; another prompt with a
     common prefix, such as the same instruction, gets a copy of it, which takes no more memory than the
     cache that it needs anyway.
 
     Attributes:
-      name: kind of the holding.
-      least_bytes: 0.
-      most_bytes: the requested memory limit.
-      limit_bytes: current memory limit of all sessions' caches.
-      size_bytes: current size of all sessions' caches.
+      name, most_bytes, least_bytes, limit_bytes, size_bytes: see `Holding`.
     """
 
     name = "prefixes"
@@ -272,21 +220,25 @@ class PrefixSessions:
         Returns:
           The session itself, which is removed from the cache, or a copy of its prefix.
         """
-        best, most = None, (_LEAST_COMMON - 1, True)
-        for each in self._kept:
-            if each.app == app and each.session.weights_version == runner.weights_version:
-                rank = (each.session.reusable(prompt), each.key == key)
-                if rank > most:
-                    best, most = each, rank
-        if best is None:
+        ranked = [
+            ((each.session.reusable(prompt), each.key == key), each)
+            for each in self._kept
+            if each.app == app and each.session.weights_version == runner.weights_version
+        ]
+        (common, _), best = max(ranked, key=lambda each: each[0], default=((0, False), None))
+        if best is None or common < _LEAST_COMMON:
             return Session()
-        if len(best.session.tokens) - most[0] <= _MOST_LEFT:
+        session, cache = best.session, best.session.cache
+        if len(session.tokens) - common <= _MOST_LEFT:
             self._drop(best)
-            return best.session
+            return session
         # Mark it as recently used.
         self._kept.remove(best)
         self._kept.append(best)
-        return self._forked(best.session, most[0], runner)
+        assert cache is not None
+        with runner.lock:
+            forked = runner.fork(cache, common)
+        return Session(session.tokens[:common], forked, session.weights_version)
 
     def keep(self, app: str, key: str, session: Session) -> None:
         """Caches the session of an ended answer; at a limit the least recently used are evicted, the app's
@@ -294,9 +246,12 @@ class PrefixSessions:
         size, own = session.size_bytes, self._app_bytes(app) or self.limit_bytes
         if not size or len(session.tokens) < _LEAST_COMMON or size > min(own, self.limit_bytes):
             return
-        # The session that it continues is no longer useful.
-        for each in [each for each in self._kept if each.app == app and _begins(session, each.session)]:
-            self._drop(each)
+        # Sessions that it continues are no longer useful.
+        for each in list(self._kept):
+            tokens, version = each.session.tokens, each.session.weights_version
+            same = each.app == app and version == session.weights_version
+            if same and session.tokens[: len(tokens)] == tokens:
+                self._drop(each)
         self._kept.append(_Kept(app, key, session, size))
         self.size_bytes += size
         self._shrink([each for each in self._kept if each.app == app], own)
@@ -304,20 +259,14 @@ class PrefixSessions:
 
     def forget(self, weights_versions: Collection[tuple[int, int]]) -> None:
         """Drops the sessions of weights that were unloaded."""
-        for each in [each for each in self._kept if each.session.weights_version in weights_versions]:
-            self._drop(each)
+        for each in list(self._kept):
+            if each.session.weights_version in weights_versions:
+                self._drop(each)
 
     def resize(self, limit_bytes: int) -> None:
         """Sets the memory limit; evicts the least recently used sessions beyond it."""
         self.limit_bytes = limit_bytes
         self._shrink(self._kept, limit_bytes)
-
-    @staticmethod
-    def _forked(session: Session, tokens: int, runner: Any) -> Session:
-        assert session.cache is not None
-        with runner.lock:
-            cache = runner.fork(session.cache, tokens)
-        return Session(session.tokens[:tokens], cache, session.weights_version)
 
     def _shrink(self, among: list[_Kept], limit_bytes: int) -> None:
         excess = sum(each.size_bytes for each in among) - limit_bytes
@@ -332,12 +281,6 @@ class PrefixSessions:
         self.size_bytes -= kept.size_bytes
 
 
-def _begins(session: Session, other: Session) -> bool:
-    """Whether a session extends or equals another."""
-    same = session.weights_version == other.weights_version
-    return same and session.tokens[: len(other.tokens)] == other.tokens
-
-
 class ServiceMemory:
     """Divides a service's memory limit among its holdings. Methods except `figures` are for the thread that
     runs the engine.
@@ -350,40 +293,43 @@ class ServiceMemory:
 
     def __init__(
         self,
-        options: MemoryOptions | None = None,
+        limit_bytes: int = 0,
+        prefix_bytes: int = PREFIX_BYTES,
         *,
+        follow_pressure: bool = False,
         holdings: Sequence[Any] = (),
         weights_bytes: Callable[[], int] = lambda: 0,
         app_bytes: Callable[[str], int] = lambda app: 0,
-        taken_bytes: Callable[[], int] | None = None,
-        pressure: Callable[[], float | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Measures the process's memory, if there is a limit.
 
         Args:
-          options: see `MemoryOptions`.
+          limit_bytes: memory limit of the process; 0 for no limit.
+          prefix_bytes: memory limit of the caches of ended answers; 0 for no such caches.
+          follow_pressure: whether to release memory under memory pressure on the machine, even without a
+            limit.
           holdings: memory besides prefixes that can be resized, of different kinds.
           weights_bytes: returns the bytes of weights that stay in memory.
           app_bytes: returns the maximum bytes of an app's caches of ended answers; 0 for no limit.
-          taken_bytes: measures the process's memory; None for `resident_bytes`.
-          pressure: measures the machine's pressure, None if the system does not report it; None for
-            `memory_pressure`.
           clock: monotonic clock in seconds.
 
         Raises:
           ConfigError: a holding has an unknown kind, or two have one kind; or the system does not report the
             process's memory, or memory pressure.
         """
-        options = options or MemoryOptions()
-        self._measure, self._pressure = taken_bytes or resident_bytes, pressure or memory_pressure
-        limit, prefixes = options.limit_bytes, options.prefix_bytes
-        if options.follow_pressure and not limit:
-            limit = _machine_bytes()
-        self._options, self._clock = dataclasses.replace(options, limit_bytes=limit), clock
+        limit = limit_bytes
+        if follow_pressure and not limit:
+            limit = memory_bytes() or 0
+            if memory_pressure() is None or not limit:
+                raise ConfigError(
+                    "this system does not report memory pressure (/proc/pressure/memory, Linux with "
+                    "psi=1): leave out follow_pressure, or give a memory budget"
+                )
+        self._limit_bytes, self._clock = limit, clock
         self._weights_bytes = weights_bytes
         self.sessions = PrefixSessions(
-            min(prefixes, limit // _PREFIX_SHARE) if limit else prefixes, app_bytes
+            min(prefix_bytes, limit // _PREFIX_SHARE) if limit else prefix_bytes, app_bytes
         )
         own = [self.sessions, *holdings]
         names = [each.name for each in own]
@@ -397,7 +343,7 @@ class ServiceMemory:
         # As of the last step: holdings that are called in another thread may fail.
         self._least = {each.name: each.least_bytes for each in own} if limit else {}
         # Measured here, to fail at the start if the system does not report it.
-        self._seen = Observed(now_s=clock(), taken_bytes=self._measure()) if limit else None
+        self._seen = Observed(now_s=clock(), taken_bytes=resident_bytes()) if limit else None
 
     @property
     def short_bytes(self) -> int:
@@ -406,19 +352,19 @@ class ServiceMemory:
 
     def step(self) -> bool:
         """Resizes holdings if necessary; returns whether it did. Costs nothing before its interval."""
-        now, options, before = self._clock(), self._options, self._division
-        if not options.limit_bytes or now < self._next_s:
+        now, limit, before = self._clock(), self._limit_bytes, self._division
+        if not limit or now < self._next_s:
             return False
-        self._next_s = now + options.interval_s
+        self._next_s = now + _INTERVAL_S
         try:
-            self._seen = Observed(now_s=now, taken_bytes=self._measure(), pressure=self._pressure())
+            self._seen = Observed(now_s=now, taken_bytes=resident_bytes(), pressure=memory_pressure())
             self._least = {each.name: each.least_bytes for each in self._holdings}
-            self._division = divide(self._holdings, before, self._seen, options)
+            self._division = divide(self._holdings, before, self._seen, limit)
             if self.short_bytes and not before.short_bytes:
                 _log.warning(
                     "the memory budget of %s bytes is %s bytes too small although all that can shrink has: "
                     "until it is enough, answers begin one at a time; give more, or ask for shorter contexts",
-                    f"{options.limit_bytes:,}",
+                    f"{limit:,}",
                     f"{self.short_bytes:,}",
                 )
             return self._resize()
@@ -453,7 +399,7 @@ class ServiceMemory:
         for each in self._holdings:
             holdings[each.name] = {"size_bytes": each.size_bytes, "limit_bytes": each.limit_bytes}
             holdings[each.name] |= {"least_bytes": self._least[each.name]} if self._least else {}
-        figures: dict[str, Any] = {"limit_bytes": self._options.limit_bytes, "holdings": holdings}
+        figures: dict[str, Any] = {"limit_bytes": self._limit_bytes, "holdings": holdings}
         if (seen := self._seen) is not None:
             figures["process_bytes"] = seen.taken_bytes
             return figures | ({} if seen.pressure is None else {"pressure": seen.pressure})
@@ -461,18 +407,3 @@ class ServiceMemory:
         with contextlib.suppress(ConfigError):
             figures["process_bytes"] = resident_bytes()
         return figures
-
-
-def _machine_bytes() -> int:
-    """Memory of a machine that reports memory pressure.
-
-    Raises:
-      ConfigError: the system does not report it.
-    """
-    found = memory_bytes()
-    if memory_pressure() is None or found is None:
-        raise ConfigError(
-            "this system does not report memory pressure (/proc/pressure/memory, Linux with "
-            "psi=1): leave out follow_pressure, or give a memory budget"
-        )
-    return found

@@ -19,7 +19,6 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from jaxllm.errors import ConfigError
 from jaxllm.serving.server.api.errors import ApiError, error_response, openai_body
 from jaxllm.serving.server.calls import Ended, Started
 from jaxllm.serving.server.job import Dispatch
@@ -44,8 +43,6 @@ class Names:
     """
 
     def __init__(self, most: int) -> None:
-        if most < 1:
-            raise ConfigError(f"a label needs at least one value, got most={most!r:.80}")
         self._most, self._known, self._lock = most, set[str](), threading.Lock()
 
     def __call__(self, name: str) -> str:
@@ -54,11 +51,6 @@ class Names:
             if name not in self._known and len(self._known) < self._most:
                 self._known.add(name)
             return name if name in self._known else OTHER
-
-
-def _once(event: object) -> float:
-    del event
-    return 1
 
 
 def _per_token_s(field: str) -> Callable[[Ended], float | None]:
@@ -75,12 +67,12 @@ METRICS: tuple[tuple[str, str, str, type | None, Any, Sequence[float]], ...] = (
     ("calls_refused", "Calls that were refused, by reason.", "app reason", None, None, ()),
     ("calls_failed", "Calls that ended with an error, by kind.", "app kind", None, None, ()),
     ("calls_cancelled", "Calls whose client left.", "app", None, None, ()),
-    ("calls_ended", "Answers that ended, by reason.", "app finish_reason", Ended, _once, ()),
+    ("calls_ended", "Answers that ended, by reason.", "app finish_reason", Ended, lambda end: 1, ()),
     (
         "objectives", "Answers with an objective, by whether it was met.", "app met", Ended,
         lambda end: None if end.met is None else 1, (),
     ),
-    ("plans", "Plans by level (percent) and source.", "level source", Started, _once, ()),
+    ("plans", "Plans by level (percent) and source.", "level source", Started, lambda start: 1, ()),
     ("prompt_tokens", "Tokens of prompts.", "app", Started, "prompt_tokens", ()),
     ("kept_tokens", "Tokens of prompts that plans kept.", "app", Started, "kept_tokens", ()),
     ("reused_tokens", "Tokens of prompts that a cache had.", "app", Started, "reused_tokens", ()),
@@ -119,12 +111,7 @@ GAUGES = (
     ("memory_limit_bytes", "Budget of the process; 0 for none.", "", "memory.limit_bytes"),
     ("memory_pressure", "Share of time that tasks wait for memory.", "", "memory.pressure"),
     ("holding_size_bytes", "Memory by what takes it.", "holding", "memory.holdings.*.size_bytes"),
-    (
-        "holding_limit_bytes",
-        "Most memory that each may take now.",
-        "holding",
-        "memory.holdings.*.limit_bytes",
-    ),
+    ("holding_limit_bytes", "Most memory that each may take.", "holding", "memory.holdings.*.limit_bytes"),
     ("adapter_bytes", "Memory of each adapter that is loaded.", "adapter", "adapters.*"),
     ("expert_hit_rate", "Share of visits that hit, since the start.", "", "experts.hit_rate"),
 )  # fmt: skip

@@ -21,10 +21,9 @@ from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.contexts.chunk_io import chunk_io_of
 from jaxllm.serving.contexts.context import ContextCall, fork
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.contexts.memory import ChunkMemory
 from jaxllm.serving.contexts.saving import most_bytes
 from jaxllm.serving.elastic.objectives import SafetyMargin
-from jaxllm.serving.elastic.profile import DeviceProfile, save_profile
+from jaxllm.serving.elastic.profile import save_profile
 from jaxllm.serving.elastic.profiling import Measurement, known_profile, profile_path
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.experts.weights import ExpertWeights
@@ -42,13 +41,11 @@ from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import ContextTurn
-from jaxllm.serving.server.limits import AppLimits, require_context
-from jaxllm.serving.server.memory import Holding, MemoryOptions, ServiceMemory
+from jaxllm.serving.server.limits import AppLimits, require_room
+from jaxllm.serving.server.memory import Holding, ServiceMemory
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
-from jaxllm.serving.speculation.drafter import DrafterMemory
 from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
-from jaxllm.serving.weights.streamed import StreamedWeights
 
 _log = logging.getLogger(__name__)
 
@@ -70,31 +67,23 @@ class OpenedService:
     def start(self, backend: Backend) -> None:
         """See `Opened`."""
         service, options = self.service, self.options
-        rows = options.batch_rows
-        scheduler = dataclasses.replace(
-            options.scheduler, batch_rows=min(options.scheduler.batch_rows, rows[-1] if rows else 1)
-        )
-        contexts = live_turns(service, self.adapters, backend.limits_of)
-
-        def use(profile: DeviceProfile) -> None:
-            service.use_profile(profile)
-            if contexts is not None:
-                contexts.use_profile(profile)
-
-        refinement = ProfileRefinement(service, use)
-        memory = service_memory(
-            service, options.memory_options(), app_bytes=lambda app: backend.limits_of(app).prefix_bytes
-        )
+        rows = max(options.batch_rows, default=1)
+        refinement = ProfileRefinement(service)
         executor = Executor(
             service,
-            scheduler,
-            memory=memory,
-            contexts=contexts,
+            dataclasses.replace(options.scheduler, batch_rows=min(options.scheduler.batch_rows, rows)),
+            memory=service_memory(
+                service,
+                options.memory,
+                prefix_bytes=options.prefix_memory,
+                follow_pressure=options.follow_pressure,
+                app_bytes=lambda app: backend.limits_of(app).prefix_bytes,
+            ),
+            contexts=live_turns(service, self.adapters, backend.limits_of),
             adapters=self.adapters,
             on_dispatch=backend.metrics.report,
             idle_work=refinement,
         )
-        executor.start()
         backend.opened(
             executor,
             options.model_name,
@@ -102,14 +91,8 @@ class OpenedService:
             storage=lambda: storage_figures(service.engine.model),
             model_sampling=options.model_sampling,
         )
-
-    def resize_contexts(self, budget_bytes: int) -> None:
-        """See `Opened`."""
-        self.service.resize(budget_bytes)
-
-    def close(self) -> None:
-        """See `Opened`."""
-        self.service.close()
+        # Last: after an error there is no thread to stop.
+        executor.start()
 
 
 class LiveTurnCall(ContextCall):
@@ -125,7 +108,7 @@ class LiveTurnCall(ContextCall):
         """See `Lifecycle`."""
         if self._source.forks:
             record = self._source.record
-            require_context(self._turns.limits_of(record.app), self._turns.listed(record.app))
+            require_room(self._turns.limits_of(record.app), self._turns.listed(record.app), new=True)
             self.record = fork(self._contexts, record, self._source.before)
             self._forked = True
         app, name, level = self.record.app, self.record.name, run.request.level
@@ -158,17 +141,9 @@ def live_turns(
     service: LLMService, adapters: Adapters, limits_of: Callable[[str], AppLimits]
 ) -> ContextTurns | None:
     """The turns in a service's contexts; None if it has none."""
-    contexts = service.contexts
-    if contexts is None:
+    if service.contexts is None:
         return None
-    return ContextTurns(
-        contexts,
-        service.profile,
-        functools.partial(LiveTurnCall, contexts),
-        adapters,
-        limits_of,
-        margin=service.planner.safety_margin,
-    )
+    return ContextTurns(service, functools.partial(LiveTurnCall, service.contexts), adapters, limits_of)
 
 
 def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> OpenedService:
@@ -180,31 +155,31 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     contexts, stages = options.context_options(), _logged_stages()
     model = options.model or None
     adapters = engine_shape(options.adapter_options(), model, options.levels)
-    memory = engine_bytes(options.memory)
-    if memory and adapters.given_bytes >= memory:
+    memory, image_bytes = engine_bytes(options.memory), 0
+    if options.images:
+        with open_model(model) as bundle:
+            encoder = ImageEncoder.of(bundle) if has_image_encoder(bundle) else None
+            image_bytes = 0 if encoder is None else encoder.size_bytes
+    left = memory - adapters.given_bytes - image_bytes
+    if memory and left <= 0:
         raise BudgetExceeded(
-            f"a memory budget of {options.memory:,} bytes leaves no room for a model after its adapters; "
-            "give more"
+            f"a memory budget of {options.memory:,} bytes leaves no room for a model after its adapters "
+            f"({adapters.given_bytes:,}) and image encoder ({image_bytes:,}); raise --memory, give fewer "
+            "adapters, or serve without images (images = false)"
         )
-    image_bytes = _image_bytes(model) if options.images else 0
-    if memory and adapters.given_bytes + image_bytes >= memory:
-        raise BudgetExceeded(
-            f"a memory budget of {options.memory:,} bytes leaves no room for a model after its image "
-            "encoder; raise --memory, or serve without images (images = false)"
-        )
-    asked = EngineOptions(
+    engine_of = EngineOptions(
         context_tokens=options.context_tokens,
-        memory_bytes=memory - adapters.given_bytes - image_bytes if memory else 0,
+        memory_bytes=left if memory else 0,
         prompt_rows=image_bytes > 0,
         batch_rows=options.batch_rows,
         adapter_rank=adapters.rank,
         adapter_targets=adapters.targets,
     )
-    whole = engine_options(model, options.levels or None, asked, contexts)
+    engine_of = engine_options(model, options.levels or None, engine_of, contexts)
     # Requires a codec, which is known now.
-    whole = dataclasses.replace(whole, attend_coded=options.attend_coded)
+    engine_of = dataclasses.replace(engine_of, attend_coded=options.attend_coded)
     with contextlib.ExitStack() as opened:
-        engine = Engine.open(model, options=whole, speculation=speculation, progress=stages)
+        engine = Engine.open(model, options=engine_of, speculation=speculation, progress=stages)
         opened.callback(engine.close)
         _prepare(engine, stages, forks=bool(options.prefix_memory))
         profile = known_profile(engine, coarse=True, progress=stages)
@@ -214,13 +189,6 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         found = OpenedService(service, Adapters(engine.model, options.adapter_options()), options)
         opened.pop_all()
     return found
-
-
-def _image_bytes(model: str | None) -> int:
-    """Bytes of a model's image encoder in memory; 0 if it has none."""
-    with open_model(model) as bundle:
-        encoder = ImageEncoder.of(bundle) if has_image_encoder(bundle) else None
-        return 0 if encoder is None else encoder.size_bytes
 
 
 def _prepare(engine: Engine[LoadedModel], stages: Progress, *, forks: bool) -> None:
@@ -280,7 +248,7 @@ def engine_shape(
     Raises:
       JaxllmError: the model or an adapter cannot be read.
     """
-    if not options.any:
+    if not options.given and options.folder is None:
         return EngineShape()
     with open_model(model) as bundle:
         found = [read_adapter_of(bundle, each) for each in options.given.values()]
@@ -310,7 +278,6 @@ class ProfileRefinement:
 
     Args:
       service: service that plans with the profile.
-      use: receives the finished profile.
       quiet_s: time without calls before it measures.
       clock: returns seconds.
     """
@@ -318,14 +285,12 @@ class ProfileRefinement:
     def __init__(
         self,
         service: LLMService,
-        use: Callable[[DeviceProfile], None],
         *,
         quiet_s: float = _QUIET_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._service, self._use, self._clock, self._quiet_s = service, use, clock, quiet_s
-        coarse = service.profile.coarse
-        self._measurement = Measurement([service.engine]) if coarse else None
+        self._service, self._clock, self._quiet_s = service, clock, quiet_s
+        self._measurement = Measurement([service.engine]) if service.profile.coarse else None
         self._from_s = clock() + quiet_s
         if self._measurement is not None:
             _log.info(
@@ -354,7 +319,7 @@ class ProfileRefinement:
             if measurement.step():
                 return True
             (profile,) = measurement.profiles()
-            self._use(profile)
+            self._service.use_profile(profile)
             engine = self._service.engine
             save_profile(profile, profile_path(engine.model.bundle, engine.options))
             _log.info("plans are made by the whole profile of this device from here on")
@@ -373,9 +338,6 @@ class ProfileRefinement:
             self._from_s = self._clock() + self._quiet_s
 
 
-_Lock = contextlib.AbstractContextManager[Any]
-
-
 def storage_figures(model: LoadedModel) -> dict[str, Any]:
     """Counts of visited experts, and of bytes read from storage, since the start; empty for resident
     weights."""
@@ -388,12 +350,6 @@ def storage_figures(model: LoadedModel) -> dict[str, Any]:
     experts = {"visits": counts.visits, "hits": counts.hits, "foreseen": counts.foreseen}
     experts |= {"hit_rate": counts.hits / counts.visits} if counts.visits else {}
     return {"experts": experts, "read_bytes": {"experts": counts.read_bytes}}
-
-
-def weight_figures(model: LoadedModel) -> int:
-    """Size of weights that always stay in memory."""
-    streamed = model.streamed
-    return model.bundle.weight_bytes if streamed is None else streamed.staying_bytes
 
 
 def engine_bytes(limit_bytes: int) -> int:
@@ -416,100 +372,64 @@ def engine_bytes(limit_bytes: int) -> int:
     return limit_bytes - taken
 
 
-def service_memory(
-    service: LLMService,
-    options: MemoryOptions | None = None,
-    *,
-    app_bytes: Callable[[str], int] = lambda app: 0,
-    **measures: Any,
-) -> ServiceMemory:
-    """The memory of an open service (see `ServiceMemory`, also for `measures`)."""
-    engine = service.engine
-    memory = ServiceMemory(
-        options,
-        holdings=_holdings(service),
-        weights_bytes=lambda: weight_figures(engine.model),
-        app_bytes=app_bytes,
-        **measures,
+def service_memory(service: LLMService, limit_bytes: int = 0, **options: Any) -> ServiceMemory:
+    """The memory of an open service; `limit_bytes` and `options`: see `ServiceMemory`."""
+    model = service.engine.model
+    streamed, weight_bytes = model.streamed, model.bundle.weight_bytes
+    return ServiceMemory(
+        limit_bytes,
+        holdings=holdings(service),
+        weights_bytes=lambda: weight_bytes if streamed is None else streamed.staying_bytes,
+        **options,
     )
-    if memory.sessions.limit_bytes:
-        # Services opened by `open_service` have them already.
-        engine.runner.fill(
-            [bucket for level in engine.levels for bucket in engine.runner_at(level).fork_buckets()]
-        )
-    return memory
 
 
-def _holdings(service: LLMService) -> list[Holding]:
-    """Reclaimable memory of a service besides its prefixes."""
+def holdings(service: LLMService) -> list[Holding]:
+    """Reclaimable memory of a service besides its prefixes: chunks of contexts, with room for the longest one
+    besides running and pinned ones; a drafter, which drafts only while all of its memory is granted; and of
+    weights on storage the resident layers or experts, of these at least what one layer requires."""
     engine, found = service.engine, list[Holding]()
     if (contexts := service.contexts) is not None:
+        chunks = contexts.memory
         count = engine.options.context_tokens // engine.options.kv_chunk_tokens
         forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
         longest = max(most_bytes(each, contexts.options, count) for each in forms)
-        found.append(of_contexts(contexts.memory, longest, lambda: contexts.options.budget_bytes))
-    if (speculation := engine.speculation) is not None and (memory := speculation.drafter.memory) is not None:
-        found.append(of_drafts(speculation.draft, memory, engine.runner.lock))
+
+        def asked() -> int:
+            return contexts.options.budget_bytes
+
+        def least() -> int:
+            kept = chunks.kept_bytes
+            return max(kept, min(kept + longest, asked()))
+
+        found.append(
+            Holding(
+                "contexts", lambda: chunks.resident_bytes, chunks.resize, most=asked, least=least,
+                limit=lambda: chunks.budget_bytes,
+            )
+        )  # fmt: skip
+    if (speculation := engine.speculation) is not None and (drafts := speculation.drafter.memory) is not None:
+
+        def draft(limit_bytes: int) -> None:
+            with engine.runner.lock:
+                speculation.draft(limit_bytes >= drafts.most_bytes)
+
+        found.append(Holding("drafts", lambda: drafts.size_bytes, draft, most=lambda: drafts.most_bytes))
     streamed = engine.model.streamed
-    if streamed is not None:
-        if isinstance(streamed, ExpertWeights):
-            found.append(of_experts(streamed))
-        elif streamed.resizable:
-            found.append(of_layers(streamed, engine.runner.lock))
+    if isinstance(streamed, ExpertWeights):
+        cache = streamed.cache
+        found.append(
+            Holding(
+                "experts", lambda: cache.taken_bytes, cache.resize, most=lambda: streamed.budget_bytes,
+                least=streamed.store.least_bytes, limit=lambda: cache.budget_bytes,
+            )
+        )  # fmt: skip
+    elif streamed is not None and streamed.resizable:
+
+        def resize(limit_bytes: int) -> None:
+            with engine.runner.lock:
+                streamed.resize(limit_bytes)
+
+        most = streamed.plan.resident_bytes
+        found.append(Holding("layers", lambda: streamed.resident_bytes, resize, most=lambda: most))
     return found
-
-
-def of_contexts(memory: ChunkMemory, floor_bytes: int, most: Callable[[], int]) -> Holding:
-    """Chunks of contexts in memory.
-
-    Args:
-      memory: store of the chunks.
-      floor_bytes: bytes to leave free besides running and pinned contexts, within the whole budget, for a
-        call to begin or grow: at least the size of the longest one.
-      most: returns the last requested budget; more is useless.
-    """
-
-    def least() -> int:
-        kept = memory.kept_bytes
-        return max(kept, min(kept + floor_bytes, most()))
-
-    return Holding(
-        "contexts", lambda: memory.resident_bytes, memory.resize, most=most, least=least,
-        limit=lambda: memory.budget_bytes,
-    )  # fmt: skip
-
-
-def of_drafts(draft: Callable[[bool], None], memory: DrafterMemory, lock: _Lock) -> Holding:
-    """A drafter with its caches, which drafts only while all of its memory is granted.
-
-    Args:
-      draft: begins or stops drafting.
-      memory: memory of the drafter.
-      lock: lock of the model.
-    """
-
-    def resize(limit_bytes: int) -> None:
-        with lock:
-            draft(limit_bytes >= memory.most_bytes)
-
-    return Holding("drafts", lambda: memory.size_bytes, resize, most=memory.most_bytes)
-
-
-def of_layers(weights: StreamedWeights, lock: _Lock) -> Holding:
-    """Resident layers of a streamed model; others are read in each pass. Whole layers fit a limit."""
-
-    def resize(limit_bytes: int) -> None:
-        with lock:
-            weights.resize(limit_bytes)
-
-    return Holding("layers", lambda: weights.resident_bytes, resize, most=weights.plan.resident_bytes)
-
-
-def of_experts(weights: ExpertWeights) -> Holding:
-    """Resident experts, including those that are being read: at least what one layer requires, and at most
-    all of them or their share of the engine's budget."""
-    cache = weights.cache
-    return Holding(
-        "experts", lambda: cache.taken_bytes, cache.resize, most=weights.budget_bytes,
-        least=weights.store.least_bytes(), limit=lambda: cache.budget_bytes,
-    )  # fmt: skip

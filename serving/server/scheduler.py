@@ -213,7 +213,10 @@ def expected_load(
     step_ms = _step_ms(streams)
     # Decoding runs are served as often as their readers need; prefill gets the rest.
     share = min(_MOST_DECODING, step_ms / min((each.tpot_ms for each in streams), default=math.inf))
-    slots = _slot_ms(queue, options)
+    # The time until a run ends, if no further one may begin.
+    slots = 0.0
+    if len(running := queue.running) >= options.running - options.reserved_running:
+        slots = min(each.rest_ms for each in running)
     rows = min(options.batch_rows, 1 + sum(each.batchable for each in decoding))
     return Load(waiting_ms=max(prefills, slots) / (1 - share), token_share=1 + ROW_SHARE * (rows - 1))
 
@@ -224,12 +227,12 @@ def retry_after_s(queue: Queue) -> float:
     return float(max(1, math.ceil(left / 2 / 1000)))
 
 
-def queue_refusal(waiting: int, of_app: int, options: SchedulerOptions) -> str | None:
-    """Why no further call of an app may wait, given the numbers of waiting calls in total and of the app;
-    None if one may."""
-    if waiting >= options.queued:
-        return f"{waiting} calls wait already, the maximum"
-    if of_app >= options.app_queued:
+def queue_refusal(queue: Queue, app: str, options: SchedulerOptions) -> str | None:
+    """Why no further call of an app may wait; None if one may."""
+    apps = [each.app for each in queue.waiting]
+    if len(apps) >= options.queued:
+        return f"{len(apps)} calls wait already, the maximum"
+    if (of_app := apps.count(app)) >= options.app_queued:
         return f"{of_app} calls of this app wait already, the maximum for one app"
     return None
 
@@ -274,13 +277,3 @@ def _step_ms(streams: Sequence[Work]) -> float:
             batches.setdefault(each.adapter, []).append(each.token_ms)
     alone = sum(each.token_ms for each in streams if not each.batchable)
     return alone + sum(max(each) * (1 + ROW_SHARE * (len(each) - 1)) for each in batches.values())
-
-
-def _slot_ms(queue: Queue, options: SchedulerOptions) -> float:
-    """The time until a run ends, if no further one may begin."""
-    running = queue.running
-    return (
-        0.0
-        if len(running) < options.running - options.reserved_running
-        else min(each.rest_ms for each in running)
-    )

@@ -10,7 +10,6 @@ import dataclasses
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -22,17 +21,15 @@ from jaxllm.options import check_options, option
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.server.adapters import ADAPTER_BYTES, ADAPTERS, AdapterOptions
-from jaxllm.serving.server.limits import Limits, bound, limits_of
-from jaxllm.serving.server.memory import PREFIX_BYTES, MemoryOptions
+from jaxllm.serving.server.limits import AppLimits, Limits, bound
+from jaxllm.serving.server.memory import PREFIX_BYTES
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.sockets import LOOPBACK_HOSTS, GuardOptions, PeerOptions, require_app
+from jaxllm.serving.server.sockets import LOOPBACK_HOSTS, GuardOptions, require_app, require_rules
 
 DEFAULT_HTTP = "127.0.0.1:8080"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MOST_FILE_BYTES = 1 << 20
 _MOST_PORT = (1 << 16) - 1
-_MOST_MODE = 0o777
-_MOST_DRAIN_S = 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,11 @@ class ServerOptions:
       keys: file of API keys; None for the user's.
       hosts: host names of the service, besides those of the loopback and that of `http`.
       origins: origins of other sites' web pages that may call.
-      apps: apps of programs and users over the Unix socket, by rules (see `PeerOptions.apps`).
+      apps: rule -> app over the Unix socket. Rules are "uid:1000,exe:/usr/bin/mail" (a program of a user),
+        "exe:/usr/bin/mail" (a program of the user that the service runs as) and "uid:1000" (a user). Rules
+        with a program have precedence. A process without a rule is the app "uid-1000", by its user. Rules
+        with a program only separate programs that trust each other: programs of one user can always read
+        each other's memory.
       context_tokens: maximum number of tokens of prompt and answer together; 0 for the model's window,
         within bounds.
       memory: memory limit of the process in bytes; 0 for no limit.
@@ -84,7 +85,7 @@ class ServerOptions:
     model: str = ""
     http: str = ""
     socket: Path | None = None
-    socket_mode: int = option(0o600, low=1, high=_MOST_MODE)
+    socket_mode: int = option(0o600, low=1, high=0o777)
     remote: bool = False
     keys: Path | None = None
     hosts: tuple[str, ...] = ()
@@ -111,7 +112,7 @@ class ServerOptions:
     adapter_count: int = option(ADAPTERS, low=1)
     log_level: str = "info"
     levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
-    drain_s: float = option(30.0, low=0, high=_MOST_DRAIN_S)
+    drain_s: float = option(30.0, low=0, high=86_400.0)
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
     objectives: Mapping[str, Binding] = dataclasses.field(default_factory=dict)
@@ -127,28 +128,9 @@ class ServerOptions:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r:.80}")
         if self.batch_rows and not set(self.batch_rows) <= set(_batch_rows()):
             raise ConfigError(f"batch_rows must be among {_batch_rows()}, got {self.batch_rows!r:.80}")
-        if self.http:
-            address_of(self.http)
-        if not isinstance(self.apps, Mapping):
-            raise ConfigError(f"apps must be a section of rules and apps, got {self.apps!r:.80}")
-        object.__setattr__(self, "apps", MappingProxyType(dict(self.apps)))
-        if not isinstance(self.adapter, Mapping):
-            raise ConfigError(f"adapter must be a section of names and folders, got {self.adapter!r:.80}")
-        for name, folder in self.adapter.items():
-            if not isinstance(folder, str | Path) or not str(folder):
-                raise ConfigError(
-                    f"the folder of the adapter {name!r:.80} must be a path, got {folder!r:.80}"
-                )
-        folders = {name: Path(folder) for name, folder in self.adapter.items()}
-        object.__setattr__(self, "adapter", MappingProxyType(folders))
-        for app, binding in self.objectives.items():
-            require_app(app)
-            if not isinstance(binding, Binding):
-                raise ConfigError(f"the objective of {app} must be a Binding, got {binding!r:.80}")
-        object.__setattr__(self, "objectives", MappingProxyType(dict(self.objectives)))
         # Each validates its arguments.
         self.guard()
-        self.peers()
+        require_rules(self.apps)
         self.adapter_options()
 
     @property
@@ -164,7 +146,8 @@ class ServerOptions:
         Raises:
           ConfigError: a host or an origin is malformed.
         """
-        own = () if self.address is None else (_in_brackets(self.address[0]),)
+        host = "" if self.address is None else self.address[0]
+        own = [f"[{host}]" if ":" in host else host] if host else []
         return GuardOptions(
             hosts=tuple(dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))), origins=self.origins
         )
@@ -180,20 +163,12 @@ class ServerOptions:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
         if self.contexts is None:
             return None
-        limits = self.limits.context_options()
         return ContextOptions(
             folder=self.contexts,
             budget_bytes=self.context_budget or ContextOptions.budget_bytes,
-            contexts_per_app=limits["contexts_per_app"],
-            app_quota_bytes=limits["app_quota_bytes"],
             encryption=self.context_keys,
             share_across_apps=self.share_across_apps,
-        )
-
-    def memory_options(self) -> MemoryOptions:
-        """Options of memory."""
-        return MemoryOptions(
-            limit_bytes=self.memory, prefix_bytes=self.prefix_memory, follow_pressure=self.follow_pressure
+            **self.limits.context_options(),
         )
 
     def adapter_options(self) -> AdapterOptions:
@@ -210,17 +185,6 @@ class ServerOptions:
             limit_bytes=self.adapter_memory,
             most=self.adapter_count,
         )
-
-    def peers(self) -> PeerOptions:
-        """Options of connections.
-
-        Raises:
-          ConfigError: a rule or an app's name is malformed.
-        """
-        return PeerOptions(apps=self.apps)
-
-
-_PATHS = ("socket", "keys", "contexts", "context_keys", "adapters")
 
 
 def _batch_rows() -> tuple[int, ...]:
@@ -267,22 +231,18 @@ def read_options(path: Path) -> ServerOptions:
 
 
 def _options(facts: dict[str, Any], folder: Path) -> ServerOptions:
-    _require_known(facts, ServerOptions, "option")
-    given: dict[str, Any] = dict(facts)
-    for name, convert in _CONVERSIONS.items():
-        if name in given:
-            given[name] = convert(name, given[name])
-    for name in _PATHS:
-        if isinstance(given.get(name), str) and given[name]:
-            given[name] = folder / Path(given[name]).expanduser()
-    if isinstance(found := given.get("adapter"), dict):
-        given["adapter"] = {
-            name: folder / Path(own).expanduser() if isinstance(own, str) and own else own
-            for name, own in found.items()
-        }
+    given = dict(_known("options", facts, ServerOptions, "option"))
+
+    def path(name: str, value: Any) -> Any:
+        del name
+        return folder / Path(value).expanduser() if isinstance(value, str) and value else value
+
+    conversions = dict.fromkeys(_PATHS, path) | dict.fromkeys(_SIZES, _size) | _SECTIONS
+    given |= {name: conversions[name](name, given[name]) for name in given.keys() & conversions.keys()}
+    given["adapter"] = {name: path(name, each) for name, each in given.get("adapter", {}).items()}
     # Names of packaged models are not paths.
     if isinstance(model := given.get("model"), str) and ("/" in model or model.startswith("~")):
-        given["model"] = str(folder / Path(model).expanduser())
+        given["model"] = str(path("model", model))
     return ServerOptions(**given)
 
 
@@ -296,44 +256,32 @@ def _size(name: str, value: Any) -> Any:
 
 
 def _scheduler(name: str, value: Any) -> SchedulerOptions:
-    _require_known(value, SchedulerOptions, f"key of [{name}]")
-    return SchedulerOptions(**value)
+    return SchedulerOptions(**_known(name, value, SchedulerOptions, f"key of [{name}]"))
 
 
 def _limits(name: str, value: Any) -> Limits:
     facts = dict(_section(name, value))
     apps = _section(f"{name}.apps", facts.pop("apps", {}))
-    default = limits_of(_sized(facts), Limits().default)
-    of_apps = {
-        app: limits_of(_sized(_section(f"{name}.apps.{app}", own)), default) for app, own in apps.items()
-    }
+    default = _app_limits(name, facts, Limits().default)
+    of_apps = {app: _app_limits(f"{name}.apps.{app}", own, default) for app, own in apps.items()}
     return Limits(default=default, apps=of_apps)
 
 
-def _sized(facts: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {name for name in facts if name.endswith("_bytes")}
-    return {name: _size(name, value) if name in sizes else value for name, value in facts.items()}
+def _app_limits(name: str, value: Any, default: AppLimits) -> AppLimits:
+    facts = _known(name, value, AppLimits, "limit").items()
+    return dataclasses.replace(
+        default, **{each: _size(each, own) if each.endswith("_bytes") else own for each, own in facts}
+    )
 
 
 def _objectives(name: str, value: Any) -> dict[str, Binding]:
     found = {}
     for app, own in _section(name, value).items():
         try:
-            found[app] = bound(own)
+            found[require_app(app)] = bound(own)
         except ConfigError as error:
             raise ConfigError(f"[{name}] {app!r:.80}: {error}") from error
     return found
-
-
-_CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
-    "memory": _size,
-    "context_budget": _size,
-    "prefix_memory": _size,
-    "adapter_memory": _size,
-    "scheduler": _scheduler,
-    "limits": _limits,
-    "objectives": _objectives,
-}
 
 
 def _section(name: str, value: Any) -> Mapping[str, Any]:
@@ -342,11 +290,20 @@ def _section(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _require_known(facts: Any, kind: type, what: str) -> None:
+def _known(name: str, value: Any, kind: type, what: str) -> Mapping[str, Any]:
+    """A section whose keys are fields of a dataclass."""
     names = [field.name for field in dataclasses.fields(kind)]
-    if unknown := set(_section(f"the {what}s", facts)) - set(names):
+    if unknown := _section(name, value).keys() - set(names):
         raise ConfigError(f"there is no {what} {min(unknown)!r:.80}; there are {', '.join(names)}")
+    return value
 
 
-def _in_brackets(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+_PATHS = ("socket", "keys", "contexts", "context_keys", "adapters")
+_SIZES = ("memory", "context_budget", "prefix_memory", "adapter_memory")
+_SECTIONS: dict[str, Callable[[str, Any], Any]] = {
+    "scheduler": _scheduler,
+    "limits": _limits,
+    "objectives": _objectives,
+    "apps": _section,
+    "adapter": _section,
+}

@@ -9,7 +9,6 @@ address. Both are read from the socket, never from headers, and passed in the AS
 import contextlib
 import dataclasses
 import errno
-import functools
 import ipaddress
 import os
 import re
@@ -18,11 +17,9 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ConfigError
-from jaxllm.options import check_options, option
 from jaxllm.serving.host.machine import most_connections
 
 if TYPE_CHECKING:
@@ -40,6 +37,8 @@ _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 # The key of a `Peer` in the ASGI scope's extensions.
 EXTENSION = "jaxllm.peer"
 _MOST_HEAD_BYTES = 1 << 16
+# Maximum time of a request's headers, from the connection or the last answer's end on, and of its body.
+_HEAD_S, _BODY_S = 20.0, 60.0
 _MOST_FRAMING = 9
 _CREDENTIALS = struct.Struct("3i")
 _RULE = re.compile(r"uid:(?P<uid>0|[1-9][0-9]{0,9})(?:,exe:(?P<exe>/.+))?|exe:(?P<own>/.+)", re.DOTALL)
@@ -68,43 +67,6 @@ class Peer:
     credentials: Credentials | None = None
     address: str = ""
     app: str = ""
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether its TCP address is of this machine's loopback."""
-        return is_loopback(self.address)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PeerOptions:
-    """Options of connections.
-
-    Attributes:
-      apps: rule -> app. Rules are "uid:1000,exe:/usr/bin/mail" (a program of a user), "exe:/usr/bin/mail"
-        (a program of the user that the service runs as) and "uid:1000" (a user). Rules with a program have
-        precedence. A process without a rule is the app "uid-1000", by its user. Rules with a program only
-        separate programs that trust each other: programs of one user can always read each other's memory.
-      head_timeout_s: maximum time in seconds from the connection, or from the end of the last request's
-        answer, to the end of a request's headers.
-      body_timeout_s: maximum time in seconds for a request's body.
-      connections: maximum number of connections; a further one closes the one that has waited longest for
-        its request. 0 for the process's limit of open files, less a reserve.
-    """
-
-    apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    head_timeout_s: float = option(20.0, above=0, below=1e6)
-    body_timeout_s: float = option(60.0, above=0, below=1e6)
-    connections: int = option(0, low=0)
-
-    def __post_init__(self) -> None:
-        for rule, app in self.apps.items():
-            if not isinstance(rule, str) or _RULE.fullmatch(rule) is None:
-                raise ConfigError(
-                    f"a rule for apps is uid:NUMBER, exe:/PATH or uid:NUMBER,exe:/PATH, got {rule!r:.80}"
-                )
-            require_app(app)
-        check_options(self)
-        object.__setattr__(self, "apps", MappingProxyType(dict(self.apps)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +112,20 @@ def require_app(app: object) -> str:
     return app
 
 
+def require_rules(apps: Mapping[str, str]) -> None:
+    """Validates rules for apps (see `ServerOptions.apps`).
+
+    Raises:
+      ConfigError: a rule or an app's name is malformed.
+    """
+    for rule, app in apps.items():
+        if not isinstance(rule, str) or _RULE.fullmatch(rule) is None:
+            raise ConfigError(
+                f"a rule for apps is uid:NUMBER, exe:/PATH or uid:NUMBER,exe:/PATH, got {rule!r:.80}"
+            )
+        require_app(app)
+
+
 def is_loopback(address: str) -> bool:
     """Whether an IP address is of this machine's loopback; names are not resolved."""
     try:
@@ -174,7 +150,7 @@ def credentials_of(connection: socket.socket) -> Credentials:
 
 
 def app_of(credentials: Credentials, apps: Mapping[str, str]) -> str:
-    """The app of a process by the rules of `PeerOptions.apps`."""
+    """The app of a process by the rules of `ServerOptions.apps`."""
     for rule, app in apps.items():
         found = _RULE.fullmatch(rule)
         assert found is not None
@@ -191,13 +167,14 @@ def peer_of(scope: Mapping[str, Any]) -> Peer | None:
     return found if isinstance(found, Peer) else None
 
 
-def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
-    """uvicorn's HTTP protocol (its `http=` option) with peers in the scope and time limits of requests.
+def protocol(apps: Mapping[str, str]) -> "type[HttpToolsProtocol]":
+    """uvicorn's HTTP protocol (its `http=` option) with peers in the scope, whose apps follow the rules of
+    `ServerOptions.apps`, and time limits of requests. A connection beyond the maximum closes the one that
+    has waited longest for its request.
 
     Run uvicorn with `proxy_headers=False`: callers are never identified by a header.
     """
-    options = options or PeerOptions()
-    most = options.connections or most_connections()
+    most = most_connections()
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     # Connections whose request has not arrived, longest waiting first.
@@ -212,7 +189,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             try:
-                self._peer = _peer(transport, options.apps)
+                self._peer = _peer(transport, apps)
             except OSError as error:
                 self.logger.error("a connection was closed: its peer cannot be known (%s)", error)
                 # Matches no rule, if a request is parsed before the connection is closed.
@@ -221,7 +198,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
                 return
             if len(self.connections) > most:
                 self._make_room()
-            self._await(options.head_timeout_s)
+            self._await(_HEAD_S)
             waiting[self] = None
 
         def data_received(self, data: bytes) -> None:
@@ -244,7 +221,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
             scope.setdefault("extensions", {})[EXTENSION] = self._peer
 
         def on_headers_complete(self) -> None:
-            self._await(options.body_timeout_s)
+            self._await(_BODY_S)
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
@@ -257,7 +234,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
             super().on_response_complete()
             # The next request of the connection may have begun, or even be complete.
             if self._deadline is None and self.cycle is not None and self.cycle.response_complete:
-                self._await(options.head_timeout_s)
+                self._await(_HEAD_S)
                 waiting[self] = None
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -276,7 +253,7 @@ def protocol(options: PeerOptions | None = None) -> "type[HttpToolsProtocol]":
             """Closes the connection in `seconds`, replacing an earlier deadline; None for never."""
             if self._deadline is not None:
                 self._deadline.cancel()
-            late = functools.partial(self.transport.abort)
+            late = self.transport.abort
             self._deadline = None if seconds is None else self.loop.call_later(seconds, late)
 
     return PeerProtocol

@@ -10,8 +10,8 @@ from pathlib import Path
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.sampling_state import Sampling
+from jaxllm.serving.guided.compiler import REPLY_S
 from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.workers import REPLY_S
 from jaxllm.serving.server.calls import Call, Piece
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService

@@ -8,16 +8,9 @@ from starlette.responses import Response
 
 from jaxllm.serving.server.api.errors import ApiError, anthropic_body
 from jaxllm.serving.server.api.messages import ToolUse, messages_of, text_of, tools_of
-from jaxllm.serving.server.api.params import SamplingFields, calls_of, config_of
-from jaxllm.serving.server.api.requests import (
-    ApiRequest,
-    ApiState,
-    Neutral,
-    event_frame,
-    json_response,
-    new_id,
-)
-from jaxllm.serving.server.api.streaming import Answer, Choice
+from jaxllm.serving.server.api.params import Asked, SamplingFields, answer_of
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, event_frame, new_id
+from jaxllm.serving.server.api.streaming import Choice
 from jaxllm.serving.server.api.tools import ToolCall
 from jaxllm.serving.server.calls import Conversation
 
@@ -30,13 +23,25 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool in Anthropic's format, other than those of its servers."""
+
+    name: Any = None
+    description: Any = None
+    input_schema: Any = None
+    type: Literal["custom"] | None = None
+    cache_control: Any = None
+    strict: Any = None
+
+
 class CountBody(SamplingFields, kw_only=True):
     """Fields of both paths."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "standard_only"] | None = None
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -50,17 +55,13 @@ class MessagesBody(CountBody, kw_only=True):
 NEUTRAL: Neutral = {"thinking": ({"type": "disabled"},), "container": (), "mcp_servers": ([],)}
 
 
-async def create(state: ApiState, request: ApiRequest) -> Response:
+async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers messages, as a whole or as events."""
     body = state.body(request, MessagesBody, NEUTRAL)
     facts, adapter = state.model(body.model)
     conversation, use = await _conversation(state, request, body)
-    if body.service_tier in ("auto", "standard_only"):
-        body.service_tier = None
-    config = config_of(state, body, max_tokens=body.max_tokens, stop=body.stop_sequences, grammar=use.grammar)
-    answer = Answer(
-        state, calls_of(state, request, body, (conversation,), config, adapter=adapter), use.scanner
-    )
+    asked = Asked(adapter=adapter, max_tokens=body.max_tokens, stop=body.stop_sequences, use=use)
+    answer = answer_of(state, request, body, (conversation,), asked)
     model = body.model or facts.name
     if body.stream:
         return await answer.streamed(
@@ -73,15 +74,15 @@ async def create(state: ApiState, request: ApiRequest) -> Response:
     ]
     message = _message(model, choice) | {"content": content, **_stop(choice), "jaxllm": choice.facts()}
     message["usage"]["output_tokens"] = choice.ended.tokens if choice.ended else 0
-    return json_response(message)
+    return message
 
 
-async def count_tokens(state: ApiState, request: ApiRequest) -> Response:
+async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, int]:
     """Counts the tokens of messages."""
     body = state.body(request, CountBody, NEUTRAL)
     state.model(body.model)
     conversation, _ = await _conversation(state, request, body)
-    return json_response({"input_tokens": len(await state.backend.tokenize(conversation))})
+    return {"input_tokens": len(await state.backend.tokenize(conversation))}
 
 
 async def _conversation(
@@ -92,7 +93,10 @@ async def _conversation(
         messages.append({"role": "system", "content": text_of(body.system, "system")})
     for index, value in enumerate(body.messages):
         messages += _messages(value, f"messages[{index}]")
-    tools = [_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())]
+    tools = []
+    for each in body.tools or ():
+        function = {name: getattr(each, name) for name in ("name", "description", "strict")}
+        tools.append({"type": "function", "function": function | {"parameters": each.input_schema}})
     choice = body.tool_choice
     kind = None if choice is None else choice.type
     named = {"type": "function", "function": {"name": choice.name}} if choice and kind == "tool" else None
@@ -103,16 +107,6 @@ async def _conversation(
         state.backend.facts().chat_template,
     )
     return await state.conversation(request.app, messages_of(messages), use.tools), use
-
-
-def _tool(value: Mapping[str, Any], at: str) -> dict[str, Any]:
-    known = {"name", "description", "input_schema", "type", "cache_control", "strict"}
-    if unknown := {*value} - known:
-        raise ApiError(f"{at} has the field {min(unknown)!r:.80}, which is not supported", param=at)
-    if value.get("type", "custom") not in (None, "custom"):
-        raise ApiError(f"{at} is a tool of Anthropic's servers, which is not supported", param=at)
-    function = {name: value.get(name) for name in ("name", "description", "strict")}
-    return {"type": "function", "function": function | {"parameters": value.get("input_schema")}}
 
 
 def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:

@@ -18,23 +18,23 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.errors import JaxllmError
 from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses
 from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, shape_of
 from jaxllm.serving.server.api.requests import (
-    ApiOptions,
     ApiRequest,
     ApiState,
     ClientLeft,
+    json_response,
+    parsed,
     read_raw,
     while_connected,
 )
 from jaxllm.serving.server.backend import Backend
-from jaxllm.serving.server.identity import Unauthorized
 from jaxllm.serving.server.logs import AccessLogged
 from jaxllm.serving.server.sockets import HOST, GuardOptions, peer_of
 
-Handler = Callable[[ApiState, ApiRequest], Coroutine[Any, Any, Response]]
+# Gives a response, or the JSON values of a usual one.
+Handler = Callable[[ApiState, ApiRequest], Coroutine[Any, Any, Any]]
 Identify = Callable[[Scope], str]
 Operates = Callable[[Scope], bool]
 
@@ -92,7 +92,6 @@ def make_app(
     *,
     identify: Identify,
     operates: Operates = lambda scope: False,
-    options: ApiOptions | None = None,
     guard: GuardOptions | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
@@ -100,14 +99,12 @@ def make_app(
 
     Args:
       backend: backend of the answers.
-      identify: returns the app of a connection by its scope; raises a JaxllmError if it is unknown, whose
-        attribute `code`, if any, is sent.
+      identify: returns the app of a connection by its scope; raises ApiError if it is unknown.
       operates: whether an identified connection may change what all apps share.
-      options: limits and defaults.
       guard: options of the guard; None for no guard.
       extra_routes: additional routes, with precedence.
     """
-    state = ApiState(backend, options or ApiOptions())
+    state = ApiState(backend)
     by_path: dict[str, dict[str, Handler]] = {}
     for method, path, handler in _ROUTES:
         by_path.setdefault(path, {})[method] = handler
@@ -115,9 +112,9 @@ def make_app(
     for path, handlers in by_path.items():
         who = (lambda scope: "", lambda scope: False) if path in _OPEN else (identify, operates)
         routes.append(Route(path, _endpoint(state, handlers, *who), methods=[*handlers]))
-    middleware = [Middleware(AccessLogged)]  # pyright: ignore[reportArgumentType]: of other types of scopes
+    middleware = [Middleware(AccessLogged)]
     if guard is not None:
-        middleware.append(Middleware(Guard, identify, guard))  # pyright: ignore[reportArgumentType]
+        middleware.append(Middleware(Guard, identify, guard))
     app = Starlette(
         routes=[*extra_routes, *routes],
         middleware=middleware,
@@ -132,32 +129,26 @@ def _endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            app = _identified(request.scope, identify)
-            raw = await read_raw(request, state.options, state.body_bytes())
-            visit = ApiRequest(
+            app = identify(request.scope)
+            raw = await read_raw(request, state.most_body_bytes(), state.body_s)
+            api_request = ApiRequest(
                 app=app,
                 request_id=request.state.request_id,
-                raw=raw,
+                values=await parsed(raw, state.body_depth) if request.method == "POST" else {},
                 path=request.path_params,
                 slo=request.headers.get("x-slo", ""),
                 query=request.query_params.multi_items(),
                 operator=operates(request.scope),
             )
             handler = handlers["GET" if request.method == "HEAD" else request.method]
-            return await while_connected(request, handler(state, visit))
+            answer = await while_connected(request.receive, handler(state, api_request))
+            return answer if isinstance(answer, Response) else json_response(answer)
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=_LEFT)
         except Exception as error:
             return error_response(api_error(error), shape_of(request.url.path))
 
     return endpoint
-
-
-def _identified(scope: Scope, identify: Identify) -> str:
-    try:
-        return identify(scope)
-    except JaxllmError as error:
-        raise ApiError(str(error), status=401, code=getattr(error, "code", "")) from error
 
 
 async def _unrouted(request: Request, error: Any) -> Response:
@@ -172,7 +163,7 @@ class Guard:
     """ASGI middleware that admits authorized callers and refuses others with the reason."""
 
     def __init__(self, app: ASGIApp, identify: Identify, options: GuardOptions | None = None) -> None:
-        """Guards an app; `identify` returns the app of a request's scope, or raises Unauthorized."""
+        """Guards an app; `identify` returns the app of a request's scope, or raises ApiError."""
         self._app, self._identify, self._options = app, identify, options or GuardOptions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,7 +176,7 @@ class Guard:
             return
         origin, problem = self._checked(scope)
         if problem is not None:
-            await _refuse(scope, receive, send, 403, problem, code="forbidden")
+            await _refuse(scope, receive, send, ApiError(problem, status=403))
             return
         if origin:
             send = _with_cors(send, origin)
@@ -196,8 +187,8 @@ class Guard:
         if scope["path"] not in self._options.open_paths:
             try:
                 self._identify(scope)
-            except Unauthorized as error:
-                await _refuse(scope, receive, send, 401, str(error), code=error.code)
+            except ApiError as error:
+                await _refuse(scope, receive, send, error)
                 return
         await self._app(scope, receive, send)
 
@@ -221,12 +212,10 @@ class Guard:
         return "", "pages of this Origin may not call; allow it in the service's options"
 
 
-async def _refuse(
-    scope: Scope, receive: Receive, send: Send, status: int, message: str, *, code: str
-) -> None:
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
     """Answers in the path's own format."""
     await _drop_body(scope, receive)
-    response = error_response(ApiError(message, status=status, code=code), shape_of(scope["path"]))
+    response = error_response(error, shape_of(scope["path"]))
     # The rest of the request's body must not be parsed as the next request.
     response.headers["connection"] = "close"
     await response(scope, receive, send)

@@ -20,23 +20,12 @@ from jaxllm.errors import (
     TemplateError,
     Unreadable,
 )
-from jaxllm.serving.guided.workers import GrammarLate
+from jaxllm.serving.guided.compiler import GrammarLate
 from jaxllm.serving.server.calls import AdapterBusy, AdapterGone, ContextBusy, Refused
 
 _log = logging.getLogger(__name__)
 _MOST_CHARACTERS = 1000
 _RETRY_S = 5.0
-_MODEL_FAILED = (
-    "the model's file was changed or cannot be read; the service tests itself now, and ends where it cannot "
-    "answer, so that it is started again: send the request again then"
-)
-_UNREADABLE = (
-    "the storage of contexts cannot be read or written now, and nothing is said of whether the context is "
-    "there: send the request again"
-)
-_STORAGE_FAILED = (
-    "the context could not be read or written: its storage failed or has damage; ask the operator"
-)
 
 
 class ApiError(JaxllmError):
@@ -79,6 +68,35 @@ _KINDS = {
     507: ("server_error", "budget_exceeded", "api_error"),
 }
 _REFUSALS = {"full": 429, "loading": 503, "draining": 503, "budget": 507}
+# Errors -> status, code, and the text for clients; None for their own.
+_ERRORS: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
+    (GrammarLate, 503, "grammar_late", None),
+    (ContextBusy, 409, "", None),
+    (AdapterBusy, 409, "adapter_busy", None),
+    (AdapterGone, 404, "adapter_not_found", None),
+    (ContextGone, 404, "context_not_found", None),
+    (ContextOverflow, 400, "context_length_exceeded", None),
+    (ObjectiveMissed, 422, "", None),
+    (BudgetExceeded, 507, "", None),
+    (TemplateError, 400, "template_error", None),
+    (ConfigError, 400, "", None),
+    # The texts of these name files, which must not reach clients.
+    (
+        BundleError, 503, "model_failed",
+        "the model's file was changed or cannot be read; the service tests itself now, and ends where it "
+        "cannot answer, so that it is started again: send the request again then",
+    ),
+    (
+        Unreadable, 503, "storage_failed",
+        "the storage of contexts cannot be read or written now, and nothing is said of whether the context "
+        "is there: send the request again",
+    ),
+    (
+        CheckpointError, 500, "storage_failed",
+        "the context could not be read or written: its storage failed or has damage; ask the operator",
+    ),
+    (BaseException, 500, "", "the service failed at this request; its log says why"),
+)  # fmt: skip
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -88,38 +106,16 @@ def api_error(error: BaseException) -> ApiError:
     text = str(error)[:_MOST_CHARACTERS]
     if isinstance(error, Refused):
         status, wait = _REFUSALS.get(error.reason, 503), error.retry_after_s
-        code = {"loading": "loading", "draining": "draining"}.get(error.reason, "")
+        code = error.reason if error.reason in ("loading", "draining") else ""
         # Clients retry these after the given time.
         wait = 1.0 if wait is None and status in (429, 503) else wait
         return ApiError(text, status=status, code=code, retry_after_s=wait)
-    if isinstance(error, GrammarLate):
-        return ApiError(text, status=503, code="grammar_late", retry_after_s=1.0)
-    for kind, status, code in (
-        (ContextBusy, 409, ""),
-        (AdapterBusy, 409, "adapter_busy"),
-        (AdapterGone, 404, "adapter_not_found"),
-        (ContextGone, 404, "context_not_found"),
-        (ContextOverflow, 400, "context_length_exceeded"),
-        (ObjectiveMissed, 422, ""),
-        (BudgetExceeded, 507, ""),
-        (TemplateError, 400, "template_error"),
-        (ConfigError, 400, ""),
-    ):
-        if isinstance(error, kind):
-            return ApiError(text, status=status, code=code)
-    # Their own texts name files, which must not reach clients.
-    for kind, status, code, public in (
-        (BundleError, 503, "model_failed", _MODEL_FAILED),
-        (Unreadable, 503, "storage_failed", _UNREADABLE),
-        (CheckpointError, 500, "storage_failed", _STORAGE_FAILED),
-    ):
-        if isinstance(error, kind):
-            _log.error("a request failed with %s: %s", code, error)
-            return ApiError(
-                public, status=status, code=code, retry_after_s=_RETRY_S if status == 503 else None
-            )
-    _log.error("a request failed", exc_info=error)
-    return ApiError("the service failed at this request; its log says why", status=500)
+    status, code, public = next(each for kind, *each in _ERRORS if isinstance(error, kind))
+    if public is None:
+        return ApiError(text, status=status, code=code, retry_after_s=1.0 if status == 503 else None)
+    # With a traceback of unexpected ones.
+    _log.error("a request failed (%s): %s", code, error, exc_info=None if code else error)
+    return ApiError(public, status=status, code=code, retry_after_s=_RETRY_S if status == 503 else None)
 
 
 Shape = Callable[[ApiError], dict[str, Any]]

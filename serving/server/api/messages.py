@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -62,7 +62,7 @@ class ToolFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool in OpenAI's chat format."""
 
-    type: str
+    type: Literal["function"]
     function: ToolFunction
 
 
@@ -229,39 +229,30 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     }
     if message.content is None and not message.tool_calls:
         raise ApiError(f"{at} has no content", param=at)
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id or "",
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": arguments_of(
-                        call.function.arguments, f"{at}.tool_calls[{index}].function.arguments"
-                    ),
-                },
-            }
-            for index, call in enumerate(message.tool_calls)
-        ]
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    for index, call in enumerate(message.tool_calls or ()):
+        arguments = arguments_of(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        plain.setdefault("tool_calls", []).append(
+            {"id": call.id or "", "type": "function", "function": function}
+        )
     return plain
 
 
 def _tool(value: Any, at: str) -> tuple[dict[str, Any], str | None]:
     """A tool in the templates' format, and its name if it is strict."""
     tool = convert(value, Tool, at)
-    if tool.type != "function":
-        raise ApiError(f"{at} is of the type {tool.type!r:.40}; tools are functions", param=at)
     if not _NAME.fullmatch(tool.function.name):
         raise ApiError(f"{at} has the name {tool.function.name!r:.80}; names have 1 to 64 letters", param=at)
-    more = {"description": tool.function.description or "", "parameters": tool.function.parameters or {}}
-    if not more["parameters"]:
-        more["parameters"] = {"type": "object", "properties": {}}
-    plain = {"type": "function", "function": {"name": tool.function.name, **more}}
-    return plain, tool.function.name if tool.function.strict else None
+    function = {
+        "name": tool.function.name,
+        "description": tool.function.description or "",
+        "parameters": tool.function.parameters or {"type": "object", "properties": {}},
+    }
+    strict = tool.function.name if tool.function.strict else None
+    return {"type": "function", "function": function}, strict
 
 
 def _named(choice: Any) -> str | None:
@@ -272,41 +263,39 @@ def _named(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-_ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
-_STATUSES = (None, "in_progress", "completed", "incomplete")
 
 
-class MessageItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message; `id`, `status` and `phase` come back with a response's own items, and have no effect."""
+class Item(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An item of a response; `id`, `status` and `phase` come back with a response's own items, and have no
+    effect."""
 
-    role: str
-    content: str | list[dict[str, Any]]
     type: str = "message"
     id: str | None = None
-    status: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Item, kw_only=True):
+    """A message."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
     phase: str | None = None
 
 
-class CallItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CallItem(Item, kw_only=True):
     """A call of a function."""
 
-    type: str
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
 
-class OutputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class OutputItem(Item, kw_only=True):
     """A function's result."""
 
-    type: str
     call_id: str
     output: str | list[dict[str, Any]]
-    id: str | None = None
-    status: str | None = None
 
 
 def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
@@ -337,7 +326,12 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
         messages.append({"role": "system", "content": instructions})
     for item in items:
         if item["type"] == "message":
-            texts = [_for_chat(part) for part in item["content"]]
+            texts = [
+                {"type": "image_url", "image_url": {"url": part["image_url"]}}
+                if part["type"] == "input_image"
+                else {"type": "text", "text": part["text"]}
+                for part in item["content"]
+            ]
             if item["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
                 messages[-1]["content"] += texts
             else:
@@ -368,7 +362,7 @@ def require_calls(items: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-_ITEMS: dict[str, tuple[type[MessageItem | CallItem | OutputItem], str]] = {
+_ITEMS: dict[str, tuple[type[Item], str]] = {
     "message": (MessageItem, "msg_"),
     "function_call": (CallItem, "fc_"),
     "function_call_output": (OutputItem, "fco_"),
@@ -385,14 +379,7 @@ def _item(value: Any, at: str) -> dict[str, Any]:
         )
     form, prefix = _ITEMS[kind]
     item = convert(value, form, at)
-    if isinstance(item, MessageItem) and item.role not in _ROLES:
-        raise ApiError(f"{at}.role is one of {', '.join(_ROLES)}, got {item.role!r:.40}", param=f"{at}.role")
-    if item.status not in _STATUSES:
-        raise ApiError(
-            f"{at}.status is in_progress, completed or incomplete, got {item.status!r:.40}",
-            param=f"{at}.status",
-        )
-    plain = {"id": new_id(prefix), "type": kind, "status": "completed"}
+    plain: dict[str, Any] = {"id": new_id(prefix), "type": kind, "status": "completed"}
     match item:
         case CallItem():
             arguments_of(item.arguments, f"{at}.arguments")
@@ -400,10 +387,10 @@ def _item(value: Any, at: str) -> dict[str, Any]:
         case OutputItem():
             output = item.output if isinstance(item.output, str) else _parts(item.output, f"{at}.output")
             return plain | {"call_id": item.call_id, "output": output}
+    assert isinstance(item, MessageItem)
     text, user = item.content, item.role == "user"
-    content = _parts(
-        [{"type": "text", "text": text}] if isinstance(text, str) else text, f"{at}.content", images=user
-    )
+    parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+    content = _parts(parts, f"{at}.content", images=user)
     if item.role == "assistant":
         content = [output_text(part["text"]) for part in content]
     return plain | {"role": item.role, "content": content}
@@ -427,10 +414,3 @@ def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[
         else:
             found.append({"type": "input_text", "text": text_of([part], at, _TEXTS, first=index)})
     return found
-
-
-def _for_chat(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of an item in the chat format."""
-    if part["type"] == "input_image":
-        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-    return {"type": "text", "text": part["text"]}

@@ -5,27 +5,20 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
-from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api.errors import ApiError, ollama_body
 from jaxllm.serving.server.api.messages import ToolUse, messages_of, tools_of
 from jaxllm.serving.server.api.params import (
+    SAMPLING,
+    Asked,
     Extensions,
     Prompt,
     SamplingFields,
-    calls_of,
-    config_of,
+    answer_of,
     format_grammar,
 )
-from jaxllm.serving.server.api.requests import (
-    ApiRequest,
-    ApiState,
-    Neutral,
-    convert,
-    json_response,
-)
-from jaxllm.serving.server.api.streaming import Answer, Choice
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert
+from jaxllm.serving.server.api.streaming import Choice
 from jaxllm.version import __version__
 
 # Ollama's default.
@@ -43,7 +36,7 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_predict: int | None = None
     num_ctx: int | None = None
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
+    repetition_penalty: float | None = msgspec.field(default=None, name="repeat_penalty")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -87,18 +80,17 @@ _GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
 }  # fmt: skip
 
 
-async def chat(state: ApiState, request: ApiRequest) -> Response:
+async def chat(state: ApiState, request: ApiRequest) -> Any:
     """Answers a chat."""
     body = state.body(request, ChatBody, _CHAT_NEUTRAL)
     facts, _ = state.model(body.model, tagged=True)
     use = tools_of(body.tools, None, None, facts.chat_template)
     messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
-    return await _answer(
-        state, request, body, await state.conversation(request.app, messages, use.tools), use
-    )
+    prompt = await state.conversation(request.app, messages, use.tools)
+    return await _answer(state, request, body, prompt, use)
 
 
-async def generate(state: ApiState, request: ApiRequest) -> Response:
+async def generate(state: ApiState, request: ApiRequest) -> Any:
     """Answers a prompt by the chat template, or continues it unchanged (`raw`)."""
     body = state.body(request, GenerateBody, _GENERATE_NEUTRAL)
     facts, _ = state.model(body.model, tagged=True)
@@ -117,40 +109,34 @@ async def generate(state: ApiState, request: ApiRequest) -> Response:
     return await _answer(state, request, body, conversation, ToolUse())
 
 
-async def tags(state: ApiState, request: ApiRequest) -> Response:
+async def tags(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Lists the models."""
     facts = state.backend.facts()
     names = [f"{facts.name}:latest", *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
     opened = _time(facts.opened_s)
-    return json_response(
-        {
-            "models": [
-                {"name": name, "model": name, "modified_at": opened, "size": 0, "digest": ""}
-                for name in names
-            ]
-        }
-    )
+    facts_of = {"modified_at": opened, "size": 0, "digest": ""}
+    return {"models": [{"name": name, "model": name, **facts_of} for name in names]}
 
 
-async def show(state: ApiState, request: ApiRequest) -> Response:
+async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Facts of a model."""
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
     info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
-    return json_response(
-        {"details": {"family": "jaxllm"}, "template": facts.chat_template, "model_info": info,
-         "capabilities": ["completion", *(["tools"] * ("tools" in facts.chat_template)),
-                          *(["vision"] * facts.images)]}
-    )  # fmt: skip
+    able = ["completion", *["tools"] * ("tools" in facts.chat_template), *["vision"] * facts.images]
+    details = {"family": "jaxllm"}
+    return {
+        "details": details, "template": facts.chat_template, "model_info": info, "capabilities": able,
+    }  # fmt: skip
 
 
-async def version(state: ApiState, request: ApiRequest) -> Response:
+async def version(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """The version of this service."""
-    return json_response({"version": __version__})
+    return {"version": __version__}
 
 
 async def _answer(
     state: ApiState, request: ApiRequest, body: OllamaBody, prompt: Prompt, use: ToolUse
-) -> Response:
+) -> Any:
     facts, adapter = state.model(body.model, tagged=True)
     options = convert(body.options or {}, Options, "options")
     if options.num_ctx is not None and options.num_ctx > facts.window_tokens:
@@ -158,23 +144,23 @@ async def _answer(
             f"options.num_ctx is at most the window of {facts.window_tokens}", param="options.num_ctx"
         )
     fields = SamplingFields(
-        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p,
-        seed=options.seed, repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty, frequency_penalty=options.frequency_penalty,
+        **{name: getattr(options, name) for name in SAMPLING},
         **{name: getattr(body, name) for name in Extensions.__struct_fields__},
-    )  # fmt: skip
-    grammar = _grammar(body.format)
-    if grammar and use.tools:
-        raise ApiError("tools cannot be combined with a format", param="tools")
-    config = config_of(
-        state,
-        fields,
+    )
+    grammar, form = None, body.format
+    if isinstance(form, dict):
+        grammar = format_grammar("json_schema", form, "format")
+    elif form:
+        grammar = format_grammar("json_object" if form == "json" else form, None, "format")
+    asked = Asked(
+        adapter=adapter,
         max_tokens=facts.window_tokens if options.num_predict == -1 else options.num_predict,
         stop=options.stop,
         temperature=_TEMPERATURE,
+        use=use,
         grammar=grammar,
     )
-    answer = Answer(state, calls_of(state, request, fields, (prompt,), config, adapter=adapter), use.scanner)
+    answer = answer_of(state, request, fields, (prompt,), asked)
     is_chat = isinstance(body, ChatBody)
 
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
@@ -189,7 +175,7 @@ async def _answer(
             frames, lambda error: _line(ollama_body(error)), media_type="application/x-ndjson"
         )
     (choice,) = await answer.whole()
-    return json_response(_part(body.model, choice.text, choice.tool_calls, is_chat) | _end(choice))
+    return _part(body.model, choice.text, choice.tool_calls, is_chat) | _end(choice)
 
 
 def _line(data: Any) -> bytes:
@@ -213,17 +199,13 @@ def _end(choice: Choice) -> dict[str, Any]:
     start, end = choice.started, choice.ended
     assert start is not None
     assert end is not None
-    decode_ms = end.tpot_ms * max(0, end.tokens - 1)
+    ttft_ns, decode_ns = int(1e6 * end.ttft_ms), int(1e6 * end.tpot_ms * max(0, end.tokens - 1))
     return {
         "done": True, "done_reason": "length" if choice.finish_reason == "length" else "stop",
-        "total_duration": _ns(end.ttft_ms + decode_ms), "load_duration": 0,
-        "prompt_eval_count": start.prompt_tokens, "prompt_eval_duration": _ns(end.ttft_ms),
-        "eval_count": end.tokens, "eval_duration": _ns(decode_ms), "jaxllm": choice.facts(),
+        "total_duration": ttft_ns + decode_ns, "load_duration": 0,
+        "prompt_eval_count": start.prompt_tokens, "prompt_eval_duration": ttft_ns,
+        "eval_count": end.tokens, "eval_duration": decode_ns, "jaxllm": choice.facts(),
     }  # fmt: skip
-
-
-def _ns(ms: float) -> int:
-    return int(ms * 1e6)
 
 
 def _time(at_s: float | None) -> str:
@@ -239,14 +221,6 @@ def _with_images(text: Any, images: Any, at: str) -> list[dict[str, Any]]:
     urls = [f"data:image/any;base64,{each}" for each in images]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}] if text else parts
-
-
-def _grammar(form: str | dict[str, Any] | None) -> Grammar | None:
-    if form in (None, ""):
-        return None
-    if isinstance(form, dict):
-        return format_grammar("json_schema", form, "format")
-    return format_grammar("json_object" if form == "json" else form, None, "format")
 
 
 def _message(value: dict[str, Any], at: str) -> dict[str, Any]:

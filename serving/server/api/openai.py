@@ -9,15 +9,18 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS, TokenLogprob
+from jaxllm.errors import ContextOverflow
+from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server.api.errors import ApiError, openai_body
 from jaxllm.serving.server.api.messages import messages_of, tools_of
 from jaxllm.serving.server.api.params import (
+    Asked,
+    Positive,
     Prompt,
     SamplingFields,
     StreamOptions,
-    calls_of,
-    config_of,
+    TopLogprobs,
+    answer_of,
     format_grammar,
 )
 from jaxllm.serving.server.api.requests import (
@@ -27,7 +30,6 @@ from jaxllm.serving.server.api.requests import (
     Neutral,
     Streamed,
     event_frame,
-    json_response,
     new_id,
     now_s,
 )
@@ -142,12 +144,10 @@ def requested_logprobs(top: int | None, requested: bool, needed: str) -> int | N
       needed: how they are requested, for the error.
 
     Raises:
-      ApiError: it is out of range, or none are requested.
+      ApiError: none are requested.
     """
     if top and not requested:
         raise ApiError(f"top_logprobs requires {needed}", param="top_logprobs")
-    if not 0 <= (top or 0) <= MAX_TOP_LOGPROBS:
-        raise ApiError(f"top_logprobs is 0 to {MAX_TOP_LOGPROBS}, got {top}", param="top_logprobs")
     return (top or 0) if requested else None
 
 
@@ -155,12 +155,12 @@ class ChatBody(SamplingFields, kw_only=True):
     """The supported fields of a chat."""
 
     messages: list[Any]
-    n: int = 1
+    n: Positive = 1
     stop: str | list[str] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
@@ -173,23 +173,21 @@ class ChatBody(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
 
 
-CHAT_NEUTRAL: Neutral = {
-    "audio": (),
+_NEVER = (
+    "audio", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention",
+    "web_search_options",
+)  # fmt: skip
+CHAT_NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
     "store": (False,),
     "verbosity": ("medium",),
-    "web_search_options": (),
 }
 
 
-async def chat(state: ApiState, request: ApiRequest) -> Response:
+async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers a chat, as a whole or as server-sent events."""
     body = state.body(request, ChatBody, CHAT_NEUTRAL)
     facts, adapter = state.model(body.model)
@@ -198,22 +196,23 @@ async def chat(state: ApiState, request: ApiRequest) -> Response:
     top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
     with_usage = _with_usage(body)
     use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.chat_template)
-    grammar = _response_grammar(body.response_format)
-    if use.tools and (grammar or body.grammar):
-        raise ApiError("tools cannot be combined with a response format or grammar", param="tools")
-    messages = messages_of(body.messages)
-    prompt = await state.conversation(request.app, messages, use.tools, continue_final=_continues(body))
-    config = config_of(
-        state,
-        body,
+    form = {"type": "text"} if body.response_format is None else body.response_format
+    schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
+    asked = Asked(
+        adapter=adapter,
+        n=body.n,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=body.stop,
         logit_bias=body.logit_bias,
-        grammar=use.grammar or grammar,
+        use=use,
+        grammar=format_grammar(
+            form.get("type"), schema.get("schema"), "response_format", strict=schema.get("strict") is True
+        ),
         top_logprobs=top_logprobs,
     )
-    calls = calls_of(state, request, body, (prompt,), config, adapter=adapter, n=body.n)
-    answer = Answer(state, calls, use.scanner)
+    messages = messages_of(body.messages)
+    prompt = await state.conversation(request.app, messages, use.tools, continue_final=_continues(body))
+    answer = answer_of(state, request, body, (prompt,), asked)
     base: dict[str, Any] = {
         "id": new_id("chatcmpl-"),
         "created": now_s(),
@@ -224,7 +223,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response:
         base["service_tier"] = body.service_tier
     if body.stream:
         base |= {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
-        logged = [LoggedText(state) if body.logprobs else None for _ in calls]
+        logged = [LoggedText(state) if body.logprobs else None for _ in answer.choices]
         return await _streamed(answer, base, _chat_deltas(logged), with_usage=with_usage)
     choices = []
     for choice in await answer.whole():
@@ -262,8 +261,8 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _whole(answer: Answer, base: dict[str, Any], choices: list[dict[str, Any]]) -> Response:
-    return json_response({**base, "choices": choices, "usage": _usage(answer), "jaxllm": answer.facts()})
+def _whole(answer: Answer, base: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**base, "choices": choices, "usage": _usage(answer), "jaxllm": answer.facts()}
 
 
 # Makes the choices of the chunks that report an answer's news, without their indices.
@@ -330,15 +329,6 @@ def _continues(body: ChatBody) -> bool | None:
     return continues
 
 
-def _response_grammar(value: dict[str, Any] | None) -> Any:
-    if value is None:
-        return None
-    schema = value.get("json_schema")
-    wrapped = schema if isinstance(schema, dict) else {}
-    strict = wrapped.get("strict") is True
-    return format_grammar(value.get("type"), wrapped.get("schema"), "response_format", strict=strict)
-
-
 # OpenAI's default.
 _MAX_TOKENS = 16
 
@@ -347,10 +337,10 @@ class CompletionBody(SamplingFields, kw_only=True):
     """The supported fields of a completion."""
 
     prompt: str | list[Any]
-    n: int = 1
+    n: Positive = 1
     stop: str | list[str] | None = None
     max_tokens: int | None = None
-    logprobs: int | None = None
+    logprobs: TopLogprobs | None = None
     logit_bias: dict[str, float] | None = None
     stream_options: StreamOptions | None = None
 
@@ -358,30 +348,29 @@ class CompletionBody(SamplingFields, kw_only=True):
 _COMPLETION_NEUTRAL: Neutral = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
 
-async def completions(state: ApiState, request: ApiRequest) -> Response:
+async def completions(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Continues texts, as a whole or as server-sent events."""
     body = state.body(request, CompletionBody, _COMPLETION_NEUTRAL)
     facts, adapter = state.model(body.model)
-    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
-        raise ApiError(f"logprobs is 0 to {MAX_TOP_LOGPROBS}, got {body.logprobs}", param="logprobs")
-    with_usage, prompts = _with_usage(body), prompts_of(body.prompt, "prompt")
-    config = config_of(
-        state,
-        body,
+    with_usage = _with_usage(body)
+    asked = Asked(
+        adapter=adapter,
+        n=body.n,
         max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         stop=body.stop,
         logit_bias=body.logit_bias,
         top_logprobs=body.logprobs,
     )
-    calls = calls_of(state, request, body, prompts, config, adapter=adapter, n=body.n)
-    answer = Answer(state, calls, prompts=len(prompts))
+    most = state.answers_per_request
+    prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
+    answer = answer_of(state, request, body, prompts, asked)
     base = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
         "created": now_s(),
         "model": body.model or facts.name,
     }
-    logged = [LoggedText(state) for _ in calls]
+    logged = [LoggedText(state) for _ in answer.choices]
 
     async def entry(choice: Choice, text: str, *, whole: bool) -> dict[str, Any]:
         tokens = None if body.logprobs is None else await logged[choice.index].take(choice, whole=whole)
@@ -402,20 +391,25 @@ async def completions(state: ApiState, request: ApiRequest) -> Response:
     return _whole(answer, base, choices)
 
 
-def prompts_of(value: str | list[Any], param: str) -> tuple[Prompt, ...]:
-    """Parses OpenAI's four forms of prompts: a text, texts, token ids, lists of token ids.
+def prompts_of(value: str | list[Any], param: str, *, window_tokens: int, most: int) -> tuple[Prompt, ...]:
+    """Parses OpenAI's four forms of prompts: a text, texts, token ids, lists of token ids. Sizes are checked
+    first: millions of ids would keep other answers waiting.
 
     Raises:
-      ApiError: it has another form, or is empty.
+      ApiError: it has another form, is empty, or has more than `most` prompts.
+      ContextOverflow: a prompt has more ids than the window.
     """
     if isinstance(value, str):
         return (value,)
-    if value and all(isinstance(each, str) for each in value):
-        return tuple(value)
-    if value and _ids(value):
-        return (tuple(value),)
-    if value and all(isinstance(each, list) and each and _ids(each) for each in value):
-        return tuple(tuple(each) for each in value)
+    prompts = [value] if value and type(value[0]) is int else value
+    if len(prompts) > most:
+        raise ApiError(f"{param} must have at most {most} entries, got {len(prompts)}", param=param)
+    if (longest := max((len(each) for each in prompts if isinstance(each, list)), default=0)) > window_tokens:
+        raise ContextOverflow(f"{param} has {longest} tokens; at most {window_tokens} fit; shorten it")
+    if prompts and all(isinstance(each, str) for each in prompts):
+        return tuple(prompts)
+    if prompts and all(isinstance(each, list) and each and _ids(each) for each in prompts):
+        return tuple(tuple(each) for each in prompts)
     raise ApiError(f"{param} is a text, a list of texts, of token ids, or of lists of token ids", param=param)
 
 

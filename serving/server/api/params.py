@@ -6,31 +6,35 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.elastic.objectives import Objective
+from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.guided.narrowing import narrowed
 from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.messages import ToolUse
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState
+from jaxllm.serving.server.api.streaming import Answer
 from jaxllm.serving.server.calls import Call, Conversation
 from jaxllm.serving.server.limits import objective_from
 
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
-_MAX_PREFIX_KEY = 256
 _STRICT = re.compile(r"(.*);\s*strict\s*", re.DOTALL)
 
-_SAMPLING = (
+SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed",
 )  # fmt: skip
 
 Prompt = Conversation | str | tuple[int, ...]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class Extensions(msgspec.Struct, kw_only=True):
@@ -42,7 +46,7 @@ class Extensions(msgspec.Struct, kw_only=True):
     conversation: str | dict[str, Any] | None = None
     adapter: str | None = None
     grammar: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     task: str | None = None
 
 
@@ -59,7 +63,7 @@ class SamplingFields(Extensions, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    service_tier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     user: str | None = None
 
 
@@ -74,41 +78,56 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("include_obfuscation is not supported")
 
 
-def calls_of(
-    state: ApiState,
-    request: ApiRequest,
-    body: SamplingFields,
-    prompts: Sequence[Prompt],
-    config: GenerationConfig,
-    *,
-    adapter: str,
-    n: int = 1,
-) -> list[Call]:
-    """A request's calls, `n` consecutive ones for each prompt. An answer's seed is the config's plus its
-    index among the n. `adapter` is the one that the field `model` names, empty for none.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request of any format asks for, besides the common fields.
+
+    Attributes:
+      adapter: adapter that the field `model` names; empty for none.
+      n: number of answers to each prompt; an answer's seed is the request's plus its index among them.
+      max_tokens: maximum number of tokens; None for the front's.
+      stop: strings that end an answer.
+      logit_bias: biases by token id.
+      temperature: default temperature; None for the front's.
+      use: effect of the tools.
+      grammar: grammar of a response format; None for none.
+      top_logprobs: see `GenerationConfig`.
+      context, context_tokens: see `Call`; an empty name for that of the field `conversation`.
+    """
+
+    adapter: str = ""
+    n: int = 1
+    max_tokens: int | None = None
+    stop: str | Sequence[str] | None = None
+    logit_bias: Mapping[str, float] | None = None
+    temperature: float | None = None
+    use: ToolUse = dataclasses.field(default_factory=ToolUse)
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
+    context: str = ""
+    context_tokens: int | None = None
+
+
+def answer_of(
+    state: ApiState, request: ApiRequest, body: SamplingFields, prompts: Sequence[Prompt], asked: Asked
+) -> Answer:
+    """Submits a request's calls, `asked.n` consecutive ones for each prompt.
 
     Raises:
-      ApiError: a field is out of range, there are too many calls or none, or a field is incompatible with the
-        prompts.
+      ApiError: a field is out of range, there are too many calls or none, or fields exclude each other.
+      JaxllmError: a call is refused.
     """
-    if body.service_tier not in (None, "auto", "default", "flex", "priority"):
+    if body.adapter and asked.adapter and body.adapter != asked.adapter:
         raise ApiError(
-            f"service_tier is auto, default, flex or priority, got {body.service_tier!r:.80}",
-            param="service_tier",
+            f"model names the adapter {asked.adapter!r}, adapter {body.adapter!r:.80}", param="adapter"
         )
-    if body.adapter and adapter and body.adapter != adapter:
-        raise ApiError(f"model names the adapter {adapter!r}, adapter {body.adapter!r:.80}", param="adapter")
-    if len(body.prompt_cache_key or "") > _MAX_PREFIX_KEY:
-        raise ApiError(f"prompt_cache_key has at most {_MAX_PREFIX_KEY} characters", param="prompt_cache_key")
-    if n < 1:
-        raise ApiError(f"n must be at least 1, got {n}", param="n")
-    number, limit = len(prompts) * n, state.options.answers_per_request
+    number, limit = len(prompts) * asked.n, state.answers_per_request
     if not 1 <= number <= limit:
         raise ApiError(
             f"a request may ask for 1 to {limit} answers, as prompts times n; this one asks for {number}"
         )
     objective, strict = objective_of(body.slo, body.strict, request.slo)
-    context = context_of(body.conversation)
+    context = asked.context or context_of(body.conversation)
     if context and number > 1:
         raise ApiError("a context gives one answer at a time; n must be 1", param="conversation")
     if context or any(isinstance(prompt, tuple) for prompt in prompts):
@@ -117,10 +136,10 @@ def calls_of(
                 "shorten is for texts and conversations: of token ids and in a context no words are dropped",
                 param="shorten",
             )
-        if config.task:
+        if body.task:
             raise ApiError("task is for texts and messages outside of contexts", param="task")
-    adapter = state.adapter(state.backend.facts(), body.adapter or adapter)
-    return [
+    config, adapter = _config(state, body, asked), state.adapter(body.adapter or asked.adapter)
+    calls = [
         Call(
             app=request.app,
             request_id=request.call_id(),
@@ -131,73 +150,57 @@ def calls_of(
             shorten=body.shorten,
             priority="background" if body.service_tier == "flex" else "foreground",
             context=context,
+            context_tokens=asked.context_tokens,
             prefix_key=body.prompt_cache_key or "",
             adapter=adapter,
         )
         for prompt in prompts
-        for place in range(n)
+        for place in range(asked.n)
     ]
+    return Answer(state, calls, asked.use.scanner, len(prompts))
 
 
-def config_of(
-    state: ApiState,
-    body: SamplingFields,
-    *,
-    max_tokens: int | None,
-    stop: str | Sequence[str] | None = None,
-    logit_bias: Mapping[str, float] | None = None,
-    temperature: float | None = None,
-    grammar: Grammar | None = None,
-    top_logprobs: int | None = None,
-) -> GenerationConfig:
-    """Length, stops, sampling and grammar of a request's answers.
-
-    Args:
-      state: state of the handlers.
-      body: fields of the request.
-      max_tokens: maximum number of tokens; None for the front's.
-      stop: strings that end an answer.
-      logit_bias: biases by token id.
-      temperature: see `sampling_of`.
-      grammar: grammar of a response format or of tools.
-      top_logprobs: see `GenerationConfig`.
-
-    Raises:
-      ApiError, ConfigError: a value is out of range, or there are two grammars.
-    """
-    if body.grammar and grammar:
+def _config(state: ApiState, body: SamplingFields, asked: Asked) -> GenerationConfig:
+    """Length, stops, sampling and grammar of a request's answers."""
+    if asked.use.tools and (asked.grammar or body.grammar):
+        raise ApiError("tools cannot be combined with a format or grammar of the answer", param="tools")
+    if body.grammar and asked.grammar:
+        raise ApiError("grammar cannot be combined with a response format", param="grammar")
+    biases = asked.logit_bias or {}
+    for token in biases:
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise ApiError(f"logit_bias must have token ids as keys, got {token!r:.40}", param="logit_bias")
+    if any(math.isnan(value) for value in biases.values()):
+        raise ApiError("logit_bias must have numbers as values", param="logit_bias")
+    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    if len(stops) > _MAX_STOPS or not all(0 < len(each) <= _MAX_STOP_CHARACTERS for each in stops):
         raise ApiError(
-            "grammar cannot be combined with a response format or a forced tool call", param="grammar"
+            f"stop must have at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters",
+            param="stop",
         )
-    wanted = state.options.max_tokens if max_tokens is None else max_tokens
     return GenerationConfig(
         # No answer is longer than the window: this only bounds the value.
-        max_tokens=min(wanted, state.backend.facts().window_tokens),
-        stop=stops_of(stop),
-        sampling=Sampling(logit_bias=_biases(logit_bias or {}), **sampling_of(state, body, temperature)),
+        max_tokens=min(
+            state.max_tokens if asked.max_tokens is None else asked.max_tokens,
+            state.backend.facts().window_tokens,
+        ),
+        stop=stops,
+        sampling=Sampling(
+            logit_bias=tuple((int(token), float(value)) for token, value in biases.items()),
+            **sampling_of(state, body, asked.temperature),
+        ),
         task=body.task or "",
-        grammar=grammar or grammar_of(body.grammar),
-        top_logprobs=top_logprobs,
+        grammar=asked.use.grammar or asked.grammar or _own_grammar(body.grammar),
+        top_logprobs=asked.top_logprobs,
     )
 
 
 def sampling_of(state: ApiState, body: SamplingFields, temperature: float | None = None) -> dict[str, Any]:
     """Sampling options by name: the request's, else those recommended by the model's authors; `temperature`
     is the default if neither gives one, None for the front's."""
-    asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    default = state.options.temperature if temperature is None else temperature
+    asked = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    default = state.temperature if temperature is None else temperature
     return {"temperature": default, **state.backend.facts().sampling, **asked}
-
-
-def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Strings that end an answer; raises ApiError."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MAX_STOPS or not all(0 < len(each) <= _MAX_STOP_CHARACTERS for each in stops):
-        raise ApiError(
-            f"stop must have at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters",
-            param="stop",
-        )
-    return stops
 
 
 def objective_of(
@@ -234,16 +237,6 @@ def context_of(conversation: str | Mapping[str, Any] | None) -> str:
     return name or ""
 
 
-def grammar_of(grammar: Mapping[str, Any] | None) -> Grammar | None:
-    """The extension `grammar`; raises ApiError."""
-    if grammar is None:
-        return None
-    (kind, text), *more = grammar.items() or [("", None)]
-    if more or kind not in ("regex", "lark") or not isinstance(text, str) or not text:
-        raise ApiError('grammar is {"regex": TEXT} or {"lark": TEXT}', param="grammar")
-    return Grammar(kind="regex" if kind == "regex" else "lark", text=text)
-
-
 def format_grammar(kind: Any, schema: Any, param: str, *, strict: bool = False) -> Grammar | None:
     """The grammar of a response format: text, json_object or json_schema, narrowed if strict; raises
     ApiError."""
@@ -264,10 +257,11 @@ def _seeded(config: GenerationConfig, place: int) -> GenerationConfig:
     return dataclasses.replace(config, sampling=sampling)
 
 
-def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    for token in biases:
-        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ApiError(f"logit_bias must have token ids as keys, got {token!r:.40}", param="logit_bias")
-    if any(math.isnan(value) for value in biases.values()):
-        raise ApiError("logit_bias must have numbers as values", param="logit_bias")
-    return tuple((int(token), float(value)) for token, value in biases.items())
+def _own_grammar(grammar: Mapping[str, Any] | None) -> Grammar | None:
+    """The extension `grammar`."""
+    if grammar is None:
+        return None
+    (kind, text), *more = grammar.items() or [("", None)]
+    if more or kind not in ("regex", "lark") or not isinstance(text, str) or not text:
+        raise ApiError('grammar is {"regex": TEXT} or {"lark": TEXT}', param="grammar")
+    return Grammar(kind="regex" if kind == "regex" else "lark", text=text)

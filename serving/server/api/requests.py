@@ -8,7 +8,6 @@ clients that disconnect is cancelled, whether they wait or read.
 import asyncio
 import contextlib
 import dataclasses
-import math
 import re
 import time
 import uuid
@@ -21,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxllm.options import check_options, option
 from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.images.files import IMAGES, taken_apart
 from jaxllm.serving.server.api.errors import ApiError
@@ -29,66 +27,32 @@ from jaxllm.serving.server.api.stored_responses import ResponseStore
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import Conversation, ModelFacts, Refused
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ApiOptions:
-    """Options of the HTTP front.
-
-    Attributes:
-      body_bytes: size limit of a request's body.
-      image_body_bytes: the same if the model supports images, which bodies contain in base64.
-      body_depth: maximum nesting of lists and objects in a body.
-      body_s: maximum time in seconds until a body has arrived.
-      write_s: maximum time in seconds that a client may leave a part of an answer unread.
-      answers_per_request: maximum number of answers per request, as prompts times `n`.
-      embeddings_per_request: maximum number of inputs of a request for embeddings.
-      stored_responses, stored_response_bytes: maximum number and bytes of an app's stored responses.
-      max_tokens: default length of answers; completions have OpenAI's default of 16.
-      temperature: default temperature.
-    """
-
-    body_bytes: int = option(4 << 20, low=1)
-    image_body_bytes: int = option(16 << 20, low=1)
-    body_depth: int = option(64, low=1)
-    body_s: float = option(30.0, low=1, below=math.inf)
-    write_s: float = option(60.0, low=1, below=math.inf)
-    answers_per_request: int = option(16, low=1)
-    embeddings_per_request: int = option(256, low=1)
-    stored_responses: int = option(1000, low=1)
-    stored_response_bytes: int = option(16 << 20, low=1)
-    max_tokens: int = option(1024, low=1)
-    temperature: float = option(1.0, low=0, below=math.inf)
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
 Body = TypeVar("Body", bound=msgspec.Struct)
 # Known but unsupported fields -> their neutral values, which have no effect and are accepted.
 Neutral = Mapping[str, tuple[Any, ...]]
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
+_LARGE_BYTES = 1 << 16
 
 
-async def read_raw(request: Request, options: ApiOptions, most: int = 0) -> bytes:
-    """Reads a request's body of at most `most` bytes; 0 for the options' limit.
+async def read_raw(request: Request, most: int, within_s: float) -> bytes:
+    """Reads a request's body of at most `most` bytes.
 
     Raises:
-      ApiError: the body is too large (413) or too slow (408).
+      ApiError: the body is too large (413), or slower than `within_s` seconds (408).
     """
-    most = most or options.body_bytes
     too_long = ApiError(f"the body has more than {most} bytes; send less", status=413)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > most):
         raise too_long
     raw = bytearray()
     try:
-        async with asyncio.timeout(options.body_s):
+        async with asyncio.timeout(within_s):
             async for part in request.stream():
                 raw += part
                 if len(raw) > most:
                     raise too_long
     except TimeoutError:
-        message = f"the body did not arrive within {options.body_s:g} s; send it faster"
+        message = f"the body did not arrive within {within_s:g} s; send it faster"
         raise ApiError(message, status=408) from None
     return bytes(raw)
 
@@ -116,19 +80,28 @@ def convert(value: Any, kind: type[Body], at: str = "") -> Body:
         raise ApiError("a value is nested too deep or too large", param=at) from None
 
 
-def _object(raw: bytes, options: ApiOptions) -> dict[str, Any]:
+async def parsed(raw: bytes, depth: int) -> dict[str, Any]:
+    """A body as a JSON object, empty for no body; a large one is parsed in a thread, so that other answers
+    go on meanwhile.
+
+    Raises:
+      ApiError: it is no JSON object, or nests more than `depth` deep.
+    """
+    if not raw:
+        return {}
+    return await asyncio.to_thread(_object, raw, depth) if len(raw) > _LARGE_BYTES else _object(raw, depth)
+
+
+def _object(raw: bytes, depth: int) -> dict[str, Any]:
+    too_deep, values = False, None
     try:
         values = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise ApiError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
     except RecursionError:
-        values = None
         too_deep = True
-    else:
-        too_deep = _depth_exceeds(values, options.body_depth)
-    if too_deep:
-        message = f"the body nests lists and objects more than {options.body_depth} deep"
-        raise ApiError(message, code="invalid_json")
+    if too_deep or _depth_exceeds(values, depth):
+        raise ApiError(f"the body nests lists and objects more than {depth} deep", code="invalid_json")
     if not isinstance(values, dict):
         raise ApiError(f"the body must be a JSON object, got {type(values).__name__}", code="invalid_json")
     return values
@@ -144,11 +117,6 @@ def _depth_exceeds(value: Any, most: int) -> bool:
     return True
 
 
-def _allowed(values: tuple[Any, ...]) -> str:
-    texts = [msgspec.json.encode(each).decode() for each in values]
-    return f" but for {' or '.join(texts)}" if texts else ""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiRequest:
     """An identified request with its complete body.
@@ -156,7 +124,7 @@ class ApiRequest:
     Attributes:
       app: app of the request.
       request_id: the client's id, or a new one.
-      raw: the body.
+      values: the body; empty for none.
       path: values in the path.
       slo: the header X-SLO; empty for none.
       query: names and values of the query.
@@ -165,7 +133,7 @@ class ApiRequest:
 
     app: str
     request_id: str
-    raw: bytes = b""
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     path: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slo: str = ""
     query: Sequence[tuple[str, str]] = ()
@@ -177,35 +145,48 @@ class ApiRequest:
 
 
 class ApiState:
-    """State of the handlers.
+    """State of the handlers, limits and defaults.
 
     Attributes:
       backend: backend of the answers.
-      options: limits and defaults.
       responses: stored responses.
+      body_bytes: size limit of a request's body.
+      image_body_bytes: the same if the model supports images, which bodies contain in base64.
+      body_depth: maximum nesting of lists and objects in a body.
+      body_s: maximum time in seconds until a body has arrived.
+      write_s: maximum time in seconds that a client may leave a part of an answer unread.
+      answers_per_request: maximum number of answers per request, as prompts times `n`.
+      embeddings_per_request: maximum number of inputs of a request for embeddings.
+      stored_responses, stored_response_bytes: maximum number and bytes of an app's stored responses.
+      max_tokens: default length of answers; completions have OpenAI's default of 16.
+      temperature: default temperature.
     """
 
-    def __init__(self, backend: Backend, options: ApiOptions) -> None:
-        self.backend, self.options = backend, options
+    body_bytes, image_body_bytes, body_depth = 4 << 20, 16 << 20, 64
+    body_s, write_s = 30.0, 60.0
+    answers_per_request, embeddings_per_request = 16, 256
+    stored_responses, stored_response_bytes = 1000, 16 << 20
+    max_tokens, temperature = 1024, 1.0
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
         self.store_responses()
 
     def store_responses(self, folder: Path | None = None, vault: Vault | None = None) -> None:
         """Stores responses in a folder of contexts with its keys, or in memory (see `ResponseStore`)."""
-        options = self.options
-        self.responses = ResponseStore(
-            options.stored_responses, options.stored_response_bytes, folder=folder, vault=vault
-        )
+        most, most_bytes = self.stored_responses, self.stored_response_bytes
+        self.responses = ResponseStore(most, most_bytes, folder=folder, vault=vault)
 
-    def body(self, visit: ApiRequest, kind: type[Body], neutral: Neutral | None = None) -> Body:
-        """Parses the body of a request as a struct with the supported fields; `neutral` are known but
-        unsupported ones.
+    def body(self, request: ApiRequest, kind: type[Body], neutral: Neutral | None = None) -> Body:
+        """The body of a request as a struct with the supported fields; `neutral` are known but unsupported
+        ones.
 
         Raises:
-          ApiError: the body is not JSON, or a field is unknown, unsupported or of a wrong type.
+          ApiError: a field is unknown, missing, unsupported or of a wrong type.
         """
         known = {field.encode_name for field in msgspec.structs.fields(kind)}
         taken = {}
-        for name, value in _object(visit.raw, self.options).items():
+        for name, value in request.values.items():
             if value is None:
                 continue
             if name in known:
@@ -214,8 +195,9 @@ class ApiState:
                 message = f"the field {name!r:.80} is not known; the guide lists the fields that are"
                 raise ApiError(message, code="unknown_field", param=name[:80])
             elif not any(value == each and type(value) is type(each) for each in neutral[name]):
+                texts = " or ".join(msgspec.json.encode(each).decode() for each in neutral[name])
                 raise ApiError(
-                    f"the field {name!r} is not supported{_allowed(neutral[name])}; leave it out",
+                    f"the field {name!r} is not supported{texts and f' but for {texts}'}; leave it out",
                     code="unsupported_field",
                     param=name,
                 )
@@ -246,12 +228,12 @@ class ApiState:
             messages=tuple(plain), tools=tuple(tools), images=images, continue_final=continue_final
         )
 
-    def body_bytes(self) -> int:
+    def most_body_bytes(self) -> int:
         """Current size limit of a request's body: larger if the model supports images."""
         with contextlib.suppress(Refused):
             if self.backend.facts().images:
-                return max(self.options.body_bytes, self.options.image_body_bytes)
-        return self.options.body_bytes
+                return max(self.body_bytes, self.image_body_bytes)
+        return self.body_bytes
 
     def model(self, name: str | None, *, tagged: bool = False) -> tuple[ModelFacts, str]:
         """Resolves a request's field `model`, NAME or NAME:ADAPTER, to the model and its adapter.
@@ -268,7 +250,7 @@ class ApiState:
         if name is None or name == facts.name or (tagged and name == f"{facts.name}:latest"):
             return facts, ""
         if name.startswith(f"{facts.name}:"):
-            return facts, self.adapter(facts, name[len(facts.name) + 1 :])
+            return facts, self.adapter(name[len(facts.name) + 1 :])
         raise ApiError(
             f"the model {name!r:.80} is not served; {facts.name!r} is",
             status=404,
@@ -276,10 +258,11 @@ class ApiState:
             param="model",
         )
 
-    def adapter(self, facts: ModelFacts, name: str) -> str:
-        """Checks and returns the name of an adapter; raises ApiError."""
-        if name and name not in facts.adapters:
-            known = ", ".join(map(repr, facts.adapters[:20])) or "none"
+    def adapter(self, name: str) -> str:
+        """Checks and returns the name of an adapter, empty for none; raises ApiError."""
+        adapters = self.backend.facts().adapters
+        if name and name not in adapters:
+            known = ", ".join(map(repr, adapters[:20])) or "none"
             raise ApiError(
                 f"the model has no adapter {name!r:.80}; it has {known}",
                 status=404,
@@ -318,20 +301,27 @@ def json_response(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled if the client disconnects first; the body must have been read.
 
     Raises:
       ClientLeft: the client disconnected.
     """
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientLeft
         return task.result()
     finally:
-        await _ended(task, left)
+        task.cancel()
+        left.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
 
 
 class Streamed(Response):
@@ -348,16 +338,12 @@ class Streamed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        sending, left = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait((sending, left), return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(ClientLeft, TimeoutError, OSError):
+                await while_connected(receive, self._send(send))
         finally:
-            await _ended(sending, left)
             await self._frames.aclose()
             self._close()
-        error = None if sending.cancelled() else sending.exception()
-        if error is not None and not isinstance(error, TimeoutError | OSError):
-            raise error
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -367,14 +353,3 @@ class Streamed(Response):
             # A client that reads nothing for so long is disconnected; only one part waits for it.
             await asyncio.wait_for(send(part), self._write_s)
         await asyncio.wait_for(send({"type": "http.response.body", "body": b""}), self._write_s)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _ended(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

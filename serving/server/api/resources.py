@@ -3,12 +3,11 @@
 import base64
 import dataclasses
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from starlette.responses import Response
 
-from jaxllm.errors import CheckpointError, ContextOverflow
+from jaxllm.errors import CheckpointError
 from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.messages import messages_of, tools_of
@@ -39,39 +38,36 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
     input: str | list[Any]
     model: str | None = None
-    encoding_format: str = "float"
+    encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
 
 
-async def models(state: ApiState, request: ApiRequest) -> Response:
+async def models(state: ApiState, request: ApiRequest) -> Any:
     """Lists the model, and the model with each adapter."""
     facts = state.backend.facts()
     if (name := request.path.get("name")) is not None:
         state.model(name)
-        return json_response(_model(facts, name))
+        return _model(facts, name)
     names = [facts.name, *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
-    return json_response({"object": "list", "data": [_model(facts, name) for name in names]})
+    return {"object": "list", "data": [_model(facts, name) for name in names]}
 
 
 _LIMITS = ("answers_per_request", "embeddings_per_request", "stored_responses", "stored_response_bytes")
 
 
-async def props(state: ApiState, request: ApiRequest) -> Response:
+async def props(state: ApiState, request: ApiRequest) -> Any:
     """The model's facts and the front's limits."""
-    facts, options = state.backend.facts(), state.options
-    return json_response(
-        {
-            **_model(facts, facts.name)["jaxllm"],
-            "model": facts.name,
-            "chat_template": facts.chat_template or None,
-            "limits": {"body_bytes": state.body_bytes()} | {name: getattr(options, name) for name in _LIMITS},
-            "defaults": {"max_tokens": options.max_tokens, **sampling_of(state, SamplingFields())},
-            "model_sampling": dict(facts.sampling),
-        }
-    )
+    facts = state.backend.facts()
+    return _model(facts, facts.name)["jaxllm"] | {
+        "model": facts.name,
+        "chat_template": facts.chat_template or None,
+        "limits": {"body_bytes": state.most_body_bytes()} | {name: getattr(state, name) for name in _LIMITS},
+        "defaults": {"max_tokens": state.max_tokens, **sampling_of(state, SamplingFields())},
+        "model_sampling": dict(facts.sampling),
+    }
 
 
-async def health(state: ApiState, request: ApiRequest) -> Response:
+async def health(state: ApiState, request: ApiRequest) -> Any:
     """Liveness: 200 while the engine is alive; with the kind of device profile in use."""
     found = state.backend.health()
     alive = bool(found.get("alive"))
@@ -79,70 +75,60 @@ async def health(state: ApiState, request: ApiRequest) -> Response:
     return json_response({"status": "ok" if alive else "stuck", **profile}, 200 if alive else 503)
 
 
-async def ready(state: ApiState, request: ApiRequest) -> Response:
+async def ready(state: ApiState, request: ApiRequest) -> Any:
     """Readiness: 200 while calls are accepted and answered."""
     found = await state.backend.readiness()
     is_ready = bool(found.get("ready"))
     return json_response({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 
-async def tokenize(state: ApiState, request: ApiRequest) -> Response:
+async def tokenize(state: ApiState, request: ApiRequest) -> Any:
     """The token ids of a text or a conversation."""
     body = state.body(request, TokenizeBody)
     if (body.content is None) == (body.messages is None):
         raise ApiError("send either content or messages")
-    if body.content is not None:
-        ids = await state.backend.tokenize(body.content, special=body.add_special)
-    else:
-        ids = await state.backend.tokenize(await _conversation(state, request, body))
-    return json_response({"tokens": [int(each) for each in ids]})
+    prompt = body.content if body.messages is None else await _conversation(state, request, body)
+    return {"tokens": await state.backend.tokenize(prompt, special=body.add_special)}
 
 
-async def detokenize(state: ApiState, request: ApiRequest) -> Response:
+async def detokenize(state: ApiState, request: ApiRequest) -> Any:
     """The text of token ids."""
     body = state.body(request, DetokenizeBody)
     vocab = state.backend.facts().vocab_size
-    if any(not 0 <= each < vocab for each in body.tokens):
+    if min(body.tokens, default=0) < 0 or max(body.tokens, default=0) >= vocab:
         raise ApiError(f"token ids of this model are 0 to {vocab - 1}", param="tokens")
-    return json_response({"content": await state.backend.detokenize(body.tokens)})
+    return {"content": await state.backend.detokenize(body.tokens)}
 
 
-async def apply_template(state: ApiState, request: ApiRequest) -> Response:
+async def apply_template(state: ApiState, request: ApiRequest) -> Any:
     """The text of a conversation by the chat template."""
     body = state.body(request, TokenizeBody)
     if body.messages is None or body.content is not None:
         raise ApiError("send messages", param="messages")
-    return json_response({"prompt": await state.backend.render(await _conversation(state, request, body))})
+    return {"prompt": await state.backend.render(await _conversation(state, request, body))}
 
 
-async def embeddings(state: ApiState, request: ApiRequest) -> Response:
+async def embeddings(state: ApiState, request: ApiRequest) -> Any:
     """The mean of the last layer's hidden states over each input's tokens, normalized."""
     body = state.body(request, EmbeddingBody, {"dimensions": ()})
     facts, adapter = state.model(body.model)
     if adapter:
         raise ApiError("embeddings are of the model without adapters", param="model")
-    if body.encoding_format not in ("float", "base64"):
-        raise ApiError("encoding_format is float or base64", param="encoding_format")
-    inputs, most = prompts_of(body.input, "input"), state.options.embeddings_per_request
-    if len(inputs) > most:
-        raise ApiError(f"input must have at most {most} entries, got {len(inputs)}", param="input")
-    ids = []
-    for each in inputs:
+    ids: list[list[int]] = []
+    most, window = state.embeddings_per_request, facts.window_tokens
+    for each in prompts_of(body.input, "input", window_tokens=window, most=most):
         ids.append([*(each if isinstance(each, tuple) else await state.backend.tokenize(each))])
         if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
             raise ApiError("an input has no token, or one outside the vocabulary", param="input")
-        if len(ids[-1]) > facts.window_tokens:
-            raise ContextOverflow(
-                f"an input has {len(ids[-1])} tokens; at most {facts.window_tokens} fit; shorten it"
-            )
-    vectors = await state.backend.embed(request.app, ids)
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
+    data = []
+    for index, vector in enumerate(await state.backend.embed(request.app, ids)):
+        values = [float(each) for each in vector]
+        coded = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        embedding = values if body.encoding_format == "float" else coded
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
     tokens = sum(map(len, ids))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return json_response({"object": "list", "data": data, "model": body.model or facts.name, "usage": usage})
+    return {"object": "list", "data": data, "model": body.model or facts.name, "usage": usage}
 
 
 async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody) -> Conversation:
@@ -153,18 +139,8 @@ async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
     names = ("window_tokens", "vocab_size", "levels", "has_chat_template", "adapters", "images")
     own = {name: getattr(facts, name) for name in names}
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(facts.opened_s),
-        "owned_by": "jaxllm",
-        "jaxllm": own,
-    }
-
-
-def _encoded(vector: Any, form: str) -> Any:
-    values = [float(each) for each in vector]
-    return values if form == "float" else base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+    created = int(facts.opened_s)
+    return {"id": name, "object": "model", "created": created, "owned_by": "jaxllm", "jaxllm": own}
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -179,14 +155,12 @@ class LoadBody(msgspec.Struct, kw_only=True):
     folder: str | None = None
 
 
-async def list_adapters(state: ApiState, request: ApiRequest) -> Response:
+async def list_adapters(state: ApiState, request: ApiRequest) -> Any:
     """Lists the adapters that requests may name."""
-    return json_response(
-        {"object": "list", "data": [_adapter_json(each) for each in state.backend.adapters()]}
-    )
+    return {"object": "list", "data": [_listed(each, "adapter") for each in state.backend.adapters()]}
 
 
-async def load_adapter(state: ApiState, request: ApiRequest) -> Response:
+async def load_adapter(state: ApiState, request: ApiRequest) -> Any:
     """Loads an adapter."""
     _require_operator(request)
     body = state.body(request, LoadBody)
@@ -194,14 +168,14 @@ async def load_adapter(state: ApiState, request: ApiRequest) -> Response:
         facts = await state.backend.load_adapter(request.app, body.name, body.folder or body.name)
     except CheckpointError as error:
         raise ApiError(str(error), code="adapter_unreadable", param="folder") from error
-    return json_response(_adapter_json(facts), 201)
+    return json_response(_listed(facts, "adapter"), 201)
 
 
-async def unload_adapter(state: ApiState, request: ApiRequest) -> Response:
+async def unload_adapter(state: ApiState, request: ApiRequest) -> Any:
     """Unloads an adapter that no call uses."""
     _require_operator(request)
     await state.backend.unload_adapter(request.app, request.path["name"])
-    return json_response({"id": request.path["name"], "object": "adapter", "deleted": True})
+    return {"id": request.path["name"], "object": "adapter", "deleted": True}
 
 
 def _require_operator(request: ApiRequest) -> None:
@@ -214,14 +188,9 @@ def _require_operator(request: ApiRequest) -> None:
         )
 
 
-def _adapter_json(facts: AdapterFacts) -> dict[str, object]:
-    return {
-        "id": facts.name,
-        "object": "adapter",
-        "created": int(facts.loaded_s),
-        "digest": facts.digest,
-        "size_bytes": facts.size_bytes,
-    }
+def _listed(facts: AdapterFacts | ContextFacts, kind: str) -> dict[str, Any]:
+    fields = dataclasses.asdict(facts)
+    return {"id": fields.pop("name"), "object": kind, "created": int(fields.pop("created_s")), **fields}
 
 
 class CreateBody(msgspec.Struct, kw_only=True):
@@ -238,59 +207,46 @@ class PinBody(msgspec.Struct, kw_only=True):
     pinned: bool = True
 
 
-async def create_context(state: ApiState, request: ApiRequest) -> Response:
+async def create_context(state: ApiState, request: ApiRequest) -> Any:
     """Creates a context (newLLMCtx)."""
-    body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), CreateBody)
-    adapter = state.adapter(state.backend.facts(), body.adapter or "")
-    app, level, pinned = request.app, body.level, body.pinned
-    facts = await state.backend.contexts(
-        app, lambda each: each.create(app, level=level, pinned=pinned, adapter=adapter)
-    )
-    return json_response(_context_json(facts), 201)
+    body, app = state.body(request, CreateBody), request.app
+    options = {"level": body.level, "pinned": body.pinned, "adapter": state.adapter(body.adapter or "")}
+    facts = await state.backend.contexts(app, lambda each: each.create(app, **options))
+    return json_response(_listed(facts, "context"), 201)
 
 
-async def list_contexts(state: ApiState, request: ApiRequest) -> Response:
+async def list_contexts(state: ApiState, request: ApiRequest) -> Any:
     """Lists all contexts of the app."""
     found = await state.backend.list_contexts(request.app)
-    return json_response({"object": "list", "data": [_context_json(each) for each in found]})
+    return {"object": "list", "data": [_listed(each, "context") for each in found]}
 
 
-async def get_context(state: ApiState, request: ApiRequest) -> Response:
+async def get_context(state: ApiState, request: ApiRequest) -> Any:
     """One context."""
     app, name = request.app, request.path["name"]
-    return json_response(_context_json(await state.backend.contexts(app, lambda each: each.found(app, name))))
+    return _listed(await state.backend.contexts(app, lambda each: each.found(app, name)), "context")
 
 
-async def pin_context(state: ApiState, request: ApiRequest) -> Response:
+async def pin_context(state: ApiState, request: ApiRequest) -> Any:
     """Pins a context, or unpins it."""
-    body = state.body(dataclasses.replace(request, raw=request.raw or b"{}"), PinBody)
-    app, name = request.app, request.path["name"]
+    body, app, name = state.body(request, PinBody), request.app, request.path["name"]
     facts = await state.backend.contexts(app, lambda each: each.pin(app, name, body.pinned))
-    return json_response(_context_json(facts))
+    return _listed(facts, "context")
 
 
-async def delete_context(state: ApiState, request: ApiRequest) -> Response:
+async def delete_context(state: ApiState, request: ApiRequest) -> Any:
     """Deletes a context (delLLMCtx)."""
     await state.backend.delete_context(request.app, request.path["name"])
-    return json_response({"id": request.path["name"], "object": "context", "deleted": True})
+    return {"id": request.path["name"], "object": "context", "deleted": True}
 
 
-async def generate_in_context(state: ApiState, request: ApiRequest) -> Response:
+async def generate_in_context(state: ApiState, request: ApiRequest) -> Any:
     """Answers in a context (callLLM): a chat's body with `messages`, or a completion's with `prompt`."""
-    try:
-        body = msgspec.json.decode(request.raw, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        body = {}  # The format's own check reports the error.
-    if "conversation" in body:
+    values = request.values
+    if "conversation" in values:
         raise ApiError("the path names the context; leave conversation out", param="conversation")
-    body["conversation"] = msgspec.Raw(msgspec.json.encode(request.path["name"]))
-    named = dataclasses.replace(request, raw=msgspec.json.encode(body) if len(body) > 1 else request.raw)
-    return await (completions if "prompt" in body else chat)(state, named)
-
-
-def _context_json(facts: ContextFacts) -> dict[str, Any]:
-    fields = dataclasses.asdict(facts)
-    return {"id": fields.pop("name"), "object": "context", "created": int(fields.pop("created_s")), **fields}
+    named = dataclasses.replace(request, values={**values, "conversation": request.path["name"]})
+    return await (completions if "prompt" in values else chat)(state, named)
 
 
 class BindBody(msgspec.Struct, kw_only=True):
@@ -301,25 +257,25 @@ class BindBody(msgspec.Struct, kw_only=True):
     shorten: bool = False
 
 
-async def get_objective(state: ApiState, request: ApiRequest) -> Response:
+async def get_objective(state: ApiState, request: ApiRequest) -> Any:
     """The objective of the calling app."""
-    return json_response(_objective_json(state, request.app))
+    return _objective_json(state, request.app)
 
 
-async def bind_objective(state: ApiState, request: ApiRequest) -> Response:
+async def bind_objective(state: ApiState, request: ApiRequest) -> Any:
     """Binds the calling app, and returns the prompt lengths at which no choice meets it on this device."""
     body = state.body(request, BindBody)
     objective, strict = objective_of(body.slo, body.strict, request.slo)
     if objective is None:
         raise ApiError("send the objective as slo, or in the header X-SLO", param="slo")
     missed = await state.backend.bind(request.app, Binding(objective, bool(strict), body.shorten))
-    return json_response(_objective_json(state, request.app) | {"unmet_prompt_tokens": missed})
+    return _objective_json(state, request.app) | {"unmet_prompt_tokens": missed}
 
 
-async def unbind_objective(state: ApiState, request: ApiRequest) -> Response:
+async def unbind_objective(state: ApiState, request: ApiRequest) -> Any:
     """Removes the app's own binding."""
     state.backend.bindings.unbind(request.app)
-    return json_response(_objective_json(state, request.app))
+    return _objective_json(state, request.app)
 
 
 def _objective_json(state: ApiState, app: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -15,6 +15,7 @@ from jaxllm.errors import JaxllmError
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api.errors import ApiError, openai_body
 from jaxllm.serving.server.api.messages import (
+    ToolFunction,
     ToolUse,
     conversation_of,
     items_of,
@@ -24,9 +25,11 @@ from jaxllm.serving.server.api.messages import (
 )
 from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.params import (
+    Asked,
+    Positive,
     SamplingFields,
-    calls_of,
-    config_of,
+    TopLogprobs,
+    answer_of,
     context_of,
     format_grammar,
     sampling_of,
@@ -37,14 +40,12 @@ from jaxllm.serving.server.api.requests import (
     Neutral,
     convert,
     event_frame,
-    json_response,
     new_id,
     now_s,
 )
 from jaxllm.serving.server.api.stored_responses import StoredResponse
 from jaxllm.serving.server.api.streaming import Answer, Choice
 from jaxllm.serving.server.api.tools import ToolCall
-from jaxllm.serving.server.calls import Call
 
 _log = logging.getLogger(__name__)
 LOGPROBS = "message.output_text.logprobs"
@@ -66,17 +67,13 @@ class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's `text`."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["medium"] | None = None
 
 
-class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionTool(ToolFunction, kw_only=True):
     """A tool in OpenAI's responses format."""
 
     type: str
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ResponseBody(SamplingFields, kw_only=True):
@@ -86,13 +83,13 @@ class ResponseBody(SamplingFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
-    max_output_tokens: int | None = None
+    max_output_tokens: Positive | None = None
     text: Text = msgspec.field(default_factory=Text)
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
     safety_identifier: str | None = None
 
@@ -102,63 +99,51 @@ class ResponseBody(SamplingFields, kw_only=True):
         return LOGPROBS in (self.include or ())
 
 
-NEUTRAL: Neutral = {
-    "access_programs": (),
+_NEVER = (
+    "access_programs", "background_options", "image", "max_tool_calls", "moderation", "prompt",
+    "prompt_cache_options", "prompt_cache_retention",
+)  # fmt: skip
+NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
     "background": (False,),
-    "background_options": (),
     "context_management": ([],),
-    "image": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning": ({"effort": "none"},),
     "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
 }
 
 
-def check(body: ResponseBody) -> None:
-    """Raises ApiError if fields are out of range or exclude each other."""
+def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | None]:
+    """The effect of tools and the text's format on the call: tools, and the grammar of the text.
+
+    Raises:
+      ApiError: a field is malformed or not supported, or fields exclude each other.
+    """
     if body.previous_response_id is not None and body.conversation is not None:
         raise ApiError(
             "previous_response_id and conversation exclude each other; send one",
             code="mutually_exclusive_parameters",
             param="previous_response_id",
         )
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise ApiError(
-            f"max_output_tokens must be at least 1, got {body.max_output_tokens}", param="max_output_tokens"
-        )
-    if body.text.verbosity not in (None, "medium"):
-        raise ApiError(
-            f"text.verbosity must be medium, got {body.text.verbosity!r:.40}", param="text.verbosity"
-        )
     for each in body.include or ():
         if each != LOGPROBS:
             raise ApiError(f"include supports {LOGPROBS} only, got {each!r:.80}", param="include")
-
-
-def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | None]:
-    """The effect of tools and the text's format on the call: tools, and the grammar of the text.
-
-    Raises:
-      ApiError: one of them is malformed, or they exclude each other.
-    """
-    tools = [_chat_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())]
+    tools = []
+    for index, value in enumerate(body.tools or ()):
+        kind, at = value.get("type") if isinstance(value, dict) else "function", f"tools[{index}]"
+        if kind != "function":
+            raise ApiError(f"{at} is of the type {kind!r:.40}; tools are functions", param=f"{at}.type")
+        function = msgspec.structs.asdict(convert(value, FunctionTool, at))
+        tools.append({"type": function.pop("type"), "function": function})
     choice = None if body.tool_choice == "auto" else body.tool_choice
     use = tools_of(tools, choice, body.parallel_tool_calls, chat_template)
     form = body.text.format or TextFormat()
     if form.type == "json_schema" and not form.name:
         raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
     grammar = format_grammar(form.type, form.schema, "text.format", strict=form.strict is True)
-    if use.tools and (grammar or body.grammar):
-        raise ApiError("tools cannot be combined with a text format or grammar", param="tools")
     if use.tools and body.with_logprobs:
         # Tokens of calls are not part of the text, and cannot be told apart.
         raise ApiError(f"tools cannot be combined with {LOGPROBS}", param="include")
-    return use, use.grammar or grammar
+    return use, grammar
 
 
 # Settings that a response object has as they were sent.
@@ -186,15 +171,6 @@ def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> 
         "truncation": "disabled",
     }
     return settings | ({} if body.service_tier is None else {"service_tier": body.service_tier})
-
-
-def _chat_tool(value: Any, at: str) -> Mapping[str, Any]:
-    """A tool in OpenAI's chat format."""
-    kind = value.get("type") if isinstance(value, dict) else "function"
-    if kind != "function":
-        raise ApiError(f"{at} is of the type {kind!r:.40}; tools are functions", param=f"{at}.type")
-    function = msgspec.structs.asdict(convert(value, FunctionTool, at))
-    return {"type": function.pop("type"), "function": function}
 
 
 # Type and fields of an event; the sender numbers it.
@@ -275,31 +251,30 @@ class Output:
 _MAX_LISTED, _LISTED = 100, 20
 
 
-async def create(state: ApiState, request: ApiRequest) -> Response:
+async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Makes a response, as a whole or as server-sent events."""
     body = state.body(request, ResponseBody, NEUTRAL)
     facts, adapter = state.model(body.model)
-    check(body)
     use, grammar = use_of(body, facts.chat_template)
     items, messages, context, context_tokens = await _history(state, request, body)
     prompt = await state.conversation(request.app, messages, use.tools)
-    config = config_of(
-        state,
-        body,
+    asked = Asked(
+        adapter=adapter,
         max_tokens=body.max_output_tokens,
+        use=use,
         grammar=grammar,
         top_logprobs=requested_logprobs(body.top_logprobs, body.with_logprobs, f"include to have {LOGPROBS}"),
+        context=context,
+        context_tokens=context_tokens,
     )
-    (call,) = calls_of(state, request, body, (prompt,), config, adapter=adapter)
-    call = dataclasses.replace(call, context=context, context_tokens=context_tokens)
-    answer = Answer(state, [call], use.scanner)
-    written = _Written(state, call, answer, body, items, body.model or facts.name)
+    answer = answer_of(state, request, body, (prompt,), asked)
+    written = _Written(state, answer, body, items, body.model or facts.name)
     if body.stream:
         return await answer.streamed(written.frames, written.failed)
     async with contextlib.aclosing(answer.news()) as news:
         async for choice in news:
             await written.take(choice)
-    return json_response(await written.ended())
+    return await written.ended()
 
 
 async def get(state: ApiState, request: ApiRequest) -> Response:
@@ -309,10 +284,10 @@ async def get(state: ApiState, request: ApiRequest) -> Response:
     return Response(bytes(stored.response), media_type="application/json")
 
 
-async def delete(state: ApiState, request: ApiRequest) -> Response:
+async def delete(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Deletes a stored response."""
     await asyncio.to_thread(state.responses.delete, request.app, request.path["name"])
-    return json_response({"id": request.path["name"], "object": "response", "deleted": True})
+    return {"id": request.path["name"], "object": "response", "deleted": True}
 
 
 async def cancel(state: ApiState, request: ApiRequest) -> Response:
@@ -321,7 +296,7 @@ async def cancel(state: ApiState, request: ApiRequest) -> Response:
     raise ApiError("only responses made in the background can be cancelled; close the connection instead")
 
 
-async def input_items(state: ApiState, request: ApiRequest) -> Response:
+async def input_items(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """The conversation before a response, in pages, newest first by default."""
     query = _query(request, {"limit": None, "order": ("asc", "desc"), "after": None, **_INCLUDE})
     stored = await _stored(state, request)
@@ -338,15 +313,13 @@ async def input_items(state: ApiState, request: ApiRequest) -> Response:
             raise ApiError(f"no item has the id {query['after']!r:.80}", param="after")
         first = places[query["after"]] + 1
     page = items[first : first + int(limit)]
-    return json_response(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else "",
-            "last_id": page[-1]["id"] if page else "",
-            "has_more": first + len(page) < len(items),
-        }
-    )
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": first + len(page) < len(items),
+    }
 
 
 async def _stored(state: ApiState, request: ApiRequest) -> StoredResponse:
@@ -358,7 +331,6 @@ class _Written:
     """A response while it is generated, as a whole or as events, and then stored."""
 
     state: ApiState
-    call: Call
     answer: Answer
     body: ResponseBody
     items: Sequence[dict[str, Any]]
@@ -418,7 +390,9 @@ class _Written:
                 context_tokens=end.context_tokens,
             )
             try:
-                response["store"] = await asyncio.to_thread(self.state.responses.keep, self.call.app, stored)
+                response["store"] = await asyncio.to_thread(
+                    self.state.responses.keep, choice.job.call.app, stored
+                )
             except (JaxllmError, OSError) as error:
                 response["store"] = False
                 _log.error("a response could not be stored: %s", error)
@@ -427,7 +401,7 @@ class _Written:
     def response(self, status: str) -> dict[str, Any]:
         """The response object so far."""
         (choice,) = self.answer.choices
-        context = choice.ended.context if choice.ended else self.call.context
+        context = choice.ended.context if choice.ended else choice.job.call.context
         prompt, cached, written = self.answer.usage()
         usage = {
             "input_tokens": prompt,

@@ -195,7 +195,7 @@ class Answer:
             if end:
                 yield end
 
-        return Streamed(parts(), self.close, media_type, self._state.options.write_s)
+        return Streamed(parts(), self.close, media_type, self._state.write_s)
 
     def usage(self) -> tuple[int, int, int]:
         """Number of tokens of the prompts, cached tokens of these, and tokens of the answers."""

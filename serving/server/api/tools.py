@@ -6,6 +6,7 @@ answer needs no grammar, unless a tool is `strict` or only one call is allowed.
 
 import dataclasses
 import json
+import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence, Set
@@ -17,6 +18,7 @@ from jaxllm.serving.guided.narrowing import narrowed, without_notes
 # Mistral's templates require ids of this form.
 _LETTERS, _LENGTH = string.ascii_letters + string.digits, 9
 _SPACE, _SPACES = " \t\r\n", r" \t\r\n"
+_MARKS = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,9 @@ class ToolScanner:
         if family.opening:
             at = self._buffer.find(family.opening)
             if at < 0:
-                keep = _beginning_of(family.opening, self._buffer)
+                # The last characters may begin a mark.
+                sizes = range(min(len(family.opening) - 1, len(self._buffer)), 0, -1)
+                keep = next((each for each in sizes if self._buffer.endswith(family.opening[:each])), 0)
                 shown.append(self._buffer[: len(self._buffer) - keep])
                 self._buffer = self._buffer[len(self._buffer) - keep :]
                 return False
@@ -191,27 +195,21 @@ class _JsonEnd:
     """Finds the end of a list or object in a growing text, each character once."""
 
     def __init__(self, start: int) -> None:
-        self._at, self._depth, self._quoted, self._escaped = start, 0, False, False
+        self._at, self._depth, self._quoted = start, 0, False
 
     def find(self, text: str) -> int | None:
-        for at in range(self._at, len(text)):
-            letter = text[at]
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif letter == "\\":
-                    self._escaped = True
-                elif letter == '"':
-                    self._quoted = False
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{[":
+        for match in _MARKS.finditer(text, self._at):
+            self._at, mark = match.end(), match[0]
+            if mark == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted and mark in "{[":
                 self._depth += 1
-            elif letter in "}]":
+            elif not self._quoted and mark in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    return at + 1
-        self._at = len(text)
+                    return self._at
+        # The last character may begin an escape.
+        self._at = max(self._at, len(text) - 1)
         return None
 
 
@@ -223,13 +221,6 @@ def _without(text: str, marks: tuple[str, ...]) -> tuple[str, bool]:
         if found is None:
             return text, bool(text) and not any(mark.startswith(text) for mark in marks)
         text = text[len(found) :]
-
-
-def _beginning_of(mark: str, text: str) -> int:
-    """The number of a text's last characters that may begin a mark."""
-    return next(
-        (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0
-    )
 
 
 # The style of chat templates and training data; no other white space is between values.
@@ -283,7 +274,11 @@ def optional(
       strict: names of the tools whose arguments must match their schemas; the others accept any object.
       several: whether more than one call is allowed.
     """
-    tools = [each if each["function"]["name"] in strict else _loose(each) for each in tools]
+    loose = {"parameters": {"type": "object"}}
+    tools = [
+        each if each["function"]["name"] in strict else {**each, "function": each["function"] | loose}
+        for each in tools
+    ]
     calls = forced(dataclasses.replace(family, opening="", closing=""), tools, several=several)
     rules = [calls.text.replace("start:", "object:", 1)]
     if family.opening:
@@ -297,7 +292,3 @@ def optional(
         rules += [r"SPACE: /[ \n]{1,4}/", rf"TEXT: /[{_SPACES}]*[^{_SPACES}{first}](.|\n)*/"]
         rules.append("start: (SPACE? object | TEXT)?")
     return Grammar(kind="lark", text="\n".join([*rules, ""]))
-
-
-def _loose(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {**tool, "function": {**tool["function"], "parameters": {"type": "object"}}}

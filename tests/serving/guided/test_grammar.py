@@ -13,10 +13,10 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided import grammar, workers
-from jaxllm.serving.guided.compiler import GrammarCompiler
+from jaxllm.serving.guided import compiler as compilers
+from jaxllm.serving.guided import grammar
+from jaxllm.serving.guided.compiler import GrammarCompiler, GrammarLate, Matcher
 from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
-from jaxllm.serving.guided.workers import GrammarLate
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import END_ID, VOCAB_SIZE, tiny_tokenizer
 
@@ -133,7 +133,7 @@ def followed(matcher):
 def test_a_grammar_that_ends_its_process_ends_its_call_alone(fresh_compiler, monkeypatch, kind):
     monkeypatch.setattr(grammar, "MAX_PATH", 10**6)
     # They have a second of the processor, which may take many on a machine that tests keep busy.
-    monkeypatch.setattr(workers, "REPLY_S", 120.0)
+    monkeypatch.setattr(compilers, "REPLY_S", 120.0)
     begun = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}[cd]"), STOPS)
     take_first(begun)
     killer = Grammar(kind=kind, text=KILLERS[kind])
@@ -174,9 +174,9 @@ def test_processes_that_are_gone_are_started_again(fresh_compiler):
     matcher = fresh_compiler.matcher(grammar, STOPS)
     take_first(matcher)
     matcher.wait()
-    compiled = fresh_compiler.prepare(grammar, STOPS).result()
+    prepared = fresh_compiler.prepare(grammar, STOPS)
     os.killpg(first_process(fresh_compiler), signal.SIGKILL)
-    until(lambda: not compiled.alive)
+    until(lambda: prepared.stale)
     take_first(matcher)
     with pytest.raises(ConfigError, match="cannot be followed after 2 tokens"):
         matcher.wait()
@@ -187,8 +187,8 @@ def test_a_stop_of_the_service_ends_no_answer(fresh_compiler, monkeypatch):
     """systemd sends SIGTERM to all processes of a service, which ends its answers first."""
     # What the machine was too busy for is tried again.
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "_START_S", 0.0)
-        patch.setattr(workers, "REPLY_S", 1e-6)
+        patch.setattr(compilers, "_START_S", 0.0)
+        patch.setattr(compilers, "REPLY_S", 1e-6)
         with pytest.raises(GrammarLate, match=r"could not be compiled now: .* ask again"):
             fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}"), STOPS)
     matcher = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}"), STOPS)
@@ -221,7 +221,7 @@ def test_without_a_file_or_a_process_left_a_grammar_is_tried_again(fresh_compile
     fresh = GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
     with monkeypatch.context() as patch:
         cannot = "import os; os.fork = lambda: os.open('/', os.O_WRONLY); "
-        patch.setattr(workers, "_BOOT", cannot + workers._BOOT)
+        patch.setattr(compilers, "_BOOT", cannot + compilers._BOOT)
         with pytest.raises(GrammarLate, match="can fork no other"):
             fresh.matcher(grammar, STOPS)
     assert followed(fresh.matcher(grammar, STOPS)) == "aaa"
@@ -237,7 +237,7 @@ def test_who_has_waited_long_enough_waits_no_longer(fresh_compiler):
     try:
         matcher.take([token])
         assert not matcher.ready
-        matcher._asked_s -= workers.REPLY_S
+        matcher._asked_s -= compilers.REPLY_S
         assert matcher.ready
         with pytest.raises(GrammarLate, match="no answer came within 10 seconds"):
             matcher.wait()
@@ -246,12 +246,12 @@ def test_who_has_waited_long_enough_waits_no_longer(fresh_compiler):
         os.killpg(group, signal.SIGKILL)
 
 
-def test_processes_end_with_their_compiler(fresh_compiler):
-    matcher = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{30}"), STOPS)
+def test_processes_end_with_their_compiler():
+    own = GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
+    matcher = own.matcher(Grammar(kind="regex", text="[ab]{30}"), STOPS)
     take_first(matcher)
-    group = first_process(fresh_compiler)
-    del matcher
-    fresh_compiler.__dict__.clear()
+    group = first_process(own)
+    del matcher, own
     gc.collect()
 
     def gone():
@@ -270,7 +270,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(fresh_compiler):
     fresh_compiler.prepare(Grammar(kind="regex", text="left"), STOPS)
     waiting = fresh_compiler.prepare(Grammar(kind="regex", text="abc"), STOPS)
     fresh_compiler._turns.release()
-    assert followed(waiting.result().matcher()) == "abc"
+    assert followed(Matcher(waiting.result())) == "abc"
     fresh_compiler._turns.release()
     assert fresh_compiler.counts["compiled"] == 1
     # The last grammars stay compiled.
@@ -286,7 +286,7 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(fresh_compiler):
 def first_process(fresh_compiler):
     """The process whose group all of them are in."""
     fresh_compiler.matcher(Grammar(kind="regex", text="z"), STOPS)
-    return fresh_compiler._workers.pid
+    return fresh_compiler.pid
 
 
 def until(there):

@@ -22,7 +22,7 @@ from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.opening import live_turns
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
-from jaxllm.serving.server.sockets import GuardOptions, PeerOptions, protocol
+from jaxllm.serving.server.sockets import GuardOptions, protocol
 from tests.serving.server.executors import make_executor
 from tests.serving.server.running import running
 from tests.tiny import END_ID, write_tiny_bundle
@@ -107,7 +107,7 @@ class ContextService:
         front = make_app(
             self.backend, identify=identity.identify, operates=identity.operates, guard=GuardOptions()
         )
-        with running(front, self._sockets, http=protocol(PeerOptions())):
+        with running(front, self._sockets, http=protocol({})):
             try:
                 yield self
             finally:

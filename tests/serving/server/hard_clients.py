@@ -1,14 +1,11 @@
-"""Clients of a service that ask, leave, flood, die, read slowly and send nonsense, each until it is told to
+"""Clients of a service that ask, leave, flood, read slowly and send nonsense, each until it is told to
 stop."""
 
 import asyncio
 import contextlib
 import json
 import random
-import signal
 import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -25,16 +22,6 @@ STORAGE_ERRORS = {
     (500, "storage_failed"), (503, "storage_failed"), (507, "budget_exceeded"), (429, "queue_full"),
     (404, "context_not_found"),
 }  # fmt: skip
-# Opens answers, and is then killed.
-_VICTIM = """
-import socket, sys, time
-opened = []
-for _ in range(3):
-    opened.append(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
-    opened[-1].sendall(sys.argv[2].encode())
-print("sent", flush=True)
-time.sleep(3600)
-"""
 
 
 class Clients:
@@ -69,7 +56,7 @@ class Clients:
         kinds: list[tuple[Callable[[httpx.AsyncClient], Awaitable[None]], int, float]] = [
             (self.asks, 3, 0.1), (self.asks_in_the_background, 1, 0.1), (self.leaves, 2, 0.2),
             (self.floods, 1, 1.5), (self.reads_slowly, 1, 0.1), (self.never_reads, 1, 0.5),
-            (self.sends_nonsense, 1, 0.2), (self.dies, 1, 2.0),
+            (self.sends_nonsense, 1, 0.2),
         ]  # fmt: skip
         if self._store_fault is not None:
             kinds += [(self.talks_in_a_context, 2, 0.3), (self.breaks_the_storage, 1, 1.0)]
@@ -180,21 +167,6 @@ class Clients:
         if got.status_code not in (400, 404, 429):
             self.strange.append(f"{wrong[:80]!r} got {got.status_code}: {got.text[:200]}")
         self.seen["nonsense"] += 1
-
-    async def dies(self, client: httpx.AsyncClient) -> None:
-        """Is killed in the middle of answers."""
-        del client
-        port = self.url.rpartition(":")[2]
-        head = raw_request(self._call(max_tokens=100, stream=True), self._headers()).decode()
-        victim = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _VICTIM, port, head, stdout=subprocess.PIPE
-        )
-        assert victim.stdout is not None
-        await victim.stdout.readline()
-        await asyncio.sleep(self._draw.uniform(0.0, 0.3))
-        victim.send_signal(signal.SIGKILL)
-        await victim.communicate()
-        self.seen["died"] += 1
 
     async def talks_in_a_context(self, client: httpx.AsyncClient) -> None:
         """Makes a context, takes some turns in it, and deletes it, on storage that may fail at any time."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward
+from jaxllm.serving.server import canary as canaries
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import Conversation, Refused
@@ -39,7 +41,7 @@ def test_it_refuses_while_the_model_is_loading():
     backend.close()
 
 
-def test_facts_health_and_figures(backend):
+def test_facts_health_and_figures(backend, monkeypatch):
     facts = backend.facts()
     assert (facts.window_tokens, facts.vocab_size, facts.levels) == (128, VOCAB_SIZE, (100,))
     assert backend.health() == {"ready": True, "alive": True, "why": ""}
@@ -47,8 +49,25 @@ def test_facts_health_and_figures(backend):
     told = {"kind": "coarse", "runs_done": 1, "runs": 2}
     backend.opened(backend.executor, profile=lambda: told)
     assert backend.health()["profile"] == told
+    # What the model's authors advise is the default of calls, unless an option switches it off.
+    engine, advised = backend.executor.service.engine, {"top_k": 1}
+    files = dataclasses.replace(engine.tokenizer.files, sampling=advised)
+    monkeypatch.setattr(type(engine.tokenizer), "files", files)
+    for used, expected in ((True, advised), (False, {})):
+        backend.opened(backend.executor, model_sampling=used)
+        assert backend.facts().sampling == expected
     backend.draining()
     assert not backend.health()["ready"]
+
+
+def test_readiness_finds_an_engine_that_fails_though_nobody_calls(backend, monkeypatch):
+    monkeypatch.setattr(canaries, "_STALE_S", 0.0)
+    canary = backend.executor.canary
+    answer, canary._answer = canary._answer, lambda: 1 / 0
+    health = asyncio.run(backend.readiness())
+    assert (health["ready"], health["alive"]) == (False, True)
+    canary._answer, canary._next_s = answer, 0.0
+    assert asyncio.run(backend.readiness())["ready"]
 
 
 def test_text_tokens_and_templates(backend):

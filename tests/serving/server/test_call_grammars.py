@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.guided.compiler import PreparedGrammar
+from jaxllm.serving.guided.compiler import GrammarLate, Matcher, PreparedGrammar
 from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.workers import GrammarLate, Matcher
 from jaxllm.serving.server.api.errors import api_error
 from jaxllm.serving.server.calls import Ended
 from jaxllm.serving.server.executor import compile_grammars

@@ -2,10 +2,7 @@
 
 import asyncio
 import os
-import time
 import types
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
@@ -98,15 +95,15 @@ def test_an_engine_that_fails_three_times_in_a_row_is_given_up(engine: Engine, c
 
 
 def test_readiness_asks_where_nobody_was_answered_for_a_while(engine: Engine, canary: Canary) -> None:
-    canary.check()
+    canary.step(readiness=True)
     assert engine.asked == 0
     engine.now = 61
     for _ in range(3):
-        canary.check()
+        canary.step(readiness=True)
     assert engine.asked == 1
     engine.now, engine.error = 122, OSError("of a device")
     for _ in range(3):
-        canary.check()
+        canary.step(readiness=True)
     assert (engine.asked, canary.suspected) == (2, True)
 
 
@@ -150,30 +147,3 @@ def test_a_model_file_that_is_touched_ends_the_service(
         service.close()
     assert "cannot answer (3 of 3 times)" in caplog.text
     assert "changed in place" in caplog.text
-
-
-def test_nobody_has_to_call_to_find_a_touched_file(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canaries, "_STALE_S", 0.0)
-    engine.error = BundleError("changed")
-    canary = Canary(engine.answer)
-    executor = types.SimpleNamespace(
-        canary=canary, alive=True, beat_s=time.monotonic(), work=lambda _, what: done(what)
-    )
-
-    def done(what: Callable[[], object]) -> Future[object]:
-        found: Future[object] = Future()
-        try:
-            found.set_result(what())
-        except Exception as error:
-            found.set_exception(error)
-        return found
-
-    backend = Backend(Limits())
-    backend.executor, backend._why = executor, ""  # pyright: ignore[reportAttributeAccessIssue]
-    time.sleep(0.01)
-    health = asyncio.run(backend.readiness())
-    assert (health["ready"], health["alive"]) == (False, True)
-    engine.error = None
-    canary._next_s = 0.0
-    assert asyncio.run(backend.readiness())["ready"]
-    backend.close()

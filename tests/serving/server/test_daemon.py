@@ -1,6 +1,7 @@
 """The service as a process: started by systemd's means, called by real clients, drained, restarted, and ended
 when it does not end well."""
 
+import asyncio
 import contextlib
 import json
 import queue
@@ -8,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -15,10 +17,13 @@ import pytest
 
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.client import Client
+from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.server.api.stored_responses import RESPONSES
-from jaxllm.serving.server.identity import add_key
+from jaxllm.serving.server.daemon import Daemon, Notifier
+from jaxllm.serving.server.identity import Identity, add_key
+from jaxllm.serving.server.service_options import ServerOptions
 from tests.models.test_lora import random_adapter
 from tests.serving.server.daemons import MAIN, Process
 from tests.serving.server.hard_clients import raw_request
@@ -398,6 +403,25 @@ def test_a_model_that_cannot_be_opened_ends_it(tmp_path, name):
         assert process.ended() == 1, process.text()
         assert "jaxllm" in process.text().splitlines()[-1]
         assert "Traceback" not in process.text()
+
+
+def test_an_error_after_the_engines_thread_has_begun_stops_it_before_contexts_close():
+    ended = []
+
+    class Opened:
+        service = SimpleNamespace(contexts=None, close=lambda: ended.append("closed"))
+
+        def start(self, backend):
+            backend.executor = SimpleNamespace(stop=lambda within_s: ended.append("stopped"), alive=True)
+            raise ConfigError("the test says so")
+
+    async def serve():
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            await Daemon(ServerOptions(), Opened, Identity(), Notifier({})).serve([listening])
+
+    with pytest.raises(ConfigError, match="the test says so"):
+        asyncio.run(serve())
+    assert ended == ["stopped", "closed"]
 
 
 def test_it_answers_and_stops_while_it_loads(tmp_path):

@@ -66,21 +66,6 @@ def refused(status: int, *args: Any, **more: Any) -> dict[str, str]:
     return body["error"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "kind"),
-    [({"peer": STRANGER}, 401, "authentication_error"), ({"host": "evil.example"}, 403, "permission_error"),
-     ({"origin": PAGE}, 403, "permission_error")],
-)  # fmt: skip
-def test_refusals_have_the_form_of_the_paths_format(fields: dict[str, Any], status: int, kind: str) -> None:
-    got, _, body, _ = call(path="/v1/messages", **fields)
-    assert got == status
-    assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
-    assert body["error"]["type"] == kind
-    got, headers, body, _ = call(path="/api/chat", **fields)
-    assert (got, headers["connection"]) == (status, "close")
-    assert isinstance(body["error"], str)
-
-
 def test_clients_read_why_they_are_refused(context_service: ContextService) -> None:
     url, said = context_service.url, [{"role": "user", "content": "Hi"}]
     for headers, status in (({}, 401), ({"Host": "evil.example"}, 403)):

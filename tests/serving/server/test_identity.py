@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.identity import (
     Identity,
     KeyFile,
-    Unauthorized,
     add_key,
     digest,
     read_keys,
@@ -27,10 +27,10 @@ from jaxllm.serving.server.sockets import (
     EXTENSION,
     Credentials,
     Peer,
-    PeerOptions,
     app_of,
     credentials_of,
     is_loopback,
+    require_rules,
 )
 
 HERE = Credentials(os.getpid(), os.geteuid(), os.getegid())
@@ -89,21 +89,16 @@ def test_who_may_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not identity.operates(scope(LOOPBACK, bearer(plain)))
     assert identity.operates(scope(LOOPBACK, bearer(operator)))
     for unknown in (scope(LOOPBACK), scope(LOOPBACK, bearer("no"))):
-        with pytest.raises(Unauthorized):
+        with pytest.raises(ApiError):
             identity.operates(unknown)
 
 
 def test_malformed_rules_and_options_are_refused() -> None:
     for rule in ("", "uid:", "uid:-1", "uid:01", "exe:mail", "user:root", "uid:1;exe:/x", "uid:1,"):
         with pytest.raises(ConfigError, match="a rule for apps is"):
-            PeerOptions(apps={rule: "mail"})
-    wrong: list[dict[str, Any]] = [
-        {"apps": {"uid:1": "a b"}}, {"head_timeout_s": 0}, {"body_timeout_s": True}, {"head_timeout_s": "1"},
-        {"connections": -1},
-    ]  # fmt: skip
-    for options in wrong:
-        with pytest.raises(ConfigError, match=next(iter(options)) if "apps" not in options else "name"):
-            PeerOptions(**options)
+            require_rules({rule: "mail"})
+    with pytest.raises(ConfigError, match="name"):
+        require_rules({"uid:1": "a b"})
 
 
 def test_loopback() -> None:
@@ -116,9 +111,8 @@ def test_loopback() -> None:
 def test_without_keys_the_loopback_is_local(tmp_path: Path) -> None:
     identity = Identity(keys=KeyFile(tmp_path / "keys.json"))
     assert identity.identify(scope(LOOPBACK)) == "local"
-    assert Identity(local_app="me").identify(scope(LOOPBACK)) == "me"
     for peer in (None, Peer(), Peer(address="10.0.0.1")):
-        with pytest.raises(Unauthorized) as caught:
+        with pytest.raises(ApiError) as caught:
             identity.identify(scope(peer, (b"x-forwarded-for", b"127.0.0.1")))
         assert caught.value.code == "unknown_peer"
 
@@ -133,11 +127,11 @@ def test_with_keys_a_key_is_needed(tmp_path: Path) -> None:
     for peer in (LOOPBACK, Peer(address="10.0.0.1"), None):
         for header in good:
             assert identity.identify(scope(peer, header)) == "mail"
-        with pytest.raises(Unauthorized) as caught:
+        with pytest.raises(ApiError) as caught:
             identity.identify(scope(peer))
         assert caught.value.code == "missing_api_key"
         for header in (bearer(key + "x"), (b"x-api-key", b"\xff" * 9)):
-            with pytest.raises(Unauthorized) as caught:
+            with pytest.raises(ApiError) as caught:
                 identity.identify(scope(peer, header))
             assert caught.value.code == "invalid_api_key"
             assert key not in str(caught.value)
@@ -146,11 +140,11 @@ def test_with_keys_a_key_is_needed(tmp_path: Path) -> None:
         assert identity.identify(scope(Peer(credentials=HERE, app="uid-7"), *headers)) == "uid-7"
     # The same key twice is one key; two keys are none.
     assert identity.identify(scope(LOOPBACK, good[0], good[1])) == "mail"
-    with pytest.raises(Unauthorized):
+    with pytest.raises(ApiError):
         identity.identify(scope(LOOPBACK, good[0], (b"x-api-key", b"other")))
     # A file that cannot be read lets nobody in.
     path.chmod(0o644)
-    with pytest.raises(Unauthorized) as caught:
+    with pytest.raises(ApiError) as caught:
         Identity(keys=KeyFile(path)).identify(scope(LOOPBACK, bearer(key)))
     assert str(tmp_path) not in str(caught.value)
 
@@ -167,10 +161,11 @@ def test_addresses_to_listen_on(tmp_path: Path) -> None:
     Identity(KeyFile(path), remote=True).require_address("0.0.0.0")
 
 
-def test_an_app_is_found_once_for_a_request() -> None:
+def test_an_app_is_found_once_for_a_request(tmp_path: Path) -> None:
     asked, identity = scope(LOOPBACK), Identity()
     assert identity.identify(asked) == "local"
-    identity.local_app = "other"
+    identity.keys = KeyFile(tmp_path / "keys.json")
+    add_key(tmp_path / "keys.json", "mail")
     assert identity.identify(asked) == "local"
 
 
@@ -223,11 +218,6 @@ def test_operators(path: Path) -> None:
     assert stored.operator
     assert [getattr(keys.find(each), "operator", None) for each in (plain, operator)] == [False, True]
     facts = json.loads(path.read_text())
-    # A file of before there were operators.
-    for each in facts["keys"]:
-        del each["operator"]
-    path.write_text(json.dumps(facts))
-    assert [each.operator for each in read_keys(path)] == [False, False]
     facts["keys"][0]["operator"] = 1
     path.write_text(json.dumps(facts))
     with pytest.raises(ConfigError, match="not a file of API keys"):

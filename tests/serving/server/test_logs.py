@@ -2,7 +2,6 @@
 the request that it belongs to. Neither has anything of what was said."""
 
 import asyncio
-import io
 import json
 import logging
 import os
@@ -152,16 +151,15 @@ def busy_machine(monkeypatch):
 
 
 @pytest.fixture
-def lines():
-    stream = io.StringIO()
-    handler = logs.write_logs(stream)
+def lines(tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as stream, logs.writing_logs(stream) as handler:
 
-    def written():
-        handler.flush()
-        return [json.loads(line) for line in stream.getvalue().splitlines()]
+        def written():
+            handler.flush()
+            return [json.loads(line) for line in path.read_text().splitlines()]
 
-    yield written
-    logs.stop_logs(handler)
+        yield written
 
 
 def test_a_record_is_one_line(lines):
@@ -217,11 +215,13 @@ def test_tasks_and_threads_name_the_calls_that_they_serve(lines):
     assert logs.named([]) == {}
 
 
-def test_loggers_are_left_as_they_were():
-    stream = io.StringIO()
-    logs.stop_logs(logs.write_logs(stream))
-    logging.getLogger("serving").info("to nobody")
-    assert stream.getvalue() == ""
+def test_loggers_are_left_as_they_were(tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as stream:
+        with logs.writing_logs(stream):
+            pass
+        logging.getLogger("serving").info("to nobody")
+    assert path.read_text() == ""
     assert logging.getLogger("serving").propagate
 
 
@@ -229,16 +229,15 @@ def test_nobody_waits_for_a_log_that_is_not_read():
     """A full pipe, as of a supervisor that has stopped: calls go on, and the reader learns what it missed."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as out, os.fdopen(writing, "w") as stream:
-        handler = logs.write_logs(stream)
-        handler._most_bytes = 64 << 10
-        # Nobody reads yet: one that waited would wait for ever.
-        for number in range(2000):
-            logging.getLogger("serving").info("x" * 200, extra={"number": number})
-        assert 0 < handler.dropped < 2000
-        found = [json.loads(out.readline()) for _ in range(2)]
-        reader = threading.Thread(target=lambda: found.extend(json.loads(line) for line in out))
-        reader.start()
-        logs.stop_logs(handler)
+        with logs.writing_logs(stream) as handler:
+            handler._most_bytes = 64 << 10
+            # Nobody reads yet: one that waited would wait for ever.
+            for number in range(2000):
+                logging.getLogger("serving").info("x" * 200, extra={"number": number})
+            assert 0 < handler.dropped < 2000
+            found = [json.loads(out.readline()) for _ in range(2)]
+            reader = threading.Thread(target=lambda: found.extend(json.loads(line) for line in out))
+            reader.start()
         stream.close()
         reader.join(20)
     missed = [each for each in found if "dropped" in each]
@@ -252,10 +251,9 @@ def test_a_log_that_is_never_read_does_not_stop_the_end():
     code = """
 import logging, sys
 from jaxllm.serving.server import logs
-handler = logs.write_logs(sys.stderr)
-for _ in range(1000):
-    logging.getLogger("serving").info("x" * 1000)
-logs.stop_logs(handler)
+with logs.writing_logs(sys.stderr):
+    for _ in range(1000):
+        logging.getLogger("serving").info("x" * 1000)
 print("ends", flush=True)
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -269,9 +267,7 @@ print("ends", flush=True)
 
 def test_a_reader_that_leaves_costs_its_lines_alone():
     reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as stream:
-        handler = logs.write_logs(stream)
+    with os.fdopen(writing, "w") as stream, logs.writing_logs(stream) as handler:
         os.close(reading)
         logging.getLogger("serving").info("to nobody")
-        logs.stop_logs(handler)
     assert handler.dropped == 1

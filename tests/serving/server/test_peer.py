@@ -18,10 +18,10 @@ import httpx
 import pytest
 import uvicorn
 
-from jaxllm.serving.server.sockets import EXTENSION, PeerOptions, protocol
+from jaxllm.serving.server import sockets
+from jaxllm.serving.server.sockets import EXTENSION, protocol
 from tests.serving.server.running import running
 
-OPTIONS = PeerOptions(apps={f"uid:{os.geteuid()}": "tests"}, head_timeout_s=0.4, body_timeout_s=0.4)
 GET, SLOW = (f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() for path in ("/", "/slow"))
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 # A slow request has arrived, and may be answered.
@@ -44,8 +44,17 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def serving(options: PeerOptions = OPTIONS, **where: Any) -> AbstractContextManager[uvicorn.Server]:
-    return running(app, http=protocol(options), proxy_headers=False, **where)
+def serving(**where: Any) -> AbstractContextManager[uvicorn.Server]:
+    apps = {f"uid:{os.geteuid()}": "tests"}
+    return running(app, http=protocol(apps), proxy_headers=False, **where)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def soon() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sockets, "_HEAD_S", 0.4)
+        patch.setattr(sockets, "_BODY_S", 0.4)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +156,11 @@ def test_a_connection_is_used_again(path: str) -> None:
             time.sleep(0.15)
 
 
-def test_idle_connections_give_way_to_new_ones(tmp_path: Path) -> None:
-    options = PeerOptions(head_timeout_s=20, connections=4)
+def test_idle_connections_give_way_to_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_HEAD_S", 20.0)
+    monkeypatch.setattr(sockets, "most_connections", lambda: 4)
     path = str(tmp_path / "s")
-    with serving(options, uds=path), contextlib.ExitStack() as stack:
+    with serving(uds=path), contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connected(path)) for _ in range(3)]
         # One has sent a part of its request.
         idle[1].sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nab")

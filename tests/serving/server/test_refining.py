@@ -35,7 +35,7 @@ def service(served, coarse):
 
 def test_it_waits_until_nothing_was_asked_for_a_while_and_drops_what_was_disturbed(service, compiles):
     clock = SimpleNamespace(now_s=0.0)
-    work = ProfileRefinement(service, service.use_profile, quiet_s=2.0, clock=lambda: clock.now_s)
+    work = ProfileRefinement(service, quiet_s=2.0, clock=lambda: clock.now_s)
     runs = work.facts()["runs"]
     assert work.facts() == {"kind": "coarse", "runs_done": 0, "runs": runs}
     # Of two levels, six of each length.
@@ -56,7 +56,7 @@ def test_it_waits_until_nothing_was_asked_for_a_while_and_drops_what_was_disturb
     # Plans are made by it, and later starts find it.
     assert service.planner.lengths_missed(Slo(ttft=1.0, tpot=1.0), answer_tokens=1) == ()
     assert load_profile(profile_path(service.engine.model.bundle, service.engine.options)) == service.profile
-    assert not ProfileRefinement(service, service.use_profile, quiet_s=0).step()
+    assert not ProfileRefinement(service, quiet_s=0).step()
 
 
 def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
@@ -64,7 +64,7 @@ def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
         raise JaxllmError("the device is full")
 
     monkeypatch.setattr(opening, "save_profile", full)
-    work = ProfileRefinement(service, service.use_profile, quiet_s=0)
+    work = ProfileRefinement(service, quiet_s=0)
     while work.step():
         pass
     assert "not refined any further: the device is full" in caplog.text
@@ -73,7 +73,7 @@ def test_an_error_ends_it_and_answers_go_on(service, monkeypatch, caplog):
 
 
 def test_calls_go_first_in_the_engines_thread(service):
-    work = ProfileRefinement(service, service.use_profile, quiet_s=0)
+    work = ProfileRefinement(service, quiet_s=0)
     executor = make_executor(service, SchedulerOptions(), idle_work=work)
     executor.start()
     asked = call("hello the", tokens=6)

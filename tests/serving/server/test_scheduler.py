@@ -7,7 +7,6 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.server.scheduler import (
-    ROW_SHARE,
     Action,
     Queue,
     SchedulerOptions,
@@ -205,58 +204,13 @@ def test_the_load_that_a_new_call_finds():
 
 def test_a_full_queue_says_so_and_when_to_come_back_and_options_are_checked():
     options = SchedulerOptions(queued=3, app_queued=2)
-    assert queue_refusal(2, 1, options) is None
-    assert "of this app" in str(queue_refusal(2, 2, options))
-    assert "3 calls wait" in str(queue_refusal(3, 0, options))
+    for apps, part in (("ab", "None"), ("aa", "of this app"), ("bbc", "3 calls wait")):
+        waiting = [work(number, app=app) for number, app in enumerate(apps)]
+        running = work(9, stage="decode")
+        assert part in str(queue_refusal(Queue(now_ms=0, work=[*waiting, running]), "a", options))
     queue = Queue(now_ms=0, work=[work(1, rest_ms=9_000.0)])
     assert retry_after_s(queue) == 5
     assert retry_after_s(Queue(now_ms=0, work=())) == 1
     for name, wrong in {"queued": 0, "patience_ms": float("nan"), "running": True}.items():
         with pytest.raises(ConfigError, match=name):
             SchedulerOptions(**{name: wrong})
-
-
-def closed_loop(*, batched, clients=8, calls=160, prefill_ms=245.0, token_ms=12.2, answer=32):
-    """Clients that call again as soon as they are answered: times to the first token and of whole answers. A
-    dispatch takes 50 ms, or one token of all its rows."""
-    now, ttfts, answers, tpot = 0.0, [], [], OPTIONS.foreground_tpot_ms
-    running = {number: {"at": 20.0 * number, "first": None, "told": 0} for number in range(clients)}
-
-    def work_of(number, at, first, told):
-        if first is None:
-            stage, due, left = "start", at + OPTIONS.foreground_ttft_ms, prefill_ms
-        else:
-            stage, due, left = "finish" if told >= answer else "decode", first + told * tpot, token_ms
-        return work(
-            number, since_ms=at, due_ms=due, left_ms=left, stage=stage, token_ms=token_ms, tpot_ms=tpot,
-            batchable=batched,
-        )  # fmt: skip
-
-    while len(answers) < calls:
-        action = decide(*(work_of(n, **each) for n, each in running.items() if each["at"] <= now), now_ms=now)
-        rows = [running[number] for number in action.ids]
-        if action.kind == "idle":
-            now = min(each["at"] for each in running.values())
-        elif action.kind == "start":
-            now += prefill_ms
-            rows[0].update(first=now, told=1)
-            ttfts.append(now - rows[0]["at"])
-        elif rows[0]["told"] >= answer:
-            answers.append(now - running.pop(action.ids[0])["at"])
-            running[clients + len(answers) - 1] = {"at": now, "first": None, "told": 0}
-        else:
-            step_ms = token_ms * (1 + ROW_SHARE * (len(rows) - 1))
-            tokens = max(1, int(50 / step_ms))
-            now += tokens * step_ms
-            for each in rows:
-                each["told"] += tokens
-    return ttfts, answers
-
-
-def test_with_batching_first_tokens_wait_for_each_other_and_answers_are_there_sooner():
-    """Answers that end together are followed by prompts that come together: that costs the first token less
-    than sharing saves."""
-    (ttfts, answers), (alone_ttfts, alone) = closed_loop(batched=True), closed_loop(batched=False)
-    assert statistics.median(alone_ttfts) <= statistics.median(ttfts) < 2 * statistics.median(alone_ttfts)
-    assert max(ttfts[8:]) > 3 * statistics.median(ttfts)
-    assert statistics.mean(answers) < 0.7 * statistics.mean(alone)

@@ -83,7 +83,7 @@ def test_a_file_has_all_options(tmp_path):
     assert (options.levels, options.prefix_memory) == ((50, 100), 1_000_000)
     assert {"laptop.local", "127.0.0.1", "[::1]"} <= set(options.guard().hosts)
     assert options.guard().origins == ("https://app.example",)
-    assert options.peers().apps == {"uid:1000": "mail"}
+    assert options.apps == {"uid:1000": "mail"}
     assert options.log_level == "warning"
     assert (options.scheduler.queued, options.scheduler.app_queued, options.drain_s) == (5, 2, 2.5)
     contexts = options.context_options()
@@ -92,7 +92,7 @@ def test_a_file_has_all_options(tmp_path):
     assert contexts.share_across_apps
     assert options.attend_coded
     assert contexts.encryption == Path("~/keys").expanduser()
-    assert options.memory_options().follow_pressure
+    assert options.follow_pressure
     adapters = options.adapter_options()
     assert adapters.given == {"formal": tmp_path / "adapters/formal"}
     assert adapters.folder == tmp_path / "adapters"
@@ -145,7 +145,7 @@ WRONG = [
     ("apps = 1", "apps must be a section"), ("[apps]\nx = 'mail'", "a rule for apps"),
     ("scheduler = 1", "must be a section"),
     ("[scheduler]\nqueue = 1", "there is no key of \\[scheduler\\] 'queue'; there are queued"),
-    ("[scheduler]\nqueued = 0", "queued"), ("[limits]\nflight = 1", "no limit 'flight'; limits are"),
+    ("[scheduler]\nqueued = 0", "queued"), ("[limits]\nflight = 1", "no limit 'flight'; there are in_flight"),
     ("[limits.apps]\nmail = 1", "limits.apps.mail must be a section"),
     ("[limits.apps.'a b']\nqueued = 1", "app's name"), ("adapters = 1", "adapters must be a path"),
     ("adapter = 1", "adapter must be a section"), ("[adapter]\n'a b' = 'x'", "an adapter's name"),

@@ -9,20 +9,20 @@ import httpx
 import httpx2
 import pytest
 
-from jaxllm.errors import JaxllmError
 from jaxllm.serving.server.api.app import make_app
-from jaxllm.serving.server.api.requests import ApiOptions
+from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.requests import ApiState
 from tests.serving.server.api.fake import FakeBackend
 from tests.serving.server.running import running
 
-OPTIONS = ApiOptions(body_bytes=1 << 16, body_s=2.0, answers_per_request=4, stored_response_bytes=1 << 18)
+LIMITS = {"body_bytes": 1 << 17, "body_s": 2.0, "answers_per_request": 4, "stored_response_bytes": 1 << 18}
 
 
 def identify(scope: Mapping[str, Any]) -> str:
     """The key is the app's name; without one it is `local`."""
     key = dict(scope["headers"]).get(b"authorization", b"Bearer local").decode().removeprefix("Bearer ")
     if key == "wrong":
-        raise JaxllmError("the API key is not valid")
+        raise ApiError("the API key is not valid", status=401)
     return key
 
 
@@ -60,9 +60,11 @@ class Served:
 @pytest.fixture(scope="session")
 def front() -> Iterator[Served]:
     # Paths of sockets are short.
-    with tempfile.TemporaryDirectory(prefix="api", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="api") as folder, pytest.MonkeyPatch.context() as patch:
+        for name, limit in LIMITS.items():
+            patch.setattr(ApiState, name, limit)
         served = Served(str(Path(folder) / "s"))
-        app = make_app(served, identify=identify, operates=lambda scope: True, options=OPTIONS)
+        app = make_app(served, identify=identify, operates=lambda scope: True)
         with running(app, uds=served.path), served.http:
             yield served
 

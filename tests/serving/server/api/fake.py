@@ -71,7 +71,7 @@ class FakeBackend:
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}
         self.bindings = Bindings({"bound": Binding(Slo(ttft=0.4, tpot=0.7), strict=True)})
-        self.named = {"mail": AdapterFacts(name="mail", digest="d1", size_bytes=5, loaded_s=1.0)}
+        self.named = {"mail": AdapterFacts(name="mail", digest="d1", size_bytes=5, created_s=1.0)}
 
     @property
     def calls(self) -> list[Call]:
@@ -112,7 +112,7 @@ class FakeBackend:
         return list(self.named.values())
 
     async def load_adapter(self, app: str, name: str, folder: str) -> AdapterFacts:
-        self.named[name] = AdapterFacts(name=name, digest=folder, size_bytes=7, loaded_s=2.0)
+        self.named[name] = AdapterFacts(name=name, digest=folder, size_bytes=7, created_s=2.0)
         return self.named[name]
 
     async def unload_adapter(self, app: str, name: str) -> None:

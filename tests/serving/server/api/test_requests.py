@@ -15,8 +15,9 @@ from jaxllm.errors import (
 )
 from jaxllm.serving.elastic.objectives import EndToEnd, Latency
 from jaxllm.serving.server.api.params import objective_of
+from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import ContextBusy, Refused
-from tests.serving.server.api.conftest import OPTIONS, Served
+from tests.serving.server.api.conftest import Served
 from tests.serving.server.api.fake import FakeBackend
 from tests.serving.server.talking import until
 
@@ -68,6 +69,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),  # noqa: E501
 ]  # fmt: skip
 
 
@@ -88,12 +90,26 @@ def test_keys_paths_methods_sizes_and_ids(served: Served) -> None:
     assert served.http.get("/nowhere").json()["error"]["code"] == "not_found"
     assert served.http.get("/v1/chat/completions").status_code == 405
     assert served.post("/v1/chat/completions", CHAT | {"model": "gpt"}).status_code == 404
-    assert served.http.post("/v1/completions", content=b"x" * (OPTIONS.body_bytes + 1)).status_code == 413
-    parts = (b"x" * 1000 for _ in range(100))
+    assert served.http.post("/v1/completions", content=b"x" * (ApiState.body_bytes + 1)).status_code == 413
+    parts = (b"x" * 1000 for _ in range(200))
     assert served.http.post("/v1/completions", content=parts).status_code == 413
     named = served.post("/tokenize", {"content": "a"}, x_request_id="mine-1")
     assert named.headers["x-request-id"] == "mine-1"
     assert served.http.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
+
+
+def test_sizes_of_prompts_are_checked_before_their_ids(served: Served) -> None:
+    """Millions of ids would keep other answers waiting; and a large body is parsed in a thread."""
+    for prompt, status in (
+        ([0] * 128, 200), ([-1] * 129, 400), ([[0], [-1] * 129], 400), ([[]] * 5, 400), ([[0], "a"], 400),
+        ([0, -1], 400), ("x" * 60_000, 200),
+    ):  # fmt: skip
+        answer = served.post("/v1/completions", {"prompt": prompt})
+        assert answer.status_code == status, answer.text
+        if prompt in ([-1] * 129, [[0], [-1] * 129]):
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+    large = b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b', "user": "' + b"x" * 65_200 + b'"}'
+    assert served.http.post("/v1/completions", content=large).json()["error"]["code"] == "invalid_json"
 
 
 def test_health_texts_and_tokens_are_the_backends(served: Served) -> None:
@@ -158,6 +174,20 @@ def test_objectives_are_read_from_body_and_header() -> None:
     assert objective_of(None, None, header) == (Latency(ttft_ms=5, tpot_ms=1), True)
     assert objective_of(None, False, "<40,70>; strict")[1] is False
     assert objective_of(None, None, "") == (None, None)
+
+
+def test_vllms_fields_say_whether_the_last_message_is_continued(served: Served) -> None:
+    both = ("continue_final_message", "add_generation_prompt")
+    for values, expected in (
+        ((None, None), None), ((True, False), True), ((None, False), True), ((False, None), False),
+        ((None, True), False), ((True, True), "opposites"),
+    ):  # fmt: skip
+        answer = served.post("/v1/chat/completions", CHAT | dict(zip(both, values, strict=True)))
+        if expected == "opposites":
+            assert answer.status_code == 400
+            assert "are opposites" in answer.text
+        else:
+            assert served.backend.calls[-1].prompt.continue_final is expected
 
 
 def test_forced_calls_have_a_grammar(served: Served) -> None:

@@ -17,8 +17,9 @@ from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.contexts.layout import folder_name
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.messages import conversation_of, items_of
+from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.api.stored_responses import RESPONSES, ResponseStore, StoredResponse
-from tests.serving.server.api.conftest import OPTIONS, Served
+from tests.serving.server.api.conftest import Served
 from tests.serving.server.api.fake import FakeBackend
 
 PATH = "/v1/responses"
@@ -354,7 +355,7 @@ def test_stored_responses_outlive_the_service_and_are_encrypted_as_contexts_are(
 
 def test_what_is_too_large_to_be_stored_says_so(served: Served) -> None:
     before = served.post(PATH, {"input": "Hi"}).json()
-    served.backend = FakeBackend("x" * OPTIONS.stored_response_bytes)
+    served.backend = FakeBackend("x" * ApiState.stored_response_bytes)
     large = served.post(PATH, {"input": "Hi"}).json()
     assert (before["store"], large["store"]) == (True, False)
     assert served.http.get(f"{PATH}/{large['id']}").status_code == 404
