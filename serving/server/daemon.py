@@ -196,10 +196,9 @@ class Daemon:
         app = make_app(
             self.backend,
             identify=self._identity.identify,
-            operates=self._identity.operates,
             # A browser loads the page of metrics before it can send a key.
             guard=dataclasses.replace(guard, open_paths=guard.open_paths | PAGES),
-            extra_routes=metric_routes(self.backend.metrics, operates=self._identity.operates),
+            extra_routes=metric_routes(self.backend.metrics),
         )
         self._front = app.state.api
         return uvicorn.Config(

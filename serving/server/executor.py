@@ -35,7 +35,7 @@ from jaxllm.serving.server.scheduler import (
     Queue,
     SchedulerOptions,
     decayed,
-    next_action,
+    next_dispatch,
     queue_refusal,
     retry_after_s,
 )
@@ -327,31 +327,31 @@ class Executor:
         queue = self.queue(inbox=False)
         # Under memory pressure only running calls continue.
         short = self.memory.short_bytes > 0 and bool(queue.running)
-        action = next_action(dataclasses.replace(queue, work=queue.running) if short else queue, self.options)
-        if action.kind == "idle":
+        if short:
+            queue = dataclasses.replace(queue, work=queue.running)
+        jobs: list[Any] = next_dispatch(queue, self.options)
+        if not jobs:
             # For the masks of calls that cannot continue without.
             matchers = [job.run.decoding.matcher for job in self._jobs.values() if job.run is not None]
             channels = [None if each is None else each.channel for each in matchers]
             wait([each for each in channels if each is not None], _MASK_S)
             return
-        jobs = [self._jobs[each] for each in action.ids]
         began = time.perf_counter()
         with self._failing(jobs):
             # All calls of one dispatch have the same adapter.
             self.adapters.use(jobs[0].adapter)
-            if action.kind == "start":
+            if jobs[0].run is None:
                 self._begin(jobs[0])
             runs = [job.run for job in jobs if job.run is not None]
             for run in runs:
                 run.resume()
-            if action.kind == "decode":
+            if len(runs) > 1:
                 for run in runs:
                     # In a batch a token takes longer than the profile says.
                     run.taken_whole = False
                 decode_together(runs)
             else:
-                for run in runs:
-                    step(run)
+                step(runs[0])
         took_ms = 1000 * (time.perf_counter() - began)
         if (dispatch := dispatch_of([job for job in jobs if job.id in self._jobs], took_ms)) is not None:
             self._on_dispatch(dispatch)

@@ -247,14 +247,20 @@ def _changing(path: Path) -> Iterator[list[StoredKey]]:
 
 
 _log = logging.getLogger(__name__)
-# Scope entry of an identified app; clients cannot set it.
-_APP = "jaxllm.app"
-_OPERATOR = "jaxllm.operator"
+# Scope entries of an identified app; clients cannot set them.
+_APP, _OPERATOR = "jaxllm.app", "jaxllm.operator"
 
 
 def identified_app(scope: Mapping[str, Any]) -> str:
     """The app of an identified request; empty if it was not identified."""
     return scope.get(_APP, "")
+
+
+def is_operator(scope: Mapping[str, Any]) -> bool:
+    """Whether an identified request may watch the service with all of its apps, and change what they share:
+    root and the service's user over the Unix socket, an operator's key over HTTP, and any caller on the
+    loopback if no keys are needed."""
+    return scope.get(_OPERATOR, False)
 
 
 class Identity:
@@ -288,7 +294,7 @@ class Identity:
             )
 
     def identify(self, scope: MutableMapping[str, Any]) -> str:
-        """The app of a request.
+        """The app of a request, which it adds to the scope (see also `is_operator`).
 
         Args:
           scope: ASGI scope of a server that runs `jaxllm.serving.server.sockets.protocol`.
@@ -299,20 +305,6 @@ class Identity:
         if not identified_app(scope):
             scope[_APP], scope[_OPERATOR] = self._found(scope)
         return scope[_APP]
-
-    def operates(self, scope: MutableMapping[str, Any]) -> bool:
-        """Whether a request may watch the service with all of its apps, and change what they share: root and
-        the service's user over the Unix socket, an operator's key over HTTP, and any caller on the loopback
-        if no keys are needed.
-
-        Args:
-          scope: see `identify`.
-
-        Raises:
-          ApiError: see `identify`.
-        """
-        self.identify(scope)
-        return scope.get(_OPERATOR, False)
 
     def _found(self, scope: Mapping[str, Any]) -> tuple[str, bool]:
         """The app of a request, and whether it is an operator's."""

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.serving.server.api.errors import api_error, error_response, shape_of
 from jaxllm.serving.server.calls import Call
 from jaxllm.serving.server.identity import identified_app
+from jaxllm.serving.server.sockets import OPEN_PATHS
 
 if TYPE_CHECKING:
     from jaxllm.serving.server.job import Job
@@ -227,7 +228,6 @@ def flush_logs() -> None:
 ACCESS = "jaxllm.access"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MOST_PATH = 200
-_PROBES = ("/health", "/ready")
 # HTTP statuses: the first of refusals and of failures, refusals among those, and a client that left.
 _REFUSED, _FAILED, _REFUSALS, _LEFT = 400, 500, (503, 507), 499
 
@@ -333,5 +333,5 @@ class AccessLogged:
                 fields = access_record(
                     served, method=scope["method"], path=path, status=status, total_ms=total_ms, error=error
                 )
-                level = logging.DEBUG if path in _PROBES else logging.INFO
+                level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
                 self._log.log(level, "request", extra=fields)

@@ -17,10 +17,10 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
-from starlette.types import Scope
 
 from jaxllm.serving.server.api.errors import ApiError, error_response, openai_body
 from jaxllm.serving.server.calls import Ended, Started
+from jaxllm.serving.server.identity import is_operator
 from jaxllm.serving.server.job import Dispatch
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -246,14 +246,8 @@ _NOT_OPERATOR = (
 )
 
 
-def metric_routes(metrics: Metrics, *, operates: Callable[[Scope], bool] = lambda scope: True) -> list[Route]:
-    """The routes of `/metrics` and the page at `/`.
-
-    Args:
-      metrics: metrics of the service.
-      operates: whether a connection is an operator's, who may read metrics
-        (`jaxllm.serving.server.identity.Identity.operates`).
-    """
+def metric_routes(metrics: Metrics) -> list[Route]:
+    """The routes of `/metrics`, for operators, and of the page at `/`."""
 
     def page(name: str, kind: str) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
@@ -264,7 +258,7 @@ def metric_routes(metrics: Metrics, *, operates: Callable[[Scope], bool] = lambd
 
     # In the event loop, as backends require, not in a thread.
     async def read(request: Request) -> Response:
-        if operates(request.scope):
+        if is_operator(request.scope):
             return Response(metrics.text(), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
         refusal = error_response(ApiError(_NOT_OPERATOR, status=403, code="not_operator"), openai_body)
         refusal.headers["Cache-Control"] = "no-store"

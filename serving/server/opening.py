@@ -7,9 +7,8 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -36,7 +35,7 @@ from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.scorer import Scorer
-from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
@@ -154,17 +153,17 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     """
     contexts, stages = options.context_options(), _logged_stages()
     model = options.model or None
-    adapters = engine_shape(options.adapter_options(), model, options.levels)
+    rank, targets, adapter_bytes = engine_shape(options)
     memory, image_bytes = engine_bytes(options.memory), 0
     if options.images:
         with open_model(model) as bundle:
             encoder = ImageEncoder.of(bundle) if has_image_encoder(bundle) else None
             image_bytes = 0 if encoder is None else encoder.size_bytes
-    left = memory - adapters.given_bytes - image_bytes
+    left = memory - adapter_bytes - image_bytes
     if memory and left <= 0:
         raise BudgetExceeded(
             f"a memory budget of {options.memory:,} bytes leaves no room for a model after its adapters "
-            f"({adapters.given_bytes:,}) and image encoder ({image_bytes:,}); raise --memory, give fewer "
+            f"({adapter_bytes:,}) and image encoder ({image_bytes:,}); raise --memory, give fewer "
             "adapters, or serve without images (images = false)"
         )
     engine_of = EngineOptions(
@@ -172,8 +171,8 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         memory_bytes=left if memory else 0,
         prompt_rows=image_bytes > 0,
         batch_rows=options.batch_rows,
-        adapter_rank=adapters.rank,
-        adapter_targets=adapters.targets,
+        adapter_rank=rank,
+        adapter_targets=targets,
     )
     engine_of = engine_options(model, options.levels or None, engine_of, contexts)
     # Requires a codec, which is known now.
@@ -186,7 +185,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         planner = planner_of(engine, profile, margin=SafetyMargin())
         service = LLMService.of_engine(engine, planner, profile, contexts)
         opened.callback(service.close)
-        found = OpenedService(service, Adapters(engine.model, options.adapter_options()), options)
+        found = OpenedService(service, Adapters(engine.model, options), options)
         opened.pop_all()
     return found
 
@@ -221,47 +220,30 @@ def _logged_stages() -> Progress:
 _RANK = 16
 
 
-class EngineShape(NamedTuple):
-    """Requirements on the engine for a service's adapters.
+def engine_shape(options: ServerOptions) -> tuple[int, tuple[str, ...], int]:
+    """The shape of a service's adapters by its options, else by the given adapters.
 
-    Attributes:
-      rank: `EngineOptions.adapter_rank`.
-      targets: `EngineOptions.adapter_targets`.
-      given_bytes: memory of the given adapters at all levels.
-    """
-
-    rank: int = 0
-    targets: tuple[str, ...] = ()
-    given_bytes: int = 0
-
-
-def engine_shape(
-    options: AdapterOptions, model: str | Path | None, levels: Sequence[int] = ()
-) -> EngineShape:
-    """The shape of adapters by the options, else by the given adapters.
-
-    Args:
-      options: options of the adapters.
-      model: model of the service.
-      levels: served levels, in percent; empty for all of the model.
+    Returns:
+      `EngineOptions.adapter_rank` and `adapter_targets`, and the memory of the given adapters at all levels.
 
     Raises:
       JaxllmError: the model or an adapter cannot be read.
     """
-    if not options.given and options.folder is None:
-        return EngineShape()
+    if not options.adapter and options.adapters is None:
+        return 0, (), 0
+    model = options.model or None
     with open_model(model) as bundle:
-        found = [read_adapter_of(bundle, each) for each in options.given.values()]
+        found = [read_adapter_of(bundle, each) for each in options.adapter.values()]
         cfg = bundle.cfg
-    others = options.folder is not None
-    rank = options.rank or max([rank_of(adapter) for _, adapter in found] + [_RANK] * others)
+    others = options.adapters is not None
+    rank = options.adapter_rank or max([rank_of(adapter) for _, adapter in found] + [_RANK] * others)
     wanted = {each for lora, _ in found for each in lora.targets} | {*(LoraConfig.targets * others)}
-    targets = options.targets or tuple(each for each in TARGETS if each in wanted)
+    targets = options.adapter_targets or tuple(each for each in TARGETS if each in wanted)
     names = adapted_parameters(cfg, targets)
     factors = [shape for name in names for shape in adapter_shapes(cfg, name, rank)]
     size = 4 * sum(map(math.prod, factors))
-    served = {*(levels or levels_of(model)), WHOLE}
-    return EngineShape(rank, targets, size * len(served) * len(found))
+    served = {*(options.levels or levels_of(model)), WHOLE}
+    return rank, targets, size * len(served) * len(found)
 
 
 # Calls often come in bursts: measure only after this time without calls.

@@ -133,26 +133,13 @@ class Queue:
         return [each for each in self.work if each.stage != "start"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Action:
-    """The engine's next dispatch.
-
-    Attributes:
-      kind: "start" a call with its first step; "step" a run: a chunk, a block or its end; "decode" a batch
-        of runs; "idle".
-      ids: ids of the calls.
-    """
-
-    kind: str
-    ids: tuple[int, ...] = ()
-
-
-def next_action(queue: Queue, options: SchedulerOptions) -> Action:
-    """Decides the engine's next dispatch; "idle" only if nothing can be done."""
+def next_dispatch(queue: Queue, options: SchedulerOptions) -> list[Work]:
+    """Decides the engine's next dispatch: the first step of a waiting call, a step of a run (a chunk, a block
+    or its end), or of a batch of decoding runs; empty only if nothing can be done."""
     candidates = [each for each in queue.running if each.ready]
     candidates += startable(queue, options)
     if not candidates:
-        return Action("idle")
+        return []
     excess = _excess_ms(queue)
 
     def order(each: Work) -> tuple[int, float, float, int]:
@@ -162,14 +149,11 @@ def next_action(queue: Queue, options: SchedulerOptions) -> Action:
 
     # Finish complete answers first: their clients wait, and it costs next to nothing.
     first = min([each for each in candidates if each.stage == "finish"] or candidates, key=order)
-    if first.stage == "start":
-        return Action("start", (first.id,))
     if first.stage != "decode" or not first.batchable:
-        return Action("step", (first.id,))
+        return [first]
     beside = [each for each in candidates if each.stage == "decode" and each.batchable]
     rows = sorted((each for each in beside if each.adapter == first.adapter), key=order)
-    ids = tuple(each.id for each in rows[: options.batch_rows])
-    return Action("decode", ids) if len(ids) > 1 else Action("step", ids)
+    return rows[: options.batch_rows]
 
 
 def startable(queue: Queue, options: SchedulerOptions) -> list[Work]:

@@ -7,6 +7,7 @@ Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `
 """
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,16 +17,17 @@ import click
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
+from jaxllm.layer_configs import require_int
 from jaxllm.option_types import Size
 from jaxllm.options import check_options, option
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.elastic.objectives import Binding
-from jaxllm.serving.server.adapters import ADAPTER_BYTES, ADAPTERS, AdapterOptions
 from jaxllm.serving.server.limits import AppLimits, Limits, bound
 from jaxllm.serving.server.memory import PREFIX_BYTES
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.sockets import LOOPBACK_HOSTS, GuardOptions, require_app, require_rules
 
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DEFAULT_HTTP = "127.0.0.1:8080"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MOST_FILE_BYTES = 1 << 20
@@ -71,8 +73,11 @@ class ServerOptions:
       share_across_apps: whether contexts may share prefixes of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
       adapters: folder of adapters that operators may load at runtime; None for no others.
-      adapter_rank, adapter_targets, adapter_memory, adapter_count: limits of all adapters (see
-        `AdapterOptions`).
+      adapter_rank: maximum rank of adapters; 0 for that of the given ones, or 16 if others may be loaded.
+      adapter_targets: matrices that adapters may change, of `jaxllm.models.lora.TARGETS`; by default all
+        linear ones of attention and MLP.
+      adapter_memory: memory limit of all factors.
+      adapter_count: maximum number of adapters.
       log_level: minimum log level: "debug", "info", "warning" or "error"; requests are logged at "info".
       levels: levels of an elastic model to plan with, in percent; empty for all, (100,) for the whole model
         only.
@@ -106,10 +111,10 @@ class ServerOptions:
     batch_rows: tuple[int, ...] = option(lambda: _batch_rows(), ascending=True)
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     adapters: Path | None = None
-    adapter_rank: int = option(0, low=0)
+    adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
-    adapter_memory: int = option(ADAPTER_BYTES, low=1)
-    adapter_count: int = option(ADAPTERS, low=1)
+    adapter_memory: int = option(256 << 20, low=1)
+    adapter_count: int = option(16, low=1)
     log_level: str = "info"
     levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
     drain_s: float = option(30.0, low=0, high=86_400.0)
@@ -131,7 +136,23 @@ class ServerOptions:
         # Each validates its arguments.
         self.guard()
         require_rules(self.apps)
-        self.adapter_options()
+        # Imported here: the command line reads options without it.
+        from jaxllm.models.lora import MAX_RANK, TARGETS
+
+        for name, folder in self.adapter.items():
+            require_adapter_name(name)
+            if not isinstance(folder, Path):
+                raise ConfigError(f"the folder of the adapter {name!r} must be a path, got {folder!r:.80}")
+        require_int("adapter_rank", self.adapter_rank, 0, MAX_RANK)
+        if not set(self.adapter_targets) <= set(TARGETS):
+            raise ConfigError(
+                f"adapter_targets must be names of {', '.join(TARGETS)}, got {self.adapter_targets!r:.80}"
+            )
+        if len(self.adapter) > self.adapter_count:
+            raise ConfigError(
+                f"{len(self.adapter)} adapters are given, and adapter_count is {self.adapter_count}; raise "
+                "it, or give fewer"
+            )
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -171,21 +192,6 @@ class ServerOptions:
             **self.limits.context_options(),
         )
 
-    def adapter_options(self) -> AdapterOptions:
-        """Options of adapters.
-
-        Raises:
-          ConfigError: a name or a limit is malformed.
-        """
-        return AdapterOptions(
-            given=self.adapter,
-            folder=self.adapters,
-            rank=self.adapter_rank,
-            targets=self.adapter_targets,
-            limit_bytes=self.adapter_memory,
-            most=self.adapter_count,
-        )
-
 
 def _batch_rows() -> tuple[int, ...]:
     """Default batch sizes."""
@@ -207,6 +213,20 @@ def address_of(text: str) -> tuple[str, int]:
     if not colon or not host or not fits or int(port) > _MOST_PORT or (":" in host and not bracketed):
         raise ConfigError(f"an address is HOST:PORT such as {DEFAULT_HTTP}, got {text!r:.80}")
     return (host[1:-1] if bracketed else host).lower(), int(port)
+
+
+def require_adapter_name(name: object) -> str:
+    """Validates and returns the name of an adapter.
+
+    Raises:
+      ConfigError: the name is not valid.
+    """
+    if not isinstance(name, str) or not _ADAPTER.fullmatch(name):
+        raise ConfigError(
+            "an adapter's name has 1 to 64 letters, digits, dots, underscores and hyphens, the first one a "
+            f"letter or digit, got {name!r:.80}"
+        )
+    return name
 
 
 def read_options(path: Path) -> ServerOptions:

@@ -31,6 +31,8 @@ _BACKLOG = 512
 _FIRST_PASSED = 3
 _MOST_PASSED = 64
 _ANSWER_S = 2.0
+# Paths without identification: probes.
+OPEN_PATHS = frozenset({"/health", "/ready"})
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
@@ -81,7 +83,7 @@ class GuardOptions:
 
     hosts: tuple[str, ...] = LOOPBACK_HOSTS
     origins: tuple[str, ...] = ()
-    open_paths: frozenset[str] = frozenset({"/health", "/ready"})
+    open_paths: frozenset[str] = OPEN_PATHS
 
     def __post_init__(self) -> None:
         for host in self.hosts:

@@ -70,6 +70,6 @@ APP = Starlette(
     routes=[
         Route("/v1/chat/completions", answer, methods=["POST"]),
         Route("/v1/completions", answer, methods=["POST"]),
-        Mount("/", make_app(FRONT, identify=identify, operates=lambda scope: False)),
+        Mount("/", make_app(FRONT, identify=identify)),
     ]
 )

@@ -30,13 +30,13 @@ from jaxllm.serving.server.api.requests import (
     while_connected,
 )
 from jaxllm.serving.server.backend import Backend
+from jaxllm.serving.server.identity import is_operator
 from jaxllm.serving.server.logs import AccessLogged
-from jaxllm.serving.server.sockets import HOST, GuardOptions, peer_of
+from jaxllm.serving.server.sockets import HOST, OPEN_PATHS, GuardOptions, peer_of
 
 # Gives a response, or the JSON values of a usual one.
 Handler = Callable[[ApiState, ApiRequest], Coroutine[Any, Any, Any]]
 Identify = Callable[[Scope], str]
-Operates = Callable[[Scope], bool]
 
 _LEFT = 499
 _METHODS = b"GET, POST, DELETE, OPTIONS"
@@ -46,8 +46,6 @@ _PREFLIGHT_S = b"600"
 # Maximum bytes that are read of a refused request's body, and time for them.
 _MOST_DROPPED_BYTES = 8 << 20
 _DROP_S = 10.0
-# These paths need no identification.
-_OPEN = ("/health", "/ready")
 _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/health", resources.health),
     ("GET", "/ready", resources.ready),
@@ -91,7 +89,6 @@ def make_app(
     backend: Backend,
     *,
     identify: Identify,
-    operates: Operates = lambda scope: False,
     guard: GuardOptions | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
@@ -100,7 +97,6 @@ def make_app(
     Args:
       backend: backend of the answers.
       identify: returns the app of a connection by its scope; raises ApiError if it is unknown.
-      operates: whether an identified connection may change what all apps share.
       guard: options of the guard; None for no guard.
       extra_routes: additional routes, with precedence.
     """
@@ -110,8 +106,8 @@ def make_app(
         by_path.setdefault(path, {})[method] = handler
     routes = []
     for path, handlers in by_path.items():
-        who = (lambda scope: "", lambda scope: False) if path in _OPEN else (identify, operates)
-        routes.append(Route(path, _endpoint(state, handlers, *who), methods=[*handlers]))
+        who = (lambda scope: "") if path in OPEN_PATHS else identify
+        routes.append(Route(path, _endpoint(state, handlers, who), methods=[*handlers]))
     middleware = [Middleware(AccessLogged)]
     if guard is not None:
         middleware.append(Middleware(Guard, identify, guard))
@@ -125,7 +121,7 @@ def make_app(
 
 
 def _endpoint(
-    state: ApiState, handlers: dict[str, Handler], identify: Identify, operates: Operates
+    state: ApiState, handlers: dict[str, Handler], identify: Identify
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
@@ -138,7 +134,7 @@ def _endpoint(
                 path=request.path_params,
                 slo=request.headers.get("x-slo", ""),
                 query=request.query_params.multi_items(),
-                operator=operates(request.scope),
+                operator=is_operator(request.scope),
             )
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             answer = await while_connected(request.receive, handler(state, api_request))

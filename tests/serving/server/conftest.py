@@ -12,9 +12,9 @@ from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import ContextGone
 from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.server.adapters import AdapterOptions
 from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.server.service_options import ServerOptions
 from tests.models.test_lora import random_adapter
 from tests.serving.server.context_service import ContextService, open_tiny
 from tests.tiny import TINY, write_tiny_bundle
@@ -30,7 +30,7 @@ def context_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contex
         lora = LoraConfig(rank=rank, alpha=16)
         write_adapter(folder / "adapters" / name, TINY, lora, random_adapter(TINY, lora, seed))
     given = {name: folder / "adapters" / name for name in ("formal", "terse")}
-    options = AdapterOptions(given=given, folder=folder / "adapters", most=3)
+    options = ServerOptions(adapter=given, adapters=folder / "adapters", adapter_count=3)
     with ContextService(open_tiny(folder, adapter_rank=4), folder, options).serving() as made:
         yield made
 

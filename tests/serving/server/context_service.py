@@ -14,7 +14,7 @@ from jaxllm.client import Client
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.identity import Identity, KeyFile, add_key
@@ -22,6 +22,7 @@ from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.opening import live_turns
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.server.service_options import ServerOptions
 from jaxllm.serving.server.sockets import GuardOptions, protocol
 from tests.serving.server.executors import make_executor
 from tests.serving.server.running import running
@@ -53,7 +54,7 @@ class ContextService:
       url: of the service.
     """
 
-    def __init__(self, service: LLMService, folder: Path, adapters: AdapterOptions | None = None) -> None:
+    def __init__(self, service: LLMService, folder: Path, adapters: ServerOptions | None = None) -> None:
         self.service, self._folder, self._adapters = service, folder, adapters
         self.backend = Backend(Limits())
         self.keys = {app: add_key(folder / "keys.json", app)[0] for app in ("mail", "spy")}
@@ -104,9 +105,7 @@ class ContextService:
     def serving(self) -> Iterator["ContextService"]:
         """Serves until the end of the block."""
         identity = Identity(keys=KeyFile(self._folder / "keys.json"))
-        front = make_app(
-            self.backend, identify=identity.identify, operates=identity.operates, guard=GuardOptions()
-        )
+        front = make_app(self.backend, identify=identity.identify, guard=GuardOptions())
         with running(front, self._sockets, http=protocol({})):
             try:
                 yield self

@@ -8,8 +8,9 @@ from jaxllm import Engine, EngineOptions
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.server.service_options import ServerOptions
 from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget
 from tests.models.test_lora import random_adapter
 from tests.serving.server.executors import make_executor
@@ -48,7 +49,7 @@ def test_each_call_has_its_adapter_and_drafts_are_told(tmp_path, how, cfg):
         options = dataclasses.replace(options, memory_bytes=whole_budget(budget))
     service = LLMService.open(path, options=options, speculation=drafts)
     assert (service.engine.model.streamed is not None) == (how == "streamed")
-    adapters = Adapters(service.engine.model, AdapterOptions(given=given))
+    adapters = Adapters(service.engine.model, ServerOptions(adapter=given))
     executor = make_executor(service, adapters=adapters, on_dispatch=dispatches.append)
     executor.start()
     try:

@@ -10,8 +10,9 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.lora import LoraConfig
 from jaxllm.sampling import Sampling
 from jaxllm.serving.server import executor as executors
-from jaxllm.serving.server.adapters import AdapterOptions, Adapters
+from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.opening import engine_shape
+from jaxllm.serving.server.service_options import ServerOptions
 from tests.serving.server.context_service import WHOLE
 from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed
 from tests.tiny import END_ID
@@ -42,7 +43,7 @@ def alone(served, name, prompt, tokens):
     served.without_adapter()
 
     def work():
-        engine.set_adapter(options.given[name] if name else None)
+        engine.set_adapter(options.adapter[name] if name else None)
         try:
             return engine.stream(prompt, GenerationConfig(max_tokens=tokens, sampling=GREEDY)).result()
         finally:
@@ -185,7 +186,7 @@ def test_operators_load_and_unload_while_it_answers(served, http, operator, monk
 
 
 def test_only_folders_of_adapters_are_loaded_and_names_are_plain(served, operator, tmp_path):
-    root = served.executor.adapters.options.folder
+    root = served.executor.adapters.options.adapters
     shutil.copytree(root / "other", tmp_path / "elsewhere")
     (root / "empty").mkdir()
     (root / "link").symlink_to(tmp_path / "elsewhere")
@@ -199,35 +200,31 @@ def test_only_folders_of_adapters_are_loaded_and_names_are_plain(served, operato
 
 def test_options_say_what_the_engine_must_take(served, tmp_path):
     bundle = served.service.engine.model.bundle.path
-    given = dict(served.executor.adapters.options.given)
+    given = dict(served.executor.adapters.options.adapter)
 
     def shape(**options):
-        return engine_shape(AdapterOptions(**options), bundle)
+        return engine_shape(ServerOptions(model=str(bundle), **options))
 
     assert shape() == (0, (), 0)
-    terse = shape(given={"terse": given["terse"]})
+    terse = shape(adapter={"terse": given["terse"]})
     # As much as it takes in the end, where all matrices are adapted.
     (loaded,) = (each for each in served.executor.adapters.facts() if each.name == "terse")
     own = tuple(each for each in LoraConfig.targets if not each.startswith("cross."))
     assert terse == (2, own, loaded.size_bytes // 2)
-    whole = engine_shape(AdapterOptions(given={"terse": given["terse"]}), bundle, (100,))
-    assert whole.given_bytes == loaded.size_bytes // 4
-    assert shape(given=given)[0] == 4
-    assert shape(folder=tmp_path) == (16, LoraConfig.targets, 0)
-    assert shape(folder=tmp_path, rank=3, targets=("attn.q",)) == (3, ("attn.q",), 0)
-    wrongs = {"rank": -1, "targets": ("x",), "limit_bytes": 0, "most": 0, "given": {"a b": tmp_path}}
-    for name, wrong in wrongs.items():
-        with pytest.raises(ConfigError):
-            AdapterOptions(**{name: wrong})
+    whole = shape(adapter={"terse": given["terse"]}, levels=(100,))
+    assert whole[2] == loaded.size_bytes // 4
+    assert shape(adapter=given)[0] == 4
+    assert shape(adapters=tmp_path) == (16, LoraConfig.targets, 0)
+    assert shape(adapters=tmp_path, adapter_rank=3, adapter_targets=("attn.q",)) == (3, ("attn.q",), 0)
 
     # Limits of memory and of their number are told.
     def opened(**options):
         model = served.service.engine.model
-        return served.executor.work("test", lambda: Adapters(model, AdapterOptions(**options))).result(60)
+        return served.executor.work("test", lambda: Adapters(model, ServerOptions(**options))).result(60)
 
     with pytest.raises(BudgetExceeded, match="of at most 1,000"):
-        opened(given=given, limit_bytes=1000)
+        opened(adapter=given, adapter_memory=1000)
     with pytest.raises(BudgetExceeded, match="the maximum"):
-        opened(given={"terse": given["terse"]}, most=1).require_addable("formal")
+        opened(adapter={"terse": given["terse"]}, adapter_count=1).require_addable("formal")
     with pytest.raises(ConfigError, match="loads no adapters while it runs"):
-        AdapterOptions().path("x")
+        opened().read("x", "x")

@@ -104,7 +104,7 @@ def test_embeddings_are_means_of_hidden_states(backend):
 @contextlib.asynccontextmanager
 async def over_http(backend):
     """A client of an operator."""
-    front = make_app(backend, identify=lambda scope: "mail", operates=lambda scope: True)
+    front = make_app(backend, identify=lambda scope: scope.update({"jaxllm.operator": True}) or "mail")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://service") as client:
         yield client
 

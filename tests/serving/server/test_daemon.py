@@ -47,12 +47,12 @@ def slow(dispatch):
         dispatch(*arguments)
     return slowly
 executor.decode_together, executor.step = slow(executor.decode_together), slow(executor.step)
-choose = executor.next_action
+choose = executor.next_dispatch
 def choose_or_die(*arguments):
     if os.path.exists(os.environ["DEATH"]):
         raise MemoryError("the test says so")
     return choose(*arguments)
-executor.next_action = choose_or_die
+executor.next_dispatch = choose_or_die
 """
     + MAIN
 )

@@ -137,10 +137,12 @@ HOSTILE = '<img src=x onerror="document.title=1">'
 @contextlib.contextmanager
 def serving(metrics):
     """The address of a server whose operators have the key `sesame`."""
-    routes = metric_routes(
-        metrics, operates=lambda scope: (b"authorization", b"Bearer sesame") in scope["headers"]
-    )
-    app = Starlette(routes=routes)
+    routes = Starlette(routes=metric_routes(metrics))
+
+    async def app(scope, receive, send):
+        scope["jaxllm.operator"] = (b"authorization", b"Bearer sesame") in scope["headers"]
+        await routes(scope, receive, send)
+
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         running(app, [listening], timeout_graceful_shutdown=1),

@@ -2,24 +2,36 @@
 
 import dataclasses
 import statistics
+from typing import NamedTuple
 
 import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.server.scheduler import (
-    Action,
     Queue,
     SchedulerOptions,
     Work,
     decayed,
     expected_load,
-    next_action,
+    next_dispatch,
     queue_refusal,
     retry_after_s,
 )
 
 OPTIONS = SchedulerOptions()
 CHUNK_MS, BLOCK_MS, BLOCK_TOKENS, TOKEN_MS = 100.0, 50.0, 5, 10.0
+
+
+class Action(NamedTuple):
+    kind: str
+    ids: tuple[int, ...]
+
+
+def decided(queue, options):
+    """The next dispatch by its kind."""
+    found = next_dispatch(queue, options)
+    kind = "decode" if len(found) > 1 else "start" if found and found[0].stage == "start" else "step"
+    return Action(kind if found else "idle", tuple(each.id for each in found))
 
 
 def call(number, app, *, at, prefill_ms, tokens=20, priority="foreground"):
@@ -47,7 +59,7 @@ def simulate(calls, options=OPTIONS, until_ms=120_000.0):
     while now < until_ms and any(each["ended"] is None for each in calls):
         there = {each["id"]: each for each in calls if each["at"] <= now and each["ended"] is None}
         queue = Queue(now_ms=now, work=[work_of(each, options) for each in there.values()], engine_ms=used)
-        action = next_action(queue, options)
+        action = decided(queue, options)
         if action.kind == "idle":
             now = min(each["at"] for each in calls if each["at"] > now)
             continue
@@ -112,7 +124,7 @@ def work(number, **more):
 
 
 def decide(*each, now_ms=0.0, options=OPTIONS, **more):
-    return next_action(Queue(now_ms=now_ms, work=each, **more), options)
+    return decided(Queue(now_ms=now_ms, work=each, **more), options)
 
 
 def test_single_decisions():

@@ -93,10 +93,9 @@ def test_a_file_has_all_options(tmp_path):
     assert options.attend_coded
     assert contexts.encryption == Path("~/keys").expanduser()
     assert options.follow_pressure
-    adapters = options.adapter_options()
-    assert adapters.given == {"formal": tmp_path / "adapters/formal"}
-    assert adapters.folder == tmp_path / "adapters"
-    found = (adapters.rank, adapters.targets, adapters.limit_bytes, adapters.most)
+    assert options.adapter == {"formal": tmp_path / "adapters/formal"}
+    assert options.adapters == tmp_path / "adapters"
+    found = (options.adapter_rank, options.adapter_targets, options.adapter_memory, options.adapter_count)
     assert found == (8, ("attn.q",), 1_000_000, 3)
     assert options.objectives == {
         "mail": Binding(Slo(ttft=0.4, tpot=0.7)),

@@ -1,7 +1,7 @@
 """Serves the front on a Unix socket, in a thread, with uvicorn."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ def identify(scope: Mapping[str, Any]) -> str:
     if key == "wrong":
         raise ApiError("the API key is not valid", status=401)
     return key
+
+
+def operating(scope: MutableMapping[str, Any]) -> str:
+    """The same, of operators."""
+    scope["jaxllm.operator"] = True
+    return identify(scope)
 
 
 class Served:
@@ -64,7 +70,7 @@ def front() -> Iterator[Served]:
         for name, limit in LIMITS.items():
             patch.setattr(ApiState, name, limit)
         served = Served(str(Path(folder) / "s"))
-        app = make_app(served, identify=identify, operates=lambda scope: True)
+        app = make_app(served, identify=operating)
         with running(app, uds=served.path), served.http:
             yield served
 

@@ -18,12 +18,8 @@ class FakeTicket:
     """Gives its pieces, or waits for ever where it is told to."""
 
     def __init__(self, backend: "FakeBackend", call: Call) -> None:
-        self._backend, self._call = backend, call
+        self._backend, self.call = backend, call
         self.cancelled = asyncio.Event()
-
-    @property
-    def call(self) -> Call:
-        return self._call
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -39,7 +35,7 @@ class FakeTicket:
         )
         for index, text in enumerate(backend.pieces):
             logprobs = None
-            if (count := self._call.config.top_logprobs) is not None:
+            if (count := self.call.config.top_logprobs) is not None:
                 top = tuple((65 + i, -1.0 - i) for i in range(count))
                 logprobs = (TokenLogprob(65, -0.5, top),)
             yield calls.Piece(text, (65,), logprobs)
@@ -50,7 +46,7 @@ class FakeTicket:
         yield calls.Ended(
             finish_reason=backend.finish_reason, stop_string=backend.stop_string, tokens=len(backend.pieces),
             ttft_ms=5.0, tpot_ms=2.0, engine_ttft_ms=4.0, engine_tpot_ms=2.0, met=True, drafted=0.0,
-            seed=self._call.config.sampling.seed or 0, context=self._call.context, context_tokens=9,
+            seed=self.call.config.sampling.seed or 0, context=self.call.context, context_tokens=9,
         )  # fmt: skip
 
 
@@ -156,6 +152,3 @@ class FakeBackend:
 
     def health(self) -> Mapping[str, Any]:
         return {"alive": self.alive, "ready": self.ready}
-
-    def snapshot(self) -> Mapping[str, Any]:
-        return {}
