@@ -234,7 +234,6 @@ class Ended:
       tpot_ms: time per further token, including waiting.
       engine_ttft_ms, engine_tpot_ms: the same without waiting, for learning profiles.
       met: whether the objective was met; None without one.
-      ttft_limit_ms, tpot_limit_ms: limits of the objective; None for no limit.
       drafted: share of the tokens that were drafted.
       seed: the sampling seed.
       context: name of the context that now has it; empty for none.
@@ -253,8 +252,6 @@ class Ended:
     seed: int
     context: str = ""
     context_tokens: int = 0
-    ttft_limit_ms: float | None = None
-    tpot_limit_ms: float | None = None
 
 
 Event = Started | Piece | Ended

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
@@ -317,10 +316,10 @@ class Job(Work):
         )
 
     def _ended(self, run: Run) -> Ended:
-        count, (ttft_limit_ms, tpot_limit_ms) = len(run.tokens), self._limits
+        count, limits = len(run.tokens), self._limits
         ttft_ms = 1000 * (self._first_s - self.arrived_s)
         tpot_ms = 1000 * (self._last_s - self._first_s) / (count - 1) if count > 1 else 0.0
-        in_time = ttft_ms <= ttft_limit_ms and tpot_ms <= tpot_limit_ms
+        in_time = ttft_ms <= limits[0] and tpot_ms <= limits[1]
         return Ended(
             finish_reason=run.finish_reason or "length",
             stop_string=run.stop_string,
@@ -334,8 +333,6 @@ class Job(Work):
             seed=run.seed,
             context="" if self.context_call is None else self.context_call.record.name,
             context_tokens=0 if self.context_call is None else len(run.sequence),
-            ttft_limit_ms=ttft_limit_ms if math.isfinite(ttft_limit_ms) else None,
-            tpot_limit_ms=tpot_limit_ms if math.isfinite(tpot_limit_ms) else None,
         )
 
 
@@ -359,8 +356,7 @@ def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
 def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
     """The time that a job beginning now has waited, and that others will take from it."""
     others = dataclasses.replace(queue, work=[each for each in queue.work if each.id != job.id])
-    # No waiting call goes first; of the running ones, those that decode do.
-    load = expected_load(others, options, job.call.priority, due_ms=-np.inf)
+    load = expected_load(others, options, job.call.priority)
     passed_ms = 1000 * (time.perf_counter() - job.arrived_s)
     return Load(waiting_ms=passed_ms + load.waiting_ms, token_share=load.token_share)
 

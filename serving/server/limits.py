@@ -78,7 +78,7 @@ class Limits:
         """The limits of an app."""
         return self.apps.get(app, self.default)
 
-    def context_options(self) -> dict[str, int]:
+    def context_options(self) -> dict[str, Any]:
         """The corresponding fields of `ContextOptions`: these apply to every app, so each is the loosest of
         all limits; an app's tighter ones are checked by `require_context` and `require_pin`."""
         everyone = [self.default, *self.apps.values()]

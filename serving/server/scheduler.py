@@ -174,26 +174,15 @@ def startable(queue: Queue, options: SchedulerOptions) -> list[Work]:
     return [each for each in found if not each.context_bytes or each.id in fitting]
 
 
-def expected_load(
-    queue: Queue, options: SchedulerOptions, priority: Priority, due_ms: float = math.inf
-) -> Load:
-    """The expected load for a new call of a priority with a deadline at `due_ms`.
-
-    Args:
-      queue: the queue without the call.
-      options: options of the scheduler.
-      priority: priority of the call.
-      due_ms: its deadline; calls with later ones do not go first.
-    """
-
-    def goes_first(each: Work) -> bool:
-        if each.priority != priority:
-            return each.priority == "foreground"
-        return each.due_ms <= due_ms
-
-    prefills = sum(each.left_ms for each in queue.work if each.stage != "decode" and goes_first(each))
+def expected_load(queue: Queue, options: SchedulerOptions, priority: Priority) -> Load:
+    """The expected load for a call of a priority that begins now, and is not in the queue. Others' prefills
+    go before a background call only, if they are of foreground calls."""
     decoding = [each for each in queue.work if each.stage == "decode"]
-    streams = [each for each in decoding if goes_first(each) or each.priority == priority]
+    prefills = 0.0
+    if priority == "background":
+        others = (each for each in queue.work if each.stage != "decode" and each.priority == "foreground")
+        prefills = sum(each.left_ms for each in others)
+    streams = [each for each in decoding if each.priority in ("foreground", priority)]
     step_ms = _step_ms(streams)
     # Decoding runs are served as often as their readers need; prefill gets the rest.
     share = min(_MOST_DECODING, step_ms / min((each.tpot_ms for each in streams), default=math.inf))

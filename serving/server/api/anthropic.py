@@ -14,6 +14,9 @@ from jaxllm.serving.server.api.streaming import Choice
 from jaxllm.serving.server.api.tools import ToolCall
 from jaxllm.serving.server.calls import Conversation
 
+# With a value of Anthropic's own.
+_Tier = Literal["auto", "default", "flex", "priority", "standard_only"]
+
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Anthropic's `tool_choice`; `name` is the name of a tool."""
@@ -41,7 +44,7 @@ class CountBody(SamplingFields, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "standard_only"] | None = None
+    service_tier: _Tier | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class MessagesBody(CountBody, kw_only=True):

@@ -110,7 +110,7 @@ def api_error(error: BaseException) -> ApiError:
         # Clients retry these after the given time.
         wait = 1.0 if wait is None and status in (429, 503) else wait
         return ApiError(text, status=status, code=code, retry_after_s=wait)
-    status, code, public = next(each for kind, *each in _ERRORS if isinstance(error, kind))
+    _, status, code, public = next(each for each in _ERRORS if isinstance(error, each[0]))
     if public is None:
         return ApiError(text, status=status, code=code, retry_after_s=1.0 if status == 503 else None)
     # With a traceback of unexpected ones.

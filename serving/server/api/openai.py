@@ -196,7 +196,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
     with_usage = _with_usage(body)
     use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.chat_template)
-    form = {"type": "text"} if body.response_format is None else body.response_format
+    form: dict[str, Any] = {"type": "text"} if body.response_format is None else body.response_format
     schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
     asked = Asked(
         adapter=adapter,
@@ -401,7 +401,7 @@ def prompts_of(value: str | list[Any], param: str, *, window_tokens: int, most: 
     """
     if isinstance(value, str):
         return (value,)
-    prompts = [value] if value and type(value[0]) is int else value
+    prompts: list[Any] = [value] if value and type(value[0]) is int else value
     if len(prompts) > most:
         raise ApiError(f"{param} must have at most {most} entries, got {len(prompts)}", param=param)
     if (longest := max((len(each) for each in prompts if isinstance(each, list)), default=0)) > window_tokens:

@@ -87,7 +87,7 @@ async def tokenize(state: ApiState, request: ApiRequest) -> Any:
     body = state.body(request, TokenizeBody)
     if (body.content is None) == (body.messages is None):
         raise ApiError("send either content or messages")
-    prompt = body.content if body.messages is None else await _conversation(state, request, body)
+    prompt = await _conversation(state, request, body) if body.content is None else body.content
     return {"tokens": await state.backend.tokenize(prompt, special=body.add_special)}
 
 

@@ -8,7 +8,7 @@ STARTED = Started(
 )
 ENDED = Ended(
     finish_reason="stop", stop_string=None, tokens=21, ttft_ms=200.0, tpot_ms=30.0, engine_ttft_ms=180.0,
-    engine_tpot_ms=25.0, met=True, drafted=0.5, seed=1, ttft_limit_ms=400.0, tpot_limit_ms=50.0,
+    engine_tpot_ms=25.0, met=True, drafted=0.5, seed=1,
 )  # fmt: skip
 FIGURES = {
     "queue": {"waiting": 2, "limit": 64, "oldest_ms": 84.0},

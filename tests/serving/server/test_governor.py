@@ -2,7 +2,6 @@
 memory budget by hand, and in simulated hours of changing load."""
 
 import contextlib
-import dataclasses
 import logging
 import random
 import threading
@@ -17,28 +16,20 @@ from jaxllm.serving.experts.cache import ExpertCounts
 from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.server import memory as memories
 from jaxllm.serving.server import opening
-from jaxllm.serving.server.memory import Division, Observed, ServiceMemory, divide
+from jaxllm.serving.server.memory import Division, Holding, Observed, ServiceMemory, divide
 from jaxllm.serving.server.opening import storage_figures
 
 
-@dataclasses.dataclass
-class Memory:
+def memory_of(name, limit_bytes, least_bytes=0):
     """A holding whose size is what it may be."""
 
-    name: str
-    limit_bytes: int
-    least_bytes: int = 0
+    def resize(to_bytes):
+        assert to_bytes >= least_bytes
 
-    def __post_init__(self):
-        self.most_bytes = self.limit_bytes
-
-    @property
-    def size_bytes(self):
-        return self.limit_bytes
-
-    def resize(self, limit_bytes):
-        assert limit_bytes >= self.least_bytes
-        self.limit_bytes = limit_bytes
+    made = Holding(
+        name, lambda: made.limit_bytes, resize, most=lambda: limit_bytes, least=lambda: least_bytes
+    )
+    return made
 
 
 @pytest.fixture
@@ -58,15 +49,15 @@ def governor_of(world, *holdings):
 
 
 def test_it_looks_once_in_an_interval(world):
-    governor = governor_of(world, Memory("contexts", 100))
+    governor = governor_of(world, memory_of("contexts", 100))
     for world.now in (0.0, 0.5, 0.9, 1.0, 1.1):
         assert not governor.step()
     assert world.looks == 1 + 2
 
 
 def test_kinds_shrink_in_their_order_however_they_are_given(world):
-    experts, drafts = Memory("experts", 400, 100), Memory("drafts", 200)
-    contexts = Memory("contexts", 300, 50)
+    experts, drafts = memory_of("experts", 400, 100), memory_of("drafts", 200)
+    contexts = memory_of("contexts", 300, 50)
     governor = governor_of(world, experts, drafts, contexts)
     assert not governor.step()
     world.fixed, world.now = 400, 1.0
@@ -85,7 +76,7 @@ def test_kinds_shrink_in_their_order_however_they_are_given(world):
 
 
 def test_a_budget_that_is_too_small_is_told_once(world, caplog):
-    governor = governor_of(world, Memory("contexts", 300, 200))
+    governor = governor_of(world, memory_of("contexts", 300, 200))
     world.fixed = 900
     with caplog.at_level(logging.WARNING):
         for now in range(3):
@@ -101,8 +92,8 @@ def test_a_budget_that_is_too_small_is_told_once(world, caplog):
 def test_figures_and_kinds(world):
     for names in (("caches",), ("contexts", "contexts")):
         with pytest.raises(ConfigError, match="different ones of prefixes, contexts, drafts"):
-            governor_of(world, *(Memory(name, 1) for name in names))
-    governor = governor_of(world, Memory("contexts", 300, 50))
+            governor_of(world, *(memory_of(name, 1) for name in names))
+    governor = governor_of(world, memory_of("contexts", 300, 50))
     world.pressure = 0.02
     governor.step()
     assert governor.figures(0)["pressure"] == 0.02

@@ -166,7 +166,7 @@ def test_runs_decode_together():
     prefill = dataclasses.replace(rows[0], id=9, stage="prefill", left_ms=100.0)
     plain = [dataclasses.replace(each, adapter="") for each in rows]
     together, apart = (
-        expected_load(Queue(now_ms=0.0, work=[prefill, *streams]), OPTIONS, "foreground").waiting_ms
+        expected_load(Queue(now_ms=0.0, work=[prefill, *streams]), OPTIONS, "background").waiting_ms
         for streams in (plain, rows)
     )
     assert apart > together > 100.0
@@ -197,18 +197,18 @@ def test_slots_and_contexts_bound_what_begins():
 
 
 def test_the_load_that_a_new_call_finds():
-    def load(*each, priority="foreground", **more):
-        return expected_load(Queue(now_ms=0.0, work=each), OPTIONS, priority, **more)
+    def load(*each, priority="foreground"):
+        return expected_load(Queue(now_ms=0.0, work=each), OPTIONS, priority)
 
     assert load().waiting_ms == 0
     waiting = work(1, left_ms=300.0)
-    assert load(waiting).waiting_ms == 300
-    assert load(waiting, due_ms=50.0).waiting_ms == 0
-    assert load(dataclasses.replace(waiting, priority="background")).waiting_ms == 0
-    assert load(waiting, priority="background", due_ms=50.0).waiting_ms == 300
+    # Of those that wait, foreground calls go before background ones.
+    assert load(waiting).waiting_ms == 0
+    assert load(waiting, priority="background").waiting_ms == 300
+    assert load(dataclasses.replace(waiting, priority="background"), priority="background").waiting_ms == 0
     stream = work(2, stage="decode", batchable=True, token_ms=20.0, tpot_ms=40.0)
     # Half of the engine's time is the stream's.
-    assert load(waiting, stream).waiting_ms == pytest.approx(600)
+    assert load(waiting, stream, priority="background").waiting_ms == pytest.approx(600)
     assert load(stream).token_share > load().token_share == 1
     full = [work(i, stage="decode", rest_ms=1000.0 + i) for i in range(OPTIONS.running)]
     assert load(*full).waiting_ms == 1000
