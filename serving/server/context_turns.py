@@ -2,61 +2,29 @@
 them.
 
 Contexts are looked up by app and name together, so that another app's name is as unknown as one that never
-existed. A store of contexts is anything that implements `TurnContexts`: the live one, or the one of
-exported programs. This module imports no JAX.
+existed. This module imports no JAX.
 """
 
 import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.config import WHOLE
 from jaxllm.contexts.codecs import RAW, STATE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
-from jaxllm.serving.contexts.memory import ChunkMemory
+from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.record import Record, TurnTokens
-from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.elastic.objectives import Cost, EnergyBudget, SafetyMargin
 from jaxllm.serving.elastic.planner import Load, level_of_turn
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import Request
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.server.calls import Call, ContextFacts
 from jaxllm.serving.server.job import ContextTurn
 from jaxllm.serving.server.limits import AppLimits, require_context, require_pin, require_stored
 from jaxllm.serving.server.prompts import call_turn_ids
-
-
-class TurnContexts(Protocol):
-    """Contexts of all apps, as turns need them; see `jaxllm.serving.contexts.manager.Contexts`."""
-
-    @property
-    def engine(self) -> Engine[Any]: ...  # noqa: D102
-
-    @property
-    def store(self) -> ContextStore: ...  # noqa: D102
-
-    @property
-    def memory(self) -> ChunkMemory: ...  # noqa: D102
-
-    def record(self, app: str, name: str) -> Record: ...  # noqa: D102
-
-    def create(self, app: str, *, level: int | None, pinned: bool) -> Record: ...  # noqa: D102
-
-    def pin(self, name: str, pinned: bool) -> Record: ...  # noqa: D102
-
-    def delete(self, name: str) -> None: ...  # noqa: D102
-
-    def ready(self, name: str) -> None: ...  # noqa: D102
-
-    def rows_before(self, record: Record, tokens: int) -> PromptRows | None: ...  # noqa: D102
-
-    def chunk_bytes(  # noqa: D102
-        self, record: Record, tokens: int | None = None, level: int | None = None
-    ) -> int: ...
 
 
 class ContextTurns:
@@ -73,7 +41,7 @@ class ContextTurns:
 
     def __init__(
         self,
-        contexts: TurnContexts,
+        contexts: Contexts,
         profile: DeviceProfile,
         turn_call: Callable[["ContextTurns", ContextTurn], Any],
         adapters: Any,
