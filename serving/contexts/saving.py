@@ -318,15 +318,15 @@ def grown_record(
         known = before.bits[:count]
         most[: len(known)] = [max(WIDTHS) if each == LOST else each for each in known]
         bits = np.minimum(bits, most)
-    if len(chunk_io.widths) > 1:
-        bits = allocate(
-            got / np.maximum(seen, 1),
-            most_bytes(chunk_io, options, count),
-            sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
-            newest=options.newest_chunks,
-            kept=chunk_io.kept,
-            most=most,
-        )
+        if len(chunk_io.widths) > 1:
+            bits = allocate(
+                got / np.maximum(seen, 1),
+                most_bytes(chunk_io, options, count),
+                sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
+                newest=options.newest_chunks,
+                kept=chunk_io.kept,
+                most=most,
+            )
     return dataclasses.replace(
         before,
         tokens=tuple(tokens),

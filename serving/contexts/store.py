@@ -1,8 +1,5 @@
-"""Stores contexts: their records in a catalog, their chunks in a folder per app with a folder per context.
-
-    ROOT/catalog.sqlite     the records of all contexts (`catalog`)
-    ROOT/lock               locked by the one process that uses the store
-    ROOT/APP/CONTEXT/N.kv   chunks (`segment.Segment`)
+"""Stores contexts: their records in a catalog, their chunks in segments in a folder per app with a folder
+per context (see `layout`).
 
 A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill
 at any moment leaves the older record with all of its segments; segments that no record names are removed by
