@@ -159,7 +159,7 @@ def keep(histories: Sequence[History], contexts: Contexts) -> list[Context]:
     for tokens, cache in histories:
         context = Context(contexts, contexts.create("bench"))
         session, length = Session(), len(tokens)
-        turn = contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
+        turn = contexts.begin(context.record, session, prompt_tokens=length, most_tokens=length)
         if contexts.engine.options.attend_coded and cache.coded is None:
             cache = dataclasses.replace(cache, coded=no_chunks(contexts.engine.options))
         # A copy: dispatches donate the cache.

@@ -1,31 +1,23 @@
-"""Stores contexts of apps over exported programs: in the store of the live service, in raw chunks.
-
-    begin     the chunks of the context, from memory or from storage, become the beginning of a cache
-    finish    the rows of new full chunks go to storage and to memory, which stays within its budget
+"""Contexts of apps over exported programs: those of the live service, over other caches.
 
 Programs compute no attention density, so all chunks have one width. They are the floats of the cache
 (`codecs.RAW`), and a restored context is the cache that was stored, to the bit; or, with a requested width,
 the results of the folder's programs at 8, 4 or 2 bits, which are the bytes of the live service's codec.
-Tokens after the last full chunk, and those from the first chunk on that storage lost, are recomputed from
-the record's tokens; so are all tokens of a context of other programs, as after an update of the model, if
-the tokenizer is the same. A chunk may leave memory at any time, because it is on storage when its call has
-ended.
+Chunks are written before an answer ends. Tokens after the last full chunk, and those from the first chunk on
+that storage lost, are computed as a prompt; so are all tokens of a context of other programs, as after an
+update of the model, if the tokenizer is the same.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxllm.contexts.codecs import RAW
-from jaxllm.contexts.eviction import find_policy
-from jaxllm.contexts.recompute import LOST
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, Unreadable
+from jaxllm.errors import ConfigError, ContextGone
 from jaxllm.export.folder_format.codecs import (
     CHUNK_TOKENS,
     CHUNKS,
@@ -36,38 +28,25 @@ from jaxllm.export.folder_format.codecs import (
     coded_shapes,
 )
 from jaxllm.export.folder_format.signature import Kind, Signature
+from jaxllm.export.programs.executor import FolderAdapters
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
 from jaxllm.models.features import require_decoder_alone, require_room
-from jaxllm.serving.contexts.memory import ChunkMemory, Stored
+from jaxllm.serving.contexts.chunks import ChunkAccess
+from jaxllm.serving.contexts.context import Context, ContextCall
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.memory import Stored
+from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Origin, Record
-from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.engine import Engine
-from jaxllm.serving.engine.request import Session
-from jaxllm.serving.ground.plan import Restoration
-
-_CODEC = "raw"
+from jaxllm.serving.engine.run import Run
 
 
-class ProgramContexts:
-    """Contexts of all apps (see `jaxllm.serving.contexts.manager.Contexts`). Not thread-safe.
-
-    Attributes:
-      engine: engine that answers in them.
-      store: contexts on storage.
-      memory: chunks in memory.
-      running: names of contexts with a running answer.
-    """
+class ProgramContexts(Contexts):
+    """Contexts of all apps (see `Contexts`). Each has the adapter that it was made with."""
 
     def __init__(
-        self,
-        engine: Engine[ProgramModel],
-        folder: Path,
-        *,
-        budget_bytes: int,
-        policy: str = "lctru",
-        quota_bytes: int = 0,
-        bits: int = RAW,
+        self, engine: Engine[ProgramModel], folder: Path, *, budget_bytes: int, bits: int = RAW
     ) -> None:
         """Opens the store.
 
@@ -75,8 +54,6 @@ class ProgramContexts:
           engine: engine that answers.
           folder: folder of the store, created if missing; for one process at a time.
           budget_bytes: maximum bytes of all chunks in memory; the cache of the running context comes on top.
-          policy: eviction policy, by its name in `jaxllm.contexts.eviction.POLICIES`.
-          quota_bytes: maximum bytes of all files of the store; 0 for no limit.
           bits: bits of stored values that the folder has programs for; `RAW` for the floats of the cache.
 
         Raises:
@@ -84,261 +61,166 @@ class ProgramContexts:
         """
         require_room(engine.cfg, "contexts")
         require_decoder_alone(engine.cfg, "contexts of programs", "run its bundle by jaxllm itself")
-        self.engine, self.bits, codec = engine, bits, _CODEC
-        if bits != RAW:
-            (codec,) = {require_codec_programs(engine.runner_at(each), bits) for each in engine.levels}
-        self.memory = ChunkMemory(budget_bytes, find_policy(policy))
-        self.store = ContextStore(folder, quota_bytes=quota_bytes)
-        self._tokenizer = engine.tokenizer.digest
-        self._origins = {level: _origin(engine, level, codec) for level in engine.levels}
-        self.running: set[str] = set()
+        # Of these very programs, because others round differently.
+        facts = json.dumps([engine.model.program_files, engine.tokenizer.digest])
+        self._model = hashlib.sha256(facts.encode()).hexdigest()
+        options = ContextOptions(
+            folder=folder, budget_bytes=budget_bytes, writing="ahead", share_beginnings=False,
+            pinned_share=1.0, app_pinned_share=1.0,
+        )  # fmt: skip
+        chunk_ios = {level: ProgramChunks(engine.runner_at(level), bits) for level in engine.levels}
+        super().__init__(engine, options, chunk_ios)
 
-    def resize(self, budget_bytes: int) -> None:
-        """Sets the maximum bytes of all chunks in memory."""
-        self.memory.resize(budget_bytes)
-
-    def close(self) -> None:
-        """Releases the store for other processes."""
-        self.store.close()
+    @property
+    def adapters(self) -> FolderAdapters:
+        """Adapters of the programs."""
+        return self.engine.model.executor.adapters
 
     def create(
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str | None = None
     ) -> Record:
-        """Creates an empty context.
-
-        Args:
-          app: app that owns it; no other app can open it.
-          level: sub-model that answers in it, in percent; None for the engine's own.
-          pinned: whether its chunks never leave memory for those of another context.
-          adapter: name of the low-rank adapter that answers in it; empty for none, None for the current one.
+        """Creates an empty context (see `Contexts.create`); `adapter` is the name of the low-rank adapter
+        that answers in it, empty for none, None for the current one.
 
         Raises:
           ConfigError: the level or the adapter was not exported, or the app's name is not valid.
           BudgetExceeded: there is no room on storage.
         """
-        adapters = self.engine.model.executor.adapters
-        adapter = adapters.used if adapter is None else adapter
-        adapters.require(adapter)
-        origin = self._origins[int(self.engine.runner_at(level).level)]
-        origin = dataclasses.replace(origin, adapter=adapters.digest(adapter))
-        return self.store.create(app, origin, pinned=pinned, tokenizer=self._tokenizer)
-
-    def record(self, app: str, name: str) -> Record:
-        """Returns the record of an app's context. If the context is of other programs, a level that was not
-        exported or another codec, only its tokens remain, as it moves to those of this folder with its next
-        call.
-
-        Raises:
-          ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or it is
-            of an adapter that was not exported.
-        """
-        record = self.store.record(name, app)
-        if record.tokens and record.tokenizer != self._tokenizer:
-            raise ContextGone(
-                f"the tokens of the context {name} are of another tokenizer: run the programs that it was "
-                "made with, or delete it"
-            )
-        if self.engine.model.executor.adapters.name_of(record.origin.adapter) is None:
-            raise ContextGone(
-                f"the context {name} was made with an adapter that is not among these programs "
-                f"({record.origin.adapter}): run those that have it, or delete it"
-            )
-        level = record.origin.level if record.origin.level in self._origins else self.engine.runner.level
-        here = dataclasses.replace(self._origins[int(level)], adapter=record.origin.adapter)
-        record = dataclasses.replace(record, tokenizer=self._tokenizer)
-        return record if record.origin == here else record.moved(here)
-
-    def pin(self, name: str, pinned: bool) -> Record:
-        """Keeps a context's chunks in memory once they are loaded, or lets them be evicted.
-
-        Raises:
-          ContextGone: see `record`.
-          BudgetExceeded: its chunks do not fit in addition to those of other pinned contexts.
-        """
-        record = dataclasses.replace(self.record(self.store.record(name).app, name), pinned=pinned)
-        if pinned:
-            self.memory.require(name, self.chunk_bytes(record))
-        record = self.store.commit(record)
-        self.memory.pin(name, pinned)
-        return record
+        before = self.adapters.used
+        self.adapters.use(before if adapter is None else adapter)
+        try:
+            return super().create(app, level=level, pinned=pinned)
+        finally:
+            self.adapters.use(before)
 
     def adapter_of(self, record: Record) -> str:
-        """Returns the name of the adapter that answers in a context; empty for none."""
-        return self.engine.model.executor.adapters.name_of(record.origin.adapter) or ""
-
-    def delete(self, name: str) -> None:
-        """Deletes a context from memory and storage.
+        """Returns the name of the adapter that answers in a context; empty for none.
 
         Raises:
-          ContextGone: there is no such context.
-          ConfigError: it is answering.
+          ContextGone: it was not exported.
         """
-        if name in self.running:
-            raise ConfigError(f"the context {name} is answering; close its answer first")
-        # Memory first: chunks in memory must never outlive those on storage.
-        self.memory.forget(name)
-        self.store.delete(name)
+        return name_of_context(self.adapters, record.origin.adapter, record.name)
 
-    def begin(self, record: Record, session: Session, *, most_tokens: int) -> Restoration:
-        """Restores a context into a session, and locks its chunks.
+    def _origin(self, level: int | None, record: Record | None = None) -> Origin:
+        digest = self.adapters.digest(self.adapters.used if record is None else self.adapter_of(record))
+        origin = self._chunk_io[self.engine.runner_at(level).level].origin
+        return dataclasses.replace(origin, model=self._model, adapter=digest)
 
-        Raises:
-          ConfigError: another call runs in the context.
-          BudgetExceeded: the context's chunks do not fit into memory after any eviction.
-          CheckpointError: the context moves to these programs, and storing that failed.
-        """
-        name = record.name
-        if name in self.running:
-            raise ConfigError(f"the context {name} is answering; close its answer first")
-        if moved := self.store.record(name).origin.differing(record.origin):
-            record = self.store.commit(record)
-        self.memory.pin(name, record.pinned)
-        self.memory.require(name, self.chunk_bytes(record, most_tokens))
-        faults = self.memory.claim(name, len(record.bits), pinned=record.pinned)
-        self.running.add(name)
-        try:
-            read = self._read(record, faults)
-            resident = {number: (each.bits, each.blobs) for number, each in self.memory.chunks(name).items()}
-            there = {**resident, **read}
-            # A cache has no gaps: chunks after the first lost one are recomputed, too.
-            count = next((each for each in range(len(record.bits)) if each not in there), len(record.bits))
-            self._fill(record, session, [there[each] for each in range(count)])
-        except BaseException:
-            self.end(record)
-            raise
-        found = tuple(each for each in range(count) if each in read)
-        computed = tuple(range(count, len(record.tokens) // CHUNK_TOKENS))
-        return Restoration(resident=count - len(found), read=found, computed=computed, moved=moved)
 
-    def finish(self, record: Record, session: Session, sequence: Sequence[int]) -> None:
-        """Stores a context when its call has ended, and unlocks it. If an error lost the cache, the tokens
-        are stored with the earlier chunks.
+def name_of_context(adapters: FolderAdapters, digest: str, context: str) -> str:
+    """Returns the name of a context's adapter, which has this digest; empty for none.
 
-        Raises:
-          BudgetExceeded, CheckpointError: see `ContextStore.commit`.
-        """
-        try:
-            # Damage that its restoration found is in the store's record.
-            record = self.store.record(record.name)
-            known, cached = len(record.bits), 0
-            fresh: dict[int, tuple[np.ndarray, ...]] = {}
-            if session.cache is not None:
-                # The session's tokens are a prefix of the sequence.
-                cached = min(len(session.tokens), len(sequence)) // CHUNK_TOKENS
-                lost = [number for number in range(min(known, cached)) if record.bits[number] == LOST]
-                if new := [*lost, *range(known, cached)]:
-                    runner = self.engine.runner_at(record.origin.level)
-                    if self.bits == RAW:
-                        rows = runner.rows(session.cache, CHUNK_TOKENS * cached)
-                        fresh = {number: _blobs(rows, number) for number in new}
-                    else:
-                        cache: Any = session.cache
-                        fresh = encoded(runner, cache, new, self.bits)
-            count = max(known, cached)
-            bits = tuple(self.bits if n in fresh else record.bits[n] for n in range(count))
-            zeros = (0.0,) * count
-            self.store.commit(
-                dataclasses.replace(record, tokens=tuple(sequence), bits=bits, mass=zeros, seen=zeros),
-                {number: (self.bits, blobs) for number, blobs in fresh.items()},
-            )
-            for number, blobs in fresh.items():
-                # Chunks that do not fit in addition to pinned ones stay on storage only.
-                with contextlib.suppress(BudgetExceeded):
-                    self.memory.load(record.name, number, self.bits, blobs)
-        finally:
-            self.end(record)
+    Raises:
+      ContextGone: it was not exported.
+    """
+    name = adapters.name_of(digest)
+    if name is None:
+        raise ContextGone(
+            f"the context {context} was made with an adapter that is not among these programs ({digest}): "
+            "run those that have it, or delete it"
+        )
+    return name
 
-    def end(self, record: Record) -> None:
-        """Unlocks a context whose call has ended."""
-        self.running.discard(record.name)
-        self.memory.release(record.name)
 
-    def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
-        """Maximum bytes of the chunks of a context, or of one of `tokens` tokens, at a level, None for its
-        own: of this service's width, or of a width of an earlier one."""
-        if level is not None and level != record.origin.level:
-            record = self.at_level(record, level)
-        sizes = record.origin.layer_bytes
-        count = len(record.bits)
-        if tokens is not None:
-            count = min(tokens, self.engine.options.context_tokens) // CHUNK_TOKENS
-        return count * max(sum(sizes[bits]) for bits in {self.bits, *record.bits} - {LOST})
+class ProgramContextCall(ContextCall):
+    """Restores a context before an answer, with its adapter, and stores it afterwards."""
 
-    def at_level(self, record: Record, level: int) -> Record:
-        """Returns a context as it moves to another level with its next call: with only its tokens."""
-        origin = dataclasses.replace(self._origins[level], adapter=record.origin.adapter)
-        return record if record.origin == origin else record.moved(origin)
+    _contexts: ProgramContexts
+    _before: str | None = None
 
-    def ready(self, name: str) -> None:
-        """Does nothing: errors of storing an answer are raised by the answer."""
-        del name
+    def begin(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        adapters = self._contexts.adapters
+        self._before = adapters.used
+        adapters.use(self._contexts.adapter_of(self.record))
+        super().begin(run)
 
-    def rows_before(self, record: Record, tokens: int) -> None:
-        """None: programs accept no prompt embeddings."""
-        del record, tokens
+    def finish(self, run: Run) -> None:
+        """See `Lifecycle`."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._contexts.adapters.use(before)
+        super().finish(run)
 
-    def _read(self, record: Record, faults: Sequence[int]) -> dict[int, Stored]:
-        """Returns the missing chunks that are undamaged on storage; those that fit are in memory from now
-        on."""
-        try:
-            found = self._blobs_of(record, faults)
-        except (CheckpointError, Unreadable):
-            # Damaged chunks are marked as lost, and their tokens are recomputed.
-            record = self.store.repair(record.name)
-            found = self._blobs_of(record, faults)
-        coded: dict[int, Stored] = {number: (record.bits[number], blobs) for number, blobs in found.items()}
-        for number, (bits, blobs) in coded.items():
-            with contextlib.suppress(BudgetExceeded):
-                self.memory.load(record.name, number, bits, blobs)
-        return coded
 
-    def _blobs_of(self, record: Record, faults: Sequence[int]) -> dict[int, tuple[np.ndarray, ...]]:
-        stored = [each for each in faults if record.bits[each] != LOST and record.files[each]]
-        if not stored:
-            return {}
-        opened = self.store.open(record.name, stored)
-        layers = [opened.read(layer, stored) for layer in range(opened.layers)]
-        return {number: tuple(layer[place] for layer in layers) for place, number in enumerate(stored)}
+class ProgramContext(Context):
+    """Context of an app (see `Context`)."""
 
-    def _fill(self, record: Record, session: Session, chunks: Sequence[Stored]) -> None:
-        if not chunks:
-            return
-        runner = self.engine.runner_at(record.origin.level)
-        tokens = list(record.tokens[: CHUNK_TOKENS * len(chunks)])
-        if self.bits == RAW:
-            session.cache = runner.restored(self._rows(record, [blobs for _, blobs in chunks]), len(tokens))
-        else:
-            numbered = [(number, *each) for number, each in enumerate(chunks)]
-            cache: Any = loaded(runner, runner.start(len(tokens)), numbered)
-            session.cache = cache.after(cache.caches, len(tokens))
-        session.tokens, session.weights_version = tokens, runner.weights_version
+    _contexts: ProgramContexts
+    _call = ProgramContextCall
 
-    def _rows(self, record: Record, chunks: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-        """Returns the rows of a cache from the raw chunks that it begins with."""
-        rows: dict[str, np.ndarray] = {}
-        for layer, heads in enumerate(record.origin.heads):
-            shape = (2, heads, CHUNK_TOKENS, record.origin.head_width)
-            sides = np.concatenate(
-                [each[layer].view(record.origin.dtype).reshape(shape) for each in chunks], axis=2
-            )
+    @property
+    def adapter(self) -> str:
+        """Name of the low-rank adapter that answers in it; empty for none."""
+        return self._contexts.adapter_of(self.record)
+
+
+class ProgramChunks(ChunkAccess):
+    """Chunks in the caches of programs, at one level (see `ChunkAccess`): raw, or at the `bits` that a
+    folder has programs for. No cache stays between calls: a device's memory is for those that run."""
+
+    def __init__(self, runner: ProgramRunner, bits: int) -> None:
+        cfg = runner.cfg
+        origin = Origin(
+            model="",
+            level=runner.level,
+            adapter="",
+            codec="raw" if bits == RAW else require_codec_programs(runner, bits),
+            chunk_tokens=CHUNK_TOKENS,
+            dtype=runner.executor.manifest.cache_dtype,
+            heads=tuple(cfg.units(layer).kv_heads for layer in range(cfg.layers)),
+            head_width=cfg.head_dim,
+        )
+        super().__init__(runner, origin, (bits,))
+
+    def start(self, tokens: int) -> ProgramCache:
+        """See `ChunkAccess`; `load` allocates its memory."""
+        return ProgramCache(None, tokens)
+
+    def load(self, cache: ProgramCache, chunks: Mapping[int, Stored]) -> ProgramCache:
+        """See `ChunkAccess`."""
+        raw = self.widths == (RAW,)
+        rows = self._rows([chunks[n][1] for n in sorted(chunks)]) if raw and chunks else {}
+        with self.runner.lock:
+            whole = self.runner.restored(rows, cache.capacity_tokens)
+            return whole if raw else loaded(self.runner, whole, chunks)
+
+    def encode(
+        self,
+        cache: ProgramCache,
+        chunks: Mapping[int, int],
+        stored: Mapping[int, Stored] | None = None,
+        *,
+        into: Mapping[int, Stored] | None = None,
+    ) -> Mapping[int, Stored]:
+        """See `ChunkAccess`."""
+        del stored, into
+        with self.runner.lock:
+            if self.widths == (RAW,):
+                rows = self.runner.rows(cache, CHUNK_TOKENS * (1 + max(chunks)))
+                return {n: (RAW, _blobs(rows, n)) for n in chunks}
+            found: dict[int, Stored] = {}
+            for bits in set(chunks.values()):
+                own = [n for n, each in chunks.items() if each == bits]
+                found |= {n: (bits, each) for n, each in encoded(self.runner, cache, own, bits).items()}
+            return found
+
+    def mass(self, cache: ProgramCache) -> np.ndarray:
+        """See `ChunkAccess`: programs count none."""
+        return np.zeros(cache.capacity_tokens)
+
+    def loaded(self, cache: ProgramCache, length: int) -> ProgramCache:
+        """See `ChunkAccess`."""
+        return cache.after(cache.caches, length)
+
+    def _rows(self, chunks: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+        """The rows of a cache from the raw chunks that it begins with."""
+        rows, origin = dict[str, np.ndarray](), self.origin
+        for layer, heads in enumerate(origin.heads):
+            shape = (2, heads, CHUNK_TOKENS, origin.head_width)
+            sides = np.concatenate([each[layer].view(origin.dtype).reshape(shape) for each in chunks], axis=2)
             rows[KEYS.format(layer)], rows[VALUES.format(layer)] = sides[:1], sides[1:]
         return rows
-
-
-def _origin(engine: Engine[ProgramModel], level: int, codec: str) -> Origin:
-    """The origin of caches of a level: of these very programs, because others round differently."""
-    manifest, cfg = engine.model.executor.manifest, engine.runner_at(level).cfg
-    files = json.dumps(engine.model.program_files)
-    return Origin(
-        model=hashlib.sha256(files.encode()).hexdigest(),
-        level=level,
-        adapter="",
-        codec=codec,
-        chunk_tokens=CHUNK_TOKENS,
-        dtype=manifest.cache_dtype,
-        heads=tuple(cfg.units(layer).kv_heads for layer in range(cfg.layers)),
-        head_width=cfg.head_dim,
-    )
 
 
 def _blobs(rows: dict[str, np.ndarray], chunk: int) -> tuple[np.ndarray, ...]:
@@ -381,14 +263,12 @@ def encoded(
     return found
 
 
-def loaded(
-    runner: ProgramRunner, cache: ProgramCache, chunks: Sequence[tuple[int, int, Sequence[np.ndarray]]]
-) -> ProgramCache:
-    """A cache with chunks in their places: number, bits and blobs of each."""
+def loaded(runner: ProgramRunner, cache: ProgramCache, chunks: Mapping[int, Stored]) -> ProgramCache:
+    """A cache with chunks in their places."""
     caches = cache.caches
-    for bits in dict.fromkeys(bits for _, bits, _ in chunks):
+    for bits in {bits for bits, _ in chunks.values()}:
         signature = _program(runner, "load_chunks", bits, cache)
-        own = {number: blobs for number, width, blobs in chunks if width == bits}
+        own = {number: blobs for number, (width, blobs) in sorted(chunks.items()) if width == bits}
         shapes = coded_shapes(runner.cfg, signature.codec, bits, signature.tokens // CHUNK_TOKENS)
         for part in _parts(list(own), signature):
             coded = coded_of([own[number] for number in part], shapes, runner.cfg.layers)

@@ -7,26 +7,20 @@ for piece in service.call("Is this a complaint? ...", app="mail"): ...
 """
 
 import contextlib
-from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Self
 
 from jaxllm.contexts.codecs import RAW
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError, Unreadable
-from jaxllm.export.device.contexts import ProgramContexts
+from jaxllm.errors import ConfigError
+from jaxllm.export.device.contexts import ProgramContext, ProgramContexts
 from jaxllm.export.device.opening import device_profile
 from jaxllm.export.programs.model import ProgramModel, TinyLmPrograms
-from jaxllm.serving.contexts.record import Record, turn_ids
 from jaxllm.serving.elastic.objectives import CONFIDENCE, SafetyMargin
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.elastic.planner import Planner
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.tiny_proposer import TinyProposer
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
-from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.host.progress import Progress
 
 
@@ -88,10 +82,11 @@ class ProgramService(PlannedService):
         return service
 
     def close(self) -> None:
-        """Closes the contexts, which releases their store, and the engine."""
-        if self.contexts is not None:
-            self.contexts.close()
-        self.engine.close()
+        """Closes the contexts, which releases their store, and the engine. For errors see
+        `Contexts.close`."""
+        with contextlib.closing(self.engine):
+            if self.contexts is not None:
+                self.contexts.close()
 
     def set_adapter(self, name: str | None) -> None:
         """Puts an adapter of the folder on all levels for calls without a context; None for none. Takes no
@@ -104,14 +99,14 @@ class ProgramService(PlannedService):
 
     def new_context(
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
-    ) -> "ProgramContext":
+    ) -> ProgramContext:
         """Creates a context of an app (see `ProgramContexts.create`)."""
         contexts = self._kept()
         return ProgramContext(contexts, contexts.create(app, level=level, pinned=pinned, adapter=adapter))
 
-    def context(self, app: str, name: str) -> "ProgramContext":
+    def context(self, app: str, name: str) -> ProgramContext:
         """Opens a context that an app created earlier, perhaps in another process (see
-        `ProgramContexts.record`)."""
+        `Contexts.record`)."""
         contexts = self._kept()
         return ProgramContext(contexts, contexts.record(app, name))
 
@@ -130,123 +125,3 @@ def _proposer(engine: Engine[ProgramModel]) -> TinyProposer | None:
     executor.prepare([each for each in executor.manifest.signatures if each.kind == "tiny_lm"])
     programs = TinyLmPrograms(executor)
     return TinyProposer(tiny, programs.lengths, programs.run, engine.levels)
-
-
-class ProgramContext:
-    """Context of an app.
-
-    Attributes:
-      app: app that owns it.
-      name: name, unique in the store; finds the context again after a restart.
-    """
-
-    def __init__(self, contexts: ProgramContexts, record: Record) -> None:
-        self._contexts, self.app, self.name = contexts, record.app, record.name
-
-    @property
-    def record(self) -> Record:
-        """The stored record.
-
-        Raises:
-          ContextGone: see `ProgramContexts.record`.
-        """
-        return self._contexts.record(self.app, self.name)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All tokens of the context."""
-        return self.record.tokens
-
-    @property
-    def adapter(self) -> str:
-        """Name of the low-rank adapter that answers in it; empty for none."""
-        return self._contexts.adapter_of(self.record)
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        instruction: str = "",
-        config: GenerationConfig | None = None,
-    ) -> Answer:
-        """Answers a prompt that follows the context's tokens.
-
-        Args:
-          prompt: the user's text; or token ids, unchanged.
-          instruction: system instruction before everything; only in the first call.
-          config: length, stops and sampling of the answer.
-
-        Raises:
-          ContextGone: see `ProgramContexts.record`.
-          ConfigError: the prompt is empty or malformed, or an instruction comes after the first call.
-          ContextOverflow: the context and the prompt exceed the programs' caches.
-        """
-        contexts = self._contexts
-        engine, record = contexts.engine, contexts.record(self.app, self.name)
-        if isinstance(prompt, str):
-            tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-            prompt = turn_ids(tokenizer, record.tokens, prompt, instruction, now=datetime.now())
-        elif instruction:
-            raise ConfigError("an instruction comes with a prompt of text, not with token ids")
-        config = config or GenerationConfig()
-        request = engine.request([*record.tokens, *prompt], config, level=record.origin.level)
-        call = ProgramContextCall(contexts, record, most_tokens=len(request.prompt) + config.max_tokens)
-        return Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=call)
-
-    def delete(self) -> None:
-        """Removes it from memory and storage.
-
-        Raises:
-          ContextGone: it was deleted before.
-          ConfigError: it is answering.
-        """
-        self._contexts.delete(self._contexts.record(self.app, self.name).name)
-
-
-class ProgramContextCall(Lifecycle):
-    """Restores a context before an answer, and stores it afterwards.
-
-    Attributes:
-      record: record of the context at the time of the request.
-      restoration: result of the restoration; the default before the first step.
-    """
-
-    def __init__(self, contexts: ProgramContexts, record: Record, *, most_tokens: int) -> None:
-        self._began, self._before = False, ""
-        self._contexts, self.record, self._most_tokens = contexts, record, most_tokens
-
-    def begin(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        record = self.record
-        if run.request.level != record.origin.level:
-            self.record = record = self._contexts.at_level(record, run.request.level)
-        if self._contexts.record(record.app, record.name).tokens != record.tokens:
-            raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
-        adapters = self._contexts.engine.model.executor.adapters
-        self._before = adapters.used
-        adapters.use(self._contexts.adapter_of(record))
-        self.restoration = self._contexts.begin(record, run.session, most_tokens=self._most_tokens)
-        self._began = True
-
-    def finish(self, run: Run) -> None:
-        """See `Lifecycle`."""
-        if not self._began:
-            return
-        # First: a later interrupt leaves the call ended.
-        self._began = False
-        self._contexts.engine.model.executor.adapters.use(self._before)
-        if run.tokens:
-            self._contexts.finish(self.record, run.session, run.sequence)
-        else:
-            self._contexts.end(self.record)
-
-    def failed(self, run: Run) -> None:
-        """See `Lifecycle`: stores the tokens so far, if storage accepts them; the error is raised in any
-        case."""
-        with contextlib.suppress(BudgetExceeded, CheckpointError, Unreadable):
-            self.finish(run)
-
-    def dropped(self, run: Run) -> None:
-        """See `Lifecycle`. If the contexts were already closed, the error has no receiver."""
-        with contextlib.suppress(JaxllmError):
-            self.finish(run)

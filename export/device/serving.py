@@ -11,10 +11,10 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from jaxllm.errors import ConfigError, ContextGone
-from jaxllm.export.device.contexts import ProgramContexts
+from jaxllm.errors import ConfigError
+from jaxllm.export.device.contexts import ProgramContextCall, ProgramContexts, name_of_context
 from jaxllm.export.device.opening import longest_cache_bytes, needed_bytes, weights_bytes
-from jaxllm.export.device.service import ProgramContextCall, ProgramService
+from jaxllm.export.device.service import ProgramService
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import AdapterFacts, AdapterGone
@@ -94,12 +94,7 @@ class ProgramAdapters:
           ConfigError: the call requests another one.
         """
         self.require(asked)
-        name = self._adapters.name_of(digest)
-        if name is None:
-            raise ContextGone(
-                f"the context {context} was made with an adapter that is not among these programs "
-                f"({digest}): run those that have it, or delete it"
-            )
+        name = name_of_context(self._adapters, digest, context)
         if asked not in ("", name):
             made = f"the adapter {name!r}" if name else "no adapter"
             raise ConfigError(
@@ -175,4 +170,4 @@ def _turn_call(contexts: ProgramContexts, turns: ContextTurns, turn: ContextTurn
             f"the call continues the first {turn.before}: contexts over programs are not forked; make a "
             "new one"
         )
-    return ProgramContextCall(contexts, turn.record, most_tokens=turn.most_tokens)
+    return ProgramContextCall(contexts, turn.record, turn.record, most_tokens=turn.most_tokens)

@@ -106,8 +106,7 @@ class PendingErrors:
     """
 
     def __init__(self) -> None:
-        # With the failed action.
-        self._errors: dict[str, tuple[str, JaxllmError]] = {}
+        self._errors: dict[str, JaxllmError] = {}
 
     def note(self, name: str, error: JaxllmError) -> None:
         """Stores and logs the error of a dropped answer in a context."""
@@ -121,7 +120,8 @@ class PendingErrors:
         self._note(name, f"{what}and the next call computes its chunks", error)
 
     def _note(self, name: str, what: str, error: JaxllmError) -> None:
-        self._errors[name] = (what, error)
+        self._errors[name] = type(error)(f"{what}: {error}")
+        self._errors[name].__cause__ = error
         _LOG.warning("%s: %s", what, error)
 
     def has(self, name: str) -> bool:
@@ -134,9 +134,8 @@ class PendingErrors:
 
     def raise_for(self, name: str) -> None:
         """Raises a context's error, once."""
-        what, error = self._errors.pop(name, ("", None))
-        if error is not None:
-            raise type(error)(f"{what}: {error}") from error
+        if (error := self._errors.pop(name, None)) is not None:
+            raise error
 
     def raise_first(self) -> None:
         """Raises the first error; the others stay."""

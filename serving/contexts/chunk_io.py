@@ -10,66 +10,35 @@ recomputed between others.
 """
 
 import dataclasses
-import logging
-import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxllm.bundle.calibrations import read_contexts
-from jaxllm.contexts.codecs import RAW, STATE, ChunkShape
+from jaxllm.contexts.codecs import STATE
 from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.contexts.tolerance import KEPT
-from jaxllm.errors import CheckpointError, one_line
-from jaxllm.files.atomic import temporary_file
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kernels.native import NO_CHUNKS, ChunkTable
 from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
 from jaxllm.kv.states import states_bytes
 from jaxllm.serving.buckets.layer import ENCODED_CHUNKS, source_shape
-from jaxllm.serving.contexts.memory import Blobs, Stored, blob_memory
+from jaxllm.serving.contexts.chunks import ChunkAccess, LayerBlobs, median_ms, require_sizes
+from jaxllm.serving.contexts.memory import Blobs, Stored
 from jaxllm.serving.contexts.record import Origin
 from jaxllm.serving.engine.engine import Engine
-from jaxllm.serving.host.direct_io import PieceReader, Storage, aligned
 from jaxllm.serving.runners.chunks import placed_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import PrefillChunk
 
-# Width and blob of some chunks in one layer, by number.
-LayerBlobs = Mapping[int, tuple[int, np.ndarray]]
-_SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
-_REPEATS = 5
-_TIMED = "timed"
-_NEVER_MS = 1e9
-# Per byte: the slowest storage of phones, eMMC 5.1 (250 MB/s, 11,000 reads per second: Samsung's press
-# release of the 512 GB eUFS 3.1, 17 March 2020).
-UNMEASURED_READ = Delay(fixed_ms=1000 / 11_000, per_unit_ms=1e3 / 250e6)
 
+class ChunkIO(ChunkAccess):
+    """Loads, computes and encodes chunks of contexts (see `ChunkAccess`)."""
 
-class ChunkIO:
-    """Loads, computes and encodes chunks of contexts.
-
-    Attributes:
-      runner: runner of the level.
-      kept: bits -> share of information that chunks retain.
-      chunk_tokens: tokens of a chunk (C).
-      widths: allowed widths of chunks in bits, descending.
-      layers: number of blobs of a chunk, one per layer.
-      heads: number of kv heads in stored chunks of each layer.
-      head_width: size of each head (H).
-      layer_bytes: bytes of one chunk in each layer `[L]`, by width.
-      reference_bytes: bytes of one chunk that ratios refer to (see `ChunkShape`).
-      state_bytes: bytes of a context besides its whole chunks.
-      computes: whether a chunk can be recomputed between others that are loaded.
-      coded: whether answers attend to chunks in place (see `EngineOptions.attend_coded`).
-    """
-
-    computes = True
+    computes = stays = True
 
     def __init__(self, runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> None:
         """See the class; the runner's options must have a codec, and `kept` be measured for its model.
@@ -77,24 +46,27 @@ class ChunkIO:
         Raises:
           ConfigError: the options have no codec.
         """
-        self.runner, self._form, self.kept = runner, runner.options.chunk_format, kept
-        self.chunk_tokens, self.widths = self._form.tokens, self._form.widths
-        self.coded, self.state_bytes = runner.options.attend_coded, 0
-        dtype = runner.options.cache_dtype
+        options, self._form, self.kept = runner.options, runner.options.chunk_format, kept
+        self.coded, dtype = options.attend_coded, options.cache_dtype
         # If all levels share buckets, caches have the heads of the whole model.
         self._cfg = runner.model.bucket_cfg
-        self.layers = self._cfg.layers
         self._by_address = reads_addresses(np.dtype(dtype))
-        self._shapes = chunk_shapes(self._cfg, tokens=self.chunk_tokens, dtype=dtype)
-        used = runner.cfg if self._by_address else self._cfg
-        self._hold(chunk_shapes(used, tokens=self.chunk_tokens, dtype=dtype))
-
-    def _hold(self, shapes: Sequence[ChunkShape]) -> None:
-        """Sets the sizes of stored chunks, which have these shapes."""
-        self.heads, self.head_width = tuple(shape.heads for shape in shapes), shapes[0].width
+        self._shapes = chunk_shapes(self._cfg, tokens=self._form.tokens, dtype=dtype)
+        own = self._by_address or runner.cfg.states is not None
+        shapes = chunk_shapes(runner.cfg, tokens=self._form.tokens, dtype=dtype) if own else self._shapes
         self.reference_bytes = sum(shape.reference_bytes for shape in shapes)
-        sizes = [self._form.sizes(shape) for shape in shapes]
-        self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
+        origin = Origin(
+            model="",
+            level=runner.level,
+            adapter="",
+            codec=options.kv_codec,
+            chunk_tokens=options.kv_chunk_tokens,
+            dtype=dtype,
+            heads=tuple(shape.heads for shape in shapes),
+            head_width=shapes[0].width,
+            state_bytes=states_bytes(runner.cfg),
+        )
+        super().__init__(runner, origin, self._form.widths)
 
     def chunk_table(self, chunks: Sequence[Stored]) -> ChunkTable:
         """A chunk table of a context's first chunks, in order, for native attention.
@@ -106,9 +78,9 @@ class ChunkIO:
         try:
             return ChunkTable(
                 chunks,
-                heads=self.heads,
+                heads=self.origin.heads,
                 tokens=self.chunk_tokens,
-                width=self.head_width,
+                width=self.origin.head_width,
                 half=self.runner.options.cache_dtype == "float16",
                 keys_by_token=codec.keys == "token",
                 values_by_token=codec.values == "token",
@@ -125,20 +97,52 @@ class ChunkIO:
         source = NO_CHUNKS if chunks is None else chunks.operand
         return cache.behind(source, np.int32(count * self.chunk_tokens))
 
-    def chunk_bytes(self, bits: int) -> int:
-        """Bytes of one chunk over all layers."""
-        return sum(self.layer_bytes[bits])
+    def mass(self, cache: KVCache) -> np.ndarray:
+        """See `ChunkAccess`; the mass of a coded chunk is spread evenly."""
+        mass, front = np.asarray(cache.mass)[0], cache.coded_tokens // self.chunk_tokens
+        if not front:
+            return mass
+        assert cache.coded is not None
+        chunks = np.asarray(cache.coded.mass)[0, :front] / self.chunk_tokens
+        return np.concatenate([np.repeat(chunks, self.chunk_tokens), mass])
+
+    def loaded(self, cache: KVCache, length: int) -> KVCache:
+        """See `ChunkAccess`."""
+        jax.block_until_ready((cache.keys, cache.values))
+        return dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
+
+    def slid(self, cache: KVCache, chunks: ChunkTable | None) -> KVCache:
+        """See `ChunkAccess`."""
+        # The first chunk stays; the rows after it are rewritten.
+        return (self.behind(cache, chunks, 1) if cache.coded_tokens else cache).uncounted()
+
+    def _compute_delay(self) -> Delay:
+        """Times one layer over each number of chunks that has a bucket, and over fewer if a bucket's time
+        depends on its chunks."""
+        options, counts = self.runner.options, self.runner.options.recomputed_chunks
+        if options.exact_chunks:
+            counts = tuple(sorted({1, *counts, max(1, counts[-1] // 4)}))
+        cache, times = self.runner.start(options.context_tokens), []
+        # The last chunks attend to the most tokens.
+        end = options.context_tokens // self.chunk_tokens
+        for count in counts:
+            at = self.positions(range(max(0, end - count), end), self.bucket(count))
+
+            def embed(at: Any = at) -> jax.Array:
+                return jax.block_until_ready(self.embed([0] * options.context_tokens, at))
+
+            def once(x: jax.Array, at: Any = at) -> None:
+                nonlocal cache
+                x, cache = self.restore_layer(0, x, at, cache, {})
+                jax.block_until_ready(x)
+
+            times.append(median_ms(once, embed))
+        if len(counts) == 1:
+            return Delay(fixed_ms=0.0, per_unit_ms=times[0] / counts[0])
+        return Delay.fit(counts, times)
 
     def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
-        """Decodes stored chunks into a cache, at their positions, in one dispatch.
-
-        Args:
-          cache: cache; donated.
-          chunks: stored chunks by number. Their blobs must not change until the result is ready.
-
-        Raises:
-          CheckpointError: a blob's size does not fit its width.
-        """
+        """See `ChunkAccess`: in one dispatch. Blobs must not change until the result is ready."""
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         if self._by_address:
             sources = self._addresses(cache, chunks)
@@ -196,8 +200,8 @@ class ChunkIO:
         return x, cache.with_past(layer, past)
 
     def feeds(self, chunk: PrefillChunk) -> bool:
-        """Whether `prefill_layer` supports a chunk of a prompt."""
-        return self.runner.prefills_restored and chunk.mode == "float"
+        """See `ChunkAccess`."""
+        return self.computes and self.runner.prefills_restored and chunk.mode == "float"
 
     def prefill_layer(
         self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerBlobs
@@ -210,13 +214,6 @@ class ChunkIO:
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         return LayerChunks(self._source(cache, layer, chunks), bits, self._form)
 
-    def room(self, chunks: Mapping[int, int]) -> dict[int, Stored]:
-        """Allocates memory for chunks to be encoded, of these widths by number, each blob separately."""
-        return {
-            chunk: (bits, Blobs(blob_memory(size) for size in self.layer_bytes[bits]))
-            for chunk, bits in chunks.items()
-        }
-
     def encode(
         self,
         cache: KVCache,
@@ -225,17 +222,7 @@ class ChunkIO:
         *,
         into: Mapping[int, Stored] | None = None,
     ) -> Mapping[int, Stored]:
-        """Encodes chunks of a context.
-
-        Args:
-          cache: cache; unchanged.
-          chunks: width of each chunk to encode, by number.
-          stored: current stored chunks that the cache attends to in place.
-          into: memory for the chunks (see `room`); None allocates it.
-
-        Returns:
-          The stored chunks, by number.
-        """
+        """See `ChunkAccess`."""
         found, front = self.room(chunks) if into is None else into, cache.coded_tokens // self.chunk_tokens
         self._encode(cache, {n - front: found[n] for n in chunks if n >= front})
         again = [n for n in chunks if n < front]
@@ -251,7 +238,7 @@ class ChunkIO:
         for bits in sorted({width for width, _ in into.values()}):
             numbers = sorted(chunk for chunk, (width, _) in into.items() if width == bits)
             for layer in range(self.layers):
-                shape, heads = self._shapes[layer], self.heads[layer]
+                shape, heads = self._shapes[layer], self.origin.heads[layer]
                 runs = [numbers[i : i + ENCODED_CHUNKS] for i in range(0, len(numbers), ENCODED_CHUNKS)]
                 coded = [self.runner.encode_chunks(cache, layer, bits, run) for run in runs]
                 for run, out in zip(runs, coded, strict=True):
@@ -259,8 +246,10 @@ class ChunkIO:
                     for chunk, blob in zip(run, blobs, strict=True):
                         into[chunk][1][layer][:] = blob
 
-    def rehearse(self) -> None:
-        """Runs all of its buckets once (see `LevelRunner.rehearse`)."""
+    def rehearse(self) -> Delay:
+        """See `ChunkAccess`."""
+        if not self.computes:
+            return super().rehearse()
         options = self.runner.options
         for capacity in options.cache_tokens:
             room = capacity // self.chunk_tokens
@@ -279,6 +268,7 @@ class ChunkIO:
                         x, cache = self.prefill_layer(layer, x, at, cache, {})
                     jax.block_until_ready(self.runner.restored_logits(x, 0))
             jax.block_until_ready(cache.keys)
+        return self._compute_delay()
 
     def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:
         bits = np.full(self._empty_source(cache, 0).shape[0], LOST, np.int32)
@@ -320,26 +310,8 @@ class StateChunkIO(ChunkIO):
 
     computes = False
 
-    def __init__(self, runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> None:
-        """See `ChunkIO`."""
-        super().__init__(runner, kept)
-        cfg, self.layers, self.coded = runner.cfg, 1, False
-        self._hold(chunk_shapes(cfg, tokens=self.chunk_tokens, dtype=runner.options.cache_dtype))
-        rows = sum(self.layer_bytes[RAW])
-        self.state_bytes = rows + states_bytes(cfg)
-        self.layer_bytes = {RAW: [rows], STATE: [self.state_bytes]}
-
-    def feeds(self, chunk: PrefillChunk) -> bool:
-        """See `ChunkIO`."""
-        del chunk
-        return False
-
     def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
-        """Copies chunks into a cache at their positions, and its states (see `ChunkIO`).
-
-        Raises:
-          CheckpointError: a blob's size does not fit its width.
-        """
+        """See `ChunkAccess`: copies chunks, and the states."""
         if not chunks:
             return cache
         arrays = [np.zeros(each.shape, each.dtype) for each in _rows_of(cache)]
@@ -367,7 +339,7 @@ class StateChunkIO(ChunkIO):
         *,
         into: Mapping[int, Stored] | None = None,
     ) -> Mapping[int, Stored]:
-        """Copies chunks of a context from a cache (see `ChunkIO`)."""
+        """See `ChunkAccess`: copies chunks."""
         del stored
         found = self.room(chunks) if into is None else into
         arrays = [np.asarray(each) for each in _rows_of(cache)]
@@ -379,9 +351,6 @@ class StateChunkIO(ChunkIO):
                 piece[: taken.size] = taken
                 piece[taken.size :] = 0
         return found
-
-    def rehearse(self) -> None:
-        """Does nothing: it has no buckets."""
 
     def _pieces(
         self, blob: np.ndarray, bits: int, number: int, rows: list[np.ndarray], states: list[np.ndarray]
@@ -400,22 +369,6 @@ class StateChunkIO(ChunkIO):
         assert at == blob.size
 
 
-def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
-    """The origin of contexts of an engine at a level."""
-    options = chunks.runner.options
-    return Origin(
-        model=engine.model.bundle.fingerprint,
-        level=chunks.runner.level,
-        adapter=engine.model.adapter_digest,
-        codec=options.kv_codec,
-        chunk_tokens=options.kv_chunk_tokens,
-        dtype=options.cache_dtype,
-        heads=chunks.heads,
-        head_width=chunks.head_width,
-        state_bytes=states_bytes(chunks.runner.cfg),
-    )
-
-
 def kept_by(engine: Engine) -> Mapping[int, float]:
     """Share of information that widths of chunks retain: measured by the bundle's calibration for the
     engine's codec and chunk length, else the default for values."""
@@ -424,99 +377,21 @@ def kept_by(engine: Engine) -> Mapping[int, float]:
     return KEPT if kept is None else kept
 
 
-def require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
-    """Checks the sizes of chunks' blobs in a layer.
-
-    Raises:
-      CheckpointError: one does not fit its width.
-    """
-    for chunk, size, right in zip(chunks, found, wanted, strict=True):
-        if size != right:
-            raise CheckpointError(
-                f"chunk {chunk} has {size} bytes in layer {layer}, and its width requires {right}: it is not "
-                "of this model and codec"
-            )
-
-
 def chunk_io_of(runner: LevelRunner, kept: Mapping[int, float] = KEPT) -> ChunkIO:
     """Makes the `ChunkIO` of a level."""
     return (ChunkIO if runner.cfg.states is None else StateChunkIO)(runner, kept)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Delays:
-    """Delays of one layer of a context: of chunks read from storage, per byte, and of recomputing chunks, per
-    chunk."""
+def chunk_ios_of(engine: Engine) -> dict[int, ChunkIO]:
+    """Makes the `ChunkIO` of each level of an engine.
 
-    read: Delay
-    compute: Delay
-
-
-def measure_read(folder: Path, storage: Storage) -> Delay:
-    """Times reads from a temporary file of random bytes in `folder`.
-
-    If there is no space for the file, or the device fails, logs a warning and returns `UNMEASURED_READ`: a
-    full device must not prevent opening a store and deleting contexts.
+    Raises:
+      ConfigError: it was opened without a codec.
     """
-    try:
-        with temporary_file(folder / _TIMED) as (path, file):
-            file.write(np.random.default_rng(0).bytes(_SIZES_BYTES[-1]))
-            file.flush()
-            os.fsync(file.fileno())
-            with PieceReader(path, storage) as reader:
-                # Like chunks, into allocated memory.
-                memory = aligned(_SIZES_BYTES[-1])
-
-                def once(size: int) -> None:
-                    reader.read_into(memory, 0, 0, size)
-
-                times = [_median_ms(once, lambda size=size: size) for size in _SIZES_BYTES]
-    except (OSError, CheckpointError) as error:
-        logging.getLogger("jaxllm").warning(
-            "%s: reads cannot be timed (%s); %.0f MB/s and %.1f ms each are assumed",
-            folder, one_line(error), 1e-3 / UNMEASURED_READ.per_unit_ms, UNMEASURED_READ.fixed_ms,
-        )  # fmt: skip
-        return UNMEASURED_READ
-    return Delay.fit(_SIZES_BYTES, times)
-
-
-def measure_compute(chunk_io: ChunkIO) -> Delay:
-    """Times one layer over each number of chunks that has a bucket, and over fewer if a bucket's time
-    depends on its chunks. If chunks cannot be recomputed between others, the time is `_NEVER_MS`."""
-    if not chunk_io.computes:
-        return Delay(fixed_ms=0.0, per_unit_ms=_NEVER_MS)
-    options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
-    if options.exact_chunks:
-        counts = tuple(sorted({1, *counts, max(1, counts[-1] // 4)}))
-    cache, times = chunk_io.runner.start(options.context_tokens), []
-    # The last chunks attend to the most tokens.
-    end = options.context_tokens // chunk_io.chunk_tokens
-    for count in counts:
-        at = chunk_io.positions(range(max(0, end - count), end), chunk_io.bucket(count))
-
-        def embed(at: Any = at) -> jax.Array:
-            return jax.block_until_ready(chunk_io.embed([0] * options.context_tokens, at))
-
-        def once(x: jax.Array, at: Any = at) -> None:
-            nonlocal cache
-            x, cache = chunk_io.restore_layer(0, x, at, cache, {})
-            jax.block_until_ready(x)
-
-        times.append(_median_ms(once, embed))
-    if len(counts) == 1:
-        return Delay(fixed_ms=0.0, per_unit_ms=times[0] / counts[0])
-    return Delay.fit(counts, times)
-
-
-def _median_ms(run: Callable[[Any], object], prepare: Callable[[], Any]) -> float:
-    """The median time of `run(prepare())`, without `prepare`, after a warm-up run."""
-    times = []
-    for _ in range(1 + _REPEATS):
-        given = prepare()
-        began = time.perf_counter()
-        run(given)
-        times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times[1:])
+    if not engine.options.kv_codec:
+        raise ConfigError("this engine keeps no contexts; open it with EngineOptions(kv_codec=...)")
+    kept = kept_by(engine)
+    return {level: chunk_io_of(engine.runner_at(level), kept) for level in engine.levels}
 
 
 def _rows_of(cache: KVCache) -> list[jax.Array]:

@@ -26,136 +26,6 @@ from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.ground.prompt_rows import PromptRows
 
 
-class Context:
-    """A context of an app.
-
-    Attributes:
-      app: owner of the context.
-      name: name, unique in the store, by which it is opened after a restart.
-    """
-
-    def __init__(self, contexts: Contexts, record: Record) -> None:
-        self._contexts, self.app, self.name = contexts, record.app, record.name
-
-    @property
-    def record(self) -> Record:
-        """The stored record.
-
-        Raises:
-          ContextGone: it was deleted, or its tokens are of another tokenizer.
-        """
-        return self._contexts.record(self.app, self.name)
-
-    @property
-    def level(self) -> int:
-        """The level that answers in it, in percent."""
-        return self.record.origin.level
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All tokens of the context; for an encoder-decoder those of its decoder."""
-        return self.record.tokens
-
-    @property
-    def source(self) -> tuple[int, ...]:
-        """The tokens of an encoder-decoder's source, from the first prompt. Empty before, and for other
-        models."""
-        return self.record.source
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        instruction: str = "",
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        slide: bool = False,
-        sampling: Sampling | None = None,
-        rows: PromptRows | None = None,
-    ) -> Answer:
-        """Answers a prompt that follows the context's tokens.
-
-        The first prompt of an encoder-decoder is the context's source; later ones are forced tokens of its
-        decoder before it continues, and may be empty.
-
-        Args:
-          prompt: the user's text, or token ids, which are used unchanged.
-          instruction: text before everything; only in the first call.
-          max_tokens: maximum number of tokens of the answer.
-          stop: strings that end the answer.
-          ignore_eos: whether to continue past the model's end tokens.
-          slide: whether to drop the middle of the context if context, prompt and answer exceed the model's
-            window (see `jaxllm.serving.engine.request`). The stored context changes only after the answer.
-          sampling: sampling parameters; greedy by default.
-          rows: embeddings in place of some of the prompt's ids, at positions relative to its first. They
-            are stored with the context, which then can neither slide nor move to another model.
-
-        Returns:
-          The answer. Its first piece raises BudgetExceeded if the context would not fit into memory, its last
-          if the context cannot be stored; the context is then as before the call.
-
-        Raises:
-          ContextGone: see `record`.
-          ConfigError: the prompt is empty or malformed, or an instruction comes after the first call.
-          ContextOverflow: the context and the prompt are longer than the model's window.
-        """
-        contexts, name = self._contexts, self.name
-        contexts.ready(name)
-        engine, record = contexts.engine, self.record
-        now = datetime.now()
-        if isinstance(prompt, str):
-            tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
-            prompt = turn_ids(tokenizer, record.tokens, prompt, instruction, now=now)
-        elif instruction:
-            raise ConfigError("an instruction comes with a prompt of text, not with token ids")
-        if not prompt and not record.source:
-            raise ConfigError("the prompt is empty; give it at least one token of text")
-        base, sliding = record, None
-        if slide:
-            base = self._slid(record, len(prompt))
-            sliding = Sliding(sink_tokens=engine.options.kv_chunk_tokens)
-        asked = TurnTokens.after(base, base.tokens, prompt, engine.tokenizer, engine.cfg)
-        config = GenerationConfig(
-            max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()
-        )
-        rows = PromptRows.joined((0, contexts.rows_before(record)), (len(base.tokens), rows))
-        request = engine.request(
-            asked.prompt, config, level=record.origin.level, sliding=sliding, rows=rows, source=asked.source
-        )
-        call = ContextCall(contexts, record, base, most_tokens=len(request.prompt) + max_tokens)
-        return Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=call)
-
-    def _slid(self, record: Record, prompt_tokens: int) -> Record:
-        """The record after sliding, if the context and a prompt exceed the window."""
-        options = self._contexts.engine.options
-        room = max(0, options.context_tokens - prompt_tokens)
-        if len(record.tokens) <= room:
-            return record
-        most = min(room, kept_tokens(options.context_tokens))
-        return slid_record(record, chunk_tokens=options.kv_chunk_tokens, most=most)
-
-    def pin(self, pinned: bool = True) -> None:
-        """Pins its chunks in memory once they are there, or unpins them.
-
-        Raises:
-          BudgetExceeded: pinned contexts would exceed their share of memory (see `ContextOptions`).
-        """
-        self._contexts.pin(self.record.name, pinned)
-
-    def delete(self) -> None:
-        """Deletes it from memory and storage.
-
-        Raises:
-          ContextGone: it was deleted before.
-          ConfigError: it is answering.
-        """
-        self._contexts.delete(self.name)
-
-    def __repr__(self) -> str:
-        return f"Context(app={self.app!r}, name={self.name!r})"
-
-
 class ContextCall(Lifecycle):
     """Restores a context before an answer, and stores it afterwards.
 
@@ -177,14 +47,15 @@ class ContextCall(Lifecycle):
     def begin(self, run: Run) -> None:
         """See `Lifecycle`."""
         record, contexts, source = self.record, self._contexts, run.request.source
+        if run.request.level != record.origin.level:
+            self.record = self._base = record = contexts.record(record.app, record.name, run.request.level)
         base = None if self._base is record else self._base
         if source is not None:
             base = dataclasses.replace(base or record, source=source)
         if contexts.record(record.app, record.name).tokens != record.tokens:
             raise ConfigError(f"the context {record.name} went on since this answer was asked for; ask again")
         self._turn = contexts.begin(
-            record.app,
-            record.name,
+            record,
             run.session,
             prompt_tokens=len(run.sequence),
             most_tokens=self._most_tokens,
@@ -234,6 +105,156 @@ class ContextCall(Lifecycle):
         # In a forked child the turn belongs to the parent.
         if self._turn is not None and not self._contexts.forked:
             self.failed(run)
+
+
+class Context:
+    """A context of an app.
+
+    Attributes:
+      app: owner of the context.
+      name: name, unique in the store, by which it is opened after a restart.
+    """
+
+    # Lifecycle of its answers.
+    _call = ContextCall
+
+    def __init__(self, contexts: Contexts, record: Record) -> None:
+        self._contexts, self.app, self.name = contexts, record.app, record.name
+
+    @property
+    def record(self) -> Record:
+        """The stored record.
+
+        Raises:
+          ContextGone: it was deleted, or its tokens are of another tokenizer.
+        """
+        return self._contexts.record(self.app, self.name)
+
+    @property
+    def level(self) -> int:
+        """The level that answers in it, in percent."""
+        return self.record.origin.level
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens of the context; for an encoder-decoder those of its decoder."""
+        return self.record.tokens
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """The tokens of an encoder-decoder's source, from the first prompt. Empty before, and for other
+        models."""
+        return self.record.source
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        instruction: str = "",
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        slide: bool = False,
+        sampling: Sampling | None = None,
+        rows: PromptRows | None = None,
+    ) -> Answer:
+        """Answers a prompt that follows the context's tokens (see `answer`).
+
+        Args:
+          prompt, instruction, slide, rows: see `answer`.
+          max_tokens: maximum number of tokens of the answer.
+          stop: strings that end the answer.
+          ignore_eos: whether to continue past the model's end tokens.
+          sampling: sampling parameters; greedy by default.
+        """
+        config = GenerationConfig(
+            max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()
+        )
+        return self.answer(prompt, config, instruction=instruction, slide=slide, rows=rows)
+
+    def answer(
+        self,
+        prompt: str | Sequence[int],
+        config: GenerationConfig,
+        *,
+        instruction: str = "",
+        slide: bool = False,
+        rows: PromptRows | None = None,
+    ) -> Answer:
+        """Answers a prompt that follows the context's tokens.
+
+        The first prompt of an encoder-decoder is the context's source; later ones are forced tokens of its
+        decoder before it continues, and may be empty.
+
+        Args:
+          prompt: the user's text, or token ids, which are used unchanged.
+          config: length, stops and sampling of the answer.
+          instruction: text before everything; only in the first call.
+          slide: whether to drop the middle of the context if context, prompt and answer exceed the model's
+            window (see `jaxllm.serving.engine.request`). The stored context changes only after the answer.
+          rows: embeddings in place of some of the prompt's ids, at positions relative to its first. They
+            are stored with the context, which then can neither slide nor move to another model.
+
+        Returns:
+          The answer. Its first piece raises BudgetExceeded if the context would not fit into memory, its last
+          if the context cannot be stored; the context is then as before the call.
+
+        Raises:
+          ContextGone: see `record`.
+          ConfigError: the prompt is empty or malformed, or an instruction comes after the first call.
+          ContextOverflow: the context and the prompt are longer than the model's window.
+        """
+        contexts, name = self._contexts, self.name
+        contexts.ready(name)
+        engine, record = contexts.engine, self.record
+        now = datetime.now()
+        if isinstance(prompt, str):
+            tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+            prompt = turn_ids(tokenizer, record.tokens, prompt, instruction, now=now)
+        elif instruction:
+            raise ConfigError("an instruction comes with a prompt of text, not with token ids")
+        if not prompt and not record.source:
+            raise ConfigError("the prompt is empty; give it at least one token of text")
+        base, sliding = record, None
+        if slide:
+            base = self._slid(record, len(prompt))
+            sliding = Sliding(sink_tokens=engine.options.kv_chunk_tokens)
+        asked = TurnTokens.after(base, base.tokens, prompt, engine.tokenizer, engine.cfg)
+        rows = PromptRows.joined((0, contexts.rows_before(record)), (len(base.tokens), rows))
+        request = engine.request(
+            asked.prompt, config, level=record.origin.level, sliding=sliding, rows=rows, source=asked.source
+        )
+        call = self._call(contexts, record, base, most_tokens=len(request.prompt) + config.max_tokens)
+        return Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=call)
+
+    def _slid(self, record: Record, prompt_tokens: int) -> Record:
+        """The record after sliding, if the context and a prompt exceed the window."""
+        options = self._contexts.engine.options
+        room = max(0, options.context_tokens - prompt_tokens)
+        if len(record.tokens) <= room:
+            return record
+        most = min(room, kept_tokens(options.context_tokens))
+        return slid_record(record, chunk_tokens=options.kv_chunk_tokens, most=most)
+
+    def pin(self, pinned: bool = True) -> None:
+        """Pins its chunks in memory once they are there, or unpins them.
+
+        Raises:
+          BudgetExceeded: pinned contexts would exceed their share of memory (see `ContextOptions`).
+        """
+        self._contexts.pin(self.record.name, pinned)
+
+    def delete(self) -> None:
+        """Deletes it from memory and storage.
+
+        Raises:
+          ContextGone: it was deleted before.
+          ConfigError: it is answering.
+        """
+        self._contexts.delete(self.name)
+
+    def __repr__(self) -> str:
+        return f"Context(app={self.app!r}, name={self.name!r})"
 
 
 def fork(contexts: Contexts, record: Record, tokens: int) -> Record:

@@ -20,19 +20,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxllm.contexts.codecs import RAW
 from jaxllm.contexts.eviction import find_policy
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.background import PendingErrors, close_at_exit, forget_at_exit
-from jaxllm.serving.contexts.chunk_io import (
-    Delays,
-    chunk_io_of,
-    kept_by,
-    measure_compute,
-    measure_read,
-    origin_of,
-)
+from jaxllm.serving.contexts.chunks import UNMEASURED_READ, Delays, measure_read
 from jaxllm.serving.contexts.memory import ChunkMemory, Claims, Stored, Turn
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Origin, Record
@@ -42,7 +36,6 @@ from jaxllm.serving.contexts.saving import (
     ChunkWriter,
     ended_record,
     most_bytes,
-    position_mass,
     require_ratio,
     seal,
     sink_record,
@@ -61,22 +54,27 @@ class Contexts:
 
     Attributes:
       engine: engine of the answers.
-      options: options of the contexts.
-      store: store of the contexts.
+      options, store: options and store of the contexts.
       memory: memory of the chunks.
       pending_errors: errors of storing dropped answers.
     """
 
-    def __init__(self, engine: Engine, options: ContextOptions) -> None:
-        """Opens the store for a warm engine, and measures this device's delays.
+    def __init__(
+        self, engine: Engine, options: ContextOptions, chunk_ios: Mapping[int, Any] | None = None
+    ) -> None:
+        """Opens the store for a warm engine, and measures this device's delays. `chunk_ios` are the accesses
+        to chunks by level (see `ChunkAccess`); None for those of a live engine.
 
         Raises:
           ConfigError: the engine was opened without a codec, chunks cannot be as small as the options' ratio,
             or the store is in use or cannot be made.
         """
-        if not engine.options.kv_codec:
-            raise ConfigError("this engine keeps no contexts; open it with EngineOptions(kv_codec=...)")
-        self.engine, self.options = engine, options
+        if chunk_ios is None:
+            # Imported here: devices that only run exported programs have no JAX.
+            from jaxllm.serving.contexts.chunk_io import chunk_ios_of
+
+            chunk_ios = chunk_ios_of(engine)
+        self.engine, self.options, self._chunk_io = engine, options, chunk_ios
         self.store = ContextStore(
             Path(options.folder),
             storage=options.storage,
@@ -98,13 +96,12 @@ class Contexts:
             self._process = os.getpid()
             self._delays: dict[int, Delays] = {}
             self._loader = ChunkLoader(self.store, self.memory, self._delays, options)
-            kept = kept_by(engine)
-            self._chunk_io = {level: chunk_io_of(engine.runner_at(level), kept) for level in engine.levels}
-            read_delay = measure_read(self.store.root, options.storage)
-            for level, chunk_io in self._chunk_io.items():
+            read_delay = UNMEASURED_READ
+            if any(each.computes for each in chunk_ios.values()):
+                read_delay = measure_read(self.store.root, options.storage)
+            for level, chunk_io in chunk_ios.items():
                 require_ratio(chunk_io, options)
-                chunk_io.rehearse()
-                self._delays[level] = Delays(read=read_delay, compute=measure_compute(chunk_io))
+                self._delays[level] = Delays(read=read_delay, compute=chunk_io.rehearse())
             seal(self.store)
             self.store.sweep()
             for each in self.store.damage():
@@ -197,21 +194,24 @@ class Contexts:
             raise BudgetExceeded(f"{app} owns {there} contexts of at most {most}; delete one first")
         return self.store.create(app, self._origin(level), pinned=pinned, tokenizer=self._tokenizer)
 
-    def record(self, app: str, name: str) -> Record:
-        """The record of an app's context. If the context is of another model, level, codec, dtype or adapter,
-        it is the record after moving to this engine's with the next call: its tokens without chunks.
+    def record(self, app: str, name: str, level: int | None = None) -> Record:
+        """The record of an app's context, as its next call at a level will continue it, by default at its
+        own. If the context is of another model, level, codec, dtype or adapter, these are its tokens without
+        chunks.
 
         Raises:
+          ConfigError: the level is not served.
           ContextGone: the app has no context of this name, or its tokens are of another tokenizer, or its
             rows of another model.
         """
-        return self._served(self.store.record(name, app))
+        return self._served(self.store.record(name, app), level)
 
-    def _served(self, record: Record) -> Record:
+    def _served(self, record: Record, level: int | None = None) -> Record:
         """Converts a stored record as `record` does."""
         name = record.name
-        level = record.origin.level if record.origin.level in self._chunk_io else self.engine.runner.level
-        origin = self._origin(level)
+        if level is None and record.origin.level in self._chunk_io:
+            level = record.origin.level
+        origin = self._origin(level, record)
         same = record.origin.model == origin.model
         if not same and record.tokens and record.tokenizer != self._tokenizer:
             whose = "another tokenizer" if record.tokenizer else "a tokenizer that its record does not name"
@@ -237,16 +237,6 @@ class Contexts:
         rows = self.store.rows(record.name) if record.rows else None
         return rows and rows.before(len(record.tokens) if tokens is None else tokens)
 
-    def moving(self, app: str, name: str, level: int | None = None) -> tuple[str, ...]:
-        """The fields of an app's context's `Origin` that its next call at a level, by default that of
-        `record`, will replace; empty if its chunks stay.
-
-        Raises:
-          ContextGone: see `record`.
-        """
-        coming = self.record(app, name).origin if level is None else self._origin(level)
-        return self.store.record(name, app).origin.differing(coming)
-
     def at_level(self, app: str, name: str, level: int) -> Record:
         """Sets the level of an app's context. Its tokens stay, and the next call recomputes its chunks.
 
@@ -254,15 +244,14 @@ class Contexts:
           ConfigError: the level is not served, or a call runs in the context.
           ContextGone, BudgetExceeded, CheckpointError: see `record`, `ContextStore.commit`.
         """
-        record = self.record(app, name)
-        origin = self._origin(level)
-        if self.store.record(name).origin == origin:
+        record = self.record(app, name, level)
+        if self.store.record(name).origin == record.origin:
             return record
         self._require_idle(name)
         # Memory first: chunks in memory must never outlive those on storage.
         self.memory.cut(name, 0)
         self._forget_cache(name)
-        return self.store.commit(record.moved(origin))
+        return self.store.commit(record)
 
     def chunk_bytes(self, record: Record, tokens: int | None = None, level: int | None = None) -> int:
         """The maximum bytes of a context's chunks in memory, optionally with other tokens or at another
@@ -324,24 +313,19 @@ class Contexts:
         turn = next(each for each in self._claims.running() if each.session is session)
         cache = session.cache
         assert cache is not None
-        if cache.states is not None:
+        chunk_io = self._chunk_io[turn.base.origin.level]
+        if chunk_io.state_bytes:
             # States restart, and with them all chunks.
             turn.base = turn.base.cut(0)
             return
-        chunk_io = self._chunk_io[turn.base.origin.level]
-        first = first if turn.counted_from is None else turn.counted_from
-        mass = position_mass(cache, chunk_io.chunk_tokens)
+        first, mass = first if turn.counted_from is None else turn.counted_from, chunk_io.mass(cache)
         base = sink_record(turn.base, chunk_io, mass=mass, first=first, cached_tokens=len(session.tokens))
-        if cache.coded_tokens:
-            # The first chunk stays; the rows after it are rewritten.
-            cache = chunk_io.behind(cache, session.chunks, 1)
-        session.cache = cache.uncounted()
+        session.cache = chunk_io.slid(cache, session.chunks)
         turn.base, turn.counted_from = base, chunk_io.chunk_tokens
 
     def begin(
         self,
-        app: str,
-        name: str,
+        record: Record,
         session: Session,
         *,
         prompt_tokens: int,
@@ -353,7 +337,7 @@ class Contexts:
         """Restores a context for a call, and locks it.
 
         Args:
-          app, name: app and name of the context.
+          record: record of the context at the level of the call (see `record`).
           session: receives the context's tokens and cache: those of all whole chunks, or all if it ran last.
           prompt_tokens: number of tokens of the context and the prompt together.
           most_tokens: maximum number of tokens of the context after the call; no room is made for them yet.
@@ -371,15 +355,15 @@ class Contexts:
           ConfigError: another call runs in the context.
           BudgetExceeded: its chunks could not fit into memory, whatever is evicted.
         """
-        began = time.perf_counter()
+        began, name, level = time.perf_counter(), record.name, record.origin.level
         self._require_idle(name)
         # Encoding other contexts' chunks may overlap with answers that do not need their caches.
-        self._encoded(name if self.engine.options.attend_coded else "")
-        stored, moved = self.store.record(name, app), ()
-        record = self._served(stored)
+        self._encoded(name if next(iter(self._chunk_io.values())).coded else "")
+        stored, moved = self.store.record(name, record.app), ()
+        record = self._served(stored, level)
         if stored.origin != record.origin:
             moved = stored.origin.differing(record.origin)
-            record = self.at_level(app, name, record.origin.level)
+            record = self.at_level(record.app, name, level)
             base = base and base.moved(record.origin)
         if rows is not None and rows.at[-1] >= len(record.tokens):
             # The context does not run, so its record cannot change meanwhile.
@@ -477,7 +461,7 @@ class Contexts:
             before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first
         )
         coded: Mapping[int, Stored] = {}
-        ready: Callable[[], object] = _ready_now
+        ready: Callable[[], object] | None = None
         there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
         # New states replace the stored ones.
         states = {len(record.bits) - 1} if record.state_tokens != before.state_tokens else set()
@@ -490,23 +474,19 @@ class Contexts:
             elif wanted:
                 coded = chunk_io.encode(session.cache, wanted, there)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)} | states
-        source, linked = turn.source, {}
-        if source:
-            same = {n: bits for n, bits in enumerate(record.bits) if n not in changed}
-            linked = self.store.link(record, source, same)
+        source = turn.source
+        if self._shares(turn) and not source:
+            best, _ = alike(self.store, record, record.tokens, across_apps=self.options.share_across_apps)
+            source = "" if best is None else best.name
+        linked = self.store.link(record, source, dict(enumerate(record.bits))) if source else {}
+        changed -= linked.keys()
+        if turn.source:
             # The other one has changed since, or cannot be shared: write the chunks from memory.
-            left = same.keys() - linked.keys()
-            own = {n: there[n] for n in left - coded.keys() if resident.get(n) == same[n]}
+            left = set(range(len(record.bits))) - changed - linked.keys()
+            own = {n: there[n] for n in left - coded.keys() if resident.get(n) == record.bits[n]}
             coded = {**own, **coded}
             record = record.lose(left - coded.keys())
             changed |= left & coded.keys()
-        elif self._shares(turn):
-            across = self.options.share_across_apps
-            best, count = alike(self.store, record, record.tokens, across_apps=across)
-            if best is not None:
-                source = best.name
-                linked = self.store.link(record, source, dict(enumerate(record.bits[:count])))
-                changed -= linked.keys()
         record = self._writer.keep(record, changed, coded, linked, ready)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # Chunks that do not fit are on storage, or recomputed.
@@ -522,7 +502,7 @@ class Contexts:
                 self._loader.chunk_table(chunk_io, name)
         # From here on memory agrees with the store.
         self._claims.changed(turn, record)
-        if session.cache is not None:
+        if session.cache is not None and chunk_io.stays:
             session.cache = session.cache.at_rest()
             self._last = (name, session)
         return record
@@ -572,18 +552,17 @@ class Contexts:
                     f"some, ask for fewer tokens, or raise ContextOptions.{share}"
                 )
 
-    def _origin(self, level: int | None) -> Origin:
-        """The origin of contexts at a level, by default the engine's own.
+    def _origin(self, level: int | None, record: Record | None = None) -> Origin:
+        """The origin of a context at a level, by default the engine's own; `record` is None for a new
+        context. Contexts use the engine's adapter, whatever they were made with.
 
         Raises:
           ConfigError: the level is not served.
         """
-        return origin_of(self.engine, self._chunk_io[self.engine.runner_at(level).level])
+        del record
+        origin, model = self._chunk_io[self.engine.runner_at(level).level].origin, self.engine.model
+        return dataclasses.replace(origin, model=model.bundle.fingerprint, adapter=model.adapter_digest)
 
     def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
             self._last = ("", Session())
-
-
-def _ready_now() -> None:
-    """Waits for nothing: no chunk is being encoded."""

@@ -187,15 +187,17 @@ class Record:
         tokens = self.tokens if tokens is None else tuple(tokens)
         return dataclasses.replace(self, tokens=tokens, state_tokens=states, **first)
 
-    def restorable(self, vocab_size: int) -> "Record":
-        """This record up to the first lost chunk that cannot be recomputed between others: one with prompt
-        embeddings, from which on all are computed as a prompt, with their rows; or any with states, which can
-        only be recomputed from the first token."""
+    def restorable(self, vocab_size: int, *, computes: bool) -> "Record":
+        """This record up to the first lost chunk that cannot be recomputed between others: any unless the
+        model `computes` such chunks, and one with prompt embeddings, from which on all are computed as a
+        prompt, with their rows; or without chunks if states are lost, which can only be recomputed from the
+        first token."""
         if self.state_tokens and LOST in self.bits:
             return self.cut(0)
         size = self.origin.chunk_tokens
         for place, bits in enumerate(self.bits):
-            if bits == LOST and max(self.tokens[place * size : (place + 1) * size]) >= vocab_size:
+            rows = max(self.tokens[place * size : (place + 1) * size]) >= vocab_size
+            if bits == LOST and (rows or not computes):
                 return self.cut(place)
         return self
 

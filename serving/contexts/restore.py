@@ -17,16 +17,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from jaxllm.contexts.eviction import Resident
 from jaxllm.contexts.recompute import LOST, Restore, plan_restore
 from jaxllm.errors import CheckpointError, JaxllmError
-from jaxllm.kernels.native import ChunkTable
-from jaxllm.kv.cache import KVCache
-from jaxllm.serving.contexts.chunk_io import ChunkIO, Delays, LayerBlobs, require_sizes
+from jaxllm.serving.contexts.chunks import Delays, LayerBlobs, require_sizes
 from jaxllm.serving.contexts.memory import ChunkMemory, Stored, Turn
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Record
@@ -34,8 +32,14 @@ from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.request import Fed, Session, common_prefix
 from jaxllm.serving.ground.plan import Restoration
 from jaxllm.serving.runners.chunks import placed_chunks
-from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import PrefillChunk
+
+if TYPE_CHECKING:
+    # Devices that only run exported programs have no JAX.
+    from jaxllm.kernels.native import ChunkTable
+    from jaxllm.kv.cache import KVCache
+    from jaxllm.serving.contexts.chunk_io import ChunkIO
+    from jaxllm.serving.runners.level_runner import LevelRunner
 
 # A layer and chunks to read -> their blobs. Called in reader threads.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]
@@ -53,10 +57,10 @@ class Restored:
     chunks that were read; the chunk table that the cache attends to, if it was made before they were read;
     and the first chunk of the call's prompt, if it was fed."""
 
-    cache: KVCache
+    cache: "KVCache"
     read: Mapping[int, Stored]
     how: Restoration
-    chunk_table: ChunkTable | None = None
+    chunk_table: "ChunkTable | None" = None
     fed: Fed | None = None
 
 
@@ -94,8 +98,8 @@ class StoredChunks:
 
 
 def restore(
-    chunk_io: ChunkIO,
-    cache: KVCache,
+    chunk_io: "ChunkIO",
+    cache: "KVCache",
     stored: StoredChunks,
     *,
     delays: Delays | None,
@@ -163,9 +167,8 @@ def restore(
         for each in coming:
             each.cancel()
         concurrent.futures.wait(coming)
-    # Until now buckets may read blobs in place.
-    jax.block_until_ready((cache.keys, cache.values))
     count = 0 if new is None else len(new.fed)
+    cache = chunk_io.loaded(cache, length + count)
     how = Restoration(
         resident=len(resident),
         read=plan.read,
@@ -174,7 +177,6 @@ def restore(
         fed_tokens=count,
         fed_ms=1000 * (time.perf_counter() - max(ends)) if count else 0.0,
     )
-    cache = dataclasses.replace(cache, length=np.int32(length + count))  # pyright: ignore
     return Restored(cache, chunks, how, chunk_table, fed)
 
 
@@ -194,15 +196,15 @@ def filling(chunks: Mapping[int, Stored], arriving: Arriving) -> Arriving:
 
 
 def _layer_pass(
-    chunk_io: ChunkIO,
-    cache: KVCache,
+    chunk_io: "ChunkIO",
+    cache: "KVCache",
     tokens: Sequence[int],
     plan: Restore,
     arriving: Arriving,
     new: NewTokens | None = None,
     *,
     first: int = 0,
-) -> tuple[KVCache, Fed | None]:
+) -> "tuple[KVCache, Fed | None]":
     """Restores all layers of a donated cache: computes the chunks of the plan, and loads the others. Feeds
     new tokens, of which the first is at position `first`. Returns the cache, and the fed chunk."""
     runner = chunk_io.runner
@@ -223,6 +225,8 @@ def _layer_pass(
                 if of_new is not None and row is not None:
                     of_new, cache = chunk_io.prefill_layer(layer, of_new, row, cache, blobs)
         except BaseException:
+            import jax
+
             # Dispatched buckets still read blobs in place, which are freed after this call.
             with contextlib.suppress(Exception):
                 jax.block_until_ready((x, of_new))
@@ -235,13 +239,15 @@ def _layer_pass(
 
 
 def _plan(
-    chunk_io: ChunkIO, missing: Mapping[int, int], delays: Delays | None, new: NewTokens | None
+    chunk_io: "ChunkIO", missing: Mapping[int, int], delays: Delays | None, new: NewTokens | None
 ) -> tuple[Restore, list[tuple[int, ...]]]:
     """The first pass, which reads and computes, and the chunks that each further pass computes."""
     lost = sorted(chunk for chunk, width in missing.items() if width == LOST)
+    if not missing or not (lost or delays):
+        return Restore(read=tuple(sorted(missing)), computed=(), bucket=0, expected_ms=0.0), []
     options = chunk_io.runner.options
     counts, most = options.recomputed_chunks, options.recomputed_chunks[-1]
-    if len(lost) <= most and missing and delays is not None:
+    if len(lost) <= most and delays is not None:
         # The tokens that are fed cost as much as so many chunks.
         fed = 0 if new is None else len(new.fed) if options.exact_chunks else new.chunks[0].tokens
         plan = plan_restore(
@@ -257,9 +263,8 @@ def _plan(
         return plan, []
     # More than fit the largest bucket: several passes, earlier chunks first, because later ones attend to
     # them. All stored chunks are there from the first pass on.
-    first, *later = [tuple(lost[i : i + most]) for i in range(0, len(lost), most)] or [()]
-    bucket = chunk_io.bucket(len(first)) if first else 0
-    read = tuple(sorted(set(missing) - set(lost)))
+    first, *later = [tuple(lost[i : i + most]) for i in range(0, len(lost), most)]
+    read, bucket = tuple(sorted(set(missing) - set(lost))), chunk_io.bucket(len(first))
     return Restore(read=read, computed=first, bucket=bucket, expected_ms=0.0), later
 
 
@@ -278,7 +283,7 @@ class ChunkLoader:
         self._pool.shutdown(wait=wait)
 
     def resume(
-        self, levels: Mapping[int, ChunkIO], turn: Turn, last: tuple[str, Session], tokens: int
+        self, levels: "Mapping[int, ChunkIO]", turn: Turn, last: tuple[str, Session], tokens: int
     ) -> Restoration:
         """Gives a call's session all whole chunks of its context, or the cache of the last ended call if that
         was in the same context: `last` is its name and session, which loses its cache. `tokens` is the
@@ -311,9 +316,9 @@ class ChunkLoader:
                 return self._bring_back(turn, chunk_io, cache, tokens)
         # Free the old cache before making a new one.
         del cache
-        return self._bring_back(turn, chunk_io, runner.start(tokens), tokens)
+        return self._bring_back(turn, chunk_io, chunk_io.start(tokens), tokens)
 
-    def _bring_back(self, turn: Turn, chunk_io: ChunkIO, cache: KVCache, tokens: int) -> Restoration:
+    def _bring_back(self, turn: Turn, chunk_io: "ChunkIO", cache: "KVCache", tokens: int) -> Restoration:
         """Gives a call's session all whole chunks of its context, in a donated cache with room for
         `tokens`."""
         name, runner, session = turn.record.name, chunk_io.runner, turn.session
@@ -330,9 +335,9 @@ class ChunkLoader:
                 return Restoration(resident=count)
             cache = chunk_io.behind(cache, None, 0)
         for attempt in range(2):
-            base = turn.base = turn.base.restorable(runner.cfg.vocab_size)
+            base = turn.base = turn.base.restorable(runner.cfg.vocab_size, computes=chunk_io.computes)
             # Recomputed chunks attend to the source.
-            cache = _with_source(runner, runner.start(tokens) if attempt else cache, base)
+            cache = _with_source(runner, chunk_io.start(tokens) if attempt else cache, base)
             resident = self._resident(name, base)
             wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
             if wanted and self._options.share_beginnings and not turn.source:
@@ -346,7 +351,7 @@ class ChunkLoader:
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                    read=self._store.open(source, wanted).read if wanted else _nothing,
+                    read=self._store.open(source, wanted).read if wanted else lambda *_: [],
                     pool=self._pool,
                 )
                 delays, new = (
@@ -366,7 +371,7 @@ class ChunkLoader:
             return back.how
         raise AssertionError("either of two attempts returns or raises")
 
-    def _take(self, turn: Turn, chunk_io: ChunkIO, back: Restored) -> None:
+    def _take(self, turn: Turn, chunk_io: "ChunkIO", back: Restored) -> None:
         """Gives a restored context to a call's session, and the chunks that were read to memory."""
         name, base, session, cache = turn.record.name, turn.base, turn.session, back.cache
         self.load(chunk_io, name, back.read)
@@ -378,14 +383,14 @@ class ChunkLoader:
         session.cache, session.weights_version = cache, chunk_io.runner.weights_version
         session.source = base.source or None
         session.tokens = list(base.tokens[: base.cached_tokens])
-        if cache.states is not None:
+        if chunk_io.state_bytes:
             session.state_tokens = base.cached_tokens
-            session.cache = dataclasses.replace(cache, length=np.int32(base.cached_tokens))  # pyright: ignore
+            session.cache = chunk_io.loaded(cache, base.cached_tokens)
         if back.fed is not None:
             session.tokens += turn.sequence[len(session.tokens) :][: back.how.fed_tokens]
             session.fed = back.fed
 
-    def _new_tokens(self, turn: Turn, chunk_io: ChunkIO) -> NewTokens | None:
+    def _new_tokens(self, turn: Turn, chunk_io: "ChunkIO") -> NewTokens | None:
         """The tokens of a call after the chunks of its context; None if they are not fed during the
         restore."""
         base, sequence, runner = turn.base, turn.sequence, chunk_io.runner
@@ -402,13 +407,13 @@ class ChunkLoader:
     def _resident(self, name: str, base: Record) -> dict[int, Resident]:
         return {n: each for n, each in self._memory.chunks(name).items() if n < len(base.bits)}
 
-    def chunk_table(self, chunk_io: ChunkIO, name: str) -> ChunkTable:
+    def chunk_table(self, chunk_io: "ChunkIO", name: str) -> "ChunkTable":
         """The chunk table of a context whose chunks are all in memory (see `ChunkMemory`)."""
         return self._memory.chunk_table(
             name, lambda chunks: chunk_io.chunk_table([(each.bits, each.blobs) for each in chunks])
         )
 
-    def load(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
+    def load(self, chunk_io: "ChunkIO", name: str, chunks: Mapping[int, Stored]) -> None:
         """Adds chunks of a context to memory.
 
         Raises:
@@ -491,7 +496,7 @@ def _common_chunks(record: Record, prompt: Sequence[int]) -> int:
     return common_prefix(record.tokens[:most], prompt[:most]) // size
 
 
-def _with_source(runner: LevelRunner, cache: KVCache, base: Record) -> KVCache:
+def _with_source(runner: "LevelRunner", cache: "KVCache", base: Record) -> "KVCache":
     """The cache with the keys and values of a context's source; unchanged without one."""
     if not base.source:
         return cache
@@ -504,7 +509,7 @@ def _tail_tokens(session: Session) -> int:
     return 0 if session.cache is None else len(session.tokens) - session.cache.coded_tokens
 
 
-def _outgrown(chunk_io: ChunkIO, turn: Turn, spare: Session) -> bool:
+def _outgrown(chunk_io: "ChunkIO", turn: Turn, spare: Session) -> bool:
     """Whether a call cannot continue the cache of the last one in its context: too many of its tokens are in
     floats that are chunks by now, or the context has lost tokens that are chunks before the cache."""
     if not chunk_io.coded or spare.cache is None:
@@ -512,8 +517,3 @@ def _outgrown(chunk_io: ChunkIO, turn: Turn, spare: Session) -> bool:
     front = spare.cache.coded_tokens
     kept = spare.tokens[:front] == list(turn.base.tokens[:front])
     return _tail_tokens(spare) > _TAIL_TOKENS or not kept
-
-
-def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
-    """Reads nothing: every chunk is in memory or lost."""
-    raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")

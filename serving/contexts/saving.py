@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,8 @@ from jaxllm.contexts.eviction import Resident
 from jaxllm.contexts.recompute import LOST
 from jaxllm.contexts.tolerance import allocate, chunk_mass, sightings
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError, Unreadable, one_line
-from jaxllm.kv.cache import KVCache
 from jaxllm.serving.contexts.background import WriteQueue
-from jaxllm.serving.contexts.chunk_io import ChunkIO
+from jaxllm.serving.contexts.chunks import ChunkAccess
 from jaxllm.serving.contexts.layout import written
 from jaxllm.serving.contexts.memory import Stored
 from jaxllm.serving.contexts.options import ContextOptions, Writing
@@ -59,7 +59,7 @@ class ChunkWriter:
         changed: Set[int],
         coded: Mapping[int, Stored],
         linked: Linked,
-        ready: Callable[[], object],
+        ready: Callable[[], object] | None,
     ) -> Record:
         """Stores a context after a call.
 
@@ -68,7 +68,7 @@ class ChunkWriter:
           changed: numbers of its chunks that are new, or whose width differs from storage.
           coded: encoded chunks by number, including all of `changed`.
           linked: chunks that another context has on storage (see `ContextStore.link`).
-          ready: waits until the bytes of `coded` are encoded.
+          ready: waits until the bytes of `coded` are encoded; None if they are.
 
         Returns:
           The stored record, or the future one (see `ContextStore.commit_later`).
@@ -134,14 +134,14 @@ class ChunkEncoder(WriteQueue[None]):
 
     def later(
         self,
-        chunk_io: ChunkIO,
+        chunk_io: ChunkAccess,
         name: str,
-        cache: KVCache,
+        cache: Any,
         chunks: Mapping[int, int],
         stored: Mapping[int, Stored],
     ) -> tuple[Mapping[int, Stored], Callable[[], None]]:
-        """Begins to encode chunks of a context; for the arguments see `ChunkIO.encode`. The cache must not be
-        written until they are encoded.
+        """Begins to encode chunks of a context; for the arguments see `ChunkAccess.encode`. The cache must
+        not be written until they are encoded.
 
         Returns:
           The chunks to store, and a function that waits until they are encoded, and raises JaxllmError if
@@ -275,7 +275,7 @@ def _rewritten_bytes(store: ContextStore, record: Record, own: Set[str]) -> int:
 
 
 def sink_record(
-    before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int
+    before: Record, chunk_io: ChunkAccess, *, mass: np.ndarray, first: int, cached_tokens: int
 ) -> Record:
     """The record of a context that keeps only its first chunk, with its attention so far; arguments as for
     `grown_record`."""
@@ -287,7 +287,7 @@ def sink_record(
 
 def grown_record(
     before: Record,
-    chunk_io: ChunkIO,
+    chunk_io: ChunkAccess,
     options: ContextOptions,
     *,
     tokens: Sequence[int],
@@ -299,7 +299,7 @@ def grown_record(
 
     Args:
       before: the record before the call.
-      chunk_io: `ChunkIO` of the context's level.
+      chunk_io: access to chunks of the context's level.
       options: limits of chunks' bytes.
       tokens: all tokens of the context now.
       mass: `[>= cached_tokens]`, attention mass of each position in this call.
@@ -311,20 +311,22 @@ def grown_record(
     """
     got, seen = _attended(before, chunk_io, mass, first, cached_tokens)
     count = len(got)
-    bits = np.full(count, RAW)
+    bits = np.full(count, chunk_io.widths[0])
     if chunk_io.widths != (RAW,):
         # More bits do not restore what fewer bits lost.
         most = np.full(count, max(WIDTHS))
         known = before.bits[:count]
         most[: len(known)] = [max(WIDTHS) if each == LOST else each for each in known]
-        bits = allocate(
-            got / np.maximum(seen, 1),
-            most_bytes(chunk_io, options, count),
-            sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
-            newest=options.newest_chunks,
-            kept=chunk_io.kept,
-            most=most,
-        )
+        bits = np.minimum(bits, most)
+        if len(chunk_io.widths) > 1:
+            bits = allocate(
+                got / np.maximum(seen, 1),
+                most_bytes(chunk_io, options, count),
+                sizes={width: chunk_io.chunk_bytes(width) for width in WIDTHS},
+                newest=options.newest_chunks,
+                kept=chunk_io.kept,
+                most=most,
+            )
     return dataclasses.replace(
         before,
         tokens=tuple(tokens),
@@ -337,7 +339,7 @@ def grown_record(
 def ended_record(
     before: Record,
     resident: Mapping[int, int],
-    chunk_io: ChunkIO,
+    chunk_io: ChunkAccess,
     options: ContextOptions,
     *,
     session: Session,
@@ -374,7 +376,7 @@ def ended_record(
         chunk_io,
         options,
         tokens=tokens,
-        mass=position_mass(session.cache, size),
+        mass=chunk_io.mass(session.cache),
         first=first,
         cached_tokens=_agreed(session.tokens, tokens),
     )
@@ -395,32 +397,22 @@ def agreeing_record(before: Record, tokens: Sequence[int], chunk_tokens: int) ->
     return before.cut(kept, tokens)
 
 
-def position_mass(cache: KVCache, chunk_tokens: int) -> np.ndarray:
-    """The attention mass of each position, `[>= tokens]`; that of a coded chunk is spread evenly."""
-    mass, front = np.asarray(cache.mass)[0], cache.coded_tokens // chunk_tokens
-    if not front:
-        return mass
-    assert cache.coded is not None
-    chunks = np.asarray(cache.coded.mass)[0, :front] / chunk_tokens
-    return np.concatenate([np.repeat(chunks, chunk_tokens), mass])
-
-
-def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
+def most_bytes(chunk_io: ChunkAccess, options: ContextOptions, chunks: int) -> int:
     """The maximum bytes of `chunks` chunks of a context, for any widths."""
-    if chunk_io.widths == (RAW,):
-        return chunks * chunk_io.chunk_bytes(RAW) + chunk_io.state_bytes
+    if len(chunk_io.widths) == 1:
+        return chunks * chunk_io.chunk_bytes(chunk_io.widths[0]) + chunk_io.state_bytes
     wanted = int(options.ratio * chunk_io.reference_bytes * chunks + _ROUNDING)
     return min(wanted, chunks * max(chunk_io.chunk_bytes(bits) for bits in WIDTHS))
 
 
-def least_ratio(chunk_io: ChunkIO) -> float:
+def least_ratio(chunk_io: ChunkAccess) -> float:
     """The ratio of chunks at their narrowest; 0 for a codec with one width, which ignores ratios."""
-    if chunk_io.widths == (RAW,):
+    if len(chunk_io.widths) == 1:
         return 0.0
     return chunk_io.chunk_bytes(min(WIDTHS)) / chunk_io.reference_bytes
 
 
-def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
+def require_ratio(chunk_io: ChunkAccess, options: ContextOptions) -> None:
     """Checks that chunks can be as small as the options' ratio.
 
     Raises:
@@ -437,7 +429,7 @@ def require_ratio(chunk_io: ChunkIO, options: ContextOptions) -> None:
 
 
 def _attended(
-    before: Record, chunk_io: ChunkIO, mass: np.ndarray, first: int, cached_tokens: int
+    before: Record, chunk_io: ChunkAccess, mass: np.ndarray, first: int, cached_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The attention mass of each whole chunk so far, and its maximum possible mass, `[chunks]` each."""
     size, cfg = chunk_io.chunk_tokens, chunk_io.runner.cfg

@@ -1,8 +1,5 @@
-"""Stores contexts: their records in a catalog, their chunks in a folder per app with a folder per context.
-
-    ROOT/catalog.sqlite     the records of all contexts (`catalog`)
-    ROOT/lock               locked by the one process that uses the store
-    ROOT/APP/CONTEXT/N.kv   chunks (`segment.Segment`)
+"""Stores contexts: their records in a catalog, their chunks in segments in a folder per app with a folder
+per context (see `layout`).
 
 A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill
 at any moment leaves the older record with all of its segments; segments that no record names are removed by
@@ -74,8 +71,6 @@ class ContextStore:
         # Folders of contexts that are being changed, or whose change was interrupted, by name; and whether
         # the writing thread does it: while that runs, only it may touch them.
         self._unsettled: dict[str, tuple[Path, bool]] = {}
-        # Segments of contexts whose record on storage is older than the one in memory, by name.
-        self._unflushed: dict[str, set[str]] = {}
         try:
             # Check this before making anything in a folder that may be foreign.
             require_store(self.root)
@@ -96,10 +91,6 @@ class ContextStore:
         """Releases the store for other processes. Every later call raises ConfigError."""
         try:
             self._queue.close()
-            for name in list(self._unflushed):
-                # Chunks that cannot be flushed are recomputed: the record on storage does not name them.
-                with contextlib.suppress(JaxllmError):
-                    self.commit(self.record(name))
         finally:
             self._release()
 
@@ -280,8 +271,9 @@ class ContextStore:
           record: the new record; its `files`, `checksums` and `rows` are ignored and set here. Its `LOST`
             chunks are removed.
           chunks: bits and each layer's blob of chunks that are new or have another width.
-          flush: whether to wait until the device has everything. Otherwise chunks can be read, but a power
-            cut or a kill restores the state before, until the context's next commit or `close`.
+          flush: whether to wait until the device has everything. Otherwise the new state survives a kill,
+            while a power cut may restore the state before, or lose its new chunks; obsolete files are removed
+            by the next commit.
           linked: chunks in segments that are shared with another context (see `link`).
           rows: all prompt embeddings of the context from here on; None to keep them.
 
@@ -296,7 +288,7 @@ class ContextStore:
         self.wait(record.name)
         before = self.record(record.name).with_links(linked)
         chunks, new_rows = dict(chunks or {}), row_chunks(rows)
-        folder, name = self.folder(record), record.name
+        folder = self.folder(record)
         with layout.written(folder):
             names = _names(folder)
         taken = [*names, *before.own_files]
@@ -317,19 +309,12 @@ class ContextStore:
                         folder / file, new, of, self._storage, flush=flush, vault=self.vault
                     )
                     record = dataclasses.replace(record, checksums={**record.checksums, file: checksum})
-            if flush:
-                for each in self._unflushed.get(name, set()) & record.own_files:
-                    sync(folder / each)
-                # Another process may have replaced the folder while chunks were written.
-                self._lock.require()
-                self._catalog.put(record)
-            self._catalog.records[name] = record
-            if flush:
-                self._unflushed.pop(name, None)
-                for each in current - record.own_files:
-                    self._catalog.discard(folder / each)
-            else:
-                self._unflushed[name] = {*current, of_rows} - {""}
+            # Another process may have replaced the folder while chunks were written.
+            self._lock.require()
+            self._catalog.put(record, flush=flush)
+            self._catalog.records[record.name] = record
+            for each in current - record.own_files if flush else ():
+                self._catalog.discard(folder / each)
         return record
 
     def rows(self, name: str) -> PromptRows | None:
@@ -344,16 +329,8 @@ class ContextStore:
         self._queue.start()
 
     def note(self, record: Record) -> Record:
-        """Stores a context's new tokens without waiting for the device: they survive a kill, while a power
-        cut may restore the state before. Obsolete files are removed by the next commit. For arguments (no new
-        chunks), result and errors see `commit`."""
-        self.wait(record.name)
-        before = self.record(record.name)
-        record = self._with_files(record, before, {}, before.rows)
-        with self._changing(record):
-            self._catalog.put(record, flush=False)
-            self._catalog.records[record.name] = record
-        return record
+        """Stores a context's new tokens without waiting for the device (see `commit`)."""
+        return self.commit(record, flush=False)
 
     def commit_later(
         self,
@@ -363,7 +340,7 @@ class ContextStore:
         then: Callable[[str], object] = lambda _: None,
         *,
         linked: Linked = MappingProxyType({}),
-        ready: Callable[[], object] = lambda: None,
+        ready: Callable[[], object] | None = None,
     ) -> Record:
         """Stores a context's new state as `commit` does, in the writing thread (see `write_later`). Waits
         only if too many writes are pending.
@@ -372,7 +349,8 @@ class ContextStore:
           record, chunks, linked: see `commit`.
           failed: called in that thread with the context's name and the error; the state is the one before.
           then: called in that thread with the name, after the commit.
-          ready: called in that thread before the commit: waits until the chunks are encoded, or raises.
+          ready: called in that thread before the commit: waits until the chunks are encoded, or raises; None
+            if they are.
 
         Returns:
           The future record.
@@ -381,7 +359,8 @@ class ContextStore:
 
         def write() -> None:
             try:
-                ready()
+                if ready is not None:
+                    ready()
                 self.commit(record, chunks, linked=linked)
                 then(name)
             except JaxllmError as error:
@@ -533,7 +512,6 @@ class ContextStore:
         self._lock.require()
         if (change := self._unsettled.get(name)) is not None:
             self._catalog.settle(name, change[0])
-            self._unflushed.pop(name, None)
             self._unsettled.pop(name, None)
 
 

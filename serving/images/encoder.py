@@ -130,12 +130,7 @@ class ImageEncoder:
 
 @dataclasses.dataclass(frozen=True)
 class ImageShapes:
-    """Shapes from which the bucket of an encoder is lowered.
-
-    Attributes:
-      cfg: the encoder.
-      params: shapes of its parameters.
-    """
+    """Shapes from which the bucket of an encoder is lowered; `params` are those of its parameters."""
 
     cfg: ImageEncoderConfig
     params: Any

@@ -110,11 +110,8 @@ class LiveTurnCall(ContextCall):
             require_room(self._turns.limits_of(record.app), self._turns.listed(record.app), new=True)
             self.record = fork(self._contexts, record, self._source.before)
             self._forked = True
-        app, name, level = self.record.app, self.record.name, run.request.level
-        moved = self._contexts.moving(app, name, level)
-        self.record = self._base = self._contexts.at_level(app, name, level)
+            self._base = self.record
         super().begin(run)
-        self.restoration = dataclasses.replace(self.restoration, moved=moved)
 
     def finish(self, run: Run) -> None:
         """See `Lifecycle`."""

@@ -70,13 +70,13 @@ def test_a_context_keeps_its_adapter(engine, wanted, tmp_path):
     contexts = ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
     service = ProgramService(engine, measure_coarsely(engine), contexts=contexts)
     context = service.new_context("app", adapter="notes")
-    answer = context.generate(PROMPTS[2], config=CONFIG).result()
+    answer = context.answer(PROMPTS[2], CONFIG).result()
     assert answer.tokens == wanted["notes"][WHOLE][2]
     # Calls without a context have none.
     assert answers(engine, WHOLE) == wanted[None][WHOLE]
     again = service.context("app", context.name)
     assert again.adapter == "notes"
-    assert again.generate([5], config=CONFIG).result().restoration.resident == 1
+    assert again.answer([5], CONFIG).result().restoration.resident == 1
     record = dataclasses.replace(again.record.origin, adapter="of another folder")
     contexts.store.commit(dataclasses.replace(again.record, origin=record))
     with pytest.raises(ContextGone, match=r"adapter that is not among these programs \(of another folder\)"):

@@ -11,8 +11,8 @@ import pytest
 from jaxllm.contexts.codecs import WIDTHS, ChunkShape
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import ConfigError
-from jaxllm.export.device.contexts import ProgramContexts, encoded, loaded
-from jaxllm.export.device.service import ProgramContext
+from jaxllm.export.device.contexts import (ProgramContext, ProgramContexts, loaded)
+from jaxllm.serving.contexts.record import (encoded)
 from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, KEYS, VALUES, chunk_format
 from jaxllm.export.folder_format.signature import cache_shapes
 from jaxllm.export.signatures import ExportPlan
@@ -51,7 +51,7 @@ def test_programs_encode_and_load_as_the_live_codec(kind, codec, elastic, tmp_pa
         encode = jax.jit(functools.partial(encode_chunks, form=form, bits=bits))
         at = np.array(wanted_chunks, np.int32)
         shape = ChunkShape(heads=CFG.kv_heads, tokens=CHUNK_TOKENS, width=CFG.head_dim)
-        back = loaded(runner, runner.start(CONTEXT), [(each, bits, found[each]) for each in wanted_chunks])
+        back = loaded(runner, runner.start(CONTEXT), {each: (bits, found[each]) for each in wanted_chunks})
         there = runner.rows(back, CONTEXT)
         for layer in range(CFG.layers):
             keys, values = (jnp.asarray(rows[name.format(layer)]) for name in (KEYS, VALUES))
@@ -75,13 +75,13 @@ def test_a_context_at_few_bits_outlives_its_process(kind, elastic, tmp_path):
         place = tmp_path / f"store{bits}"
         contexts = ProgramContexts(engine, place, budget_bytes=1 << 20, bits=bits)
         name = contexts.create("app").name
-        first = ProgramContext(contexts, contexts.record("app", name)).generate(turns[0], config=GREEDY)
+        first = ProgramContext(contexts, contexts.record("app", name)).answer(turns[0], GREEDY)
         first.result()
         record = contexts.record("app", name)
         sizes[bits] = sum(sum(record.origin.layer_bytes[each]) for each in record.bits if each != LOST)
         contexts.close()
         again = ProgramContexts(engine, place, budget_bytes=1 << 20, bits=bits)
-        answer = ProgramContext(again, again.record("app", name)).generate(turns[1], config=GREEDY).result()
+        answer = ProgramContext(again, again.record("app", name)).answer(turns[1], GREEDY).result()
         assert answer.restoration.read == (0, 1)
         answers[bits] = answer.tokens
         again.close()

@@ -27,7 +27,7 @@ _WRITERS = 0.1
 # Tests that do more of the same when they are told to: their file, their name, the variable, and by how many
 # cases an amount is shared.
 _ROOMS = {
-    "kills": ("test_dying.py", "kills", "JAXLLM_TEST_KILLS", 1),
+    "kills": ("test_kills.py", "kills_lose", "JAXLLM_TEST_KILLS", 1),
     "interrupts": ("test_interrupts.py", "an_interrupt", "JAXLLM_TEST_PLACES", 8),
     "faults": ("test_interrupts.py", "a_failing_device", "JAXLLM_TEST_PLACES", 10),
 }

@@ -258,7 +258,7 @@ def call_command(
             new = name == "new"
             adapter = choice.adapter or ""
             context = service.new_context(app, adapter=adapter) if new else service.context(app, name)
-            answer, name = context.generate(text, instruction=instruction, config=config), context.name
+            answer, name = context.answer(text, config, instruction=instruction), context.name
         facts = _shown(answer, as_json=as_json)
     finally:
         service.close()

@@ -68,13 +68,6 @@ def test_wrong_usage(run, arguments, said):
     assert said in done.stderr
 
 
-def test_errors_are_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main([str(tmp_path / "missing"), "facts"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("error: ")
-
-
 def test_a_folder_of_its_own_needs_no_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"], folder=tmp_path)
@@ -83,8 +76,12 @@ def test_a_folder_of_its_own_needs_no_name(tmp_path, capsys):
     assert "FOLDER" not in said.partition("\n")[0]
 
 
-def test_a_folder_that_is_none_is_told_without_arguments(tmp_path, capsys):
+@pytest.mark.parametrize("own", [False, True])
+def test_errors_are_one_line(tmp_path, capsys, own):
     with pytest.raises(SystemExit) as ended:
-        command.main([], folder=tmp_path)
+        command.main([] if own else [str(tmp_path / "missing"), "facts"], folder=tmp_path if own else None)
     assert ended.value.code == 1
-    assert "not a folder of programs" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert ("not a folder of programs" in said) == own

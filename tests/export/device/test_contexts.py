@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from jaxllm.contexts.codecs import RAW
-from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
-from jaxllm.export.device.contexts import CHUNK_TOKENS, ProgramContexts
+from jaxllm.errors import BudgetExceeded, ContextGone
+from jaxllm.export.device.contexts import (ProgramContext, ProgramContexts)
+from jaxllm.export.folder_format.codecs import (CHUNK_TOKENS)
 from jaxllm.export.device.opening import open_device, profile_path
-from jaxllm.export.device.service import ProgramContext
 from jaxllm.export.folder_format.manifest import LOOP, MAIN, TOKENIZER, Manifest, StoredFile
 from jaxllm.serving.contexts.layout import SUFFIX
 from jaxllm.serving.engine.request import GenerationConfig, Session
@@ -47,13 +47,13 @@ def reopened(engine, tmp_path, budget_bytes=1 << 20):
 def begun(contexts, turn, **options):
     """The name of a context with one turn, and the turn's answer; the process has ended."""
     context = created(contexts, "app", **options)
-    answer = context.generate(turn, config=CONFIG).result()
+    answer = context.answer(turn, CONFIG).result()
     contexts.close()
     return context.name, answer
 
 
 def go_on(contexts, name):
-    return opened(contexts, "app", name).generate(TURNS[0][:5], config=CONFIG).result()
+    return opened(contexts, "app", name).answer(TURNS[0][:5], CONFIG).result()
 
 
 def uninterrupted(engine, first, level=100):
@@ -72,15 +72,15 @@ def test_three_contexts_in_a_budget_of_four_chunks(engine, tmp_path):
     wanted = [uninterrupted(engine, turn) for turn in TURNS]
     with reopened(engine, tmp_path, 4 * CHUNK_BYTES) as contexts:
         made = [created(contexts, "app") for _ in TURNS]
-        first = [each.generate(turn, config=CONFIG).result() for each, turn in zip(made, TURNS, strict=True)]
+        first = [each.answer(turn, CONFIG).result() for each, turn in zip(made, TURNS, strict=True)]
         assert [each.tokens for each in first] == [each[0] for each in wanted]
         assert contexts.memory.resident_bytes <= 4 * CHUNK_BYTES
-        second = [each.generate(TURNS[0][:5], config=CONFIG).result() for each in made]
+        second = [each.answer(TURNS[0][:5], CONFIG).result() for each in made]
         assert [each.tokens for each in second] == [each[1] for each in wanted]
         assert contexts.memory.evicted > 0
         assert [each.reused_tokens for each in second] == [CHUNK_TOKENS] * 3
     with reopened(engine, tmp_path, CHUNK_BYTES - 1) as none, pytest.raises(BudgetExceeded):
-        created(none, "app").generate(TURNS[0], config=CONFIG).result()
+        created(none, "app").answer(TURNS[0], CONFIG).result()
 
 
 def test_a_restart_restores_to_the_bit(engine, contexts, tmp_path):
@@ -146,22 +146,8 @@ def test_a_context_of_other_programs_is_computed_again_from_its_tokens(engine, f
         answer = go_on(again, name)
         assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
         assert answer.restoration.moved == ("model",)
-        assert answer.restoration.computed == (0,)
-        assert opened(again, "app", name).generate([5], config=CONFIG).result().restoration.moved == ()
+        assert opened(again, "app", name).answer([5], CONFIG).result().restoration.moved == ()
         assert again.record("app", name).bits == (RAW, RAW)
-
-
-def test_a_context_of_a_level_that_is_gone_goes_on_with_the_whole_model(engine, folder, contexts, tmp_path):
-    name, first = begun(contexts, TURNS[1], level=40)
-
-    def whole_alone(manifest):
-        kept = tuple(each for each in manifest.signatures if each.level == 100)
-        return dataclasses.replace(manifest, levels={100: manifest.levels[100]}, signatures=kept)
-
-    with reopened(updated(folder, tmp_path, change=whole_alone), tmp_path) as again:
-        answer = go_on(again, name)
-        assert answer.restoration.moved == ("level",)
-        assert answer.tokens == engine.stream([*first.sequence, *TURNS[0][:5]], CONFIG).result().tokens
 
 
 def test_tokens_of_another_tokenizer_are_refused(folder, contexts, tmp_path):
@@ -175,29 +161,5 @@ def test_tokens_of_another_tokenizer_are_refused(folder, contexts, tmp_path):
 
 def test_a_level_of_its_own(engine, contexts):
     context = created(contexts, "app", level=40)
-    found = [context.generate(turn, config=CONFIG).result().tokens for turn in (TURNS[0], TURNS[0][:5])]
+    found = [context.answer(turn, CONFIG).result().tokens for turn in (TURNS[0], TURNS[0][:5])]
     assert found == uninterrupted(engine, TURNS[0], level=40)
-
-
-def test_one_call_of_a_context_at_a_time(contexts):
-    one, other = created(contexts, "app"), created(contexts, "app")
-    running = one.generate(TURNS[0], config=CONFIG)
-    next(running)
-    with pytest.raises(ConfigError, match="is answering"):
-        one.generate(TURNS[1], config=CONFIG).result()
-    with pytest.raises(ConfigError, match="close its answer first"):
-        one.delete()
-    # Others take turns with it.
-    other.generate(TURNS[1], config=CONFIG).result()
-    running.close()
-    assert len(one.tokens) > len(TURNS[0])
-    other.generate(TURNS[1], config=CONFIG).result()
-
-
-def test_what_is_gone(contexts):
-    context = created(contexts, "app")
-    with pytest.raises(ContextGone):
-        opened(contexts, "other", context.name)
-    context.delete()
-    with pytest.raises(ContextGone):
-        context.generate([1, 2])

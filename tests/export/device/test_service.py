@@ -32,13 +32,6 @@ def test_a_call_takes_the_level_that_is_in_time(service):
         service.call("one two", slo=Latency(ttft_ms=1e-6, tpot_ms=1e-6), strict=True)
 
 
-def test_apps_are_bound(service):
-    service.bind("mail", Latency(ttft_ms=1e6, tpot_ms=1e6))
-    assert service.call("one", app="mail", max_tokens=2).result().met
-    with pytest.raises(ConfigError, match="bind it first"):
-        service.call("one", app="other")
-
-
 def test_a_profile_is_kept_and_measured_anew_on_another_device(engine, cache, monkeypatch):
     first = opening.device_profile(engine)
     assert first.coarse

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import itertools
 import json
 
 import httpx
@@ -13,14 +12,12 @@ from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import longest_cache_bytes, needed_bytes
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.device.serving import OpenedPrograms
-from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.backend import Backend
-from jaxllm.serving.server.calls import AdapterGone, Call, Ended, Piece, Refused, Started
+from jaxllm.serving.server.calls import AdapterGone, Call, Ended, Piece, Started
 
 CONFIG = GenerationConfig(max_tokens=6, ignore_eos=True)
-STREAM = GenerationConfig(max_tokens=50, ignore_eos=True)
 
 
 def started(service, **options):
@@ -85,60 +82,6 @@ async def test_a_short_call_is_answered_beside_a_long_one_and_a_prefix_is_reused
 
 
 @in_loop
-async def test_a_stream_goes_on_between_the_chunks_of_a_long_prompt(engine, backend, monkeypatch):
-    """Each chunk of a prompt is a dispatch of its own, and both answers are those of each alone."""
-    prompt, ran, runner = [*range(1, 53)], [], engine.runner
-
-    def fed(cache, tokens, at, chunk):
-        ran.append(len(tokens))
-        return ProgramRunner.prefill(runner, cache, tokens, at, chunk)
-
-    def decoded(*arguments):
-        ran.append("decode")
-        return ProgramRunner.decode(runner, *arguments)
-
-    wanted = [engine.generate(prompt, CONFIG).tokens, engine.generate([5, 2, 3], STREAM).tokens]
-    monkeypatch.setattr(runner, "prefill", fed)
-    monkeypatch.setattr(runner, "decode", decoded)
-    monkeypatch.setattr(runner, "decode_limit", lambda pace, left: 1)
-    stream = backend.submit(call((5, 2, 3), config=STREAM))
-    events = stream.events()
-    await anext(events)
-    await anext(events)
-    long = backend.submit(call(tuple(prompt), request_id="two"))
-    found = [each for each in await events_of(long) if isinstance(each, Piece)]
-    assert [token for each in found for token in each.tokens] == wanted[0]
-    pieces = [each async for each in events if isinstance(each, Piece)]
-    assert [token for each in pieces for token in each.tokens] == wanted[1][
-        -sum(len(each.tokens) for each in pieces) :
-    ]
-    chunks = [place for place, each in enumerate(ran) if each != "decode"][1:]
-    assert [ran[each] for each in chunks] == [16, 16, 16, 4]
-    assert any("decode" in ran[first:last] for first, last in itertools.pairwise(chunks))
-
-
-@in_loop
-async def test_a_full_queue_refuses(backend):
-    tickets = []
-
-    def ask_for_ten():
-        tickets.extend(backend.submit(call(request_id=str(number))) for number in range(10))
-
-    with pytest.raises(Refused, match="2 calls wait"):
-        ask_for_ten()
-    for each in tickets:
-        each.cancel()
-
-
-@in_loop
-async def test_a_cancelled_call_ends_and_the_next_is_answered(backend):
-    ticket = backend.submit(call(config=GenerationConfig(max_tokens=50, ignore_eos=True)))
-    async for _ in ticket.events():
-        ticket.cancel()
-    assert isinstance((await events_of(backend.submit(call())))[-1], Ended)
-
-
-@in_loop
 async def test_turns_in_a_context(engine, backend):
     made = await backend.contexts("app", lambda each: each.create("app"))
     for prompt in ((1,) * 17, (4, 5)):
@@ -184,19 +127,6 @@ async def test_the_wire_formats_of_the_live_service(backend):
         assert (await client.get("/health")).json() == {"status": "ok"}
         models = (await client.get("/v1/models")).json()["data"]
         assert [each["jaxllm"]["levels"] for each in models] == [[40, 100]]
-
-
-def test_a_stopped_service_accepts_no_calls(engine, profile):
-    backend = started(ProgramService(engine, profile))
-    backend.draining()
-    backend.executor.stop(0)
-
-    async def submitted():
-        with pytest.raises(Refused):
-            backend.submit(call())
-
-    asyncio.run(submitted())
-    assert backend.health()["why"] == "draining"
 
 
 def test_memory_bounds_the_answers_that_run(engine, profile):

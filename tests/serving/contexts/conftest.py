@@ -24,26 +24,28 @@ OPTIONS = EngineOptions(
 
 @pytest.fixture(scope="session")
 def engine_of(tmp_path_factory):
-    """An engine by codec, format of weights, levels, the share of weights that there is memory for, and
-    whether it attends to coded chunks."""
+    """An engine by codec, format of weights, levels, the share of weights that there is memory for, whether
+    it attends to coded chunks, its drafts and other options."""
 
     @functools.cache
-    def made(codec, weights, levels, share, coded):
-        options = dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels, attend_coded=coded)
-        if share is not None:
-            whole = made(codec, weights, levels, None, coded)
-            options = dataclasses.replace(options, memory_bytes=budget(whole, share))
-            return Engine.open(whole.model.bundle.path, options=options)
-        folder = tmp_path_factory.mktemp("contexts")
+    def bundle(weights, levels):
         parts = elastic_parts(Ladder(levels=(*levels, 100))) if levels else None
-        path = write_tiny_bundle(
-            folder / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts
-        )
-        return Engine.open(path, options=options)
+        path = tmp_path_factory.mktemp("contexts") / "tiny.jaxllm"
+        return write_tiny_bundle(path, weights, cfg=CFG, params=tiny_params(CFG), parts=parts)
 
-    def opened(codec, weights="f32", levels=(), share=None, coded=False):
+    @functools.cache
+    def made(codec, weights, levels, share, coded, drafts, more):
+        options = dataclasses.replace(
+            OPTIONS, kv_codec=codec, levels=levels, attend_coded=coded, **dict(more)
+        )
+        if share is not None:
+            whole = made(codec, weights, levels, None, coded, drafts, more)
+            options = dataclasses.replace(options, memory_bytes=budget(whole, share))
+        return Engine.open(bundle(weights, levels), options=options, speculation=drafts)
+
+    def opened(codec, weights="f32", levels=(), share=None, coded=False, drafts=None, **more):
         # Arguments that are left out name no other engine.
-        return made(codec, weights, levels, share, coded)
+        return made(codec, weights, levels, share, coded, drafts, tuple(sorted(more.items())))
 
     return opened
 
@@ -51,10 +53,10 @@ def engine_of(tmp_path_factory):
 @pytest.fixture
 def kept(engine_of, tmp_path):
     """Contexts in a folder of the test's, by codec; opened again by calling again. `read` has nothing be
-    computed that can be read."""
+    computed that can be read; `engine` has further options of the engine."""
 
     def opened(codec="raw", weights="f32", levels=(), share=None, coded=False, read=False, **options):
-        engine = engine_of(codec, weights, levels, share, coded)
+        engine = engine_of(codec, weights, levels, share, coded, **options.pop("engine", {}))
         contexts = Contexts(engine, ContextOptions(folder=tmp_path / "store", **options))
         if read:
             contexts._delays[100] = READ

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 
 from jaxllm.contexts.recompute import Delay
-from jaxllm.serving.contexts.chunk_io import Delays
+from jaxllm.serving.contexts.chunks import Delays
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions

@@ -4,7 +4,6 @@ told."""
 import dataclasses
 import threading
 
-import numpy as np
 import pytest
 
 from jaxllm.contexts.codecs import RAW
@@ -17,7 +16,7 @@ from jaxllm.serving.contexts.store import ContextStore
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.mutations import stored_record
 from tests.serving.contexts.talking import TURNS, answers_without_contexts, begun, found, new, say
-from tests.serving.contexts.test_store import ORIGIN
+from tests.serving.contexts.test_store import ORIGIN, grown
 
 # A segment is written, or a call's chunks are encoded.
 both = pytest.mark.parametrize("what", ["write", "encode"])
@@ -82,37 +81,6 @@ def test_an_answer_ends_before_its_chunks_are_kept(kept, monkeypatch, what):
     with ContextStore(contexts.store.root) as store:
         assert store.verify() == []
         assert all(each.bits for each in store.records())
-
-
-def test_what_is_encoded_later_is_what_is_encoded_at_once(kept, monkeypatch):
-    # Else the second conversation would begin with chunks of the first.
-    own = {"share_beginnings": False}
-    told = [_conversation(kept("kivi", **own), monkeypatch, held=held) for held in (False, True)]
-    assert told[0] == told[1]
-
-
-def _conversation(contexts, monkeypatch, *, held):
-    """What is answered, and the widths and bytes of chunks after each call, which are encoded later if they
-    are held back."""
-    context, told = new(contexts), []
-    with monkeypatch.context() as patch:
-        encoder = Held(patch, "encode", free=not held)
-        for number, turn in enumerate(TURNS[0]):
-            if held:
-                encoder.free.clear()
-            answered = say(context, turn).tokens
-            if held:
-                assert encoder.ended == number
-            # They count all the same.
-            sizes = [each.size_bytes for each in contexts.memory.chunks(context.name).values()]
-            assert contexts.memory.resident_bytes == sum(sizes)
-            assert len(sizes) == len(context.record.bits) == len(context.tokens) // 16
-            told.append((answered, context.record.bits, sum(sizes)))
-            encoder.free.set()
-            contexts.store.wait()
-        assert encoder.threads == ["jaxllm-encoding"] * len(TURNS[0])
-    assert contexts.store.verify() == []
-    return told
 
 
 @needs_native
@@ -240,28 +208,21 @@ def test_older_widths_are_credited_before_a_quota_refuses(tmp_path, whose):
     """Segments whose chunks are stored at fewer bits by now are rewritten where there would be no room."""
     origin = dataclasses.replace(ORIGIN, chunk_tokens=16, heads=(4, 4), head_width=64)
 
-    def chunks(widths, written):
-        return {
-            n: (widths[n], [np.zeros(size, np.uint8) for size in origin.layer_bytes[widths[n]]])
-            for n in written
-        }
-
-    def grown(record, widths):
-        mass = (0.5,) * len(widths)
-        tokens = tuple(range(16 * len(widths)))
-        return dataclasses.replace(record, tokens=tokens, bits=widths, mass=mass, seen=mass)
+    def some(record, widths, written):
+        record, chunks = grown(record, widths)
+        return record, {n: chunks[n] for n in written}
 
     with ContextStore(tmp_path) as store:
         record = store.create("mail", origin)
         other = store.create("calendar", origin)
         for widths, written in (((8,) * 4, range(4)), ((4, 4, 4, 8), range(3)), ((4, 4, 4, 8, 8), [4])):
-            record = store.commit(grown(record, widths), chunks(widths, written))
-        other = store.commit(grown(other, (8, 8)), chunks((8, 8), range(2)))
+            record = store.commit(*some(record, widths, written))
+        other = store.commit(*grown(other, (8, 8)))
         used, own, before = store.used_bytes(), store.used_bytes("mail"), _own_bytes(store, record)
         assert len(record.segments) == 3
     quota = {"app_quota_bytes": own} if whose == "app" else {"quota_bytes": used}
     with ContextStore(tmp_path, **quota) as store:
-        fresh = grown(record, (4, 4, 4, 8, 8, 8)), chunks((8,) * 6, [5])
+        fresh = some(record, (4, 4, 4, 8, 8, 8), [5])
         with pytest.raises(BudgetExceeded, match="delete contexts, or raise the quota"):
             store.commit(*fresh)
         make_room(store, *fresh)
@@ -273,7 +234,7 @@ def test_older_widths_are_credited_before_a_quota_refuses(tmp_path, whose):
         store.commit(*fresh)
         assert store.verify() == []
         # What is needed gives no credit.
-        more = grown(record, (8,) * 40), chunks((8,) * 40, range(40))
+        more = grown(record, (8,) * 40)
         with pytest.raises(BudgetExceeded, match="do not fit"):
             make_room(store, *more)
 
@@ -290,21 +251,10 @@ def queue():
     made.close()
 
 
-class Waiting:
-    """A job that runs until it is let go."""
-
-    def __init__(self):
-        self.began, self.free = threading.Event(), threading.Event()
-
-    def __call__(self):
-        self.began.set()
-        assert self.free.wait(30)
-
-
 def test_too_many_wait_for_room(queue):
-    held, taken = Waiting(), []
-    queue.put("a", held, None)
-    assert held.began.wait(30)
+    began, free, taken = threading.Event(), threading.Event(), []
+    queue.put("a", lambda: (began.set(), free.wait(30)), None)
+    assert began.wait(30)
 
     def more():
         for number in range(3):
@@ -317,7 +267,7 @@ def test_too_many_wait_for_room(queue):
         other.join(0.01)
     other.join(0.05)
     assert taken == [0, 1]
-    held.free.set()
+    free.set()
     other.join()
     assert taken == [0, 1, 2]
 
@@ -337,9 +287,3 @@ def test_an_error_ends_one_job_alone(queue, caplog):
     # A job waits for none: it would wait for itself.
     assert done == [None]
     assert "a job of the context a failed" in caplog.text
-
-
-def test_what_never_started_waits_for_nothing():
-    made = WriteQueue()
-    made.wait()
-    made.close()

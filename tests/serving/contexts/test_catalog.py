@@ -4,7 +4,6 @@ import dataclasses
 import os
 import random
 import shutil
-import sqlite3
 import stat
 import subprocess
 import sys
@@ -97,25 +96,6 @@ def test_any_flipped_bit_of_the_catalog_is_seen_and_no_chunk_is_removed(kept):
     assert refused
     assert damaged > 20
     assert mended
-
-
-def test_a_damaged_record_is_set_aside_and_others_stay(kept):
-    root, record, folder = kept
-    raw = (root / CATALOG).read_bytes()
-    at = raw.index(b'"tokens"', raw.index(f'"name":"{record.name}"'.encode()))
-    (root / CATALOG).write_bytes(raw[: at + 12] + b"9" + raw[at + 13 :])
-    with ContextStore(root) as store:
-        (damage,) = store.damage()
-        assert (damage.app, damage.name, damage.lost, damage.proved) == ("mail", record.name, True, True)
-        with pytest.raises(CheckpointError, match=r"cannot be used: .*is corrupt"):
-            store.record(record.name)
-        (other,) = store.records()
-        holds(store, other.name)
-        (damage,) = store.verify(repair=True)
-        assert store.verify() == []
-    assert (root / damage.aside / "0.kv").exists()
-    assert (root / damage.aside / "record").read_bytes().startswith(b'{"jaxllm record":')
-    assert not folder.exists()
 
 
 def test_a_damaged_structure_is_made_anew_of_what_can_be_read(kept):
@@ -237,6 +217,7 @@ def test_no_field_is_believed_and_none_may_be_missing(kept, change):
         assert store.verify() == []
         assert record.name not in {each.name for each in store.records()}
     assert (root / damage.aside / "0.kv").exists()
+    assert (root / damage.aside / "record").read_bytes().startswith(b'{"jaxllm record":')
     assert list(victim.iterdir()) == []
 
 
@@ -309,23 +290,17 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_database_that_is_closed_is_of_no_use(tmp_path):
-    schema = "CREATE TABLE t (n INTEGER)"
-    database = Database(tmp_path / "x.sqlite", schema, kind=7, version=3)
-    database.run("INSERT INTO t VALUES (?)", 5)
+    database = Database(tmp_path / "x.sqlite", SCHEMA, kind=7, version=3)
+    database.run("INSERT INTO things VALUES (?, ?)", "a", 5)
     database.close()
     database.close()
     with pytest.raises(ConfigError, match="was closed"):
         database.run("SELECT 1")
-    again = Database(tmp_path / "x.sqlite", schema, kind=7, version=3)
-    assert again.run("SELECT n FROM t") == [(5,)]
-    with pytest.raises(Unreadable, match="the device failed"):
-        again.run("SELECT nothing FROM t")
+    again = Database(tmp_path / "x.sqlite", SCHEMA, kind=7, version=3)
+    assert again.run("SELECT value FROM things") == [(5,)]
     again.close()
     with pytest.raises(ConfigError, match="another program's file"):
-        Database(tmp_path / "x.sqlite", schema, kind=8, version=3)
-    sqlite3.connect(tmp_path / "other.sqlite").execute("CREATE TABLE u (n)").connection.close()
-    with pytest.raises(ConfigError, match="another program's file"):
-        Database(tmp_path / "other.sqlite", schema, kind=7, version=3)
+        Database(tmp_path / "x.sqlite", SCHEMA, kind=8, version=3)
 
 
 SCHEMA = "CREATE TABLE things (name TEXT NOT NULL UNIQUE, value INTEGER NOT NULL);"

@@ -1,17 +1,26 @@
-"""Contexts whose answers attend to chunks where they lie: what is answered is what decoding first gives."""
+"""Contexts whose answers attend to chunks where they lie: what is answered is what decoding first gives, also
+together with everything else that an engine can do."""
 
+import dataclasses
 import sys
 import weakref
 
 import numpy as np
 import pytest
 
+from jaxllm import Engine
+from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.contexts.codecs import CODECS
 from jaxllm.errors import ConfigError
+from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.contexts import restore
-from jaxllm.serving.engine.request import Session
+from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.step import batchable, decode_together, step
 from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from tests.kernels.switching import needs_native
+from tests.models.test_lora import random_adapter
+from tests.serving.contexts.conftest import CFG, OPTIONS
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, begun, found, new, say
 
 pytestmark = needs_native
@@ -158,13 +167,6 @@ def test_levels_read_their_own_heads(kept):
     assert answers[0] == answers[1]
 
 
-def test_what_cannot_is_refused_by_name(kept):
-    with pytest.raises(ConfigError, match="name a kv_codec"):
-        EngineOptions(attend_coded=True)
-    with pytest.raises(ConfigError, match="because its weights are streamed"):
-        kept(weights="int8", share=0.9, coded=True)
-
-
 def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
     """It calls as many functions however long contexts are, and dispatches nothing."""
     contexts, calls = kept("channel", coded=True), []
@@ -181,9 +183,7 @@ def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
             events.append(event)
 
         sys.setprofile(count)
-        turn = contexts.begin(
-            record.app, record.name, session, prompt_tokens=110, most_tokens=110, prompt=prompt
-        )
+        turn = contexts.begin(record, session, prompt_tokens=110, most_tokens=110, prompt=prompt)
         sys.setprofile(None)
         assert turn.restoration.resident == len(record.bits)
         assert session.cache.coded_tokens == len(record.bits) * C
@@ -191,3 +191,155 @@ def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
         contexts._last = (record.name, session)
         calls.append(sum(event.endswith("call") for event in events))
     assert len(set(calls[-4:])) == 1
+
+
+# Together with what else an engine can do
+
+
+# Engines by name: their weights, and what they do besides.
+KINDS = {
+    "int8": ("int8", {"adapter_rank": 4, "batch_rows": (2, 4)}),
+    "int8-nested": ("int8-nested", {}),
+    "drafts": ("int8", {"drafts": SpeculationOptions(drafter="ngram")}),
+}
+
+
+@pytest.fixture
+def alike(kept):
+    """What a function returns of contexts whose answers decode chunks, which is what it returns of others."""
+
+    def run(kind, talk):
+        weights, engine = KINDS[kind]
+        found = []
+        for coded in (False, True):
+            contexts = kept("raw", weights, coded=coded, engine=engine)
+            found.append(talk(contexts))
+            contexts.store.wait()
+            assert contexts.store.verify() == []
+            for each in contexts.store.records():
+                contexts.delete(each.name)
+        assert found[0] == found[1]
+        return found[1]
+
+    return run
+
+
+@pytest.fixture
+def coded_engine(engine_of):
+    """Opens an engine that attends to coded chunks, of a format of weights."""
+
+    def opened(weights, speculation=None, *, coded=True, **more):
+        options = dataclasses.replace(OPTIONS, kv_codec="raw", attend_coded=coded, **more)
+        path = engine_of("raw", weights).model.bundle.path
+        return Engine.open(path, options=options, speculation=speculation, warm_up=False)
+
+    return opened
+
+
+def by_turns(contexts, count=6, **options):
+    """Answers of two contexts that take turns, so that each call restores its own."""
+    mine = [new(contexts, **options) for _ in range(2)]
+    said = []
+    for turn in range(3):
+        for context, turns in zip(mine, TURNS, strict=False):
+            said.append(say(context, turns[turn], count).tokens)
+    if contexts.engine.options.attend_coded:
+        assert contexts._last[1].cache.coded_tokens > 0
+    return said
+
+
+def together(contexts):
+    """Answers that are decoded together, one without a context among them."""
+    mine = [new(contexts) for _ in range(3)]
+    for context, turns in zip(mine, TURNS, strict=True):
+        say(context, turns[0])
+    config = {"max_tokens": 12, "ignore_eos": True}
+    runs = [each.generate(turns[1], **config) for each, turns in zip(mine, TURNS, strict=True)]
+    runs.append(contexts.engine.stream(TURNS[0][2], GenerationConfig(**config)))
+    while running := [run for run in runs if run.stage != "ended"]:
+        for run in running:
+            if not batchable(run):
+                step(run)
+        decode_together([run for run in running if batchable(run)])
+    return [run.tokens for run in runs]
+
+
+def drafted(contexts):
+    mine, turn = [new(contexts) for _ in range(2)], [5, 6, 7, 8] * 6
+    return [say(each, turn, 16).tokens for _ in range(2) for each in mine]
+
+
+def beginnings_that_are_shared(contexts):
+    said = []
+    for number, turns in enumerate(TURNS):
+        answer = say(new(contexts), [*range(10, 60), *turns[0][:9]])
+        said.append(answer.tokens)
+        contexts.store.wait()
+        assert answer.restoration.shared == (3 if number else 0)
+    return said
+
+
+def caches_of_ended_answers_that_are_copied(contexts):
+    """As the service does for prompts that begin alike, beside contexts."""
+    engine, runner = contexts.engine, contexts.engine.runner
+    runner.fill(runner.fork_buckets())
+    say(new(contexts), TURNS[1][0])
+    first = engine.generate(TURNS[0][0], GenerationConfig(max_tokens=4, ignore_eos=True))
+    session = dataclasses.replace(first.session, cache=runner.fork(first.session.cache, 32))
+    session.tokens = session.tokens[:32]
+    config = GenerationConfig(max_tokens=8, ignore_eos=True)
+    answer = engine.stream([*TURNS[0][0][:32], *TURNS[0][1]], config, session=session).result()
+    assert answer.reused_tokens == 32
+    return answer.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "talk"),
+    [
+        ("int8-nested", by_turns),
+        ("int8", together),
+        ("int8", beginnings_that_are_shared),
+        ("int8", caches_of_ended_answers_that_are_copied),
+        ("drafts", drafted),
+    ],
+)
+def test_what_attends_to_coded_chunks_answers_alike(alike, kind, talk):
+    alike(kind, talk)
+
+
+@pytest.mark.slow
+def test_adapters(alike, tmp_path):
+    """And what the same engines say without one."""
+    lora = LoraConfig(rank=4, alpha=16, targets=("attn.q", "attn.v", "ffn.down"))
+    write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, lora, 3))
+
+    def adapted(contexts):
+        contexts.engine.set_adapter(tmp_path / "adapter")
+        said = by_turns(contexts)
+        contexts.engine.set_adapter(None)
+        return said
+
+    assert alike("int8", adapted) != alike("int8", by_turns)
+
+
+def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(coded_engine, monkeypatch):
+    monkeypatch.setattr("jaxllm.serving.opening.engine._LEAST_DRAFTING_BYTES", 0)
+    for coded in (False, True):
+        engine = coded_engine("int8-nested", SpeculationOptions.by_itself(), coded=coded)
+        assert (engine.speculation is None) == coded
+        engine.close()
+
+
+def test_what_cannot_is_refused_by_name(kept, coded_engine, monkeypatch):
+    with pytest.raises(ConfigError, match="name a kv_codec"):
+        EngineOptions(attend_coded=True)
+    with pytest.raises(ConfigError, match="because its weights are streamed"):
+        kept(weights="int8", share=0.9, coded=True)
+    with pytest.raises(ConfigError, match="does not attend to stored chunks: leave out attend_coded"):
+        coded_engine("int8-nested", SpeculationOptions(drafter="nested"))
+    with pytest.raises(ConfigError, match="no native kernels here attend to caches of bfloat16"):
+        coded_engine("int8-nested", cache_dtype="bfloat16")
+    monkeypatch.setattr("jaxllm.serving.opening.make_runners._prefill_modes", lambda *_, **__: object())
+    with pytest.raises(ConfigError, match="because it prefills in integers"):
+        coded_engine("int8")

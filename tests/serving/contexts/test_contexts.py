@@ -1,6 +1,9 @@
-"""Contexts of apps: their calls go on as one conversation, whatever ran in between and whatever was lost."""
+"""Contexts of apps: their calls go on as one conversation, whatever ran in between and whatever was lost; and
+how long they hold what they hold: answers after their service, pins, slides."""
 
+import gc
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,8 +14,11 @@ import pytest
 
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextOverflow
+from jaxllm.serving.contexts.chunks import UNMEASURED_READ, measure_read
 from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.host.direct_io import Storage
+from tests.faults import FailingDevice
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, begun, found, new, say
 
@@ -84,21 +90,6 @@ next(left)
         assert store.verify() == []
 
 
-def test_an_answer_that_is_closed_is_part_of_the_context(kept):
-    contexts = kept()
-    context = new(contexts)
-    answer = context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True)
-    next(answer)
-    answer.close()
-    answer.close()
-    assert context.tokens == (*TURNS[0][0], *answer.tokens)
-    assert 0 < len(answer.tokens) < 40
-    # Before the first piece nothing was said, and nothing stays.
-    context.generate([1], max_tokens=4).close()
-    assert context.tokens == (*TURNS[0][0], *answer.tokens)
-    assert say(context, [1]).reused_tokens == 37 + len(answer.tokens) - 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "weights", [pytest.param("f32", marks=pytest.mark.campaign), pytest.param("int8", marks=needs_native)]
@@ -138,21 +129,6 @@ def test_a_context_slides_past_the_window(kept):
     # Where there is room nothing slides.
     context.generate([1], max_tokens=1, slide=True).result()
     assert context.tokens[: len(wanted)] == tuple(wanted)
-
-
-# Memory
-
-
-def test_a_budget_below_one_context_is_told(kept):
-    contexts = kept()
-    chunk = contexts._chunk_io[100].chunk_bytes(RAW)
-    contexts = kept(budget_bytes=3 * chunk)
-    context = new(contexts)
-    with pytest.raises(BudgetExceeded, match="may come to need"):
-        say(context, TURNS[0][0], 40)
-    # Nothing is locked, nothing was said.
-    assert context.tokens == ()
-    assert len(say(context, TURNS[0][0], 8).tokens) == 8
 
 
 # Compression
@@ -220,3 +196,120 @@ def test_compressed_contexts_come_back_alike(kept):
     again = say(found(contexts, same), [3], 8)
     assert len(again.restoration.read) == (10 * 8 - 1) // C
     assert again.tokens == first.tokens
+
+
+# How long
+
+
+def test_answers_and_contexts_end_with_their_service(kept):
+    contexts = kept()
+    context = new(contexts)
+    answer = context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True)
+    late = context.generate([1])
+    next(answer)
+    contexts.close()
+    with pytest.raises(ConfigError, match="was ended by its service; its tokens so far are kept"):
+        next(answer)
+    for use in (lambda: next(late), lambda: context.generate([1]), context.pin, context.delete):
+        with pytest.raises(ConfigError, match="was closed"):
+            use()
+    with ContextStore(contexts.store.root) as store:
+        assert store.record(context.name).tokens == (*TURNS[0][0], *answer.tokens)
+
+
+def test_a_dropped_answer_that_cannot_be_kept_is_told_of(kept, monkeypatch, caplog):
+    contexts = kept()
+    context = new(contexts)
+
+    def full(*_, **__):
+        raise BudgetExceeded("there is no room")
+
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "jaxllm"):
+        broken.setattr(contexts.store, "note", full)
+        next(context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True))
+        gc.collect()
+    assert "could not be kept when it was dropped: there is no room" in caplog.text
+    with pytest.raises(BudgetExceeded, match="could not be kept when it was dropped"):
+        context.generate([1])
+    assert len(say(context, [1]).tokens) == 6
+
+
+def test_nothing_slides_before_an_answer_has_ended(kept):
+    contexts = kept()
+    context = new(contexts)
+    say(context, TURNS[0][0] * 2, 20)
+    contexts.store.wait()
+    before, prompt = context.record, [5] * 60
+    context.generate(prompt, max_tokens=4, slide=True)
+    context.generate(prompt, max_tokens=4, slide=True).close()
+    assert context.record == before
+    answer = context.generate(prompt, max_tokens=4, ignore_eos=True, slide=True)
+    next(answer)
+    assert context.record == before
+    answer.result()
+    assert len(context.tokens) < len(before.tokens) + len(prompt)
+
+
+def test_pins_leave_room_for_others(kept):
+    size = kept()._chunk_io[100].chunk_bytes(RAW)
+    contexts = kept(budget_bytes=12 * size)
+    say(new(contexts, "greedy", pinned=True), [1] * 70, 1)
+    second = new(contexts, "greedy", pinned=True)
+    with pytest.raises(BudgetExceeded, match=r"pinned contexts of greedy may take .*app_pinned_share"):
+        say(second, [1] * 70, 1)
+    assert len(say(new(contexts, "victim"), [1] * 110, 1).tokens) == 1
+    second.pin(False)
+    assert len(say(second, [1] * 70, 1).tokens) == 1
+    with pytest.raises(BudgetExceeded, match="may take"):
+        second.pin()
+
+
+def test_a_full_device_does_not_keep_a_store_from_being_opened(tmp_path, caplog):
+    with FailingDevice(tmp_path, 1, persistent=True):
+        assert measure_read(tmp_path, Storage()) == UNMEASURED_READ
+    assert "250 MB/s and 0.1 ms each are assumed" in caplog.text
+    assert measure_read(tmp_path, Storage()) != UNMEASURED_READ
+    assert not list(tmp_path.iterdir())
+
+
+def test_timing_reads_leaves_what_others_have_in_the_folder(tmp_path):
+    (tmp_path / "meant").write_text("mine")
+    (tmp_path / ".timed").symlink_to("meant")
+    (tmp_path / "timed").write_text("mine")
+    measure_read(tmp_path, Storage())
+    assert sorted(os.listdir(tmp_path)) == [".timed", "meant", "timed"]
+    assert (tmp_path / ".timed").read_text() == (tmp_path / "timed").read_text() == "mine"
+
+
+def test_a_budget_below_what_runs_or_is_pinned_is_refused(kept):
+    contexts = kept()
+    size = contexts._chunk_io[100].chunk_bytes(RAW)
+    context, pinned = new(contexts), new(contexts, pinned=True)
+    say(pinned, TURNS[1][0])
+    held = len(pinned.record.bits) * size
+    answer = context.generate(TURNS[0][0], max_tokens=30, ignore_eos=True)
+    next(answer)
+    before = contexts.memory.budget_bytes
+    # It grows to 37 + 30 tokens: 4 chunks.
+    with pytest.raises(
+        BudgetExceeded, match=r"run or are pinned may take .*; close their answers, unpin some"
+    ):
+        contexts.resize(4 * size + held - 1)
+    assert contexts.memory.budget_bytes == contexts.options.budget_bytes == before
+    contexts.resize(4 * size + held + 1)
+    assert len(answer.result().tokens) == 30
+    assert len(contexts.memory.chunks(context.name)) == 4
+    with pytest.raises(BudgetExceeded):
+        contexts.resize(1)
+    pinned.pin(False)
+    contexts.resize(size)
+    # Now it is the call that does not fit.
+    with pytest.raises(BudgetExceeded, match="raise the budget"):
+        say(context, [1])
+
+
+def test_what_is_no_budget_is_refused(kept):
+    contexts = kept()
+    for budget in (0, -1, 1.5, "1MB", True, None):
+        with pytest.raises(ConfigError, match="budget_bytes must be a whole number of at least 1"):
+            contexts.resize(budget)

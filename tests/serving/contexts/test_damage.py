@@ -1,19 +1,26 @@
-"""Tests that damage is told apart from what storage refuses: the one is set aside and computed again, the
-other stays as it is until it can be read."""
+"""Damage is told apart from what storage refuses: the one is set aside and computed again, the other stays
+until it can be read. Records and segments that were changed, checksums and all: what `verify` calls good is
+what was written; `JAXLLM_TEST_MUTATIONS` says how many."""
 
 import dataclasses
 import errno
 import os
+import random
+import shutil
 
+import numpy as np
 import pytest
 
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError
+from jaxllm.serving.contexts.layout import CATALOG, SUFFIX
 from jaxllm.serving.contexts.store import ContextStore
 from tests.faults import FailingDevice
 from tests.serving.contexts.mutations import change_record, record_document
 from tests.serving.contexts.test_layout import contents
-from tests.serving.contexts.test_store import ORIGIN, grown, holds
+from tests.serving.contexts.test_store import ORIGIN, blobs, grown, holds
+from tests.torture.codecs import CatalogFile, SegmentFile
+from tests.torture.edits import apply_edits, draw_edits
 
 
 def two_segments(store, app):
@@ -91,21 +98,6 @@ def test_chunks_that_are_not_what_the_record_says_are_damaged(kept, changes, chu
         assert tuple(lost) == chunks
 
 
-def test_a_segment_of_another_commit_is_damaged(kept):
-    """Although it is whole, and of this context's tokens."""
-    root, record, folder = kept
-    with ContextStore(root) as store:
-        longer, chunks = grown(store.record(record.name), [8, 4, 8], salt=1)
-        store.commit(longer, {0: chunks[0]})
-        strange = (folder / "2.kv").read_bytes()
-        again, chunks = grown(store.record(record.name), [8, 4, 8])
-        record = store.commit(again, {0: chunks[0]})
-    (folder / record.files[0]).write_bytes(strange)
-    with ContextStore(root) as store:
-        (damage,) = store.verify()
-        assert damage.chunks == (0,)
-
-
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_a_catalog_that_storage_refuses_stays_and_comes_back(kept, error):
     """The store is not opened; once it is open it answers from what it has read."""
@@ -152,17 +144,102 @@ def test_a_segment_that_storage_refuses_stays(kept, monkeypatch, call):
         assert holds(store, record.name).bits == (LOST, 4, 8)
 
 
-def test_a_copied_folder_takes_no_context(kept):
-    """Nobody knows what it is: it is listed, and stays; and so is the one that it was copied from."""
-    root, record, folder = kept
-    copied = root / "app-zebra" / record.name
-    copied.mkdir(parents=True)
-    for each in folder.iterdir():
-        (copied / each.name).write_bytes(each.read_bytes())
+# Mutations
+
+
+COUNT = int(os.environ.get("JAXLLM_TEST_MUTATIONS", "40"))
+
+
+def written(root):
+    """A store of three contexts in two apps, each of two segments and with tokens behind its last chunk."""
     with ContextStore(root) as store:
-        (damage,) = store.verify(repair=True)
-        assert (damage.app, damage.lost, damage.proved) == ("zebra", True, False)
-        assert holds(store, record.name) == record
-        with pytest.raises(ContextGone):
-            store.record(record.name, "zebra")
-    assert (copied / "0.kv").exists()
+        for app in ("mail", "mail", "calendar"):
+            record, chunks = grown(store.create(app, ORIGIN), [8, 4])
+            record = store.commit(record, chunks)
+            longer, chunks = grown(record, [8, 4, 8, 4])
+            longer = dataclasses.replace(longer, tokens=(*longer.tokens, 7))
+            store.commit(longer, {n: chunks[n] for n in (2, 3)})
+        return {record.name: record for record in store.records()}
+
+
+def read_all(store, record):
+    """A context's blobs, by chunk."""
+    opened = store.open(record.name)
+    there = [n for n, bits in enumerate(record.bits) if bits != LOST]
+    layers = [opened.read(layer, there) for layer in range(len(record.origin.heads))] if there else []
+    return {chunk: [layer[place] for layer in layers] for place, chunk in enumerate(there)}
+
+
+def require_true(store, record, pristine):
+    """What a store calls good is computed from what the record says: each chunk is one that was written for
+    the same origin and tokens, byte for byte."""
+    sources = {each for known in pristine.values() for each in known.sources}
+    for chunk, found in read_all(store, record).items():
+        assert record.sources[chunk] in sources
+        for blob, wanted in zip(found, blobs(chunk, record.bits[chunk]), strict=True):
+            np.testing.assert_array_equal(blob, wanted)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pristine") / "store"
+    return root, written(root)
+
+
+def look(root, pristine):
+    """Opens a store, verifies, reads and repairs it.
+
+    Returns:
+      The names of contexts with anything wrong.
+    """
+    with ContextStore(root) as store:
+        wrong = {each.name for each in store.verify()}
+        for record in store.records():
+            try:
+                require_true(store, record, pristine)
+            except CheckpointError:
+                assert record.name in wrong
+        for name in set(pristine) - {record.name for record in store.records()}:
+            assert name in wrong
+            with pytest.raises(CheckpointError, match="cannot be used"):
+                store.record(name)
+        store.verify(repair=True)
+        left = store.verify()
+        assert not [each for each in left if each.proved]
+        for record in store.records():
+            if record.name not in {each.name for each in left}:
+                require_true(store, record, pristine)
+                store.commit(record)
+    return wrong
+
+
+def test_no_mutation_is_called_good_or_loses_another_context(pristine, tmp_path):
+    source, known = pristine
+    outside = tmp_path / "victim"
+    outside.mkdir()
+    (outside / "0.kv").write_bytes(b"mine")
+    for seed in range(COUNT):
+        draw, root = random.Random(seed), tmp_path / "store"
+        path = draw.choice([source / CATALOG, *sorted(source.glob("app-*/*/*.kv"))])
+        victim = path.parent.name if path.suffix == SUFFIX else draw.choice(sorted(known))
+        codecs = {str(path.relative_to(source)): SegmentFile() if path.suffix == SUFFIX else CatalogFile()}
+        edits = draw_edits(draw, source, codecs, {})
+        if path.suffix != SUFFIX:
+            # One record of it.
+            edits = [dataclasses.replace(each, at=(victim, *each.at[1:])) for each in edits if each.at]
+        apply_edits(source, edits, codecs, root)
+        did = f"seed {seed}: {path.name}: {edits!r:.200}"
+        before = {each.name for each in root.rglob("*.kv")}
+        try:
+            wrong = look(root, known)
+            assert wrong <= {victim}
+            assert {each.name for each in root.rglob("*.kv")} >= before or path.suffix == SUFFIX
+            with ContextStore(root) as store:
+                for name, record in known.items():
+                    if name != victim:
+                        assert store.record(name).tokens == record.tokens
+        except BaseException as error:
+            error.add_note(did)
+            raise
+        shutil.rmtree(root)
+    assert (outside / "0.kv").read_bytes() == b"mine"

@@ -49,26 +49,6 @@ def test_a_corrupt_chunk_is_computed_from_the_text(kept, layer):
     assert say(found(contexts, context), TURNS[0][2]).tokens == wanted[2]
 
 
-@pytest.mark.slow
-def test_so_it_is_where_weights_come_from_storage_too(kept, compiles):
-    wanted = answers_without_contexts(kept(weights="int8").engine, TURNS[0])
-    contexts = kept(weights="int8", share=0.8)
-    assert contexts.engine.model.streamed is not None
-    context = new(contexts)
-    with compiles() as count:
-        assert say(context, TURNS[0][0]).tokens == wanted[0]
-        damaged(contexts, context, 1)
-        contexts = kept(weights="int8", share=0.8, read=True)
-        answer = say(found(contexts, context), TURNS[0][1])
-        assert (answer.restoration.read, answer.restoration.computed) == ((0,), (1,))
-        assert answer.tokens == wanted[1]
-        contexts = kept(weights="int8", share=0.8)
-        answer = say(found(contexts, context), TURNS[0][2])
-        assert len(answer.restoration.read) + len(answer.restoration.computed) == 3
-        assert answer.tokens == wanted[2]
-    assert count() == 0
-
-
 def test_a_segment_that_storage_refuses_is_computed_and_stays(kept, monkeypatch):
     contexts, context, wanted = begun(kept)
     contexts = kept(read=True)
@@ -92,20 +72,6 @@ def test_a_segment_that_storage_refuses_is_computed_and_stays(kept, monkeypatch)
     assert answer.restoration.computed == (0, 1)
     assert answer.tokens == wanted[1]
     assert contexts.store.verify() == []
-
-
-def test_a_full_quota_leaves_the_context_as_it_was(kept):
-    contexts = kept(quota_bytes=1 << 16)
-    context = new(contexts)
-    say(context, [1, 2, 3], 2)
-    contexts.store.wait()
-    before = context.record
-    with pytest.raises(BudgetExceeded, match="delete contexts"):
-        say(context, TURNS[0][0] * 2)
-    assert context.record == before
-    assert contexts.store.verify() == []
-    context.delete()
-    assert len(say(new(contexts), [1, 2, 3], 2).text) >= 0
 
 
 def test_who_is_gone_is_told(kept):

@@ -30,8 +30,8 @@ FILES = (
     *(
         f"/serving/contexts/{name}.py"
         for name in (
-            "background", "catalog", "chunk_io", "context", "layout", "manager", "memory", "options",
-            "record", "restore", "saving", "segment", "store",
+            "background", "catalog", "chunk_io", "chunks", "context", "layout", "manager", "memory",
+            "options", "record", "restore", "saving", "segment", "store",
         )
     ),
     *(
@@ -102,15 +102,8 @@ class Victim:
         self.before = self.context.tokens
 
     def check(self, deed: str, *, told: bool = True) -> None:
-        """That both contexts go on from a state before the deed, or after it, or from within an answer.
-
-        Args:
-          deed: that was done, or tried.
-          told: whether an error said that it failed; of what went well there is more than was there before.
-
-        Raises:
-          AssertionError: it is not so.
-        """
+        """That both contexts go on from a state before the deed, or after it, or from within an answer;
+        unless an error `told` that it failed, there is more than was there before."""
         gc.collect()
         contexts = self.contexts
         # Whoever dropped an answer, or had no room for its chunks, is told of it by the next call.

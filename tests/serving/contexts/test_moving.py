@@ -1,18 +1,14 @@
-"""Contexts of another model or of other settings: their tokens are computed again, and the answer says so."""
-
-import contextlib
-import dataclasses
+"""Contexts of another model or of other settings, whose tokens are computed again, and the answer says so;
+forks, and contexts whose level changes."""
 
 import pytest
 
-from jaxllm import Engine
-from jaxllm.errors import ContextGone
-from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.contexts.recompute import LOST
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
+from jaxllm.serving.contexts.context import Context, fork
 from jaxllm.serving.engine.request import GenerationConfig
-from tests.serving.contexts.conftest import CFG, OPTIONS
 from tests.serving.contexts.mutations import change_record, record_document
-from tests.serving.contexts.talking import TURNS, answers_without_contexts, begun, found, new, say
-from tests.tiny import tiny_params, tiny_tokenizer, write_tiny_bundle
+from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, found, new, say
 
 
 def answer_of(engine, tokens, count=6, **options):
@@ -37,7 +33,6 @@ def spoken(kept):
 def test_tokens_go_on_with_other_settings(kept, spoken, settings, moved):
     contexts = kept(*settings)
     context = found(contexts, spoken)
-    assert contexts.moving("mail", context.name) == moved
     # Until the call nothing has changed.
     stored = contexts.store.record(context.name)
     assert stored.files
@@ -107,33 +102,94 @@ def test_a_call_that_fails_leaves_the_tokens(kept, spoken):
     assert len(say(context, TURNS[0][1]).tokens) == 6
 
 
-def test_tokens_of_another_tokenizer_mean_nothing(kept, spoken, tmp_path):
-    """Of an engine of the same weights, with other merges."""
-    files = tiny_tokenizer()
-    files = dataclasses.replace(files, tokenizer_json=f"{files.tokenizer_json} ")
-    path = write_tiny_bundle(tmp_path / "other.jaxllm", cfg=CFG, params=tiny_params(CFG), tokenizer=files)
-    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec="raw"))
-    contexts = kept()
-    contexts.close()
-    with contextlib.closing(Contexts(engine, contexts.options)) as contexts:
-        with pytest.raises(ContextGone, match="its tokens are of another tokenizer: open it with the model"):
-            found(contexts, spoken)
-        # It is there, and can be deleted.
-        assert [each.name for each in contexts.store.records("mail")] == [spoken.name]
-        contexts.delete(spoken.name)
-
-
-def test_records_may_name_no_tokenizer(kept, spoken):
-    """Their model has its tokenizer; another model's is not known to be the same."""
+def test_tokens_of_another_tokenizer_mean_nothing(kept, spoken):
+    """Nor those of an unknown one, unless the model is the same, which has its tokenizer."""
     contexts = kept()
     folder = contexts.store.root / "app-mail" / spoken.name
     contexts.close()
     assert record_document(folder)["tokenizer"]
-    change_record(folder, tokenizer="")
-    with pytest.raises(ContextGone, match="a tokenizer that its record does not name"):
-        found(kept("raw", "int8"), spoken)
+    for digest, whose in (("other", "another tokenizer: open it with the model"), ("", "does not name")):
+        change_record(folder, tokenizer=digest)
+        contexts = kept("raw", "int8")
+        with pytest.raises(ContextGone, match=whose):
+            found(contexts, spoken)
+        assert [each.name for each in contexts.store.records("mail")] == [spoken.name]
+        contexts.close()
     contexts = kept("kivi")
     answer = say(found(contexts, spoken), TURNS[0][1])
     assert answer.restoration.moved == ("codec",)
     # From here on it is known.
     assert len(say(found(kept("raw", "int8"), spoken), [1]).tokens) == 6
+
+
+# Forks
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_fork_has_the_beginning_and_its_chunks(kept, tmp_path, encrypted):
+    contexts, context, wanted = begun(kept, encryption=tmp_path / "keys" if encrypted else None)
+    first = context.record
+    say(context, TURNS[0][2])
+    before = context.record
+    contexts.store.wait()
+    used = contexts.store.used_bytes()
+    made = fork(contexts, before, len(first.tokens))
+    # What both begin with is there once, where files can be shared.
+    assert encrypted or contexts.store.used_bytes() - used < 1 << 14
+    assert made.name != context.name
+    assert (made.tokens, made.origin, made.app) == (first.tokens, first.origin, first.app)
+    assert len(made.bits) == len(first.tokens) // C
+    assert LOST not in made.bits
+    assert context.record.agrees(before)
+    # It answers as the context did then, after a restart too, when its chunks come from storage, and when
+    # the context is deleted.
+    contexts = kept(encryption=tmp_path / "keys" if encrypted else None)
+    assert contexts.record("mail", context.name).tokens == before.tokens
+    contexts.delete(context.name)
+    contexts._delays[100] = READ
+    answer = say(found(contexts, Context(contexts, made)), TURNS[0][1])
+    assert answer.reused_tokens == len(made.bits) * C
+    assert answer.tokens == wanted[1]
+    assert contexts.store.verify() == []
+
+
+def test_chunks_that_are_gone_are_computed_again(kept):
+    contexts, context, wanted = begun(kept)
+    record = context.record
+    context.delete()
+    made = fork(contexts, record, len(record.tokens))
+    assert set(made.bits) == {LOST}
+    assert say(found(contexts, Context(contexts, made)), TURNS[0][1]).tokens == wanted[1]
+
+
+def test_a_context_at_another_level_has_its_tokens_alone(kept):
+    contexts = kept(weights="int8", levels=(50,))
+    context = new(contexts, level=50)
+    say(context, TURNS[0][0])
+    before = context.record
+    assert contexts.at_level("mail", context.name, 50) == before
+    running = context.generate([1], max_tokens=9, ignore_eos=True)
+    next(running)
+    with pytest.raises(ConfigError, match="is answering"):
+        contexts.at_level("mail", context.name, 100)
+    running.close()
+    there = contexts.at_level("mail", context.name, 100)
+    assert (there.origin.level, there.bits, contexts.memory.chunks(context.name)) == (100, (), {})
+    asked = [*there.tokens, *TURNS[0][1]]
+    wanted = contexts.engine.stream(asked, GenerationConfig(max_tokens=6, ignore_eos=True)).result()
+    answer = say(context, TURNS[0][1])
+    assert (answer.reused_tokens, answer.tokens) == (0, wanted.tokens)
+    assert contexts.store.verify() == []
+    with pytest.raises(ContextGone):
+        contexts.at_level("spy", context.name, 50)
+
+
+def test_nothing_is_left_of_a_fork_that_fails(kept):
+    contexts, context, _ = begun(kept, contexts_per_app=1)
+    with pytest.raises(BudgetExceeded, match="owns 1 contexts of at most 1"):
+        fork(contexts, context.record, 16)
+    contexts = kept(quota_bytes=contexts.store.used_bytes() + 2000, share_beginnings=False)
+    with pytest.raises(BudgetExceeded, match="raise the quota"):
+        fork(contexts, contexts.record("mail", context.name), 32)
+    assert [each.name for each in contexts.store.records()] == [context.name]
+    assert contexts.store.verify() == []

@@ -1,36 +1,32 @@
 """Contexts with rows in place of tokens: they are kept with the context, and nothing is computed of their
 ids."""
 
-import dataclasses
+import functools
 
 import numpy as np
 import pytest
 
-from jaxllm import Engine, PromptRows
+from jaxllm import PromptRows
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
 from jaxllm.serving.contexts.context import Context, fork
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.host.direct_io import PAGE
-from tests.serving.contexts.conftest import OPTIONS
 from tests.serving.contexts.mutations import change_record, record_document
-from tests.serving.contexts.talking import found, kept_by, new
-from tests.tiny import TINY, write_tiny_bundle
+from tests.serving.contexts.talking import found, new
+from tests.tiny import TINY
 
 # Rows within the first chunk of 16, over its end, and behind the last whole chunk.
 TURN, AT, NEXT = list(range(60, 97)), (3, 15, 16, 35), [7, 8, 9]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    path = write_tiny_bundle(tmp_path_factory.mktemp("rows") / "tiny.jaxllm")
-    options = dataclasses.replace(OPTIONS, cache_tokens=(128,), kv_codec="raw", prompt_rows=True)
-    return Engine.open(path, options=options)
+@pytest.fixture
+def engine(engine_of):
+    return engine_of("raw", prompt_rows=True)
 
 
 @pytest.fixture
-def kept(engine, tmp_path):
-    with kept_by(engine, tmp_path / "store") as again:
-        yield again
+def kept(kept):
+    return functools.partial(kept, engine={"prompt_rows": True})
 
 
 def rows_at(*at):

@@ -1,42 +1,209 @@
-"""A sealed store refuses what it did not write, and what it wrote before."""
+"""Encrypted contexts: nothing readable on storage, the same chunks back, and gone with their key. A sealed
+store refuses what it did not write, and what it wrote before."""
 
 import dataclasses
 import errno
 import logging
+import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
+import stat
 
+import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
+from jaxllm.serving.contexts.context import Context, erase
 from jaxllm.serving.contexts.encryption import Ledger, Vault
-from jaxllm.serving.contexts.layout import CATALOG
-from jaxllm.serving.contexts.record import Record, encoded
-from jaxllm.serving.contexts.saving import seal
-from jaxllm.serving.contexts.segment import Segment, write_segment
+from jaxllm.serving.contexts.layout import CATALOG, folder_bytes
+from jaxllm.serving.contexts.record import encoded
+from jaxllm.serving.contexts.saving import compact, seal
+from jaxllm.serving.contexts.segment import Segment, file_bytes, write_segment
 from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.host.direct_io import Storage
 from tests.faults import FailingDevice
 from tests.serving.contexts.mutations import rows, with_row
 from tests.serving.contexts.test_store import ORIGIN, blobs, grown, holds
 
-Opened = Callable[[], ContextStore]
-
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return tmp_path / "store"
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Path:
+def keys(tmp_path):
     return tmp_path / "keys"
 
 
+def made(root, keys, app="mail"):
+    """A context of three chunks."""
+    with ContextStore(root, keys=keys) as store:
+        record = store.create(app, ORIGIN)
+        store.commit(*grown(record, [8, 4, 8]))
+    return record.name
+
+
+def content(folder):
+    return b"".join(each.read_bytes() for each in sorted(folder.rglob("*")) if each.is_file())
+
+
+def test_a_context_is_there_again_and_nothing_of_it_can_be_read(tmp_path, root, keys):
+    name = made(root, keys)
+    on_storage = content(root)
+    for secret in (b'"tokens"', b"0,1,2,3", b"blob_bytes", *[each.tobytes()[:16] for each in blobs(0, 8)]):
+        assert secret not in on_storage
+    with ContextStore(root, keys=keys) as store:
+        record = holds(store, name)
+        assert store.verify() == []
+        # Single chunks of single layers, by their offsets.
+        for chunk in (2, 0, 1):
+            (blob,) = store.open(name, [chunk]).read(1, [chunk])
+            np.testing.assert_array_equal(blob, blobs(chunk, record.bits[chunk])[1])
+        for salt in range(1, 10):
+            store.commit(*grown(record, [8, 4, 8], salt))
+            compact(store, name)
+        holds(store, name, 9)
+    plain = made(tmp_path / "plain", None)
+    assert b'"tokens"' in content(tmp_path / "plain")
+    assert plain != name
+
+
+def test_keys_are_closed_to_others(tmp_path, root, keys):
+    made(root, keys)
+    made(root, keys, "calendar")
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    files = sorted(keys.glob("*.key"))
+    assert [each.name for each in files] == ["app-calendar.key", "app-mail.key"]
+    assert {stat.S_IMODE(each.stat().st_mode) for each in keys.rglob("*") if each.is_file()} == {0o600}
+    assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
+    assert files[0].read_bytes() != files[1].read_bytes()
+    keys.chmod(0o750)
+    with pytest.raises(ConfigError, match="private to this user"):
+        ContextStore(root, keys=keys)
+    keys.chmod(0o700)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to, so what is in it could be replaced"):
+        ContextStore(root, keys=keys)
+    tmp_path.chmod(0o700)
+    with pytest.raises(ConfigError, match="must not lie in"):
+        ContextStore(root, keys=root / "keys")
+
+
+def test_equal_contexts_look_different(root, keys):
+    first, second = made(root, keys), made(root, keys)
+    folder = root / "app-mail"
+    pages = [(folder / name / "0.kv").read_bytes() for name in (first, second)]
+    same = np.frombuffer(pages[0], np.uint8) == np.frombuffer(pages[1], np.uint8)
+    # Padding and the header apart.
+    there = np.frombuffer(pages[0], np.uint8) != 0
+    assert same[there][64:].mean() < 0.05
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_context_is_gone_with_its_key(root, keys, other):
+    name, kept = made(root, keys), made(root, keys, "calendar")
+    (keys / "app-mail.key").unlink()
+    if other:
+        # A new context has a new key.
+        made(root, keys)
+    before = content(root)
+    with ContextStore(root, keys=keys) as store:
+        with pytest.raises(ContextGone, match="key was erased"):
+            store.record(name, "mail")
+        with pytest.raises(ContextGone, match="never made"):
+            store.record(name, "calendar")
+        holds(store, kept)
+        assert [each.name for each in store.damage()] == [name]
+        store.verify(repair=True)
+    assert content(root) == before, "what a returning key could open is never removed"
+
+
+def test_a_key_that_cannot_be_used_is_no_erased_key(root, keys):
+    """Nor are keys that nobody gave: contexts are refused, and stay."""
+    name = made(root, keys)
+    with ContextStore(root) as store:
+        with pytest.raises(Unreadable, match="is encrypted"):
+            store.record(name, "mail")
+        store.verify(repair=True)
+    path = keys / "app-mail.key"
+    key = path.read_bytes()
+    for spoil in (lambda: path.write_bytes(key[:-1]), lambda: path.chmod(0o644)):
+        spoil()
+        with ContextStore(root, keys=keys) as store, pytest.raises(Unreadable):
+            store.record(name, "mail")
+        path.write_bytes(key)
+        path.chmod(0o600)
+    with ContextStore(root, keys=keys) as store:
+        holds(store, name)
+
+
+def test_any_change_is_seen(root, keys):
+    name = made(root, keys)
+    catalog = root / CATALOG
+    body = rows(catalog.read_bytes())[name][2]
+    assert body is not None
+    at = catalog.read_bytes().index(body[:64])
+    for path in (root / "app-mail" / name / "0.kv", catalog):
+        whole = path.read_bytes()
+        draw = np.random.default_rng(0)
+        told = 0
+        places = draw.integers(0, len(whole), 60) if path != catalog else at + draw.integers(0, 64, 30)
+        for place in places:
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x01]) + whole[place + 1 :])
+            with ContextStore(root, keys=keys) as store:
+                try:
+                    damaged = store.verify()
+                    holds(store, name)
+                    told += bool(damaged)
+                except CheckpointError:
+                    told += 1
+        path.write_bytes(whole)
+        assert told > 20, path.name
+
+
+def test_files_are_of_their_place(root, keys):
+    """A segment cannot be put in another context's place, even of the same app."""
+    first, second = made(root, keys), made(root, keys)
+    folder = root / "app-mail"
+    (folder / second / "0.kv").write_bytes((folder / first / "0.kv").read_bytes())
+    with ContextStore(root, keys=keys) as store:
+        assert [(each.name, each.chunks) for each in store.verify()] == [(second, (0, 1, 2))]
+
+
+def test_the_size_of_a_file_is_known_before(root, keys):
+    name = made(root, keys)
+    chunks = {chunk: (bits, blobs(chunk, bits)) for chunk, bits in enumerate([8, 4, 8])}
+    path = root / "app-mail" / name / "0.kv"
+    assert path.stat().st_size == file_bytes(chunks, encrypted=True)
+    assert folder_bytes([path.parent]) == path.stat().st_size
+
+
+def test_conversations_go_on(kept, tmp_path):
+    contexts = kept(encryption=tmp_path / "keys", recompute=False)
+    context = Context(contexts, contexts.create("mail"))
+    said = context.generate(list(range(5, 45)), max_tokens=8).result().tokens
+    contexts = kept(encryption=tmp_path / "keys", recompute=False)
+    again = Context(contexts, contexts.record("mail", context.name))
+    answer = again.generate([3, 4], max_tokens=4).result()
+    assert answer.restoration.read
+    assert again.tokens[: 40 + len(said) - 1] == (*range(5, 45), *said)[: 40 + len(said) - 1]
+    erase(contexts, "mail")
+    assert sorted(os.listdir(tmp_path / "keys")) == ["newest.sqlite", "sealed"]
+    with pytest.raises(ContextGone):
+        contexts.record("mail", context.name)
+
+
+def test_only_encrypted_contexts_are_erased(kept):
+    with pytest.raises(ConfigError, match="not encrypted"):
+        erase(kept(), "mail")
+
+
+# A sealed store
+
+
 @pytest.fixture
-def opened(root: Path, keys: Path) -> Opened:
-    def store() -> ContextStore:
+def opened(root, keys):
+    def store():
         found = ContextStore(root, keys=keys)
         seal(found)
         return found
@@ -45,7 +212,7 @@ def opened(root: Path, keys: Path) -> Opened:
 
 
 @pytest.fixture
-def record(opened: Opened) -> Record:
+def record(opened):
     """A context of two commits."""
     with opened() as store:
         record = store.commit(*grown(store.create("mail", ORIGIN), [8, 4]))
@@ -53,11 +220,11 @@ def record(opened: Opened) -> Record:
 
 
 @pytest.fixture
-def folder(root: Path, record: Record) -> Path:
+def folder(root, record):
     return root / "app-mail" / record.name
 
 
-def refused(opened: Opened, name: str, match: str, app: str = "mail") -> None:
+def refused(opened, name, match, app="mail"):
     with opened() as store:
         with pytest.raises(CheckpointError, match=match):
             store.record(name, app)
@@ -65,7 +232,7 @@ def refused(opened: Opened, name: str, match: str, app: str = "mail") -> None:
         assert (damage.name, damage.lost) == (name, True)
 
 
-def test_what_a_sealed_store_wrote_is_there_again(opened: Opened, record: Record, keys: Path) -> None:
+def test_what_a_sealed_store_wrote_is_there_again(opened, record, keys):
     assert (keys / "sealed").exists()
     with opened() as store:
         assert holds(store, record.name) == record
@@ -79,7 +246,7 @@ def test_what_a_sealed_store_wrote_is_there_again(opened: Opened, record: Record
 
 
 @pytest.mark.parametrize("what", ["tokens", "a context", "an app", "another's"])
-def test_forged_records_are_refused(opened: Opened, record: Record, root: Path, what: str) -> None:
+def test_forged_records_are_refused(opened, record, root, what):
     """Plain ones of a context, and of a context and an app that never were; and one of another context."""
     name, app = ("a" * 16 if what != "tokens" else record.name), "new" if what == "an app" else "mail"
     path = root / CATALOG
@@ -96,7 +263,7 @@ def test_forged_records_are_refused(opened: Opened, record: Record, root: Path, 
         assert [each.name for each in store.records()] == [record.name] * (what != "tokens")
 
 
-def test_plain_chunks_are_refused(record: Record, folder: Path, keys: Path, root: Path) -> None:
+def test_plain_chunks_are_refused(record, folder, keys, root):
     path = folder / "9.kv"
     write_segment(path, {0: (8, blobs(0, 8))}, ["source"])
     vault = Vault(keys, root)
@@ -108,9 +275,7 @@ def test_plain_chunks_are_refused(record: Record, folder: Path, keys: Path, root
 
 
 @pytest.mark.parametrize("operator", [False, True])
-def test_older_files_that_are_put_back_are_refused(
-    opened: Opened, record: Record, root: Path, keys: Path, operator: bool
-) -> None:
+def test_older_files_that_are_put_back_are_refused(opened, record, root, keys, operator):
     """Until an operator has them taken, or a repair sets them aside."""
     shutil.copytree(root, root.with_name("yesterday"))
     with opened() as store:
@@ -133,9 +298,7 @@ def test_older_files_that_are_put_back_are_refused(
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_deleted_context_does_not_come_back(
-    opened: Opened, record: Record, root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
-) -> None:
+def test_a_deleted_context_does_not_come_back(opened, record, root, folder, monkeypatch, killed):
     shutil.copytree(root, root.with_name("copy"))
     with opened() as store, monkeypatch.context() as patch:
         if killed:
@@ -156,10 +319,8 @@ def test_a_deleted_context_does_not_come_back(
         refused(opened, record.name, "has deleted this context")
 
 
-def test_a_kill_before_the_ledger_knows_loses_nothing(
-    opened: Opened, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
+def test_a_kill_before_the_ledger_knows_loses_nothing(opened, record, monkeypatch):
+    def killed(*_):
         raise KeyboardInterrupt
 
     for salt in (1, 2):
@@ -181,9 +342,7 @@ def test_a_kill_before_the_ledger_knows_loses_nothing(
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_a_ledger_that_cannot_be_written_loses_nothing(
-    opened: Opened, record: Record, keys: Path, error: int
-) -> None:
+def test_a_ledger_that_cannot_be_written_loses_nothing(opened, record, keys, error):
     with opened() as store:
         with FailingDevice(keys, at=None) as device:
             device.fail(error)
@@ -201,7 +360,7 @@ def test_a_ledger_that_cannot_be_written_loses_nothing(
         assert store.verify() == []
 
 
-def test_a_damaged_ledger_is_no_deleted_context(opened: Opened, record: Record, keys: Path) -> None:
+def test_a_damaged_ledger_is_no_deleted_context(opened, record, keys):
     path = keys / "newest.sqlite"
     whole = path.read_bytes()
     path.write_bytes(b"{}")
@@ -212,9 +371,7 @@ def test_a_damaged_ledger_is_no_deleted_context(opened: Opened, record: Record, 
         assert store.record(record.name, "mail") == record
 
 
-def test_plain_contexts_are_encrypted_and_the_store_is_sealed(
-    root: Path, keys: Path, opened: Opened, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plain_contexts_are_encrypted_and_the_store_is_sealed(root, keys, opened, caplog):
     with ContextStore(root) as store:
         names = [store.create(app, ORIGIN).name for app in ("mail", "calendar")]
         for name in names:
@@ -236,7 +393,7 @@ def test_plain_contexts_are_encrypted_and_the_store_is_sealed(
         store.record(names[0], "mail")
 
 
-def test_a_key_that_comes_back_brings_its_contexts(opened: Opened, record: Record, keys: Path) -> None:
+def test_a_key_that_comes_back_brings_its_contexts(opened, record, keys):
     key = (keys / "app-mail.key").read_bytes()
     (keys / "app-mail.key").unlink()
     with opened() as store:

@@ -10,7 +10,6 @@ from jaxllm.serving.contexts import segment
 from jaxllm.serving.contexts import segment as stored_module
 from jaxllm.serving.contexts.segment import OpenSegments, Segment, StoredChunk, write_segment
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
-from tests.serving.contexts.talking import TURNS, begun, found
 
 LAYERS, SOURCES = 3, [f"{chunk:x}" for chunk in range(64)]
 SIZES = {8: (5000, 3000, 100), 2: (700, 20, 30)}
@@ -179,17 +178,3 @@ def test_no_more_segments_stay_open_than_may(tmp_path, monkeypatch):
     assert len(segments._open) == 2
     segments.close()
     assert not segments._open
-
-
-def test_what_was_read_in_one_piece_is_not_kept_for_one_chunk(kept):
-    """Each chunk has memory of its own from the first token on."""
-    contexts, context, _ = begun(kept)
-    contexts = kept(read=True)
-    answer = found(contexts, context).generate(TURNS[0][1], max_tokens=6, ignore_eos=True)
-    next(answer)
-    assert len(answer.restoration.read) == 2
-    there = contexts.memory.chunks(context.name)
-    assert len(there) == 2
-    # With the room to begin at a line of the processor's caches.
-    assert all(blob.base.nbytes <= blob.nbytes + 64 for each in there.values() for blob in each.blobs)
-    answer.result()

@@ -194,7 +194,7 @@ def test_a_call_that_leaves_nothing_leaves_no_chunks(kept):
     contexts = kept()
     first, second = new(contexts), new(contexts)
     say(first, PROMPTS[0])
-    turn = contexts.begin("mail", second.name, Session(), prompt_tokens=60, most_tokens=60, prompt=PROMPTS[1])
+    turn = contexts.begin(second.record, Session(), prompt_tokens=60, most_tokens=60, prompt=PROMPTS[1])
     assert turn.restoration.shared == COMMON
     assert len(contexts.memory.chunks(second.name)) == COMMON
     contexts.abandon(turn)

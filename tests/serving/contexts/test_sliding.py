@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxllm.contexts.tolerance import sightings
-from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig, Sliding, slid
-from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, found, new, say
+from tests.serving.contexts.talking import TURNS, C, found, new, say
 
 PROMPT = TURNS[0][0]
 
@@ -78,55 +78,3 @@ def test_a_context_that_slid_in_an_answer_goes_on_after_a_restart(kept, compiles
     config = GenerationConfig(max_tokens=6, ignore_eos=True)
     assert later.tokens == engine.generate([*sequence, *TURNS[0][1]], config).tokens
     assert later.reused_tokens == held // C * C
-
-
-@pytest.mark.parametrize("writing", ["at-eviction", "never"])
-def test_a_context_that_slid_comes_back_however_it_is_written(kept, writing):
-    contexts = kept(writing=writing)
-    context, other = new(contexts), new(contexts)
-    said = say(context, PROMPT).tokens
-    later, sequence = reference(contexts.engine, [*PROMPT, *said, 7], 90, C)
-    assert long_answer(context, 90, [7]).tokens == later
-    for forget in (False, True):
-        say(other, [1])
-        if forget:
-            contexts.memory.reclaim(contexts.memory.budget_bytes)
-        config = GenerationConfig(max_tokens=2, ignore_eos=True)
-        wanted = contexts.engine.generate([*sequence, 9], config).tokens
-        assert say(context, [9], 2).tokens == wanted
-        sequence += [9, *wanted]
-
-
-def test_an_answer_that_cannot_be_kept_leaves_what_was_before(kept, monkeypatch):
-    """Although it had slid: in memory and on storage all is there for the next call."""
-    contexts = kept()
-    context, wanted = new(contexts), answers_without_contexts(contexts.engine, TURNS[0])
-    assert say(context, PROMPT).tokens == wanted[0]
-    contexts.store.wait()
-    before = context.record
-    with monkeypatch.context() as full:
-
-        def note(*_):
-            raise BudgetExceeded("there is no room")
-
-        full.setattr(contexts.store, "note", note)
-        with pytest.raises(BudgetExceeded):
-            long_answer(context, 150, [3])
-    assert context.record == before
-    again = say(context, TURNS[0][1])
-    assert again.tokens == wanted[1]
-    assert again.restoration.resident == len(before.bits)
-
-
-def test_widths_follow_the_ratio_when_a_context_slid(kept):
-    contexts = kept("kivi", ratio=0.6)
-    context = new(contexts)
-    say(context, [*range(90)])
-    first = context.record.bits[0]
-    long_answer(context, 120, [5])
-    bits = context.record.bits
-    assert bits[0] <= first
-    chunk_io = contexts._chunk_io[100]
-    assert sum(map(chunk_io.chunk_bytes, bits)) <= 0.6 * len(bits) * chunk_io.reference_bytes
-    resident = contexts.memory.chunks(context.name)
-    assert [resident[n].bits for n in sorted(resident)] == list(bits)

@@ -18,8 +18,8 @@ from jaxllm.serving.contexts.chunk_io import StateChunkIO
 from jaxllm.serving.contexts.context import Context, fork
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.host.direct_io import PAGE
-from jaxllm.serving.server.service import LLMService
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.server.service import engine_options
 from tests import tiny_states
 from tests.serving.contexts.conftest import OPTIONS
 from tests.serving.contexts.mutations import change_record, record_document
@@ -136,27 +136,14 @@ def test_without_a_chunk_all_is_computed_again(kept, engine, place):
     assert say(context, TURNS[0][2]).tokens == wanted[2]
 
 
-def test_damaged_states_are_found_and_computed_again(kept, engine):
-    contexts, context, wanted = begun(kept)
-    record = contexts.store.record(context.name)
-    path = contexts.store.root / "app-mail" / context.name / record.files[-1]
-    kept().close()
-    content = bytearray(path.read_bytes())
-    content[-PAGE] ^= 1
-    path.write_bytes(content)
-    contexts = kept()
-    (damage,) = contexts.store.verify()
-    assert damage.chunks
-    answer = say(found(contexts, context), TURNS[0][1])
-    assert (answer.tokens, answer.reused_tokens) == (wanted[1], 0)
-
-
 def test_a_kill_before_the_states_are_written_leaves_those_before(kept, engine, monkeypatch):
     contexts, context, wanted = begun(kept)
-    before = contexts.store.record(context.name)
+    before, commit = contexts.store.record(context.name), contexts.store.commit
 
-    def killed(*arguments, **more):
-        raise CheckpointError("killed")
+    def killed(record, chunks=None, **more):
+        if chunks:
+            raise CheckpointError("killed")
+        return commit(record, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(contexts.store, "commit", killed)
@@ -248,18 +235,9 @@ def test_records(kept, engine):
     assert say(found(contexts, context), [4]).reused_tokens == 0
 
 
-def test_a_service(engine, tmp_path):
-    path, options = engine.model.bundle.path, dataclasses.replace(STATES, kv_codec="")
-    names = []
-    for _ in range(2):
-        with contextlib.closing(
-            LLMService.open(path, options=options, contexts=ContextOptions(folder=tmp_path / "store"))
-        ) as service:
-            assert service.engine.options.kv_codec == "raw"
-            context = service.context("mail", names[0]) if names else service.new_context("mail")
-            names.append(context.name)
-            answer = context.generate("hello", max_tokens=4, ignore_eos=True).result()
-            assert bool(answer.reused_tokens) == (len(names) > 1)
+def test_a_service_keeps_its_contexts_raw(engine, tmp_path):
+    contexts = ContextOptions(folder=tmp_path)
+    assert engine_options(engine.model.bundle.path, (), EngineOptions(), contexts).kv_codec == "raw"
 
 
 def test_other_codecs_are_refused(engine):

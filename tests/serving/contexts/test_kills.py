@@ -1,4 +1,5 @@
-"""kill -9 at random moments: nothing older is lost, and the store always opens."""
+"""kill -9 at random moments and file operations: nothing older is lost, no byte is left over, and the store
+always opens."""
 
 import dataclasses
 import os
@@ -8,8 +9,7 @@ import pytest
 
 from jaxllm.serving.ground.options import EngineOptions
 from tests import tiny_states
-from tests.serving.contexts.dying import use_contexts
-from tests.serving.contexts.killed import Told, live_and_die
+from tests.serving.contexts.killed import Told, live, live_and_die, use_contexts
 from tests.tiny import write_tiny_bundle
 
 # Of the long test, all lanes together; a thousand take ten minutes on two cores.
@@ -50,3 +50,27 @@ def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
     assert told.tokens
     assert told.deeds > kills
     print(f"{kills} kills, {told.deeds} deeds, {told.checked} answers compared")
+
+
+# Of all lanes together. A thousand take minutes in memory (--basetemp=/dev/shm/kills), where a kill is the
+# same.
+STORE_KILLS, STORE_LANES = int(os.environ.get("JAXLLM_TEST_STORE_KILLS", "8")), 2
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("lane", range(STORE_LANES))
+def test_a_store_outlives_kills(tmp_path, lane):
+    draw, told = random.Random(lane), Told()
+    for number in range(STORE_KILLS // STORE_LANES):
+        live(told, tmp_path / "store", seed=100_000 * lane + number, after_s=draw.uniform(0.0, 0.3))
+    print(f"{told.lives} kills, {told.deeds} calls and other deeds had ended, {told.checked} chunks compared")
+    print(f"of the kills within {dict(told.within)}")
+
+
+def test_a_store_outlives_kills_at_file_operations(tmp_path):
+    told = Told()
+    for at in range(1, 145, 3):
+        live(told, tmp_path / "store", seed=at, at=at)
+    assert told.lives == 48
+    assert told.deeds > told.lives
+    assert told.checked > told.lives
