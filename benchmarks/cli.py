@@ -7,39 +7,39 @@ from jaxllm.cli.lazy import LazyGroup
 SECTIONS = {
     "Benchmarks": {
         "engine": (
-            "benchmarks.commands:engine_command",
+            "benchmarks.engine:engine_command",
             "Measure load, build and run times, speed and memory beside other engines.",
         ),
         "elastic": (
-            "benchmarks.commands:elastic_command",
+            "benchmarks.elastic:elastic_command",
             "Measure the cost of a model's levels, and right answers in time.",
         ),
         "speculative": (
-            "benchmarks.commands:speculative_command",
+            "benchmarks.speculation:speculative_command",
             "Measure a model larger than memory, with drafts and without.",
         ),
         "contexts": (
-            "benchmarks.commands:contexts_command",
+            "benchmarks.contexts:contexts_command",
             "Measure switching between contexts of apps, and the quality of compressed ones.",
         ),
         "experts": (
-            "benchmarks.commands:experts_command",
+            "benchmarks.experts:experts_command",
             "Measure a mixture of experts larger than memory.",
         ),
         "prefill": (
-            "benchmarks.commands:prefill_command",
+            "benchmarks.int8_prefill:prefill_command",
             "Measure the speed and the loss of integer prefill.",
         ),
         "prepare": (
-            "benchmarks.commands:prepare_command",
+            "benchmarks.prepare:prepare_command",
             "Measure preparing a folder and GGUF files of the same weights.",
         ),
         "service": (
-            "benchmarks.commands:service_command",
+            "benchmarks.service:service_command",
             "Measure the service under load, beside ours without a technique and llama.cpp's server.",
         ),
         "export": (
-            "benchmarks.commands:export_command",
+            "benchmarks.export:export_command",
             "Measure exported programs beside the live engine.",
         ),
         "train": (

@@ -26,7 +26,17 @@ that was called last is no switch. Contexts are computed once, and stored and ke
 import dataclasses
 from typing import Literal, NamedTuple
 
-from benchmarks.harness.bench import PHONES, DataPlan, ShapePlan, devices_of, parts_of, sized
+from benchmarks.harness.bench import (
+    PHONES,
+    DataPlan,
+    Result,
+    Run,
+    ShapePlan,
+    benchmark,
+    devices_of,
+    parts_of,
+    sized,
+)
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -112,3 +122,25 @@ class Plan(ShapePlan, DataPlan):
     ratios: tuple[float, ...] = sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
     density_texts: int = sized(64, quick=6)
     seed: int = 0
+
+
+@benchmark("contexts", Plan)
+def contexts_command(bench: Run[Plan]) -> Result:
+    """Measure switching between contexts of apps, and the quality of compressed ones.
+
+    Contexts share a tight memory budget; ours and the baselines of LLMS evict, store and restore them.
+
+    \b
+    Example:
+      jaxllm bench contexts
+      jaxllm bench contexts --shape 110m --only switching --contexts 8 --device emmc
+    """
+    from benchmarks.contexts import run
+    from jaxllm.kernels import native
+
+    if bench.shape is not None:
+        bench = bench.without(("quality", "density"), "random weights have none")
+    if not native.kernels().native:
+        bench = bench.without(("resident",), "no native kernels run here")
+    contexts = tuple(sorted(set(bench.plan.contexts)))
+    return run.run(bench.changed(contexts=contexts, fitting=min(bench.plan.fitting, contexts[-1]))), run.draw

@@ -32,7 +32,17 @@ from pathlib import Path
 
 import click
 
-from benchmarks.harness.bench import DENSE_SHAPES, PATH, DataPlan, ShapePlan, parts_of, sized
+from benchmarks.harness.bench import (
+    DENSE_SHAPES,
+    PATH,
+    DataPlan,
+    Result,
+    Run,
+    ShapePlan,
+    benchmark,
+    parts_of,
+    sized,
+)
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -81,3 +91,24 @@ class Plan(ShapePlan, DataPlan):
     layer_subsets: int = sized(0, quick=4)
     replayed: int = sized(150, quick=12)
     seed: int = 0
+
+
+@benchmark("elastic", Plan, shapes=DENSE_SHAPES)
+def elastic_command(bench: Run[Plan]) -> Result:
+    """Measure the cost of a model's levels, and right answers in time.
+
+    The model is an elastic bundle with a tiny LM; apps with objectives ask it questions, and the baselines of
+    ELMS answer the same ones. Random weights are measured for costs alone.
+
+    \b
+    Example:
+      jaxllm bench elastic
+      jaxllm bench elastic --shape 250m --only costs
+    """
+    from benchmarks.elastic import run
+
+    if bench.shape is not None and bench.plan.timed_shape:
+        raise click.UsageError("--trace-times-of goes with a --model, whose trace it times")
+    if bench.shape is not None:
+        bench = bench.without(("accuracy", "trace"), "random weights have no right answers")
+    return run.run(bench), run.draw

@@ -16,23 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.elastic import Plan
-from benchmarks.elastic.baselines import (
-    LAYERS,
-    PRUNED,
-    RESIDENT,
-    SHORTENED,
-    SWAP,
-    Size,
-    as_large,
-    check_same_levels,
-    elastic_shape,
-    open_baselines,
-    open_elastic,
-    sizes_beside,
-    widths,
-)
-from benchmarks.elastic.costs import memory_rows, switch_rows, time_rows
+from benchmarks.elastic import Plan, baselines
 from benchmarks.elastic.decisions import (
     Asked,
     Choices,
@@ -74,14 +58,14 @@ def run(bench: Run[Plan]) -> list[Row]:
       ConfigError: the model is no elastic bundle, or has no tiny LM for the trace.
     """
     plan, rows, timed = bench.plan, [], None
-    model = bench.model or elastic_shape(str(bench.shape), plan.weights, bench.progress)
+    model = bench.model or baselines.elastic_shape(str(bench.shape), plan.weights, bench.progress)
     if plan.timed_shape:
         with open_model(model) as bundle:
-            timed = elastic_shape(plan.timed_shape, plan.weights, bench.progress, like=bundle)
+            timed = baselines.elastic_shape(plan.timed_shape, plan.weights, bench.progress, like=bundle)
     if "trace" in plan.parts:
         rows += _trace_rows(model, timed, bench)
     elif "costs" in plan.parts:
-        engine = open_elastic(timed or model, bench.progress)
+        engine = baselines.open_elastic(timed or model, bench.progress)
         (profile,) = measure_together([engine], repeats=plan.repeats, progress=bench.progress)
         rows += _cost_rows(engine, profile, bench)
     if "accuracy" in plan.parts:
@@ -98,7 +82,7 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         times the model.
     """
     plan, progress = bench.plan, bench.progress
-    engine = open_elastic(model, progress)
+    engine = baselines.open_elastic(model, progress)
     tiny = read_tiny_lm(engine.model.bundle)
     if tiny is None:
         raise ConfigError(
@@ -107,7 +91,7 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         )
     proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
     plain = [find_model(each) for each in plan.plain or ("small",)]
-    others = open_baselines(engine, plain, plan.pruned, plan.layer_subsets, progress)
+    others = baselines.open_baselines(engine, plain, plan.pruned, plan.layer_subsets, progress)
     if timed_model is None:
         # Whatever is compared is timed in alternation.
         engines = [engine, *(size.engine for many in others.values() for size in many)]
@@ -116,10 +100,10 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         timed, profile = engine, measured[0]
         profiles = {id(each): found for each, found in zip(engines, measured, strict=True)}
     else:
-        timed = open_elastic(timed_model, progress)
-        check_same_levels(engine, timed)
+        timed = baselines.open_elastic(timed_model, progress)
+        baselines.check_same_levels(engine, timed)
         (profile,) = measure_together([timed], repeats=plan.repeats, progress=progress)
-        others, profiles = as_large(timed, profile, engine, others)
+        others, profiles = baselines.as_large(timed, profile, engine, others)
     rows = _cost_rows(timed, profile, bench) if "costs" in plan.parts else []
     asked = _asked(engine, profile, plan)
     levels, ratios = engine.levels, with_whole(proposer.prompt_ratios)
@@ -136,8 +120,10 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
     for name, sizes in others.items():
         variants = size_variants(sizes, profiles, asked.questions, progress)
         found[name] = asked.run(variants)
-        if name == SWAP:
-            found[RESIDENT] = asked.run(dataclasses.replace(variants, change_ms=np.zeros(len(sizes))))
+        if name == baselines.SWAP:
+            found[baselines.RESIDENT] = asked.run(
+                dataclasses.replace(variants, change_ms=np.zeros(len(sizes)))
+            )
     rows += trace_rows(found, asked, _remarks(engine, others))
     # In service the planner learns how late answers are.
     service = LLMService(timed, profile, Planner(profile, levels, proposer, safety_margin=SafetyMargin()))
@@ -168,29 +154,29 @@ def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
 def _cost_rows(engine: Engine, profile: DeviceProfile, bench: Run[Plan]) -> list[Row]:
     """Times and memory of levels, and the time to change them."""
     return [
-        *time_rows(profile),
-        *switch_rows(engine, rounds=bench.plan.rounds, progress=bench.progress),
-        *memory_rows(engine.model.bundle.path, engine.options.levels),
+        *baselines.time_rows(profile),
+        *baselines.switch_rows(engine, rounds=bench.plan.rounds, progress=bench.progress),
+        *baselines.memory_rows(engine.model.bundle.path, engine.options.levels),
     ]
 
 
-def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
+def _remarks(engine: Engine, others: dict[str, list[baselines.Size]]) -> dict[str, str]:
     """Notes on baselines that differ from ours in more than their decisions."""
     remarks = {
         f"{OURS}-oracle": "a bound: any variant that is right in time counts, and deciding takes nothing",
         f"{OURS}-fixed": "of each task's variants in time the one that is right most often, in hindsight",
-        SHORTENED: "no contextual sparsity, times per token taken as met",
-        PRUNED: widths(engine, others[PRUNED]),
+        baselines.SHORTENED: "no contextual sparsity, times per token taken as met",
+        baselines.PRUNED: baselines.widths(engine, others[baselines.PRUNED]),
     }
-    if LAYERS in others:
-        names = ", ".join(each.name for each in others[LAYERS])
-        remarks[LAYERS] = (
-            f"{len(others[LAYERS])} models: {names}; the layers that remain as they are, no recovery training"
-        )
-    if SWAP in others:
-        changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in others[SWAP])
-        remarks[RESIDENT] = f"{sizes_beside(engine, others[SWAP])}, {widths(engine, others[SWAP])}"
-        remarks[SWAP] = f"{remarks[RESIDENT]}; a change is counted as the read of the file, ms: {changes}"
+    if sizes := others.get(baselines.LAYERS):
+        names = ", ".join(each.name for each in sizes)
+        left = "the layers that remain as they are, no recovery training"
+        remarks[baselines.LAYERS] = f"{len(sizes)} models: {names}; {left}"
+    if sizes := others.get(baselines.SWAP):
+        beside = f"{baselines.sizes_beside(engine, sizes)}, {baselines.widths(engine, sizes)}"
+        changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in sizes)
+        remarks[baselines.RESIDENT] = beside
+        remarks[baselines.SWAP] = f"{beside}; a change is counted as the read of the file, ms: {changes}"
     return remarks
 
 
@@ -203,7 +189,7 @@ def _level_answers(bundles: Sequence[Path], bench: Run[Plan]) -> dict[str, dict[
     questions = [Question.read(tokenizer, each) for group in examples.values() for each in group]
     found: dict[str, dict[int, np.ndarray]] = {}
     for path in bundles:
-        engine, name = open_elastic(path, bench.progress), f"{OURS} {path.stem}"
+        engine, name = baselines.open_elastic(path, bench.progress), f"{OURS} {path.stem}"
         prompts = [branching(engine.tokenizer, each.example) for each in questions]
         same = sum(each == name or each.startswith(f"{name} (") for each in found)
         found[f"{name} ({same + 1})" if same else name] = {

@@ -9,11 +9,18 @@ models.
 import dataclasses
 from pathlib import Path
 
+import click
+
 from benchmarks.harness.bench import (
     BOARDS,
     FILE,
+    MIXTURE_SHAPES,
     PATH,
+    SWITCH_SHAPES,
+    Result,
+    Run,
     TextPlan,
+    benchmark,
     devices_of,
     parts_of,
     sized,
@@ -102,3 +109,40 @@ class Plan(TextPlan):
     def is_asked(self) -> bool:
         """Whether an encoder-decoder is asked."""
         return self.pairs is not None or bool(self.tasks)
+
+
+@benchmark("experts", Plan, "moe", (*MIXTURE_SHAPES, *SWITCH_SHAPES))
+def experts_command(bench: Run[Plan]) -> Result:
+    """Measure a mixture of experts larger than memory.
+
+    Times tokens of ours and of EdgeMoE's baselines, and judges predictors and eviction policies. Of Switch
+    Transformers measures the answers to the sources of tasks, too, and the experts of both sides.
+
+    \b
+    Example:
+      jaxllm bench experts
+      jaxllm bench experts --shape moe-1b --only systems --device sd
+      jaxllm bench experts -m switch.jaxllm --data DIR --task translation_de_to_en --task emotion
+      jaxllm bench experts -m switch.jaxllm --checkpoint runs/switch/hf --pairs val.de val.en
+    """
+    from benchmarks.experts import run
+
+    plan = bench.plan
+    chosen = plan.checkpoint, plan.others, plan.text, plan.tasks, plan.data, plan.pairs, plan.prefix
+    if bench.shape is not None and any(chosen):
+        raise click.UsageError(
+            "--shape goes with none of --checkpoint, --other-loss, --text, --task and --pairs"
+        )
+    if plan.pairs is None and plan.prefix is not None:
+        raise click.UsageError("--prefix goes with --pairs")
+    if (plan.pairs is not None) + bool(plan.tasks) + (plan.text is not None) > 1:
+        raise click.UsageError("--pairs, --task and --text exclude each other")
+    if plan.data is not None and not plan.tasks:
+        raise click.UsageError("--data goes with --task")
+    if bench.shape in SWITCH_SHAPES and plan.parts != tuple(PARTS):
+        raise click.UsageError("random weights of an encoder-decoder are measured for memory alone")
+    if bench.shape in MIXTURE_SHAPES:
+        bench = bench.without(("losses",), "random weights are not calibrated")
+    if plan.is_asked:
+        bench = bench.without(DECODER_PARTS, "decoders alone are measured so")
+    return run.run(bench), run.draw

@@ -22,6 +22,8 @@ from benchmarks.experts.systems import Measured, NestedSetting, drawn, measured,
 from benchmarks.harness.bench import silent
 from benchmarks.harness.machine import Device
 from benchmarks.harness.report import OURS, Row, compared, median, median_ratio_interval, row
+from benchmarks.models import made_once
+from benchmarks.peers.llama import content_key
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.errors import ConfigError
@@ -105,11 +107,10 @@ def _facts(each: Measured) -> str:
 _VERSION = 1
 
 
-def widened_folder(folder: Path, out: Path, times: int, progress: Progress = silent) -> Path:
+def widened_folder(folder: Path, times: int, progress: Progress = silent) -> Path:
     """A Hugging Face folder of a mixture whose experts have `times` as many neurons, made unless it is there.
 
     Args:
-      out: where those of all sizes are kept.
       times: at least 2.
       progress: called with ("Widening experts", parameters done, parameters in all).
 
@@ -123,22 +124,20 @@ def widened_folder(folder: Path, out: Path, times: int, progress: Progress = sil
             "experts are widened 2 times and more, by an even number of neurons; got "
             f"{times} times, {cfg.experts} experts, {added} neurons"
         )
-    path = out / f"widened-v{_VERSION}-{times}"
-    if (path / "config.json").exists():
-        return path
-    params: dict[str, np.ndarray] = {}
-    for number, (name, value) in enumerate(read_params(folder, cfg)):
-        whole = np.asarray(value, np.float32)
-        params[name] = _wider(name, whole, added, number) if ".experts." in name else whole
-        progress("Widening experts", number + 1, 0)
-    path.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(path, read_tokenizer(folder))
-    # The config comes last and whole: where it is, the folder is.
-    neurons = times * cfg.expert_ffn_size
-    # Of a model without dense layers some checkpoints know one number alone.
-    dense = cfg.ffn_size if not all(cfg.is_sparse(layer) for layer in range(cfg.layers)) else neurons
-    write_folder(path, dataclasses.replace(cfg, expert_ffn_size=neurons, ffn_size=dense), params)
-    return path
+
+    def write(path: Path) -> None:
+        params: dict[str, np.ndarray] = {}
+        for number, (name, value) in enumerate(read_params(folder, cfg)):
+            whole = np.asarray(value, np.float32)
+            params[name] = _wider(name, whole, added, number) if ".experts." in name else whole
+            progress("Widening experts", number + 1, 0)
+        write_tokenizer(path, read_tokenizer(folder))
+        neurons = times * cfg.expert_ffn_size
+        # Of a model without dense layers some checkpoints know one number alone.
+        dense = cfg.ffn_size if not all(cfg.is_sparse(layer) for layer in range(cfg.layers)) else neurons
+        write_folder(path, dataclasses.replace(cfg, expert_ffn_size=neurons, ffn_size=dense), params)
+
+    return made_once("experts", f"widened-v{_VERSION}-{content_key(folder)}-{times}", write=write)
 
 
 def _wider(name: str, stack: np.ndarray, added: int, seed: int) -> np.ndarray:

@@ -17,6 +17,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import numpy as np
 from benchmarks.harness.bench import silent
 from benchmarks.harness.children import in_turns, taken_by
 from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.models import made_once
+from benchmarks.peers.llama import content_key
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import copied_parts, expert_facts, read_path_counts
 from jaxllm.checkpoints.huggingface import read_config
@@ -133,7 +136,7 @@ class NestedSetting:
             return max(int(self.share * store.total_bytes), store.least_bytes())
 
 
-def make_nested(folder: Path, mixed: Path, cache: Path) -> tuple[Path, Path]:
+def make_nested(folder: Path, mixed: Path) -> tuple[Path, Path]:
     """The nested bundle and the one of 4 bits of a mixture's folder, perhaps with wider experts than `mixed`,
     made unless they are there."""
     neurons = read_config(folder).expert_ffn_size
@@ -141,13 +144,13 @@ def make_nested(folder: Path, mixed: Path, cache: Path) -> tuple[Path, Path]:
         f"{name}-{neurons}": {"weights": "int8-nested", "expert_bits": bits}
         for name, bits in (("nested", 8), ("four-bit", 4))
     }
-    nested, four_bit = _made(folder, mixed, cache, forms).values()
+    nested, four_bit = _made(folder, mixed, forms).values()
     return nested, four_bit
 
 
-def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress = silent) -> Bundles:
-    """The bundles of a mixture's Hugging Face folder, made in the cache unless they are there; `mixed` was
-    made of it by `jaxllm calibrate experts`."""
+def make_bundles(folder: Path, mixed: Path, progress: Progress = silent) -> Bundles:
+    """The bundles of a mixture's Hugging Face folder, made unless they are there; `mixed` was made of it by
+    `jaxllm calibrate experts`."""
     with Bundle.open(mixed) as bundle:
         weights = bundle.layout.weights
     bits = _FLOAT_BITS.get(weights, 16)
@@ -157,38 +160,30 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress = si
         "together": {"weights": "f32" if bits == 32 else "bf16"},
         "layers": {"weights": "int4"},
     }
-    return Bundles(mixed=mixed, **_made(folder, mixed, cache, forms, progress))
+    return Bundles(mixed=mixed, **_made(folder, mixed, forms, progress))
 
 
 def _made(
-    folder: Path,
-    mixed: Path,
-    cache: Path,
-    forms: Mapping[str, Mapping[str, Any]],
-    progress: Progress = silent,
+    folder: Path, mixed: Path, forms: Mapping[str, Mapping[str, Any]], progress: Progress = silent
 ) -> dict[str, Path]:
     """Bundles by name, of a folder in several forms; those with experts apart have the same statistics."""
     with Bundle.open(mixed) as bundle:
-        parts, digest = copied_parts(bundle), bundle.fingerprint[:16]
-    cache.mkdir(parents=True, exist_ok=True)
-    found = {name: cache / f"{digest}-{name}.jaxllm" for name in forms}
+        parts, key = copied_parts(bundle), f"{bundle.fingerprint[:16]}-{content_key(folder)[:16]}"
+    found = {}
     for name, how in forms.items():
-        if not found[name].exists():
-            own = parts if "expert_bits" in how else None
-            prepare(folder, found[name], parts=own, progress=progress, **how)
+        own = {**how, "parts": parts if "expert_bits" in how else None}
+        write = partial(prepare, folder, progress=progress, **own)
+        found[name] = made_once("experts", f"{key}-{name}.jaxllm", write=write)
     return found
 
 
-def random_mixed(folder: Path, out: Path, progress: Progress = silent) -> Path:
-    """The bundle of a mixture of random weights, made unless it is there: every other expert has 2 bits, the
-    others 4, for random weights cannot be calibrated."""
-    if not out.exists():
-        cfg = read_config(folder)
-        sparse = sum(map(cfg.is_sparse, range(cfg.layers)))
-        bits = np.where(np.arange(sparse * cfg.experts) % 2, 2, 4).reshape(sparse, cfg.experts)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        prepare(folder, out, weights="int8", expert_bits=bits, progress=progress)
-    return out
+def write_random_mixed(folder: Path, out: Path, progress: Progress = silent) -> None:
+    """Writes the bundle of a mixture of random weights: every other expert has 2 bits, the others 4, for
+    random weights cannot be calibrated."""
+    cfg = read_config(folder)
+    sparse = sum(map(cfg.is_sparse, range(cfg.layers)))
+    bits = np.where(np.arange(sparse * cfg.experts) % 2, 2, 4).reshape(sparse, cfg.experts)
+    prepare(folder, out, weights="int8", expert_bits=bits, progress=progress)
 
 
 def opened(name: str, setting: Setting) -> Engine:

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from benchmarks.harness.bench import TextPlan, TimedPlan, parts_of, sized
+import click
+
+from benchmarks.harness.bench import Result, Run, TextPlan, TimedPlan, benchmark, parts_of, sized
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -34,3 +36,26 @@ class Plan(TimedPlan, TextPlan):
     context_tokens: int = sized(1024, quick=256)
     sampled_precisions: tuple[str, ...] = sized(("f32", "int8"), quick=("int8",))
     patience_s: float = sized(60.0, quick=2.0)
+
+
+@benchmark("export", Plan)
+def export_command(bench: Run[Plan]) -> Result:
+    """Measure exported programs beside the live engine.
+
+    Exports a model as StableHLO, TFLite and LiteRT-LM, and compares load times, sizes, speed, memory and
+    answers.
+
+    \b
+    Example:
+      jaxllm bench export
+      jaxllm bench export --shape 110m --threads 1
+      jaxllm bench export --only sampling
+    """
+    from benchmarks.export import run
+    from benchmarks.samples import stories_file
+
+    if bench.shape is None:
+        bench = bench.changed(text=bench.plan.text or stories_file(None))
+    elif bench.plan.text is not None:
+        raise click.UsageError("--shape does not go with --text")
+    return run.run(bench), None

@@ -31,18 +31,8 @@ from benchmarks.harness.children import Export, exported, in_process, run_python
 from benchmarks.harness.machine import wait_for_quiet
 from benchmarks.harness.report import Row, compared, row
 from benchmarks.models import Checkpoint
-from benchmarks.peers import PEERS, Opening
+from benchmarks.peers import PEERS, Opening, process
 from benchmarks.peers.ours import DRAWN, GREEDY
-from benchmarks.peers.process import (
-    Results,
-    System,
-    alternate,
-    opened,
-    opening_of,
-    phase_case,
-    prompt_ids,
-    rate_rows,
-)
 from jaxllm.bundle import Bundle
 from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
@@ -75,7 +65,7 @@ def llama_cpp(folder: Path, bench: Run[Plan]) -> dict[str, Opening]:
     if missing := PEERS[LLAMA_CPP].missing():
         bench.tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
         return {}
-    return {LLAMA_CPP: opening_of(bench.plan, LLAMA_CPP, folder, "Q8_0")}
+    return {LLAMA_CPP: process.opening_of(bench.plan, LLAMA_CPP, folder, "Q8_0")}
 
 
 def make_exports(
@@ -200,10 +190,10 @@ def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
             name = f"{TFLITE[precision]}{suffix}"
             options = _options(bench, "--precision", precision, "--block-tokens", block)
             made = exported(bundle, Path(folder) / name, *options)
-            openings[name] = opening_of(plan, "device-programs", made.path)
-        with opened(openings, bench.progress) as children:
+            openings[name] = process.opening_of(plan, "device-programs", made.path)
+        with process.opened(openings, bench.progress) as children:
             systems = [
-                System(f"{name} {how}", child, (how,))
+                process.System(f"{name} {how}", child, (how,))
                 for name, child in children.items()
                 for how in (GREEDY, DRAWN)
             ]
@@ -215,7 +205,7 @@ def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
             each: results[f"{each} {how}", prompt].rate("decode", plan.decode_tokens)
             for each in (ours, TFLITE[precision])
         }
-        case = f"{phase_case('decode', prompt, plan.decode_tokens)}, {how}"
+        case = f"{process.phase_case('decode', prompt, plan.decode_tokens)}, {how}"
         rows += compared(case, "decode_tokens_per_s", rates, ours=ours)
     return rows
 
@@ -233,12 +223,12 @@ def shadow_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
         }
         for name, options in forms.items():
             made = exported(integer, Path(folder) / name, *_options(bench, *options))
-            openings[name] = opening_of(plan, "programs", made.path)
+            openings[name] = process.opening_of(plan, "programs", made.path)
         openings |= llama_cpp(Checkpoint.find(integer).folder(bench.progress), bench)
-        with opened(openings, bench.progress) as children:
-            systems = [System(name, child, tuple(child.settings)) for name, child in children.items()]
+        with process.opened(openings, bench.progress) as children:
+            systems = [process.System(name, child, tuple(child.settings)) for name, child in children.items()]
             results = _alternated(systems, integer, bench, plan.prompt_tokens)
-    rows = rate_rows(results, {name: name for name in openings}, plan, ours=SHADOW)
+    rows = process.rate_rows(results, {name: name for name in openings}, plan, ours=SHADOW)
     return [each for each in rows if each.metric == "prefill_tokens_per_s"]
 
 
@@ -249,18 +239,20 @@ def _calibration(integer: Path, text: Path | None, folder: Path) -> list[object]
         part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
     else:
         with Bundle.open(integer) as bundle:
-            words = prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
+            words = process.prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
             part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
     return ["--calibration-text", part]
 
 
-def _alternated(systems: Sequence[System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]) -> Results:
+def _alternated(
+    systems: Sequence[process.System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]
+) -> process.Results:
     """The results of prompts of these lengths, or half the context."""
     with Bundle.open(bundle) as model:
         vocab_size = model.cfg.vocab_size
     fitting = sorted({min(each, bench.plan.context_tokens // 2) for each in lengths})
-    prompts = [prompt_ids(vocab_size, each) for each in fitting]
-    return alternate(systems, prompts, plan=bench.plan, progress=bench.progress)
+    prompts = [process.prompt_ids(vocab_size, each) for each in fitting]
+    return process.alternate(systems, prompts, plan=bench.plan, progress=bench.progress)
 
 
 STAGES = "jaxllm-stages"

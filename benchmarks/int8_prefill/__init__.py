@@ -1,13 +1,13 @@
 """`jaxllm bench prefill`: the speed and the loss of integer prefill (mllm-NPU, arXiv 2407.05858).
 
-`run` orders a prompt's subgraphs on the simulated phone of `models`, and times prompts on one and on two
+`run` orders a prompt's subgraphs on a simulated phone, and times prompts on one and on two
 processors, `accuracy` compares our static steps with other `activation_quantizers`, and with fewer shadows
 and other steps in layers without one.
 """
 
 import dataclasses
 
-from benchmarks.harness.bench import DataPlan, parts_of, sized
+from benchmarks.harness.bench import DENSE_SHAPES, DataPlan, Result, Run, benchmark, parts_of, sized
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -31,7 +31,7 @@ class Plan(DataPlan):
       lengths: of prompts that are timed, ascending.
       repeats: of each of them on each system, which take turns.
       chunk_tokens: of buckets.
-      simulated_tokens: prompts that the phone of `models.py` is simulated on.
+      simulated_tokens: prompts that the phone is simulated on.
       rows: of text, to score; a quarter as many, at least 2,048 tokens, calibrate, and as many are held out.
       row_tokens: of each.
       tasks: whose questions are asked.
@@ -55,3 +55,24 @@ class Plan(DataPlan):
     quantizers: tuple[str, ...] = sized(
         QUANTIZERS, quick=tuple(each for each in QUANTIZERS if each != "jaxllm-per-tensor")
     )
+
+
+@benchmark("prefill", Plan, "draft", DENSE_SHAPES)
+def prefill_command(bench: Run[Plan]) -> Result:
+    """Measure the speed and the loss of integer prefill.
+
+    Runs prompts on one processor and on two, and compares the loss of a trained model with that of other
+    quantizers of activations. The order of subgraphs is simulated on a phone, too.
+
+    \b
+    Example:
+      jaxllm bench prefill
+      jaxllm bench prefill --shape 110m --only two-processors
+    """
+    from benchmarks.int8_prefill import run
+
+    if bench.shape is not None:
+        bench = bench.without(("accuracy", "pruning"), "random weights have none")
+    if bench.is_quick and bench.plan.data is None:
+        bench = bench.changed(tasks=())
+    return run.run(bench), None

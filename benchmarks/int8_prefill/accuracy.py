@@ -42,19 +42,7 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.programs.model import open_program
-from jaxllm.int8_prefill.calibration import (
-    Observer,
-    OutlierRecipe,
-    PrefillCalibration,
-    assembled,
-    clipping_steps,
-    importances,
-    largest_of,
-    most_important,
-    shadow_counts,
-    whole_steps,
-    with_outliers,
-)
+from jaxllm.int8_prefill import calibration as fitted_by
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration, per_tensor_weights, whole_rows
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.reference import integer_rule, observed, plain_rule, scores_by_rule
@@ -87,9 +75,9 @@ def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -
     folder = checkpoint.folder(progress)
     cfg, files = checkpoint.cfg, read_tokenizer(folder)
     plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
-    recipe = OutlierRecipe(channels=max(1, cfg.hidden_size // _CHANNELS), factor=plan.factor)
+    recipe = fitted_by.OutlierRecipe(channels=max(1, cfg.hidden_size // _CHANNELS), factor=plan.factor)
     for done, outliers in enumerate(plan.outliers, start=1):
-        params = with_outliers(cfg, plain, recipe) if outliers else plain
+        params = fitted_by.with_outliers(cfg, plain, recipe) if outliers else plain
         case = f"{checkpoint.name}, {'with outliers put in' if outliers else 'as it is'}"
         yield _subject(case, files, cfg, params)
         progress(stage, done, len(plan.outliers))
@@ -152,7 +140,7 @@ def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
         name: fit_calibration(cfg, subject.floats, stored, known, held_out).calibration
         for name, stored in weights.items()
     }
-    tops = Observer(cfg, subject.floats, known).tops
+    tops = fitted_by.Observer(cfg, subject.floats, known).tops
     questions = _questions(Tokenizer(subject.files), plan, cfg)
     perplexity: dict[str, float] = {}
     right: dict[str, float] = {}
@@ -201,7 +189,7 @@ def _seen_behind(subject: Subject, arrays: Any, texts: list[np.ndarray]) -> Any:
         return jnp.max(jnp.abs(x @ arrays[layer][product][1]), axis=0)
 
     seen = jax.jit(lambda params, row: observed(params, row, look, cfg=subject.cfg))
-    return largest_of([jax.device_get(seen(subject.floats, row)) for row in texts])
+    return fitted_by.largest_of([jax.device_get(seen(subject.floats, row)) for row in texts])
 
 
 def _questions(
@@ -249,7 +237,7 @@ def exported_scores(
     cfg: ModelConfig,
     floats: dict[str, np.ndarray],
     tokenizer: TokenizerFiles,
-    calibration: PrefillCalibration,
+    calibration: fitted_by.PrefillCalibration,
     known: Sequence[np.ndarray],
     folder: Path,
 ) -> Callable[[np.ndarray], np.ndarray]:
@@ -286,19 +274,19 @@ CLIPPED, WIDE = f"{OURS}-clipped", f"{OURS}-wide"
 
 def pruned_calibrations(
     cfg: ModelConfig, floats: Params, texts: Sequence[np.ndarray]
-) -> Iterator[dict[str, tuple[PrefillCalibration, int]]]:
+) -> Iterator[dict[str, tuple[fitted_by.PrefillCalibration, int]]]:
     """For each number of layers with a shadow, calibrations by system, and how many layers clip."""
-    observer = Observer(cfg, floats, texts)
-    steps = clipping_steps(observer.tops, ShadowRecipe()), whole_steps(observer.tops)
+    observer = fitted_by.Observer(cfg, floats, texts)
+    steps = fitted_by.clipping_steps(observer.tops, ShadowRecipe()), fitted_by.whole_steps(observer.tops)
     counts = observer.counts(steps[0])
     choices = {OURS: observer.clipped(steps), WIDE: (False,) * cfg.layers, CLIPPED: (True,) * cfg.layers}
-    importance = importances(observer.tops, steps[0])
-    for shadows in shadow_counts(cfg.layers, pruned_share=1.0):
-        shadowed = most_important(importance, shadows)
+    importance = fitted_by.importances(observer.tops, steps[0])
+    for shadows in fitted_by.shadow_counts(cfg.layers, pruned_share=1.0):
+        shadowed = fitted_by.most_important(importance, shadows)
         found = {}
         for name, clips in choices.items():
             clipped = tuple(clip and not own for clip, own in zip(clips, shadowed, strict=True))
-            calibration = assembled(
+            calibration = fitted_by.assembled(
                 cfg, floats, counts, levels={WHOLE: steps}, shadowed=shadowed, clipped=clipped
             )
             found[name] = calibration, sum(clipped)

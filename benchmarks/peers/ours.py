@@ -4,13 +4,13 @@ A decode block runs several tokens on the device before the host sees them; `one
 loop that engines without on-device sampling run.
 
 Runs exported programs in the loop of `jaxllm generate --program`, and the same steps jitted live, whose
-difference is the cost of exporting.
-
-The `model` of their opening is a folder of programs, or for the live steps a bundle.
+difference is the cost of exporting. The `model` of their opening is a folder of programs, or for the live
+steps a bundle.
 """
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -120,6 +120,56 @@ class EngineSession:
         scorer = Scorer(self._engine.runner)
         scorer.prepare(len(tokens))
         return scorer.score(tokens, targets).tolist()
+
+
+class NestedSession(EngineSession):
+    """An engine for each draft: its own high planes, and the small model that `options` may name as `draft`.
+    They name `answer_tokens`, of every answer, too."""
+
+    def __init__(self, opening: Opening, progress: Progress) -> None:
+        from jaxllm.serving.ground.speculation_options import SpeculationOptions
+        from jaxllm.serving.opening.engine import Engine
+
+        self._answer_tokens = int(opening.options["answer_tokens"])
+        drafts = {"drafts of high planes": SpeculationOptions(drafter="nested")}
+        if small := opening.options.get("draft"):
+            drafts[f"drafts of {Path(small).stem}"] = SpeculationOptions(model=small)
+        self._engines = {
+            setting: Engine.open(
+                opening.model,
+                weights=cast(WeightFormat, opening.format),
+                options=EngineOptions(context_tokens=opening.context_tokens),
+                speculation=speculation,
+                progress=progress,
+            )
+            for setting, speculation in drafts.items()
+        }
+        self.settings = tuple(drafts)
+        self._engine = self._engines[self.settings[0]]
+
+    def passes(self) -> int:
+        """Verifications so far, and tokens that were decoded without one."""
+        found = [each.speculation.counts for each in self._engines.values() if each.speculation is not None]
+        return sum(counts.verifications + counts.plain_tokens for counts in found)
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        from jaxllm.serving.engine.request import GenerationConfig
+
+        config = GenerationConfig(max_tokens=self._answer_tokens, ignore_eos=True)
+        self._answer = self._engines[setting].stream(list(prompt), config)
+        self._pieces = iter(self._answer)
+        self._read(1)
+        return self._answer.tokens[0]
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        self._read(1 + tokens)
+        return self._answer.tokens[1 : 1 + tokens]
+
+    def _read(self, count: int) -> None:
+        while len(self._answer.tokens) < count and next(self._pieces, None) is not None:
+            pass
 
 
 PROGRAM_BLOCKS = "blocks of the programs"

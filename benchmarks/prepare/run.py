@@ -6,40 +6,28 @@ Makes what is prepared: a model's folder, and GGUF files of the same weights; ke
 """
 
 import dataclasses
+import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import taken_by
 from benchmarks.harness.report import Row, compared, row
-from benchmarks.models import Checkpoint, Shape, byte_pairs, texts_of, vocabulary_keys, write_random
-from benchmarks.peers import OURS, PEERS, Opening
-from benchmarks.peers.gguf_file import PACKAGE_TYPES, quantize_gguf, refusal, write_gguf
-from benchmarks.peers.llama import content_key
+from benchmarks.models import Checkpoint, Shape, write_random
+from benchmarks.peers import OURS, PEERS, Opening, process
+from benchmarks.peers.llama import PACKAGE_TYPES, gguf_of
 from benchmarks.peers.ours import BLOCKS
 from benchmarks.peers.peer import missing_packages
-from benchmarks.peers.process import (
-    REFERENCE,
-    Child,
-    System,
-    Text,
-    alternate,
-    environment_of,
-    opened,
-    opening_of,
-    perplexity,
-    prompt_ids,
-    rate_rows,
-    threads_of,
-)
 from benchmarks.prepare import Plan
 from benchmarks.samples import SEPARATOR, stories_file
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.gguf_file import read_gguf
-from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -47,6 +35,7 @@ from jaxllm.models.parameters import parameter_count
 from jaxllm.prepare import prepare
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
+from jaxllm.text.tokenizer import TokenizerFiles
 
 FROM_FLOATS, LLAMA_CPP = f"{OURS.name}-from-floats", "llama.cpp"
 # Of which peak memory may be this many times the file's size, and a layer more.
@@ -60,7 +49,7 @@ def run(bench: Run[Plan]) -> list[Row]:
       JaxllmError: the model cannot be written as GGUF, or a system fails.
     """
     plan, progress = bench.plan, bench.progress
-    threads, kinds = threads_of(plan.threads), _kinds(bench)
+    threads, kinds = process.threads_of(plan.threads), _kinds(bench)
     if bench.shape is not None:
         source = random_source(bench.shape, SHAPES[bench.shape], bench)
     else:
@@ -85,12 +74,12 @@ def run(bench: Run[Plan]) -> list[Row]:
             rows = []
         text, exact = None, 0.0
         if "perplexity" in plan.parts:
-            text = Text.read(
+            text = process.Text.read(
                 plan.text or stories_file(None), checkpoint, separator=SEPARATOR,
                 window_tokens=plan.context_tokens, limit=plan.text_windows,
             )  # fmt: skip
-            with Child(REFERENCE, _opening(source.folder, plan), progress) as child:
-                exact = perplexity(child, text, progress)
+            with process.Child(process.REFERENCE, _opening(source.folder, plan), progress) as child:
+                exact = process.perplexity(child, text, progress)
         for kind, both in bundles.items():
             case = f"{source.name} {kind}"
             if "speed" in plan.parts:
@@ -114,7 +103,7 @@ def _kinds(bench: Run[Plan]) -> tuple[str, ...]:
 
 def _memory_rows(case: str, how: Sequence[Any], cfg: ModelConfig, threads: int) -> list[Row]:
     """Time and peak memory of preparing a source, and sizes; `how` are the arguments of `_prepared`."""
-    found, (model, bundle, _) = taken_by(_prepared, *how, environment=environment_of(threads)), how
+    found, (model, bundle, _) = taken_by(_prepared, *how, environment=process.environment_of(threads)), how
     files = [model] if model.is_file() else [*model.glob("*.safetensors")]
     file_bytes = sum(each.stat().st_size for each in files)
     # A layer as it is in the file.
@@ -144,29 +133,29 @@ def _speed_rows(
 ) -> list[Row]:
     """Prefill and decode of a file's bundle beside that of floats."""
     openings = {system: _opening(bundle, plan) for system, bundle in bundles.items()}
-    with opened(openings, progress, case) as children:
-        results = alternate(
-            [System(system, child, (BLOCKS,)) for system, child in children.items()],
-            [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens],
+    with process.opened(openings, progress, case) as children:
+        results = process.alternate(
+            [process.System(system, child, (BLOCKS,)) for system, child in children.items()],
+            [process.prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens],
             plan=plan,
             progress=progress,
         )
         bits = {system: f"{child.facts['bits_per_weight']:.2f} bits" for system, child in children.items()}
-    return rate_rows(results, {system: system for system in bundles}, plan, f"{case}, ", notes=bits)
+    return process.rate_rows(results, {system: system for system in bundles}, plan, f"{case}, ", notes=bits)
 
 
 def _perplexity_rows(
-    case: str, bundles: dict[str, Path], gguf: Path, text: Text, exact: float, bench: Run[Plan]
+    case: str, bundles: dict[str, Path], gguf: Path, text: process.Text, exact: float, bench: Run[Plan]
 ) -> list[Row]:
     """Perplexity of a file, of floats at its bits, of float32, and of llama.cpp on the file."""
     openings = {system: _opening(bundle, bench.plan) for system, bundle in bundles.items()}
     if not PEERS[LLAMA_CPP].missing():
-        openings[LLAMA_CPP] = opening_of(bench.plan, LLAMA_CPP, gguf, "GGUF")
-    values = {REFERENCE: exact}
+        openings[LLAMA_CPP] = process.opening_of(bench.plan, LLAMA_CPP, gguf, "GGUF")
+    values = {process.REFERENCE: exact}
     # One after the other: each is in memory for its own text alone.
     for system, opening in openings.items():
-        with Child(f"{system} {case}", opening, bench.progress) as child:
-            values[system] = perplexity(child, text, bench.progress)
+        with process.Child(f"{system} {case}", opening, bench.progress) as child:
+            values[system] = process.perplexity(child, text, bench.progress)
     # llama.cpp's quantizer gives rows that do not divide into blocks of a type another one.
     kinds = {each.kind for each in read_gguf(gguf).tensors.values() if len(each.shape) > 1}
     notes = dict.fromkeys((OURS.name, LLAMA_CPP), f"matrices of {' and '.join(sorted(kinds))}")
@@ -179,7 +168,7 @@ def _opening(model: Path, plan: Plan) -> Opening:
     if not model.is_dir():
         with Bundle.open(model) as bundle:
             form = bundle.layout.weights
-    return opening_of(plan, OURS.name, model, form, context_tokens=plan.context_tokens)
+    return process.opening_of(plan, OURS.name, model, form, context_tokens=plan.context_tokens)
 
 
 SHAPES = {
@@ -212,30 +201,17 @@ class Source:
         Raises:
           ConfigError: the model cannot be written as one.
         """
-        place = _cache() / "gguf" / content_key(self.folder)
-        place.mkdir(parents=True, exist_ok=True)
-        path = place / f"{kind}.gguf"
-        if path.exists():
-            return path
-        cfg = read_config(self.folder)
-        if reason := refusal(cfg):
-            raise ConfigError(f"{self.folder}: {reason}")
-        own = kind if kind in PACKAGE_TYPES else "F32"
-        written = place / f"{own}.gguf"
-        if not written.exists():
-            params = read_params(self.folder, cfg)
-            write_gguf(written, cfg, params, progress, kind=own, vocabulary=self.vocabulary)
-        if written != path:
-            quantize_gguf(written, path, kind, threads)
-            written.unlink()
-        return path
+        return gguf_of(
+            self.folder, kind, threads=threads, progress=progress, by_package=PACKAGE_TYPES,
+            vocabulary=self.vocabulary,
+        )  # fmt: skip
 
 
 def random_source(name: str, shape: Shape, bench: Run[Plan]) -> Source:
     """A model of random weights, and a tokenizer of byte pairs learned of texts; tells what it is made of."""
     data = bench.plan.vocabulary_data
     texts = [stories_file(None)] if data is None else list(texts_of(data))
-    place = _cache() / (name if data is None else f"{name}-data")
+    place = cache_folder() / "benchmarks" / "prepare" / (name if data is None else f"{name}-data")
     size_bytes = sum(each.stat().st_size for each in texts)
     folder = place / f"v{_VERSION}-{shape.V}-{len(texts)}-{size_bytes}"
     if not (folder / "config.json").exists():
@@ -251,5 +227,71 @@ def random_source(name: str, shape: Shape, bench: Run[Plan]) -> Source:
     return Source(name=name, folder=folder, vocabulary=vocabulary_keys(read_tokenizer(folder)))
 
 
-def _cache() -> Path:
-    return cache_folder() / "benchmarks" / "prepare"
+# Llama 3's rule by which texts are split first, and llama.cpp's name of it.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLIT_NAME = "llama-bpe"
+_TEXTS = (".txt", ".json", ".jsonl", ".csv", ".de", ".en")
+_LONGEST = 16
+
+
+def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
+    """A tokenizer of `size` entries, and how many of them were learned of the texts.
+
+    Args:
+      size: at least the 256 bytes.
+      texts: UTF-8 files.
+    """
+    library = Tokenizer(models.BPE(ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=1,
+        special_tokens=[],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library.train([str(each) for each in texts], trainer)
+    data = json.loads(library.to_str())
+    learned = len(data["model"]["vocab"])
+    _fill(data["model"], size)
+    return TokenizerFiles(tokenizer_json=json.dumps(data, ensure_ascii=False)), learned
+
+
+def texts_of(data: Path) -> Iterator[Path]:
+    """The texts in a folder of data sets, in order."""
+    return (each for each in sorted(data.rglob("*")) if each.suffix in _TEXTS and each.is_file())
+
+
+def vocabulary_keys(files: TokenizerFiles) -> dict[str, Any]:
+    """The metadata of such a tokenizer in a GGUF file, without the prefix `tokenizer.ggml.`."""
+    model = json.loads(files.tokenizer_json)["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "model": "gpt2",
+        "pre": _SPLIT_NAME,
+        "tokens": tokens,
+        "token_type": [1] * len(tokens),
+        "merges": [" ".join(each) for each in model["merges"]],
+        "add_bos_token": False,
+    }
+
+
+def _fill(model: dict[str, Any], size: int) -> None:
+    """Joins tokens at random until there are `size` of them."""
+    draw, tokens = np.random.default_rng(0), list(model["vocab"])
+    while len(tokens) < size:
+        left, right = (tokens[int(at)] for at in draw.integers(0, len(tokens), 2))
+        token = left + right
+        if len(token) <= _LONGEST and token not in model["vocab"]:
+            model["vocab"][token] = len(tokens)
+            tokens.append(token)
+            model["merges"].append([left, right])

@@ -23,7 +23,7 @@ from benchmarks.harness.machine import wait_for_quiet, wait_until_asleep
 from benchmarks.harness.report import OURS, Row
 from benchmarks.models import Checkpoint
 from benchmarks.peers.process import threads_of
-from benchmarks.service import Plan
+from benchmarks.service import Plan, workload
 from benchmarks.service.load import send
 from benchmarks.service.outcomes import Cell, Measured, Outcome, Window, judged, load_rows, memory_rows
 from benchmarks.service.systems import (
@@ -37,16 +37,6 @@ from benchmarks.service.systems import (
     require_httpx,
     start_rows,
     systems_of,
-)
-from benchmarks.service.workload import (
-    LEAST_PROMPT_TOKENS,
-    Arrivals,
-    Request,
-    Sizes,
-    back_to_back,
-    from_trace,
-    poisson,
-    random_prompt,
 )
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
@@ -84,11 +74,11 @@ class Reference:
         """Milliseconds to the first token after a prompt of so many tokens."""
         return float(np.interp(prompt_tokens, self.tokens, self.ttft_ms))
 
-    def answer_s(self, request: Request) -> float:
+    def answer_s(self, request: workload.Request) -> float:
         """Seconds of a whole answer."""
         return (self.ttft(len(request.prompt)) + self.tpot_ms * (request.answer_tokens - 1)) / 1000
 
-    def limits(self, request: Request, scale: float) -> Limits:
+    def limits(self, request: workload.Request, scale: float) -> Limits:
         """Most TTFT and TPOT in milliseconds: the app's shares of `scale` times the idle whole model's."""
         return SLOS[request.app].limits(scale * self.ttft(len(request.prompt)), scale * self.tpot_ms)
 
@@ -106,7 +96,7 @@ class _Load:
     """Requests to send, by `clients` or, where that is 0, at their times."""
 
     case: str
-    requests: Sequence[Request]
+    requests: Sequence[workload.Request]
     duration_s: float
     patience_s: float
     clients: int = 0
@@ -120,7 +110,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     """
     plan, progress = bench.plan, bench.progress
     require_httpx()
-    arrivals = None if plan.trace is None else Arrivals.read(plan.trace)
+    arrivals = None if plan.trace is None else workload.Arrivals.read(plan.trace)
     model, checkpoint = _model(bench)
     with open_model(model) as bundle:
         cfg, weights, name = bundle.cfg, bundle.layout.weights, bundle.layout.name
@@ -129,7 +119,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     for each in (*left_out, *(f"{system.name}: {system.note}" for system in systems if system.note)):
         bench.tell(each)
     context = min(cfg.window_tokens, _CONTEXT_MEDIANS * (plan.prompt_tokens + plan.answer_tokens))
-    sizes = Sizes(
+    sizes = workload.Sizes(
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
         context_tokens=context,
@@ -227,24 +217,28 @@ class _Turns:
 def _loads(
     name: str,
     bench: Run[Plan],
-    sizes: Sizes,
+    sizes: workload.Sizes,
     reference: Reference,
-    arrivals: Arrivals | None,
+    arrivals: workload.Arrivals | None,
     repetition: int,
 ) -> list[_Load]:
     """The loads of one repetition, the same for all systems."""
     plan, tell = bench.plan, bench.tell
     # No two loads send the same prompts: a server would have them in its cache.
     loads, seeds = [], itertools.count(plan.seed + _SEEDS * repetition, _LOAD_SEEDS)
-    answer_s = statistics.fmean(map(reference.answer_s, back_to_back(sizes, count=500, seed=plan.seed)))
+    answer_s = statistics.fmean(
+        map(reference.answer_s, workload.back_to_back(sizes, count=500, seed=plan.seed))
+    )
     if "apps" in plan.parts:
         for load in plan.loads:
             rate, seed = load / answer_s, next(seeds)
             duration_s = max(plan.load_s, plan.least_requests / rate)
             if arrivals is None:
-                sent = poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
+                sent = workload.poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
             else:
-                sent, faster = from_trace(sizes, arrivals, rate_per_s=rate, duration_s=duration_s, seed=seed)
+                sent, faster = workload.from_trace(
+                    sizes, arrivals, rate_per_s=rate, duration_s=duration_s, seed=seed
+                )
                 tell(f"load {load:g} comes {faster:,.2g} times as fast as in the trace")
             tell(f"load {load:g}: {len(sent)} requests, {rate:.3g} per second")
             loads.append(_Load(f"{name}, load {load:g}", sent, duration_s, plan.patience_s))
@@ -253,7 +247,7 @@ def _loads(
         for count in plan.clients:
             patience_s = max(plan.patience_s, 2 * count * answer_s)
             most = count + math.ceil(_MOST_SPEED_UP * duration_s / answer_s)
-            sent = back_to_back(sizes, count=most, seed=next(seeds))
+            sent = workload.back_to_back(sizes, count=most, seed=next(seeds))
             loads.append(_Load(f"{name}, {count} clients", sent, duration_s, patience_s, count))
     return loads
 
@@ -305,7 +299,9 @@ _PATIENCE_S = 600.0
 _ANSWER_TOKENS = 24
 
 
-def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, seed: int) -> Reference:
+def measure(
+    server: Server, given: Conditions, sizes: workload.Sizes, *, repeats: int, seed: int
+) -> Reference:
     """Times the whole model on our idle service.
 
     Args:
@@ -320,7 +316,9 @@ def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, se
     for _ in range(repeats + 1):
         for each in tokens:
             # No prompt begins as another, so that nothing is reused.
-            request = Request(app=0, prompt=random_prompt(sizes, each, draw), answer_tokens=_ANSWER_TOKENS)
+            request = workload.Request(
+                app=0, prompt=workload.random_prompt(sizes, each, draw), answer_tokens=_ANSWER_TOKENS
+            )
             # Without an objective the whole model answers.
             requests.append(ours.message(request, None, given) | {"time_s": 0.0})
     wait_for_quiet()
@@ -338,12 +336,12 @@ def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, se
     return Reference(tokens, rising, statistics.median(tpot))
 
 
-def _lengths(sizes: Sizes) -> tuple[int, ...]:
+def _lengths(sizes: workload.Sizes) -> tuple[int, ...]:
     most = sizes.within(sizes.context_tokens, _ANSWER_TOKENS)[0]
     wanted: Sequence[int] = (
-        LEAST_PROMPT_TOKENS,
+        workload.LEAST_PROMPT_TOKENS,
         sizes.prompt_tokens // 2,
         sizes.prompt_tokens,
         2 * sizes.prompt_tokens,
     )
-    return tuple(sorted({min(max(each, LEAST_PROMPT_TOKENS), most) for each in wanted} | {most}))
+    return tuple(sorted({min(max(each, workload.LEAST_PROMPT_TOKENS), most) for each in wanted} | {most}))

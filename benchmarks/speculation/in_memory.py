@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.harness.bench import Run, TimedPlan, silent
 from benchmarks.harness.children import in_turns
 from benchmarks.harness.report import Row
-from benchmarks.models import Checkpoint, float_params
+from benchmarks.models import Checkpoint, float_params, made_once
 from benchmarks.peers import DRAFTED, OURS, PEERS, Opening
 from benchmarks.peers.peer import unavailable
 from benchmarks.peers.process import Child, opened, opening_of
@@ -35,7 +35,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.parameters import param_specs
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.host.user_cache import cache_folder
 
 NESTED, LLAMA_DRAFTED = (each.name for each in DRAFTED)
 PLAIN, LLAMA = OURS.name, PEERS["llama.cpp"].name
@@ -172,21 +171,17 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
     """
     bundle = Bundle.open(model)
     require_decoder_alone(bundle.cfg, "enlarged models")
-    path = (
-        cache_folder() / "benchmarks" / "enlarged" / f"v{_VERSION}-{bundle.fingerprint[:16]}-{times}.jaxllm"
-    )
-    if not path.exists():
+
+    def write(path: Path) -> None:
         cfg, enlarged = enlarge(bundle.cfg, float_params(bundle), times, progress)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        name = f"{bundle.layout.name}, {times} times as deep and wide"
         write_bundle(
-            path,
-            cfg=cfg,
-            params=enlarged,
-            weights=bundle.layout.weights,
-            tokenizer=bundle.tokenizer_files(),
-            name=f"{bundle.layout.name}, {times} times as deep and wide",
-        )
-    return path
+            path, cfg=cfg, params=enlarged, weights=bundle.layout.weights,
+            tokenizer=bundle.tokenizer_files(), name=name,
+        )  # fmt: skip
+
+    name = f"v{_VERSION}-{bundle.fingerprint[:16]}-{times}.jaxllm"
+    return made_once("enlarged", name, write=write)
 
 
 def enlarge(

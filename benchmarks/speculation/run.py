@@ -24,13 +24,13 @@ from benchmarks.speculation.answers import (
 )
 from benchmarks.speculation.in_memory import enlarged_bundle, in_memory_rows
 from benchmarks.speculation.memory import memory_rows
-from benchmarks.speculation.shards import narrow_bundles
 from benchmarks.speculation.systems import (
     BLD,
     NARROW_BITS,
     STDPL,
     STI,
     Setting,
+    narrow_bundles,
     plain,
     systems,
     tuned_systems,

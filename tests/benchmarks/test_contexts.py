@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from benchmarks.contexts import PARTS, quality, run
 from benchmarks.contexts.quality import EIGHT, RAW, Stored, write_with_outliers
-from benchmarks.contexts.run import most_contexts, switch_rows
+from benchmarks.contexts.run import most_contexts, switch_rows, traffic_rows
 from benchmarks.contexts.switching import ABLATIONS, SYSTEMS, Switches, flush_times
-from benchmarks.contexts.traffic import traffic_rows
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import DEVICES, REAL, emulated
 from benchmarks.harness.report import OURS, Row

@@ -13,7 +13,15 @@ from benchmarks.experts import run as room
 from benchmarks.experts.nested import BASELINE, BUFFERS, LOSSES, NODES, PROMPT, text_windows, widened_folder
 from benchmarks.experts.run import Mixture, Plan, hit_ratio
 from benchmarks.experts.seq2seq import TaskPairs, by_layer, share_lost
-from benchmarks.experts.systems import EQUAL, SYSTEMS, Measured, ablations, config_of, random_mixed, widths_of
+from benchmarks.experts.systems import (
+    EQUAL,
+    SYSTEMS,
+    Measured,
+    ablations,
+    config_of,
+    widths_of,
+    write_random_mixed,
+)
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import named_devices
 from benchmarks.harness.report import OURS, median_ratio_interval
@@ -82,7 +90,7 @@ def test_quick_runs_on_one_storage():
 
 def test_wider_experts_answer_as_before(tmp_path):
     folder = write_tiny_folder(tmp_path / "folder", cfg=CFG, params=drawn_params())
-    wide = widened_folder(folder, tmp_path, 4)
+    wide = widened_folder(folder, 4)
     cfg = read_config(wide)
     assert cfg.expert_ffn_size == 4 * CFG.expert_ffn_size
     tokens = np.arange(12, dtype=np.int32)[None]
@@ -91,11 +99,11 @@ def test_wider_experts_answer_as_before(tmp_path):
         for path in (folder, wide)
     )
     np.testing.assert_allclose(np.asarray(after), np.asarray(before), rtol=1e-3, atol=1e-4)
-    assert widened_folder(folder, tmp_path, 4) == wide
+    assert widened_folder(folder, 4) == wide
     with pytest.raises(ConfigError, match="2 times and more"):
-        widened_folder(folder, tmp_path, 1)
-    mixed = random_mixed(folder, tmp_path / "mixed.jaxllm")
-    assert widths_of(mixed) == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
+        widened_folder(folder, 1)
+    write_random_mixed(folder, tmp_path / "mixed.jaxllm")
+    assert widths_of(tmp_path / "mixed.jaxllm") == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
 
 
 def test_intervals_of_ratios():
@@ -122,7 +130,7 @@ def test_the_whole_bench(tmp_path):
     plan = dataclasses.replace(
         Plan.quick(), tokens=4, prompt_tokens=8, context_tokens=64, buffers=(3,), watched_tokens=20
     )
-    rows = Mixture(Run(plan=plan), folder, [mixed], tmp_path / "cache").rows()
+    rows = Mixture(Run(plan=plan), folder, [mixed]).rows()
     systems = {row.system for row in rows if row.metric == "tpot_ms"}
     with Bundle.open(mixed) as bundle:
         assert {*SYSTEMS, EQUAL, *ablations(bundle)} <= systems
@@ -239,7 +247,7 @@ def test_the_whole_bench_of_an_encoder_decoder(tmp_path, monkeypatch):
         task_buffers=(0.5,), parts=("systems", "losses"),
     )  # fmt: skip
     task = TaskPairs(pairs=PAIRS)
-    rows = Mixture(Run(plan=plan), folder, [mixed], tmp_path / "cache", task=task).rows()
+    rows = Mixture(Run(plan=plan), folder, [mixed], task=task).rows()
     by_metric = {metric: {row.system for row in rows if row.metric == metric} for metric in _metrics(rows)}
     assert by_metric["tpot_ms"] == by_metric["encode_ms"] == {*systems}
     assert by_metric["rouge2"] == {*systems, "IO-EXP"}

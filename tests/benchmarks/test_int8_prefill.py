@@ -18,8 +18,16 @@ from benchmarks.harness.report import OURS
 from benchmarks.int8_prefill import QUANTIZERS
 from benchmarks.int8_prefill.accuracy import CLIPPED, WIDE, pruned_calibrations
 from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rotated_steps, rule_of
-from benchmarks.int8_prefill.models import CHUNK_TOKENS, MODEL, headline_phone, shadowed_layers, stated_phone
-from benchmarks.int8_prefill.run import Plan, run, simulated_rows
+from benchmarks.int8_prefill.run import (
+    CHUNK_TOKENS,
+    MODEL,
+    Plan,
+    headline_phone,
+    run,
+    shadowed_layers,
+    simulated_rows,
+    stated_phone,
+)
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of
 from jaxllm.int8_prefill.fitting import per_tensor_weights
 from jaxllm.int8_prefill.reference import observed, scores_by_rule

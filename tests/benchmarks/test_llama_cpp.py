@@ -12,10 +12,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.peers.drafting import DraftedLlamaSession, NestedSession
-from benchmarks.peers.gguf_file import refusal, tensor_bytes, write_gguf
-from benchmarks.peers.llama import gguf_of, open_llama
-from benchmarks.peers.ours import BLOCKS, EngineSession
+from benchmarks.peers.llama import DraftedLlamaSession, gguf_of, open_llama, refusal, tensor_bytes, write_gguf
+from benchmarks.peers.ours import BLOCKS, EngineSession, NestedSession
 from benchmarks.peers.peer import Opening
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.config import RopeConfig

@@ -22,7 +22,7 @@ from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import DEVICES
 from benchmarks.harness.report import OURS
 from benchmarks.peers import DRAFTED, PEERS
-from benchmarks.speculation import memory, run, shards
+from benchmarks.speculation import memory, run
 from benchmarks.speculation.answers import (
     TASKS,
     agreement,
@@ -38,16 +38,6 @@ from benchmarks.speculation.answers import (
     token_ms,
     tuned,
 )
-from benchmarks.speculation.in_memory import (
-    LLAMA,
-    LLAMA_DRAFTED,
-    NESTED,
-    PLAIN,
-    enlarge,
-    enlarged_bundle,
-    in_memory_rows,
-)
-from benchmarks.speculation.shards import narrow_bundles, plan_widths, shard_importance, shards_of
 from benchmarks.speculation.systems import (
     PUBLISHED,
     Setting,
@@ -55,7 +45,11 @@ from benchmarks.speculation.systems import (
     big_little,
     drafted,
     fixed_lines,
+    narrow_bundles,
     plain,
+    plan_widths,
+    shard_importance,
+    shards_of,
     systems,
     tuned_systems,
 )
@@ -235,7 +229,7 @@ def test_the_real_spec_bench_is_read(data_dir):
 
 @pytest.mark.slow
 def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     file, told = tmp_path / "question.jsonl", []
     file.write_text("\n".join(map(json.dumps, LINES)))
     plan = run.Plan(
@@ -275,7 +269,11 @@ def test_memory_is_measured_in_a_process_of_its_own(setting, monkeypatch):
 
 PROMPTS = {"chat": [[1, 2], [3, 4]], "summary": [[5, 6]]}
 # Milliseconds of a token in each setting.
-SPEEDS = {NESTED: {"own": 2.0}, PLAIN: {"blocks": 3.0, "single": 4.0}, LLAMA: {"a": 7.0, "b": 6.0}}
+SPEEDS = {
+    NESTED: {"own": 2.0},
+    PLAIN: {"blocks": 3.0, "single": 4.0},
+    LLAMA: {"a": 7.0, "b": 6.0},
+}
 
 
 @dataclasses.dataclass
@@ -516,7 +514,7 @@ def test_a_shard_that_does_nothing_is_unimportant():
 
 @pytest.mark.slow
 def test_bundles_of_mixed_widths_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     write_tiny_bundle(tmp_path / "target.jaxllm", "int8", cfg=SHARDED, params=tiny_params(SHARDED))
     made = narrow_bundles(tmp_path / "target.jaxllm", (3.0, 6.0), TEXTS)
     widths = {}
@@ -538,7 +536,7 @@ def test_bundles_of_mixed_widths_answer(tmp_path, monkeypatch):
 
 
 def test_shards_of_nested_weights_are_those_of_their_8_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     sizes = {}
     for weights in ("int8", "int8-nested"):
         path = tmp_path / f"{weights}.jaxllm"

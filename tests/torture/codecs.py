@@ -11,14 +11,7 @@ from typing import Any, Protocol
 import xxhash
 
 from jaxllm.bundle.layout import HEADER, MAGIC
-from tests.serving.contexts.mutations import (
-    catalog_document,
-    segment_body,
-    segment_document,
-    with_catalog_document,
-    with_segment_document,
-    with_signed_blobs,
-)
+from tests.serving.contexts import mutations
 
 
 class Codec(Protocol):
@@ -203,18 +196,18 @@ class SegmentFile(Raw):
 
     def document(self, raw: bytes) -> Any:
         try:
-            return segment_document(raw)
+            return mutations.segment_document(raw)
         except (ValueError, struct.error):
             return None
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        return with_segment_document(raw, document)
+        return mutations.with_segment_document(raw, document)
 
     def body(self, raw: bytes) -> tuple[int, int]:
-        return (segment_body(raw), len(raw)) if self.document(raw) is not None else (0, 0)
+        return (mutations.segment_body(raw), len(raw)) if self.document(raw) is not None else (0, 0)
 
     def signed(self, raw: bytes) -> bytes:
-        return with_signed_blobs(raw)
+        return mutations.with_signed_blobs(raw)
 
 
 class CatalogFile(Raw):
@@ -222,9 +215,9 @@ class CatalogFile(Raw):
 
     def document(self, raw: bytes) -> Any:
         try:
-            return catalog_document(raw)
+            return mutations.catalog_document(raw)
         except (ValueError, LookupError, TypeError, sqlite3.Error):
             return None
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        return with_catalog_document(raw, document)
+        return mutations.with_catalog_document(raw, document)
