@@ -163,58 +163,32 @@ _EMBEDDING_DEVIATION = 10.0
 _VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here. With E experts of F neurons, of which each
-    token visits `choices`, it is a Qwen3-MoE."""
-
-    D: int
-    L: int
-    N: int
-    K: int
-    H: int
-    F: int
-    V: int = 32000
-    E: int = 0
-    choices: int = 0
-    tied: bool = False
-    window_tokens: int = 2048
-
-    @property
-    def cfg(self) -> ModelConfig:
-        """As a model."""
-        return ModelConfig(
-            model_type="qwen3_moe" if self.E else "llama",
-            qk_norm=bool(self.E),
-            experts=self.E,
-            experts_per_token=self.choices,
-            expert_ffn_size=self.F if self.E else 0,
-            vocab_size=self.V,
-            hidden_size=self.D,
-            layers=self.L,
-            heads=self.N,
-            kv_heads=self.K,
-            head_dim=self.H,
-            ffn_size=self.F,
-            window_tokens=self.window_tokens,
-            rope=RopeConfig(dim=self.H, theta=10000.0),
-            tied_head=self.tied,
-        )
+def shape(*, D: int, L: int, N: int, K: int, H: int, F: int, V: int = 32000, **more: Any) -> ModelConfig:
+    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here; `more` has other fields of the config."""
+    sizes = {
+        "model_type": "llama", "vocab_size": V, "hidden_size": D, "layers": L, "heads": N, "kv_heads": K,
+        "head_dim": H, "ffn_size": F, "window_tokens": 2048, "rope": RopeConfig(dim=H, theta=10000.0),
+        "tied_head": False,
+    }  # fmt: skip
+    return ModelConfig(**sizes | more)
 
 
 SHAPES = {
     # The sizes of Karpathy's stories15M and stories110M.
-    "15m": Shape(D=288, L=6, N=6, K=6, H=48, F=768, tied=True),
-    "110m": Shape(D=768, L=12, N=12, K=12, H=64, F=2048, tied=True),
+    "15m": shape(D=288, L=6, N=6, K=6, H=48, F=768, tied_head=True),
+    "110m": shape(D=768, L=12, N=12, K=12, H=64, F=2048, tied_head=True),
     # A small model for a phone: grouped queries, an ffn of 3 D, a head of its own: 258 M parameters.
-    "250m": Shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
+    "250m": shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
     # The sizes of Qwen2.5 0.5B, whose embedding is the head, too, and has a quarter of the parameters.
-    "0.5b": Shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=151936, tied=True),
+    "0.5b": shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=151936, tied_head=True),
     # TinyLlama 1.1B.
-    "1b": Shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
-    # A mixture of 1.2 billion parameters, of which a token uses 265 million.
-    "moe-1b": Shape(D=1024, L=16, N=16, K=4, H=64, F=1408, E=16, choices=2),
-}
+    "1b": shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
+    # A mixture of 1.2 billion parameters, of which a token uses 265 million: a Qwen3-MoE.
+    "moe-1b": shape(
+        D=1024, L=16, N=16, K=4, H=64, F=1408, model_type="qwen3_moe", qk_norm=True, experts=16,
+        experts_per_token=2, expert_ffn_size=1408,
+    ),
+}  # fmt: skip
 
 
 def _encoder_decoder(*, D: int, L: int, N: int, F: int, V: int, gated: bool) -> ModelConfig:
@@ -249,28 +223,16 @@ ENCODER_DECODERS = {
 }
 
 
-def _switch(*, D: int, L: int, N: int, F: int, V: int, E: int, capacity: int) -> ModelConfig:
-    """Sizes of Switch Transformers: E experts of F neurons in every other layer of both sides."""
-    dense = _encoder_decoder(D=D, L=L, N=N, F=F, V=V, gated=False)
-    side = dataclasses.replace(
-        dense,
-        encoder=None,
-        model_type="switch_transformers",
-        experts=E,
-        experts_per_token=1,
-        normalize_expert_weights=False,
-        expert_ffn_size=F,
-        expert_capacity=capacity,
-        sparse_layers=(False, True) * (L // 2),
-    )
-    return dataclasses.replace(side, encoder=side)
-
-
+# Experts are in every other layer of both sides.
+_SIDE = dataclasses.replace(
+    ENCODER_DECODERS["t5-base"], encoder=None, model_type="switch_transformers", experts=64,
+    experts_per_token=1, normalize_expert_weights=False, expert_ffn_size=3072, expert_capacity=64,
+    sparse_layers=(False, True) * 6,
+)  # fmt: skip
 SWITCHES = {
     # EdgeMoE's switch-base-64: 3.8 billion parameters, of which 3.6 billion are experts.
-    "switch-base-64": _switch(D=768, L=12, N=12, F=3072, V=32128, E=64, capacity=64),
+    "switch-base-64": dataclasses.replace(_SIDE, encoder=_SIDE),
 }
-MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
 
 
 def shape_folder(name: str, progress: Progress) -> Path:
@@ -283,7 +245,7 @@ def shape_folder(name: str, progress: Progress) -> Path:
     Raises:
       ConfigError: there is no such shape.
     """
-    cfgs = {name: shape.cfg for name, shape in SHAPES.items()} | ENCODER_DECODERS
+    cfgs = SHAPES | ENCODER_DECODERS
     if name not in cfgs:
         raise ConfigError(f"there is no shape {name!r}; choose among {', '.join(cfgs)}")
     return made_once(
@@ -388,7 +350,7 @@ def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
     integer, floats = folder / f"{name}-int8.jaxllm", folder / f"{name}-f32.jaxllm"
     if integer.exists() and floats.exists():
         return integer, floats
-    source, cfg = shape_folder(name, progress), SHAPES[name].cfg
+    source, cfg = shape_folder(name, progress), SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
     params = {each: np.asarray(value, np.float32) for each, value in read_params(source, cfg)}
     params = with_outliers(cfg, params, OutlierRecipe())

@@ -2,6 +2,13 @@
 of contexts and intervals between calls (LLMS, figures 10, 11 and 15), and answers in contexts beside those of
 an engine without contexts.
 
+`traffic` counts the bytes that switches move, without a model: what storage costs each system at least.
+Traces, lengths, budgets, policies and sizes of chunks are those of `replay`; chunks have no content. Of a
+switch are counted the bytes that must be read, and those of evicted chunks that must be written first;
+divided by a device's bandwidths they are the least time of a switch (`switch_bound_ms`), whatever the
+processor does. A system that computes lost chunks again is left out. Ours has widths by a density that is
+drawn. A context that fills its window stays as it is, where it would slide.
+
 Contexts whose chunks are all in memory are measured by themselves: the switch, the memory of the one that
 runs, and answers at depth by width, beside the same chunks decoded into a cache first and a float cache
 without contexts. Two of them are called in turns: the first when all that the calls before left to encode and
@@ -9,6 +16,7 @@ to write is done, so that its switch is the switch itself; the second at once, w
 encoded.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -27,9 +35,8 @@ from benchmarks.contexts import UNTIMED, Plan, switching
 from benchmarks.contexts.quality import density_rows, quality_rows
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import in_turns
-from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import Device, array_bytes, named_devices
-from benchmarks.harness.report import OURS, Row, compared, median
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, median
 from benchmarks.traces import ContextCall
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import RAW, ChunkFormat
@@ -51,12 +58,11 @@ from jaxllm.serving.opening.engine import Engine
 
 def run(bench: Run[Plan]) -> list[Row]:
     """Measures the parts that the plan names."""
-    plan, rows = bench.plan, []
-    rows += traffic_rows(bench.config(), bench) if "traffic" in plan.parts else []
-    rows += _timed_rows(switching.Systems(bench)) if set(plan.parts) - {*UNTIMED} else []
-    rows += quality_rows(bench) if "quality" in plan.parts else []
-    rows += density_rows(bench) if "density" in plan.parts else []
-    return rows
+    parts = bench.plan.parts
+    rows = traffic_rows(bench.config(), bench) if "traffic" in parts else []
+    rows += _timed_rows(switching.Systems(bench)) if set(parts) - {*UNTIMED} else []
+    rows += quality_rows(bench) if "quality" in parts else []
+    return rows + (density_rows(bench) if "density" in parts else [])
 
 
 def _timed_rows(systems: switching.Systems) -> list[Row]:
@@ -124,9 +130,10 @@ def _chunked(systems: switching.Systems, cell: switching.Cell) -> dict[str, swit
     for size in systems.bench.plan.chunk_tokens:
         least = least_ratio(ChunkIO(systems.engine(ours.codec, size).runner))
         name = f"{OURS}-chunks-of-{size}"
-        if least > ours.ratio:
+        if least > ours.options.ratio:
             name += f"-ratio-{least:g}"
-        system = dataclasses.replace(ours, ratio=max(ours.ratio, least), name=name)
+        options = dataclasses.replace(ours.options, ratio=max(ours.options.ratio, least))
+        system = dataclasses.replace(ours, options=options, name=name)
         found[name] = systems.switches(system, cell, size)
     return found
 
@@ -184,18 +191,17 @@ def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
     return _rows("answering in a context", times, dict.fromkeys(_RATES))
 
 
-class _Times(dict[str, list[float]]):
+class _Times(collections.defaultdict[str, list[float]]):
     """What was measured of the calls of one system, by metric."""
 
-    def note(self, metric: str, value: float) -> None:
-        """Keeps a value."""
-        self.setdefault(metric, []).append(value)
+    def __init__(self) -> None:
+        super().__init__(list)
 
     def add(self, done: Answer) -> None:
         """Keeps the rates of an answer."""
         fed = done.prompt_tokens - done.reused_tokens
-        self.note("prefill_tokens_per_s", 1000 * fed / done.timings.ttft_ms)
-        self.note("decode_tokens_per_s", 1000 / done.timings.tpot_ms(len(done.tokens)))
+        self["prefill_tokens_per_s"].append(1000 * fed / done.timings.ttft_ms)
+        self["decode_tokens_per_s"].append(1000 / done.timings.tpot_ms(len(done.tokens)))
 
 
 _RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
@@ -250,7 +256,7 @@ def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> l
                     of = times[name] if repeat else _Times()
                     kept[name].store.wait()
                     _call(kept[name], settled, prompt, answer, of)
-                    of.note("at_once_ttft_ms", _asked(at_once, prompt, answer)[1])
+                    of["at_once_ttft_ms"].append(_asked(at_once, prompt, answer)[1])
                 # A conversation whose cache is all floats goes on.
                 config = GenerationConfig(max_tokens=answer, ignore_eos=True)
                 done = plain.stream([*said, *prompt], config, session=session).result()
@@ -265,8 +271,8 @@ def _call(contexts: Contexts, context: Context, prompt: list[int], answer: int, 
     """Answers in a context that did not run last."""
     before = len(context.record.bits)
     said, ttft_ms = _asked(context, prompt, answer)
-    times.note("switch_ms", said.restoration.took_ms)
-    times.note("ttft_ms", ttft_ms)
+    times["switch_ms"].append(said.restoration.took_ms)
+    times["ttft_ms"].append(ttft_ms)
     times.add(said)
     taken, least = _memory(contexts, context.name, before)
     times["context_bytes"], times["context_bytes_share"] = [taken], [taken / least]
@@ -427,13 +433,13 @@ class Chunks:
 def traffic_rows(cfg: ModelConfig, bench: Run[Plan]) -> list[Row]:
     """Rows of bytes, and of the least times on emulated devices."""
     plan, rows = bench.plan, []
-    systems = [each for each in switching.SYSTEMS if each.writing != "never"]
+    systems = [each for each in switching.SYSTEMS if each.options.writing != "never"]
     trace, lengths = switching.traced(plan, cfg.window_tokens, plan.patterns[0], plan.fitting)
     ours = Chunks.of(cfg, switching.SYSTEMS[0].codec)
     ends = switching.lengths_after(lengths, trace, cfg.window_tokens)
     # As `Systems.budget_bytes`.
     budget = sum(
-        int(switching.SYSTEMS[0].ratio * ours.reference_bytes * (end // switching.CHUNK_TOKENS))
+        int(switching.SYSTEMS[0].options.ratio * ours.reference_bytes * (end // switching.CHUNK_TOKENS))
         for end in ends
     )
     for pattern, contexts in itertools.product(plan.patterns, plan.contexts):
@@ -445,7 +451,7 @@ def traffic_rows(cfg: ModelConfig, bench: Run[Plan]) -> list[Row]:
                 f"{case}: {name} reads {np.mean(each.read) / 1e6:.2f} MB and writes "
                 f"{np.mean(each.written) / 1e6:.2f}"
             )
-        rows += _rows(f"traffic: {case}", found, plan)
+        rows += _moved_rows(f"traffic: {case}", found, plan)
     return rows
 
 
@@ -469,17 +475,17 @@ def count(
     density = draw.pareto(1.0, (len(lengths), cfg.window_tokens // switching.CHUNK_TOKENS)) + 1e-3
     stored: set[tuple[str, int]] = set()
     evicted: list[Resident] = []
-    memory = ChunkMemory(budget, find_policy(system.policy), evicted.extend)
+    memory = ChunkMemory(budget, find_policy(system.options.policy), evicted.extend)
 
     def keep(context: int, before: int, tokens: int) -> None:
         count = min(tokens, cfg.window_tokens) // switching.CHUNK_TOKENS
-        for n, bits in enumerate(chunks.widths(density[context, :count], system.ratio)):
+        for n, bits in enumerate(chunks.widths(density[context, :count], system.options.ratio)):
             there = memory.chunks(str(context)).get(n)
             if n < before // switching.CHUNK_TOKENS and (there is None or bits >= there.bits > 0):
                 # Chunks that exist are only stored at fewer bits.
                 continue
             memory.load(str(context), n, bits, _blob(chunks.bytes_of[bits]))
-            (stored.add if system.writing == "ahead" else stored.discard)((str(context), n))
+            (stored.add if system.options.writing == "ahead" else stored.discard)((str(context), n))
 
     said, found, last = list(lengths), Traffic([], []), -1
     widths: dict[tuple[str, int], int] = {}
@@ -522,7 +528,7 @@ def _blob(size: int) -> list[np.ndarray]:
     return [np.broadcast_to(np.uint8(0), size)]
 
 
-def _rows(case: str, found: dict[str, Traffic], plan: Plan) -> list[Row]:
+def _moved_rows(case: str, found: dict[str, Traffic], plan: Plan) -> list[Row]:
     notes = {name: f"{len(each.read)} switches" for name, each in found.items()}
     means = {name: [float(np.mean(part)) for part in each] for name, each in found.items()}
     rows = []

@@ -1,14 +1,15 @@
-"""Opens the models of the baselines, and times changing from one to another.
+"""Opens the models of the baselines, and measures what levels cost: times, memory, and changing to another.
 
-Makes elastic bundles of random weights, to time levels at sizes that are not trained.
+Choosing another level sets an attribute of a Python object, and costs nothing by itself; the next dispatch
+takes longer, for it has new arguments and reads memory that the last request did not read. So a request's
+time to the first token is timed beside that of one that stays at its level.
 
-Times a trace with a model as large as a phone's, and takes the answers of a small trained one.
-
-In the times of a model that answers within milliseconds, the host's own work and the tiny LM's pass are large
-parts, at any level, so they say little of larger models. Here an elastic model of random weights, of a known
-shape and with the same levels and tokenizer, is timed and replays the trace; the times of other systems'
-models are interpolated between its levels by their share of the parameters in layers. Right answers are those
-of the trained models.
+A trace can be timed with a model as large as a phone's, with the answers of a small trained one. In the times
+of a model that answers within milliseconds, the host's own work and the tiny LM's pass are large parts, at
+any level, so they say little of larger models. Here an elastic model of random weights, of a known shape and
+with the same levels and tokenizer, is timed and replays the trace; the times of other systems' models are
+interpolated between its levels by their share of the parameters in layers. Right answers are those of the
+trained models.
 """
 
 import contextlib
@@ -49,7 +50,6 @@ from jaxllm.serving.opening.make_runners import Runners
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.weights.model_level import ModelLevel
 
-_READ_BYTES = 1 << 22
 SWAP, PRUNED, LAYERS = "PFS-swap", "LLM-Pruner", "LE (no recovery)"
 SHORTENED = "LG2+CS (no sparsity)"
 # The same models as `SWAP`, all of them in memory.
@@ -101,7 +101,9 @@ def open_baselines(
     found = {}
     if plain:
         found[SWAP] = plain_models(plain, weights=engine.model.bundle.layout.weights, options=engine.options)
-    found[PRUNED] = pruned_models(engine if pruned is None else open_elastic(pruned, progress))
+    other = engine if pruned is None else open_elastic(pruned, progress)
+    # The levels of a bundle, each copied when it is changed to.
+    found[PRUNED] = [Size(f"{level} %", other, level, move(other, level)[0]) for level in other.levels]
     importance = engine.model.bundle.layout.parts["elastic"].facts.get("layer_importance")
     if importance is not None:
         found[LAYERS] = layer_wise(engine, importance, layer_subsets)
@@ -159,15 +161,10 @@ def swap_ms(file: Path) -> float:
                     os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
-            while opened.read(_READ_BYTES):
+            while opened.read(1 << 22):
                 pass
             times.append(1000 * (time.perf_counter() - began))
     return statistics.median(times)
-
-
-def pruned_models(engine: Engine) -> list[Size]:
-    """The models of LLM-Pruner: the levels of a bundle, each copied when it is changed to."""
-    return [Size(f"{level} %", engine, level, move(engine, level)[0]) for level in engine.levels]
 
 
 def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) -> list[Size]:
@@ -228,9 +225,6 @@ def _of_layers(params: Params, kept: Sequence[int]) -> Params:
     return chosen
 
 
-_ANCHOR_SHARE = 0.2
-# Parameters with a row for each token.
-_PER_TOKEN = ("embed.tokens", "head")
 _RECOVERY = LoraConfig(rank=8)
 
 
@@ -253,7 +247,7 @@ def elastic_shape(
     folder = shape_folder(name, progress)
 
     def write(path: Path) -> None:
-        cfg = SHAPES[name].cfg
+        cfg = SHAPES[name]
         tokenizer, params = read_tokenizer(folder), read_params(folder, cfg)
         levels: tuple[int, ...] = Ladder().levels
         adapted = [level for level in levels if level != WHOLE]
@@ -264,7 +258,7 @@ def elastic_shape(
             adapted = [level for level in levels if read_recovery(like, level) is not None]
             params = _first_tokens(params, cfg.vocab_size, like.cfg.vocab_size)
             cfg = dataclasses.replace(cfg, vocab_size=like.cfg.vocab_size)
-        anchors = max(1, round(_ANCHOR_SHARE * cfg.layers))
+        anchors = max(1, round(0.2 * cfg.layers))
         ladder, recoveries = Ladder(levels=levels, anchors=(*range(anchors - 1), cfg.layers - 1)), {}
         for level in adapted:
             adapter = init_adapter(sub_config(cfg, ladder, level), _RECOVERY, jax.random.key(level))
@@ -291,7 +285,7 @@ def _first_tokens(
     if kept > words:
         raise ConfigError(f"a shape of {words} tokens cannot have a vocabulary of {kept}; take a larger one")
     for name, value in params:
-        yield name, value[:kept] if name in _PER_TOKEN else value
+        yield name, value[:kept] if name in ("embed.tokens", "head") else value
 
 
 def check_same_levels(ours: Engine, larger: Engine) -> None:

@@ -4,10 +4,6 @@ A system has variants of its model (sizes, and lengths of the prompt). For each 
 times are known, and whether the likeliest of the options is the right one. Every system chooses by a policy,
 which does not see the right answers of the question. The bound does: it is what no policy can exceed.
 
-Asks the models of each system every question, and looks up their times.
-
-Decides for every request of a trace what ours, its ablations and a baseline answer.
-
 A variant of ours takes at least its own time, and with a shorter prompt the tiny LM's pass, whose scores say
 what is kept. What is spent on deciding comes on top: ours spends what its planner was seen to spend, and the
 bound nothing.
@@ -17,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -220,8 +217,7 @@ def right_answers(
     return np.array(right, bool), fits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Column:
+class _Column(NamedTuple):
     """One variant: the engine that answers, the prompts as it reads them and their tokens `[N]`, and its
     times."""
 
@@ -266,16 +262,11 @@ def our_variants(
     made = [shorten(engine.tokenizer, each, proposer.scores(each.prompt), ratios) for each in questions]
     lengths = np.array([len(each.prompt.ids) for each in questions])
     tokens = np.maximum(1, np.rint(lengths[:, None] * np.array([shares for _, shares in made]))).astype(int)
-    columns = [
-        _Column(
-            engine=engine,
-            level=level,
-            prompts=[prompts[ratios.index(ratio)] for prompts, _ in made],
-            tokens=tokens[:, ratios.index(ratio)].tolist(),
-            profile=profile,
-        )
-        for level, ratio in keys
-    ]
+    by_ratio = {
+        ratio: ([prompts[place] for prompts, _ in made], tokens[:, place].tolist())
+        for place, ratio in enumerate(ratios)
+    }
+    columns = [_Column(engine, level, *by_ratio[ratio], profile) for level, ratio in keys]
     return dataclasses.replace(_variants(columns, questions, progress), keys=keys)
 
 
@@ -296,24 +287,13 @@ def size_variants(
         prompts = [branching(tokenizer, each.example) for each in questions]
         return prompts, [len(prompt_tokens(tokenizer, each.example).ids) for each in questions]
 
-    columns = []
-    for size in sizes:
-        prompts, tokens = read(size.engine.tokenizer)
-        columns.append(
-            _Column(
-                engine=size.engine,
-                level=size.level,
-                prompts=prompts,
-                tokens=tokens,
-                profile=profiles[id(size.engine)],
-                change_ms=size.change_ms,
-            )
+    columns = [
+        _Column(
+            size.engine, size.level, *read(size.engine.tokenizer), profiles[id(size.engine)], size.change_ms
         )
+        for size in sizes
+    ]
     return _variants(columns, questions, progress)
-
-
-# The whole model cannot meet it, so that it has to be planned.
-_TIGHT = Slo(ttft=0.5, tpot=0.5)
 
 
 def with_whole(ratios: Sequence[float]) -> tuple[float, ...]:
@@ -331,8 +311,10 @@ def plan_times(
 
     All else that the planner does is counted alike for all questions, by its median.
     """
+    # The whole model cannot meet it, so that it has to be planned.
+    tight = Slo(ttft=0.5, tpot=0.5)
     passes = np.array([proposer.planning_ms(len(each.prompt.ids)) for each in questions])
-    spent = [planner.plan(each.prompt, _TIGHT, answer_tokens=ANSWER_TOKENS).planning_ms for each in questions]
+    spent = [planner.plan(each.prompt, tight, answer_tokens=ANSWER_TOKENS).planning_ms for each in questions]
     return passes, passes + max(0.0, float(np.median(spent - passes)))
 
 

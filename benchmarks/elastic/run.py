@@ -1,8 +1,5 @@
-"""Runs all parts: the costs of levels, their accuracy, and a trace of six apps on every system.
-
-Makes rows of the trace: right answers and answers in time of every system, and times of the service.
-
-Replays a trace on the service, in turns with the whole model.
+"""Runs all parts: the costs of levels, their accuracy, and a trace of six apps on every system, which is
+replayed on the service, too, in turns with the whole model.
 
 Objectives are shares of the whole model's times, which change from minute to minute on a busy device. So the
 whole model answers every request as well: its times against its profile, by the median over neighbouring
@@ -29,8 +26,7 @@ from benchmarks.elastic.decisions import (
     with_whole,
 )
 from benchmarks.harness.bench import Run, silent
-from benchmarks.harness.figures import Figure, draw_figures
-from benchmarks.harness.report import OURS, Row, compared, lead, row, said
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, lead, row, said
 from benchmarks.samples import read_examples
 from benchmarks.traces import TRACE_TASKS, Outcome, make_trace, replay, totals
 from jaxllm.bundle.tiny_lm import read_tiny_lm
@@ -153,11 +149,9 @@ def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
 
 def _cost_rows(engine: Engine, profile: DeviceProfile, bench: Run[Plan]) -> list[Row]:
     """Times and memory of levels, and the time to change them."""
-    return [
-        *baselines.time_rows(profile),
-        *baselines.switch_rows(engine, rounds=bench.plan.rounds, progress=bench.progress),
-        *baselines.memory_rows(engine.model.bundle.path, engine.options.levels),
-    ]
+    rows = baselines.time_rows(profile)
+    rows += baselines.switch_rows(engine, rounds=bench.plan.rounds, progress=bench.progress)
+    return rows + baselines.memory_rows(engine.model.bundle.path, engine.options.levels)
 
 
 def _remarks(engine: Engine, others: dict[str, list[baselines.Size]]) -> dict[str, str]:
@@ -341,10 +335,6 @@ FIGURES = (
 draw = functools.partial(draw_figures, "elastic", FIGURES)
 
 
-# Requests before and after one whose median speed is taken.
-_NEIGHBOURS = 4
-
-
 def replay_beside_whole(
     service: LLMService, asked: Asked, requests: int, progress: Progress = silent
 ) -> tuple[list[Outcome], list[bool]]:
@@ -368,8 +358,10 @@ def replay_beside_whole(
         progress("replay", done, len(some))
     found = []
     for number, (outcome, index) in enumerate(zip(outcomes, asked.indices, strict=False)):
-        near = np.array(speeds[max(0, number - _NEIGHBOURS) : number + _NEIGHBOURS + 1])
-        ttft, tpot = (_median(column) for column in near.T)
+        # The median speed of the requests before and after it; 1 where there are none.
+        near = np.array(speeds[max(0, number - 4) : number + 5]).T
+        known = [column[np.isfinite(column)] for column in near]
+        ttft, tpot = (float(np.median(each)) if len(each) else 1.0 for each in known)
         whole = Cost(
             ttft_ms=asked.whole_ms[0][index] * ttft,
             tpot_ms=asked.whole_ms[1][index] * tpot,
@@ -377,9 +369,3 @@ def replay_beside_whole(
         )
         found.append(outcome.failure is None and meets(outcome.request.slo, outcome.cost, whole))
     return outcomes, found
-
-
-def _median(values: np.ndarray) -> float:
-    """The median of the finite values; 1 where there are none."""
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else 1.0

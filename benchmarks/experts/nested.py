@@ -1,7 +1,5 @@
 """Measures nested experts beside IO-QEXP: time per token at equal buffer bytes, and what a loss costs.
 
-Widens the experts of a trained mixture without changing its answers.
-
 The experts of the packaged mixture are read in a tenth of a millisecond, and routers of random weights are
 like no trained ones. So each expert gets further neurons in pairs that read the same and write the opposite,
 and so cancel: routers, and which experts a token visits, stay the trained ones, and experts have the size of
@@ -56,9 +54,8 @@ def nested_rows(
     for loss, (name, buffer) in itertools.product(LOSSES, BUFFERS.items()):
         ours, theirs = found[f"{OURS} {loss}"], found[name]
         low, high = median_ratio_interval(ours.token_ms, theirs.token_ms)
-        interval = f"ratio's 95 % interval [{low:.2f}, {high:.2f}]"
-        notes: dict[str, str | None] = {
-            OURS: f"{device.note}; {_facts(ours)}; {interval}",
+        notes = {
+            OURS: f"{device.note}; {_facts(ours)}; ratio's 95 % interval [{low:.2f}, {high:.2f}]",
             BASELINE: f"{device.note}; {buffer}; {_facts(theirs)}",
         }
         times = {OURS: median(ours.token_ms), BASELINE: median(theirs.token_ms)}
@@ -98,10 +95,9 @@ def text_windows(ids: Sequence[int], count: int) -> list[list[int]]:
 
 def _facts(each: Measured) -> str:
     read, calls = (each.counts[name] / max(1, each.tokens) for name in ("read_bytes", "calls"))
-    return (
-        f"{read / 1e6:.2f} MB and {calls:.1f} calls a token (prompts among them), {each.hit_rate:.0%} of "
-        "visits in memory"
-    )
+    hits = each.counts["hits"] / max(1, each.counts["visits"])
+    what = f"{read / 1e6:.2f} MB and {calls:.1f} calls a token (prompts among them)"
+    return f"{what}, {hits:.0%} of visits in memory"
 
 
 _VERSION = 1

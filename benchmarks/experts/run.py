@@ -1,6 +1,5 @@
-"""Runs all parts: time per token of every system and without each technique, losses, and predictors.
-
-Judges predictors and eviction policies by the experts that a model visited.
+"""Runs all parts: time per token of every system and without each technique, losses, and predictors, which
+are judged, as eviction policies are, by the experts that a model visited.
 """
 
 import dataclasses
@@ -21,9 +20,8 @@ from benchmarks.experts.seq2seq import (
     widths_note,
 )
 from benchmarks.harness.bench import Run
-from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import REAL, Device, named_devices
-from benchmarks.harness.report import OURS, Row, compared, median, row
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, median, row
 from benchmarks.models import SWITCHES, Checkpoint, made_once, switch_bundle
 from benchmarks.samples import SEPARATOR, stories_file
 from benchmarks.speculation import memory
@@ -41,9 +39,6 @@ from jaxllm.serving.opening.engine import Engine
 from jaxllm.tasks.rouge import require_rouge
 from jaxllm.text.tokenizer import Tokenizer
 
-# What random weights of an encoder-decoder are measured in: a context of 512 tokens takes a quarter of it.
-_MEMORY_BYTES, _SWITCH_CONTEXT_TOKENS = 300_000_000, 128
-
 
 def run(bench: Run[Plan]) -> list[Row]:
     """Measures a mixture: of random weights, calibrated, or of an encoder-decoder by its tasks.
@@ -54,8 +49,9 @@ def run(bench: Run[Plan]) -> list[Row]:
     """
     plan, progress = bench.plan, bench.progress
     if bench.shape in SWITCHES:
-        path, budgets = switch_bundle(bench.shape, progress), plan.budgets or (_MEMORY_BYTES,)
-        return memory.memory_rows(path, budgets, progress, context_tokens=_SWITCH_CONTEXT_TOKENS)
+        # A context of 512 tokens takes a quarter of this budget.
+        path, budgets = switch_bundle(bench.shape, progress), plan.budgets or (300_000_000,)
+        return memory.memory_rows(path, budgets, progress, context_tokens=128)
     again, text, tasks = False, None, []
     if bench.shape is not None:
         folder = bench.path()
@@ -258,14 +254,8 @@ class Mixture:
             wide = widened_folder(self._folder, plan.widened)
 
         def setting(of: Path, device: Device, share: float) -> systems.NestedSetting:
-            nested, four_bit = systems.make_nested(of, mixed)
-            return systems.NestedSetting(
-                nested=nested,
-                four_bit=four_bit,
-                share=share,
-                context_tokens=plan.context_tokens,
-                storage=device.storage,
-            )
+            how = {"share": share, "context_tokens": plan.context_tokens, "storage": device.storage}
+            return systems.NestedSetting.of(of, mixed, **how)
 
         with open_model(mixed) as bundle:
             ids = self._ids(Tokenizer(bundle.tokenizer_files()))

@@ -9,7 +9,7 @@ room for the experts of one token at one layer, as EdgeMoE's baselines.
 - IO-QEXP, our buffer: the same with a buffer of as many bytes as ours, which keeps the experts used last.
 - STI (arXiv 2207.05022): whole layers at 4 bits are read ahead, in as much memory as ours takes.
 
-Measures the memory of each system of experts, in a process of its own.
+The memory of each is measured in a process of its own.
 """
 
 import dataclasses
@@ -91,42 +91,65 @@ class Bundles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class Conditions:
+    """What is the same for all systems.
+
+    Attributes:
+      context_tokens: of every context.
+      storage: that experts are read from.
+    """
+
+    context_tokens: int
+    storage: Storage
+
+    def options(self, memory_bytes: int = 0) -> EngineOptions:
+        """Of an engine."""
+        return EngineOptions(
+            context_tokens=self.context_tokens, chunk_tokens=(16, 64), cache_tokens=(self.context_tokens,),
+            storage=self.storage, memory_bytes=memory_bytes,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting(Conditions):
     """The same model, memory and storage for all systems.
 
     Attributes:
       bundles: the model.
       buffer_experts: room of ours, in experts at 4 bits.
-      context_tokens: of every context.
-      storage: that experts are read from.
       equal: whether baselines that load on demand have a buffer of as many bytes as ours, from which those
         go that were used longest ago; else they have none.
     """
 
     bundles: Bundles
     buffer_experts: int
-    context_tokens: int
-    storage: Storage
     equal: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NestedSetting:
+class NestedSetting(Conditions):
     """Nested experts, and the same at 4 bits, in as much memory.
 
     Attributes:
       nested: experts apart, in two planes.
       four_bit: experts apart, all at 4 bits.
       share: room for experts, as a share of all nested ones; the same bytes for all systems.
-      context_tokens: of every context.
-      storage: that experts are read from.
     """
 
     nested: Path
     four_bit: Path
     share: float
-    context_tokens: int
-    storage: Storage
+
+    @classmethod
+    def of(cls, folder: Path, mixed: Path, **how: Any) -> "NestedSetting":
+        """Of a mixture's folder, perhaps with wider experts than `mixed`; makes the bundles unless they are
+        there. `how` has the other fields."""
+        forms = {
+            name: {"weights": "int8-nested", "expert_bits": bits}
+            for name, bits in (("nested", 8), ("four-bit", 4))
+        }
+        nested, four_bit = _made(folder, mixed, forms).values()
+        return cls(nested=nested, four_bit=four_bit, **how)
 
     @property
     def buffer_bytes(self) -> int:
@@ -134,18 +157,6 @@ class NestedSetting:
         with Bundle.open(self.nested) as bundle:
             store = ExpertStore(bundle)
             return max(int(self.share * store.total_bytes), store.least_bytes())
-
-
-def make_nested(folder: Path, mixed: Path) -> tuple[Path, Path]:
-    """The nested bundle and the one of 4 bits of a mixture's folder, perhaps with wider experts than `mixed`,
-    made unless they are there."""
-    neurons = read_config(folder).expert_ffn_size
-    forms = {
-        f"{name}-{neurons}": {"weights": "int8-nested", "expert_bits": bits}
-        for name, bits in (("nested", 8), ("four-bit", 4))
-    }
-    nested, four_bit = _made(folder, mixed, forms).values()
-    return nested, four_bit
 
 
 def make_bundles(folder: Path, mixed: Path, progress: Progress = silent) -> Bundles:
@@ -192,33 +203,31 @@ def opened(name: str, setting: Setting) -> Engine:
     if name == EQUAL:
         return opened("IO-QEXP", dataclasses.replace(setting, equal=True))
     if name == "IO-FREE":
-        return Engine.open(bundles.together, options=_options(setting))
+        return Engine.open(bundles.together, options=setting.options())
     if name == "STI":
         with Bundle.open(bundles.mixed) as bundle:
-            ours = _budget(bundle, _options(setting), _buffer_bytes(setting))
-        return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
+            ours = _budget(bundle, setting.options(), _buffer_bytes(setting))
+        return Engine.open(bundles.layers, options=setting.options(memory_bytes=ours))
     room = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
     if name in ("IO-EXP", "IO-QEXP"):
         path = bundles.floats if name == "IO-EXP" else bundles.four_bit
         how = ExpertOptions(predictor="none", eviction="lru" if setting.equal else ExpertOptions.eviction)
-        return _with_buffer(path, _options(setting), room if setting.equal else 0, how)
+        return _with_buffer(path, setting.options(), room if setting.equal else 0, how)
     path = bundles.four_bit if name == f"{OURS}-no-widths" else bundles.mixed
-    return _with_buffer(path, _options(setting), room, ExpertOptions(**_HOW.get(name, {})))
-
-
-# What an ablation changes of `ExpertOptions`.
-_HOW: Mapping[str, Mapping[str, Any]] = {
-    f"{OURS}-no-preloading": {"predictor": "none"},
-    f"{OURS}-paths": {"predictor": "paths"},
-    f"{OURS}-tokens": {"predictor": "tokens"},
-    f"{OURS}-lru": {"eviction": "lru"},
-}
+    # What an ablation changes.
+    changes: Mapping[str, Mapping[str, Any]] = {
+        f"{OURS}-no-preloading": {"predictor": "none"},
+        f"{OURS}-paths": {"predictor": "paths"},
+        f"{OURS}-tokens": {"predictor": "tokens"},
+        f"{OURS}-lru": {"eviction": "lru"},
+    }
+    return _with_buffer(path, setting.options(), room, ExpertOptions(**changes.get(name, {})))
 
 
 def resident(name: str, setting: Setting) -> Engine:
     """Opens what a system answers with, all in memory: the storage changes no answer."""
     of = {OURS: "mixed", "IO-FREE": "together", "IO-QEXP": "four_bit", "STI": "layers"}
-    return Engine.open(getattr(setting.bundles, of[name]), options=_options(setting))
+    return Engine.open(getattr(setting.bundles, of[name]), options=setting.options())
 
 
 def nested_engine(
@@ -237,7 +246,7 @@ def nested_engine(
     room = 0 if baseline == "published" else setting.buffer_bytes
     # Of its own: another system's reads delay none of this one's.
     storage = dataclasses.replace(setting.storage)
-    options = dataclasses.replace(_options(setting), trees=trees, storage=storage)
+    options = dataclasses.replace(setting.options(), trees=trees, storage=storage)
     return _with_buffer(path, options, room, how)
 
 
@@ -245,15 +254,12 @@ EQUAL = "IO-QEXP, our buffer"
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
 # Whose weights at 4 bits are made of the checkpoint, not of our bundle.
 FOUR_BIT = ("IO-QEXP", EQUAL, "STI", f"{OURS}-no-widths")
-_ABLATIONS = ("no-widths", "no-preloading", "no-buffer", "lru")
-# These predict by the statistics of a text.
-_BY_STATISTICS = ("paths", "tokens")
 
 
 def ablations(bundle: Bundle) -> tuple[str, ...]:
     """Names of our ablations on a bundle; predictors by statistics need those in it."""
-    known = bool(read_path_counts(bundle).alone.any())
-    return tuple(f"{OURS}-{what}" for what in (*_ABLATIONS, *(_BY_STATISTICS if known else ())))
+    known = ("paths", "tokens") if read_path_counts(bundle).alone.any() else ()
+    return tuple(f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "lru", *known))
 
 
 def widths_of(path: Path) -> str:
@@ -287,16 +293,6 @@ def _budget(bundle: Bundle, options: EngineOptions, buffer_bytes: int) -> int:
     return budget_with_experts(bundle, options.resolve(bundle.cfg, quantized=quantized), buffer_bytes)
 
 
-def _options(setting: Setting | NestedSetting, memory_bytes: int = 0) -> EngineOptions:
-    return EngineOptions(
-        context_tokens=setting.context_tokens,
-        chunk_tokens=(16, 64),
-        cache_tokens=(setting.context_tokens,),
-        storage=setting.storage,
-        memory_bytes=memory_bytes,
-    )
-
-
 @dataclasses.dataclass
 class Measured:
     """Of one system: times of each answer that is counted, and counts of all of them.
@@ -314,11 +310,6 @@ class Measured:
     prompts: int = 0
     tokens: int = 0
     counts: Counter[Any] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of visits whose expert was in memory."""
-        return self.counts["hits"] / max(1, self.counts["visits"])
 
 
 def measured(
@@ -338,12 +329,13 @@ def measured(
         engine, each = engines[name], found[name]
         before = _counts(engine)
         answer = engine.generate(list(prompt), config(number))
-        encoded = clocks[name].pop() if name in clocks else None
+        encoded = clocks.get(name, [])
         # The first answer warms up: code runs for the first time, and expert buffers are empty.
+        if number:
+            each.encode_ms += encoded
+        encoded.clear()
         if not number:
             continue
-        if encoded is not None:
-            each.encode_ms.append(encoded)
         if len(answer.tokens) > 1:
             each.token_ms.append(answer.timings.tpot_ms(len(answer.tokens)))
         each.prompts += 1
@@ -391,9 +383,6 @@ def _counts(engine: Engine) -> Counter[Any]:
     return found
 
 
-_PROMPT_TOKENS, _TOKENS = 24, 9
-
-
 def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
     """Peak of resident memory of each system above that of Python and JAX, while it is opened and answers.
 
@@ -415,10 +404,9 @@ def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
 def _answered(name: str, setting: Setting) -> int:
     """Answers with a system in this process: the bytes of its plan, 0 where all is in memory."""
     engine = opened(name, setting)
-    count = min(_PROMPT_TOKENS, setting.context_tokens - _TOKENS)
+    count = min(24, setting.context_tokens - 9)
     prompt = (np.arange(count) % engine.cfg.vocab_size).tolist()
-    sampling = Sampling(temperature=1.0, seed=0)
-    engine.generate(prompt, GenerationConfig(max_tokens=_TOKENS, ignore_eos=True, sampling=sampling))
+    engine.generate(prompt, drawn(9)(0))
     streamed = engine.model.streamed
     planned = 0 if streamed is None else int(streamed.facts()["planned_bytes"])
     engine.close()

@@ -8,7 +8,6 @@ installed. Each runs in a process of its own, in alternation.
 """
 
 import itertools
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from benchmarks.export import Plan, formats
 from benchmarks.harness.bench import Run
-from benchmarks.harness.children import run_python
+from benchmarks.harness.children import in_process
 from benchmarks.harness.report import Row, median, row
 from benchmarks.int8_prefill.accuracy import missing
 from benchmarks.models import Checkpoint, calibrated_model, calibrated_shapes
@@ -27,8 +26,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, cache_lengths
 from jaxllm.text.tokenizer import Tokenizer
-
-_PROMPT_TOKENS = 12
 
 
 def run(bench: Run[Plan]) -> list[Row]:
@@ -95,20 +92,10 @@ def _format_rows(model: Path, bench: Run[Plan]) -> list[Row]:
             runtime = None
             if formats.LITERT_LM in exports:
                 (cache := Path(scratch) / "litert-lm-cache").mkdir()
-                order = {
-                    "model": str(exports[formats.LITERT_LM].path),
-                    "cache": str(cache),
-                    "threads": process.threads_of(plan.threads),
-                    "context_tokens": context,
-                    "prefill": max(lengths),
-                    "decode": plan.decode_tokens,
-                    "rounds": plan.rounds,
-                    # It takes text: random tokens would come to it as others.
-                    "texts": [] if text is None else [tokenizer.decode(each) for each in prompts],
-                    "answer_tokens": plan.answer_tokens,
-                }
-                child = ("-m", "benchmarks.peers.litert_lm_child")
-                runtime = json.loads(run_python("LiteRT-LM", *child, input=json.dumps(order)))
+                # It takes text: random tokens would come to it as others.
+                texts = [] if text is None else [tokenizer.decode(each) for each in prompts]
+                threads, made = process.threads_of(plan.threads), exports[formats.LITERT_LM].path
+                runtime = in_process(formats.run_litert_lm, made, cache, threads, plan, texts)
             rows = opening_rows(children, exports, runtime)
             rows += speed_rows(results, list(children), plan, runtime)
             rows += agreement_rows(children, prompts, plan.answer_tokens, tokenizer, runtime)
@@ -149,7 +136,7 @@ def _prompts(text: process.Text | None, vocab: int, plan: Plan, tokenizer: Token
         return [[(7 * i + 13 * j) % vocab for j in range(8 + i)] for i in range(plan.answers)]
     tokens = [token for window, _ in text.windows for token in window]
     step = max(1, len(tokens) // plan.answers)
-    pieces = [tokens[at : at + _PROMPT_TOKENS] for at in range(0, step * plan.answers, step)]
+    pieces = [tokens[at : at + 12] for at in range(0, step * plan.answers, step)]
     # As every tokenizer reads them: a piece may begin within a word.
     return [list(tokenizer.encode(tokenizer.decode(each))) for each in pieces]
 

@@ -217,7 +217,7 @@ class Run(Generic[Sizes]):
         from jaxllm.serving.ground.bundles import open_model
 
         if self.shape is not None:
-            return SHAPES[self.shape].cfg
+            return SHAPES[self.shape]
         with open_model(self.model) as bundle:
             return bundle.cfg
 
@@ -292,8 +292,7 @@ def report(
 ) -> None:
     """Prints the rows of a benchmark, and draws them into the folder `plot` if there is one: by `draw`, or as
     bars."""
-    from benchmarks.harness.figures import draw_metrics
-    from benchmarks.harness.report import emit
+    from benchmarks.harness.report import draw_metrics, emit
 
     emit(bench, rows, as_json=as_json)
     if plot is not None:
@@ -327,7 +326,7 @@ def _writable(context: click.Context, parameter: click.Parameter, plot: Path | N
     """Refuses a folder that cannot be drawn into before anything is measured."""
     del context, parameter
     if plot is not None:
-        from benchmarks.harness.figures import check_plot
+        from benchmarks.harness.report import check_plot
 
         check_plot(plot)
     return plot

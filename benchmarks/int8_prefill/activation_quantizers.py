@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.harness.report import OURS
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import hadamard
-from jaxllm.int8_prefill.calibration import ByProduct, PrefillCalibration
-from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule
+from jaxllm.int8_prefill.calibration import ByProduct, PrefillCalibration, largest_of
+from jaxllm.int8_prefill.reference import Rule, integer_rule, observed, plain_rule
 from jaxllm.int8_prefill.shadow import PRODUCTS, contracts_last_axis, product_matrices
 from jaxllm.kernels.native_products import rounded
 from jaxllm.models.parameters import Params
@@ -62,6 +62,7 @@ def rule_of(
     stored: Params,
     tops: ByProduct,
     calibration: PrefillCalibration,
+    texts: Sequence[np.ndarray],
 ) -> tuple[Any, Callable[[Any], Rule]]:
     """A quantizer's arrays, and the function that makes its rule of them.
 
@@ -70,6 +71,7 @@ def rule_of(
       stored: the same at 8 bits, with the scales that the quantizer has.
       tops: see `jaxllm.int8_prefill.calibration.channel_tops`, of the calibration text.
       calibration: ours, of `stored`.
+      texts: rows of tokens of that text.
     """
     if name == "float":
         return floats, lambda params: plain_rule(params, cfg)
@@ -78,19 +80,27 @@ def rule_of(
         return taken, lambda both: integer_rule(both[0], both[1], cfg)
     prepare, multiply = _MAKERS[name]
     arrays: Arrays = []
-    sizes: list[list[int]] = []
+    cuts: list[list[list[int]]] = []
     for layer in range(cfg.layers):
         arrays.append([])
+        cuts.append([])
         for product in range(len(PRODUCTS)):
-            matrix, own = dense_matrix(floats, layer, product, cfg)
+            matrix, sizes = dense_matrix(floats, layer, product, cfg)
             arrays[-1].append(jax.tree.map(jnp.asarray, prepare(matrix, tops[layer][product], product)))
-            sizes = [*sizes, own]
+            cuts[-1].append(np.cumsum(sizes)[:-1].tolist())
+    if name == "Hadamard":
+        # Steps are those of the rotated inputs.
+        def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+            return jnp.max(jnp.abs(x @ arrays[layer][product][1]))
+
+        seen = jax.jit(lambda params, row: observed(params, row, look, cfg=cfg))
+        largest = largest_of([jax.device_get(seen(floats, row)) for row in texts])
+        for own, top in zip(arrays, largest, strict=True):
+            own[:] = [(*each, jnp.maximum(most / 127, 1e-20)) for each, most in zip(own, top, strict=True)]
 
     def made(arrays: Arrays) -> Rule:
         def rule(layer: int, product: int, x: jax.Array) -> Sequence[jax.Array]:
-            out = multiply(arrays[layer][product], x)
-            cuts = np.cumsum(sizes[layer * len(PRODUCTS) + product])[:-1].tolist()
-            return jnp.split(out, cuts, axis=1)
+            return jnp.split(multiply(arrays[layer][product], x), cuts[layer][product], axis=1)
 
         return rule
 
@@ -181,11 +191,3 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Multiply]] = {
     "Hadamard": (_rotated, _multiply_rotated),
 }
 QUANTIZERS = ("float", OURS, PER_TENSOR, *_MAKERS)
-
-
-def rotated_steps(arrays: Arrays, tops: list[list[jax.Array]]) -> Arrays:
-    """The arrays of `Hadamard` with the steps for its rotated inputs."""
-    return [
-        [(*prepared, jnp.maximum(top.max() / 127, 1e-20)) for prepared, top in zip(layer, seen, strict=True)]
-        for layer, seen in zip(arrays, tops, strict=True)
-    ]

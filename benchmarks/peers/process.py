@@ -4,17 +4,15 @@ Every system, ours included, runs in a process of its own, pinned to the same co
 allocator nor thread pools, and only one computes at a time: before each timed command the parent waits until
 the others sleep (OpenMP workers spin for a while after their work).
 
-Times systems in alternation: every one answers the same prompts, one after the other, round by round.
+Every system answers the same prompts, one after the other, round by round. Alternation spreads what changes
+on a machine (clock rates, other users) over all systems; medians drop what hits one round. A sample during
+which other processes computed is taken again, within a limit of time. In a first round that is not counted,
+each system runs each case in every setting it offers and keeps its fastest for prefill and for decode: a
+baseline is shown at its best.
 
-Alternation spreads what changes on a machine (clock rates, other users) over all systems; medians drop what
-hits one round. A sample during which other processes computed is taken again, within a limit of time. In a
-first round that is not counted, each system runs each case in every setting it offers and keeps its fastest
-for prefill and for decode: a baseline is shown at its best.
-
-Computes the perplexity of every system on the same token ids, to compare the quality of formats.
-
-Text is cut as `jaxllm.serving.evaluation.texts` cuts it, by the model's tokenizer, and every system gets
-the ids: no tokenizer of a peer takes part. `float` is our engine with the checkpoint's weights in float32.
+Perplexities compare the quality of formats. Text is cut as `jaxllm.serving.evaluation.texts` cuts it, by the
+model's tokenizer, and every system gets the ids: no tokenizer of a peer takes part. `float` is our engine
+with the checkpoint's weights in float32.
 """
 
 import contextlib
@@ -43,7 +41,6 @@ from jaxllm.serving.host.progress import Progress
 
 _COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
 _CLOSE_TIMEOUT_S = 5.0
-_SHOWN_BYTES = 4000
 
 
 class PeerFailed(JaxllmError):
@@ -145,7 +142,7 @@ class Child:
         except BrokenPipeError:
             answer = None
         if answer is None:
-            raise PeerFailed(f"{self.label} {self._death(self._process)}")
+            raise PeerFailed(f"{self.label} {how_it_ended(self._process.wait(), self._stderr)}")
         self.disturbed = disturbance.ended(own_s=answer["cpu_s"])
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
         if "error" in answer:
@@ -166,9 +163,6 @@ class Child:
                 progress(*message["progress"])
         return None
 
-    def _death(self, process: "subprocess.Popen[bytes]") -> str:
-        return how_it_ended(process.wait(), self._stderr)
-
 
 def how_it_ended(code: int, log: IO[bytes]) -> str:
     """How a process ended, with the last line of what it wrote to a file."""
@@ -177,7 +171,7 @@ def how_it_ended(code: int, log: IO[bytes]) -> str:
         how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             how += " (most often for want of memory)"
-    log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+    log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
     lines = log.read().decode(errors="replace").strip().splitlines()
     return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
 
@@ -208,20 +202,6 @@ def environment_of(threads: int) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def pinned(threads: int) -> Iterator[None]:
-    """Pins this thread, hence a process that it starts, to the first `threads` of its cores."""
-    if not hasattr(os, "sched_getaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(cores)[:threads])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
 def start(command: Sequence[str], threads: int, **streams: Any) -> "subprocess.Popen[bytes]":
     """Starts a process that computes with so many threads, pinned to as many cores.
 
@@ -229,11 +209,18 @@ def start(command: Sequence[str], threads: int, **streams: Any) -> "subprocess.P
       **streams: further arguments of `subprocess.Popen`; `env` is added to the environment of all systems.
     """
     environment = environment_of(threads) | streams.pop("env", {})
-    with pinned(threads):
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    try:
+        if cores is not None:
+            # Of this thread, hence of the process that it starts.
+            os.sched_setaffinity(0, sorted(cores)[:threads])
         # Ctrl-C is for the parent alone, which then closes its children.
         return subprocess.Popen(  # pyright: ignore[reportReturnType]: of bytes
             command, env=environment, start_new_session=True, **streams
         )
+    finally:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
@@ -265,10 +252,6 @@ def opening_of(plan: TimedPlan, peer: str, model: Path, format_: str = "", **opt
 
 
 PHASES = ("prefill", "decode")
-# Answers are repeated within a sample until it takes this long: single ones of milliseconds vary too much.
-_SAMPLE_MS = 150
-_MOST_REPEATS = 20
-_LONG_MS = 1500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,10 +381,10 @@ class _Alternation:
                 for phase, by_setting in times.items():
                     by_setting[setting] = min(answer[f"{phase}_ms"], by_setting.get(setting, math.inf))
                 total_ms = sum(answer[f"{phase}_ms"] for phase in PHASES)
-                repeats = min(_MOST_REPEATS, max(1, round(_SAMPLE_MS / total_ms)))
-                self._repeats[system.child, len(prompt)] = repeats
+                # Repeated within a sample until it takes 150 ms: single ones of milliseconds vary too much.
+                self._repeats[system.child, len(prompt)] = min(20, max(1, round(150 / total_ms)))
                 # What runs first pays for cold pages; that is little of a long answer.
-                if total_ms > _LONG_MS:
+                if total_ms > 1500:
                     break
         self._step()
         return {phase: min(by_setting, key=by_setting.__getitem__) for phase, by_setting in times.items()}
@@ -433,17 +416,16 @@ class _Alternation:
     def _memory_speed(self) -> float:
         if self._bytes_per_s is None:
             return 0.0
-        self._wait_for_last()
+        self._wait_for_last(None)
         return self._bytes_per_s()
 
-    def _wait_for_last(self) -> None:
+    def _wait_for_last(self, following: Child | None) -> None:
         if self._last is not None:
             self._last.wait_until_asleep()
-            self._last = None
+        self._last = following
 
     def _answer(self, child: Child, prompt: Sequence[int], setting: str) -> dict[str, Any]:
-        self._wait_for_last()
-        self._last = child
+        self._wait_for_last(child)
         repeats = self._repeats.get((child, len(prompt)), 1)
         return child.answer(prompt, self._decode_tokens, setting, repeats=repeats)
 

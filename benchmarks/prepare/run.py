@@ -2,14 +2,17 @@
 process of its own; then the speed of the bundles beside those prepared from floats at the same bits, in
 alternation; and perplexities beside llama.cpp's on the same files.
 
-Makes what is prepared: a model's folder, and GGUF files of the same weights; kept in the cache folder.
+The tokenizer of byte pairs of a random model has as many entries as published models have. Merges are learned
+of texts as those of published tokenizers are. Texts of some ten megabytes have about 128,000 words; where
+they have fewer, tokens that are joined at random fill the vocabulary: they never occur, but are read, checked
+and stored as the others are.
 """
 
 import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import taken_by
 from benchmarks.harness.report import Row, compared, row
-from benchmarks.models import Checkpoint, Shape, write_random
+from benchmarks.models import Checkpoint, shape, write_random
 from benchmarks.peers import OURS, PEERS, Opening, process
 from benchmarks.peers.llama import PACKAGE_TYPES, gguf_of
 from benchmarks.peers.ours import BLOCKS
@@ -38,7 +41,7 @@ from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.text.tokenizer import TokenizerFiles
 
 FROM_FLOATS, LLAMA_CPP = f"{OURS.name}-from-floats", "llama.cpp"
-# Of which peak memory may be this many times the file's size, and a layer more.
+# Peak memory may be this many times the file's size, and a layer more.
 _BOUND = 1.2
 
 
@@ -173,7 +176,7 @@ def _opening(model: Path, plan: Plan) -> Opening:
 
 SHAPES = {
     # The layers of Qwen2.5 0.5B with the vocabulary of Llama 3, whose embedding is the head, too.
-    "0.5b-128k": Shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=128256, tied=True),
+    "0.5b-128k": shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=128256, tied_head=True),
 }
 # Type of a GGUF file -> our format of floats that has the same bits.
 FORMATS = {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4-all", "Q4_1": "int4-min", "Q4_K": "int4-min"}
@@ -207,23 +210,26 @@ class Source:
         )  # fmt: skip
 
 
-def random_source(name: str, shape: Shape, bench: Run[Plan]) -> Source:
+def random_source(name: str, cfg: ModelConfig, bench: Run[Plan]) -> Source:
     """A model of random weights, and a tokenizer of byte pairs learned of texts; tells what it is made of."""
     data = bench.plan.vocabulary_data
-    texts = [stories_file(None)] if data is None else list(texts_of(data))
+    texts = [stories_file(None)]
+    if data is not None:
+        kinds = (".txt", ".json", ".jsonl", ".csv", ".de", ".en")
+        texts = [each for each in sorted(data.rglob("*")) if each.suffix in kinds and each.is_file()]
     place = cache_folder() / "benchmarks" / "prepare" / (name if data is None else f"{name}-data")
     size_bytes = sum(each.stat().st_size for each in texts)
-    folder = place / f"v{_VERSION}-{shape.V}-{len(texts)}-{size_bytes}"
+    folder = place / f"v{_VERSION}-{cfg.vocab_size}-{len(texts)}-{size_bytes}"
     if not (folder / "config.json").exists():
         # Earlier ones are of other texts.
         shutil.rmtree(place, ignore_errors=True)
-        tokenizer, learned = byte_pairs(shape.V, texts)
+        tokenizer, learned = byte_pairs(cfg.vocab_size, texts)
         folder.mkdir(parents=True)
         (folder / "learned.txt").write_text(f"{learned}\n", encoding="utf-8")
-        write_random(folder, shape.cfg, bench.progress, tokenizer)
+        write_random(folder, cfg, bench.progress, tokenizer)
     learned = int((folder / "learned.txt").read_text(encoding="utf-8"))
-    told = f"{shape.V:,} byte pairs, {learned:,} learned of {len(texts)} texts of {size_bytes / 1e6:.1f} MB"
-    bench.tell(told)
+    of = f"{len(texts)} texts of {size_bytes / 1e6:.1f} MB"
+    bench.tell(f"{cfg.vocab_size:,} byte pairs, {learned:,} learned of {of}")
     return Source(name=name, folder=folder, vocabulary=vocabulary_keys(read_tokenizer(folder)))
 
 
@@ -233,8 +239,6 @@ _SPLIT = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLIT_NAME = "llama-bpe"
-_TEXTS = (".txt", ".json", ".jsonl", ".csv", ".de", ".en")
-_LONGEST = 16
 
 
 def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
@@ -266,11 +270,6 @@ def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
     return TokenizerFiles(tokenizer_json=json.dumps(data, ensure_ascii=False)), learned
 
 
-def texts_of(data: Path) -> Iterator[Path]:
-    """The texts in a folder of data sets, in order."""
-    return (each for each in sorted(data.rglob("*")) if each.suffix in _TEXTS and each.is_file())
-
-
 def vocabulary_keys(files: TokenizerFiles) -> dict[str, Any]:
     """The metadata of such a tokenizer in a GGUF file, without the prefix `tokenizer.ggml.`."""
     model = json.loads(files.tokenizer_json)["model"]
@@ -291,7 +290,7 @@ def _fill(model: dict[str, Any], size: int) -> None:
     while len(tokens) < size:
         left, right = (tokens[int(at)] for at in draw.integers(0, len(tokens), 2))
         token = left + right
-        if len(token) <= _LONGEST and token not in model["vocab"]:
+        if len(token) <= 16 and token not in model["vocab"]:
             model["vocab"][token] = len(tokens)
             tokens.append(token)
             model["merges"].append([left, right])

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.figures import Figure, draw_figures
-from benchmarks.harness.report import OURS, Draw, Row, bootstrap, compared, median, row
+from benchmarks.harness.report import OURS, Draw, Figure, Row, bootstrap, compared, draw_figures, median, row
 from benchmarks.service.load import NOT_ANSWERED
 from benchmarks.service.systems import Limits
 from benchmarks.service.workload import APPS, Request

@@ -6,7 +6,6 @@ requests per second as it would answer one after another.
 
 import dataclasses
 import itertools
-import json
 import math
 import random
 import statistics
@@ -38,6 +37,7 @@ from benchmarks.service.systems import (
     start_rows,
     systems_of,
 )
+from benchmarks.traces import write_lines
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import open_model
@@ -282,17 +282,12 @@ def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
     Raises:
       ConfigError: it cannot be written.
     """
-    from benchmarks.traces import write_lines
-
-    write_lines(
-        path,
-        (
-            json.loads(json.dumps(one.to_json()))
-            | {"case": each.case, "system": each.system, "repetition": each.repetition}
-            for each in kept
-            for one in each.window.outcomes
-        ),
+    lines = (
+        one.to_json() | {"case": each.case, "system": each.system, "repetition": each.repetition}
+        for each in kept
+        for one in each.window.outcomes
     )
+    write_lines(path, lines)
 
 
 _PATIENCE_S = 600.0

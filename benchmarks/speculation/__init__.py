@@ -1,9 +1,8 @@
 """`jaxllm bench speculative`: a model larger than memory, with and without drafts (LLMCad, section 4).
 
-`systems` opens ours and the baselines, `shards` narrows the target for STI, `run` times answers, `answers`
-tunes systems and has the figures of answers, `memory` measures a process in a budget, `in_memory` times
-answers without one, beside llama.cpp's, and makes a trained target as much larger than its draft as the
-papers' are.
+`systems` opens ours and the baselines, `run` times answers, `answers` tunes systems and has the figures of
+answers, `memory` measures a process in a budget, `in_memory` times answers without one, beside llama.cpp's,
+and makes a trained target as much larger than its draft as the papers' are.
 """
 
 import dataclasses

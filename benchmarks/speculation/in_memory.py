@@ -4,8 +4,6 @@ llama.cpp's with a draft of 4 bits or the same small model and without.
 All systems run the same float weights at 8 bits, each in a process of its own, and answer the same prompts in
 turns. A system with settings to choose from answers the tried prompts in each, and keeps its fastest.
 
-Makes a trained model many times as large without changing its answers.
-
 The gain of drafts depends on how much smaller they are than their target, and on how well they predict it.
 The papers' targets have ten times and more the weights of their drafts, the packaged ones have not; random
 weights of any size cannot be predicted. So a trained target is enlarged: neurons and whole layers are added
@@ -211,34 +209,26 @@ def enlarge(
         ffn_size=times * cfg.ffn_size,
         attention_windows=tuple(window for window in cfg.attention_windows for _ in range(times)),
     )
-    return large, _enlarged(cfg, large, params, times, progress)
-
-
-def _enlarged(
-    cfg: ModelConfig,
-    large: ModelConfig,
-    params: Mapping[str, np.ndarray],
-    times: int,
-    progress: Progress,
-) -> Iterator[tuple[str, np.ndarray]]:
     specs = param_specs(large)
-    for number, (name, spec) in enumerate(specs.items()):
-        # A generator for each: the draw of one does not depend on the others' sizes.
-        draw = np.random.default_rng((_VERSION, number))
-        if not name.startswith("layers."):
-            value = params[name]
-        else:
-            _, layer, part = name.split(".", 2)
-            origin = params[f"layers.{int(layer) // times}.{part}"]
-            if int(layer) % times:
-                value = _cancelling(part, origin, spec.shape, cfg, draw)
-            elif part.startswith("ffn.") and origin.shape != spec.shape:
-                rest = (spec.shape[0] - origin.shape[0], *spec.shape[1:])
-                value = np.concatenate([origin, _cancelling(part, origin, rest, cfg, draw)])
+
+    def enlarged() -> Iterator[tuple[str, np.ndarray]]:
+        for number, (name, spec) in enumerate(specs.items()):
+            # A generator for each: the draw of one does not depend on the others' sizes.
+            draw = np.random.default_rng((_VERSION, number))
+            if not name.startswith("layers."):
+                value = params[name]
             else:
-                value = origin
-        yield name, value
-        progress("Enlarging the model", number + 1, len(specs))
+                _, layer, part = name.split(".", 2)
+                value = origin = params[f"layers.{int(layer) // times}.{part}"]
+                if int(layer) % times:
+                    value = _cancelling(part, origin, spec.shape, cfg, draw)
+                elif part.startswith("ffn.") and origin.shape != spec.shape:
+                    rest = (spec.shape[0] - origin.shape[0], *spec.shape[1:])
+                    value = np.concatenate([origin, _cancelling(part, origin, rest, cfg, draw)])
+            yield name, value
+            progress("Enlarging the model", number + 1, len(specs))
+
+    return large, enlarged()
 
 
 def _cancelling(

@@ -13,11 +13,11 @@ may be tuned by is tried on prompts that are not counted (see `answers.tuned`).
 - BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one rejects tokens that it finds
   too unlikely; its answers differ.
 
-Tunes baselines and ablations as they would be in use, on prompts that are not counted.
-
-Every system that depends on numbers which its paper leaves open is treated alike: all candidates answer the
-same prompts, one after the other at each prompt. Of those that are about as accurate as the best, the fastest
-is taken. Systems that give the target's answers are all alike accurate.
+STI keeps a model as shards whose bitwidths are chosen one by one: all get the widest that fits, and what is
+left goes to the shards that matter most to accuracy. Here a shard is a layer's attention or its feed-forward
+block, the smallest that the kernels of all systems compute at a bitwidth of its own; embedding and head stay
+as the target has them. A shard's importance is how far the model's predictions on given texts move from the
+target's when the shard alone has as few bits as all get at first.
 """
 
 import dataclasses
@@ -64,13 +64,8 @@ from jaxllm.speculation.tree import TokenTree
 
 PUBLISHED = "LLMCad"
 STDPL, STI, SP, BLD = "StdPL", "STI", "SP", "BLD"
-# What is tried for each system that is tuned; a run without tuning takes the middle one.
-SP_LENGTHS = (2, 4, 7)
+# Mean bits that are tried for STI; a run without tuning takes the middle.
 NARROW_BITS = (3.0, 4.0, 6.0)
-_FIXED_NODES = (4, 8, 16)
-# BLD's thresholds, to fall back and to roll back, in and around the middle of what its paper tunes in.
-_BLD_THRESHOLDS = ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
-_BLD_LENGTH = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,26 +110,22 @@ def drafted(setting: Setting, *, published: bool = False, **speculation: Any) ->
     return Engine.open(setting.model, options=_options(setting, setting.model, options), speculation=options)
 
 
+# Without our techniques.
+_PLAIN = {"pipelined": False, "pausing": False, "lookup": False}
+
+
 def fixed_lines(setting: Setting, length: int) -> Engine:
     """SP with drafts of `length` tokens."""
     trees = TreeShape(nodes=(length + 1,), room=length + 1, tips=1, branches=1)
-    return drafted(
-        setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, pausing=False, lookup=False
-    )
+    return drafted(setting, trees=trees, alpha=LEAST, fallback="fixed", **_PLAIN)
 
 
 def big_little(setting: Setting, fallback: float, rollback: float) -> Engine:
     """BLD: the small model goes on alone while a token has at least the probability `fallback`; the large one
     accepts a token of at most `rollback` nats."""
-    nodes = _BLD_LENGTH + 1
-    options = SpeculationOptions(
-        **setting.drafter,
-        trees=TreeShape(nodes=(nodes,), room=nodes + 1, tips=1, branches=1),
-        fallback="fixed",
-        pipelined=False,
-        pausing=False,
-        lookup=False,
-    )
+    # At most ten tokens of the small model in a line.
+    trees = TreeShape(nodes=(11,), room=12, tips=1, branches=1)
+    options = SpeculationOptions(**setting.drafter, trees=trees, fallback="fixed", **_PLAIN)
     engine_options = dataclasses.replace(_options(setting, setting.model, options), trees=options.trees)
     bundle = open_model(setting.model)
     reserved = drafter_bytes(options, setting.context_tokens, bundle.cfg)
@@ -192,19 +183,20 @@ def tuned_systems(
     """What opens each system that is tuned, by name and by what is tried; arguments as of `systems`."""
     found: dict[str, dict[str, Opener]] = {}
     if baselines:
-        found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in SP_LENGTHS}
+        found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in (2, 4, 7)}
+        # In and around the middle of what its paper tunes in.
         found[BLD] = {
             f"fallback below {fallback}, rollback above {rollback} nats": partial(
                 big_little, fallback=fallback, rollback=rollback
             )
-            for fallback, rollback in _BLD_THRESHOLDS
+            for fallback, rollback in ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
         }
         found[STI] = {f"{bits:g} bits on average": partial(plain, narrow_bits=bits) for bits in NARROW_BITS}
     names = {"ours": OURS, "published": PUBLISHED}
     for preset in presets if ablations else ():
         found[f"{names[preset]}-no-fallback"] = {
             f"{nodes} nodes": partial(_no_fallback, nodes=nodes, published=preset == "published")
-            for nodes in _FIXED_NODES
+            for nodes in (4, 8, 16)
         }
     return found
 
@@ -257,23 +249,21 @@ class _UntilUnsure:
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; alpha, a bound for whole paths, is not used."""
-        return self._grown(sequence, root, growing.most, cache), cache
 
-    def _grown(self, sequence: Sequence[int], root: int, most: int, cache: Any) -> TokenTree:
         def longer(alpha: float, most: int) -> TokenTree:
             return self._drafter.grow(sequence, root, Growing(alpha, most), cache)[0]
 
         tree = longer(LEAST, 2)
-        while (count := int(tree.count)) <= most:
+        while (count := int(tree.count)) <= growing.most:
             whole = float(tree.confidences[count - 2]) if count > 1 else 1.0
             if count < 2 or float(tree.confidences[count - 1]) < self._fallback * whole:
                 break
-            if count == most:
-                return tree
+            if count == growing.most:
+                return tree, cache
             tree = longer(1e-30, count + 1)
             if int(tree.count) == count:
-                return tree
-        return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1)))  # pyright: ignore
+                return tree, cache
+        return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1))), cache  # pyright: ignore
 
 
 class _Lenient:

@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -111,43 +110,43 @@ def _kept(folder: Path) -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-# Prefill and decode of 1.1 billion random weights; levels of the packaged model.
-_BENCHES: Mapping[str, Sequence[str]] = {
-    "serve-bf16": ("engine", "--shape", "1b", "--weights", "bf16", "--peer", "none", "--quick"),
-    "serve-int8": ("engine", "--shape", "1b", "--weights", "int8", "--peer", "none", "--quick"),
-    "serve-levels": ("elastic", "--only", "costs", "--quick"),
-}
-_TINY: Mapping[str, Sequence[str]] = {"serve-packaged": ("engine", "--peer", "none", "--quick")}
-_PROMPT = "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. " * 4
-_LIMIT_S = 280
-
-
 def serving_checks(tiny: bool) -> dict[str, Callable[[], list[Row]]]:
     """The checks by name; with `tiny` one bench, of the packaged model."""
-    found: dict[str, Callable[[], list[Row]]] = {}
-    for name, words in (_TINY if tiny else _BENCHES).items():
-        found[name] = lambda words=words: bench(words)
-    return found if tiny else {**found, "serve-integer-prefill": compare_integer_prefill}
+    alone = ("--peer", "none", "--quick")
+    if tiny:
+        return {"serve-packaged": functools.partial(bench, ("engine", *alone))}
+    # Prefill and decode of 1.1 billion random weights; levels of the packaged model.
+    large = ("engine", "--shape", "1b", "--weights")
+    return {
+        "serve-bf16": functools.partial(bench, (*large, "bf16", *alone)),
+        "serve-int8": functools.partial(bench, (*large, "int8", *alone)),
+        "serve-levels": functools.partial(bench, ("elastic", "--only", "costs", "--quick")),
+        "serve-integer-prefill": compare_integer_prefill,
+    }
 
 
 def bench(words: Sequence[str]) -> list[Row]:
     """The rows of ours that `jaxllm bench` prints."""
     printed = json.loads(_output_of("bench", *words, "--json"))
-    rows = (row for row in printed["rows"] if row["system"].startswith("jaxllm"))
-    return [_ours(each) for each in rows]
+    return [
+        row(
+            f"{each['case']} ({each['system']})", each["metric"], each["value"], each.get("note"),
+            unit=each["unit"],
+        )
+        for each in printed["rows"]
+        if each["system"].startswith("jaxllm")
+    ]  # fmt: skip
 
 
 def compare_integer_prefill() -> list[Row]:
     """Answers after integer prefill on two processors: the GPU as the integer one, beside the CPU."""
-    words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", _PROMPT, "--max-tokens", "20")
+    prompt = (
+        "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. " * 4
+    )
+    words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", prompt, "--max-tokens", "20")
     texts = {device: _output_of(*words, "--integer-device", device) for device in ("cpu", "gpu")}
     same = float(texts["cpu"] == texts["gpu"])
     return [row("integer prefill with --integer-device gpu", "same_answer", same, texts["gpu"].strip())]
-
-
-def _ours(printed: Mapping[str, Any]) -> Row:
-    case = f"{printed['case']} ({printed['system']})"
-    return row(case, printed["metric"], printed["value"], printed.get("note"), unit=printed["unit"])
 
 
 def _output_of(*words: str) -> str:
@@ -155,7 +154,7 @@ def _output_of(*words: str) -> str:
     shared = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.run(
         [sys.executable, "-m", "jaxllm.cli.entry", *words],
-        stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, env=shared, check=False,
+        stdout=subprocess.PIPE, text=True, timeout=280, env=shared, check=False,
     )  # fmt: skip
     if process.returncode:
         raise JaxllmError(f"`jaxllm {' '.join(words)[:100]}` ended with {process.returncode}")

@@ -104,19 +104,17 @@ def test_most_contexts_are_those_before_the_first_that_are_too_many():
 
 
 def test_each_system_lacks_what_it_is_named_for():
-    ours, *others = SYSTEMS
-    assert (ours.ratio, ours.policy, ours.writing, ours.recompute) == (0.5, "lctru", "ahead", True)
-    assert ours.overlap_prompt
-    assert not any(other.overlap_prompt or other.recompute or other.policy == "lctru" for other in others)
-    assert [other.writing for other in others] == ["never", *["at-eviction"] * 3]
-    changed = [
-        {
-            name
-            for name in ("ratio", "policy", "writing", "recompute", "overlap_prompt", "attend_coded")
-            if getattr(each, name) != getattr(ours, name)
-        }
-        for each in ABLATIONS
-    ]
+    def of(system):
+        return {"attend_coded": system.attend_coded, **vars(system.options)}
+
+    ours, *others = map(of, SYSTEMS)
+    names = ("ratio", "policy", "writing", "recompute", "overlap_prompt")
+    assert [ours[name] for name in names] == [0.5, "lctru", "ahead", True, True]
+    assert not any(
+        each["overlap_prompt"] or each["recompute"] or each["policy"] == "lctru" for each in others
+    )
+    assert [each["writing"] for each in others] == ["never", *["at-eviction"] * 3]
+    changed = [{name for name, value in of(each).items() if value != ours[name]} for each in ABLATIONS]
     assert changed == [
         {"ratio"}, {"recompute"}, {"policy", "writing"}, {"overlap_prompt"}, {"attend_coded"}
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from benchmarks.elastic import decisions, run
 from benchmarks.elastic.baselines import elastic_shape, layer_counts, move, plain_models
 from benchmarks.elastic.run import trace_rows
 from benchmarks.harness.report import OURS, interval, lead
-from benchmarks.models import SHAPES, Shape
+from benchmarks.models import SHAPES, shape
 from jaxllm import Engine
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import elastic_parts, read_ladder, read_recovery
@@ -45,7 +45,7 @@ def elastic(tmp_path_factory):
 @pytest.mark.slow
 def test_a_shape_has_every_level_and_its_adapter_or_is_like_another_bundle(tmp_path, monkeypatch, elastic):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
+    small = shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
     monkeypatch.setitem(SHAPES, "small", small)
     path = elastic_shape("small", "int8", lambda *_: None)
     written = path.stat().st_mtime_ns

@@ -17,7 +17,7 @@ from benchmarks.harness.bench import Run
 from benchmarks.harness.report import OURS
 from benchmarks.int8_prefill import QUANTIZERS
 from benchmarks.int8_prefill.accuracy import CLIPPED, WIDE, pruned_calibrations
-from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rotated_steps, rule_of
+from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rule_of
 from benchmarks.int8_prefill.run import (
     CHUNK_TOKENS,
     MODEL,
@@ -30,7 +30,7 @@ from benchmarks.int8_prefill.run import (
 )
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of
 from jaxllm.int8_prefill.fitting import per_tensor_weights
-from jaxllm.int8_prefill.reference import observed, scores_by_rule
+from jaxllm.int8_prefill.reference import scores_by_rule
 from jaxllm.int8_prefill.schedule import ORDERS, PROCESSORS, lower_bound_ms, prompt_subgraphs, simulate
 from tests.int8_prefill.calibrated import calibrated, outlying, stored, texts
 from tests.tiny import TINY, write_tiny_bundle
@@ -50,14 +50,7 @@ def errors() -> dict[str, float]:
         if name == PER_TENSOR:
             shared = per_tensor_weights(TINY, outlying())
             weights = {**weights, **jax.tree.map(jnp.asarray, shared)}
-        taken, make = rule_of(name, TINY, floats, weights, tops, calibrated(shadows=2))
-        if name == "Hadamard":
-
-            def behind(layer, product, x, arrays=taken):
-                return jnp.max(jnp.abs(x @ arrays[layer][product][1]), axis=0)
-
-            seen = jax.jit(lambda params, row, look=behind: observed(params, row, look, cfg=TINY))
-            taken = rotated_steps(taken, largest_of([jax.device_get(seen(floats, row)) for row in texts()]))
+        taken, make = rule_of(name, TINY, floats, weights, tops, calibrated(shadows=2), texts())
         run = jax.jit(
             lambda params, taken, row, make=make: scores_by_rule(
                 params, row[:-1], row[1:], make(taken), cfg=TINY

@@ -66,7 +66,7 @@ def test_a_narrow_bundle_comes_back_as_what_it_stands_for(tmp_path):
 
 @pytest.mark.parametrize(("name", "millions"), [("15m", 15.2), ("110m", 110), ("250m", 258), ("1b", 1100)])
 def test_shapes_have_the_size_of_their_names(name, millions):
-    assert parameter_count(SHAPES[name].cfg) / 1e6 == pytest.approx(millions, rel=0.02)
+    assert parameter_count(SHAPES[name]) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_random_weights_are_the_same_each_time_and_make_a_model(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.harness.bench import Run
-from benchmarks.models import Shape, byte_pairs, vocabulary_keys
+from benchmarks.models import shape
 from benchmarks.peers import PEERS
 from benchmarks.prepare import PARTS, VOCABULARY_SHAPES, run
-from benchmarks.prepare.run import FROM_FLOATS, Plan
+from benchmarks.prepare.run import FROM_FLOATS, Plan, byte_pairs, vocabulary_keys
 from benchmarks.samples import stories_file
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.gguf_file import read_gguf
@@ -22,7 +22,7 @@ from jaxllm.text.tokenizer import Tokenizer
 pytest.importorskip("gguf")
 
 
-SHAPE = Shape(D=64, L=2, N=4, K=2, H=16, F=96, V=2048, tied=True, window_tokens=64)
+SHAPE = shape(D=64, L=2, N=4, K=2, H=16, F=96, V=2048, tied_head=True, window_tokens=64)
 PLAN = Plan(
     kinds=("Q4_0",), prompt_tokens=(16,), decode_tokens=4, rounds=1, context_tokens=64, patience_s=0,
     threads=1,
@@ -84,7 +84,7 @@ def test_byte_pairs_are_learned_and_filled_up_and_the_same_in_a_gguf_file(tmp_pa
     assert 256 < learned < len(vocabulary) == 20_000
     path = made.gguf("Q4_0", 1, lambda *_: None)
     assert made.gguf("Q4_0", 1, lambda *_: None) == path
-    read = Tokenizer(read_gguf_tokenizer(read_gguf(path), SHAPE.V))
+    read = Tokenizer(read_gguf_tokenizer(read_gguf(path), SHAPE.vocab_size))
     prepare(made.folder, tmp_path / "m.jaxllm")
     with Bundle.open(tmp_path / "m.jaxllm") as bundle:
         ours = Tokenizer(bundle.tokenizer_files())

@@ -30,9 +30,6 @@ def test_a_trace_follows_from_its_seed_and_survives_its_file(tmp_path):
     assert trace != traces.make_trace(QUESTIONS, requests=50, seed=4)
     traces.write_trace(tmp_path / "trace.jsonl", trace)
     assert traces.read_trace(tmp_path / "trace.jsonl") == trace
-    calls = draw("markov", calls=20)
-    traces.write_trace(tmp_path / "calls.jsonl", calls)
-    assert traces.read_switching(tmp_path / "calls.jsonl") == calls
 
 
 def test_arrivals_apps_and_tasks_are_drawn_as_asked():
@@ -81,7 +78,7 @@ def test_what_cannot_be_drawn_is_refused(drawn, change, message):
 @pytest.mark.parametrize(
     "change",
     [
-        {"slo": "<0,10>"},
+        {"slo": {"ttft": 0, "tpot": 0.1}},
         {"time_s": -1},
         {"time_s": 10**400},
         {"example": {"user": 3}},
@@ -95,7 +92,7 @@ def test_what_cannot_be_drawn_is_refused(drawn, change, message):
     ],
 )
 def test_malformed_requests_are_named_by_their_line(tmp_path, change):
-    good = traces.make_trace(QUESTIONS, requests=1)[0].to_json()
+    good = dataclasses.asdict(traces.make_trace(QUESTIONS, requests=1)[0])
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(good) + "\n" + json.dumps({**good, **change}) + "\n")
     with pytest.raises(ConfigError, match=r"trace\.jsonl, line 2: "):
@@ -222,26 +219,6 @@ def test_each_context_has_its_own_workload():
     assert prompts[50] > 1.5 * prompts[80] > 0
     few = traces.make_switching("random", LENGTHS, contexts=9, calls=200)
     assert all(each.prompt_tokens == (10 if each.context < 5 else 200) for each in few)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"context": -1}, "context must be"),
-        ({"context": 1.5}, "context must be"),
-        ({"prompt_tokens": 0}, "prompt_tokens must be"),
-        ({"answer_tokens": 1 << 40}, "answer_tokens must be"),
-        ({"time_s": -1}, "time_s must be"),
-        ({"time_s": "soon"}, "malformed call"),
-        ({"more": 1}, "malformed call"),
-    ],
-)
-def test_a_malformed_call_is_refused_with_its_line(tmp_path, change, message):
-    good = dataclasses.asdict(traces.ContextCall(time_s=1, context=2, prompt_tokens=3, answer_tokens=4))
-    lines = [json.dumps(each) for each in (good, {**good, **change})]
-    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=f"line 2: .*{message}"):
-        traces.read_switching(tmp_path / "trace.jsonl")
 
 
 def test_lengths_of_azures_trace(tmp_path):
