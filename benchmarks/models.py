@@ -157,8 +157,6 @@ def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
     write_folder(folder, bundle.cfg, params)
 
 
-# Deviation of a mixture's embeddings; what layers add is of order one.
-_EMBEDDING_DEVIATION = 10.0
 # Changes whenever the same name would draw other weights.
 _VERSION = 1
 
@@ -303,8 +301,8 @@ def drawn_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np
             draw = np.random.default_rng((_VERSION, number))
             value = draw.standard_normal(spec.shape, np.float32) * np.float32(inputs**-0.5)
             if cfg.experts and name == "embed.tokens":
-                # Embeddings outweigh what layers add, or all tokens visit the same experts.
-                value *= np.float32(_EMBEDDING_DEVIATION * inputs**0.5)
+                # Embeddings outweigh what layers add, of order one, or all tokens visit the same experts.
+                value *= np.float32(10.0 * inputs**0.5)
         yield name, value.astype(ml_dtypes.bfloat16)
         progress("Drawing weights", number + 1, len(specs))
 
@@ -314,12 +312,6 @@ def _word_tokenizer(size: int) -> TokenizerFiles:
     words = {f"w{i}": i for i in range(size)}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     return TokenizerFiles(tokenizer_json=library.to_str())
-
-
-# The least text that a calibration takes: channels that are small in it are outliers later.
-_ROWS, _ROW_TOKENS = LEAST_TOKENS // 256, 256
-# Of the files; a change of this function needs another one.
-_CALIBRATED = "v3"
 
 
 def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
@@ -346,7 +338,8 @@ def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
     Args:
       name: of `SHAPES`.
     """
-    folder = cache_folder() / "benchmarks" / "prefill" / _CALIBRATED
+    # A change of this function needs another version of the files.
+    folder = cache_folder() / "benchmarks" / "prefill" / "v3"
     integer, floats = folder / f"{name}-int8.jaxllm", folder / f"{name}-f32.jaxllm"
     if integer.exists() and floats.exists():
         return integer, floats
@@ -356,7 +349,8 @@ def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
     params = with_outliers(cfg, params, OutlierRecipe())
     recipe = ShadowRecipe()
     draw = np.random.default_rng(0)
-    texts = list(draw.integers(0, cfg.vocab_size, (_ROWS, _ROW_TOKENS)).astype(np.int32))
+    # The least text that a calibration takes: channels that are small in it are outliers later.
+    texts = list(draw.integers(0, cfg.vocab_size, (LEAST_TOKENS // 256, 256)).astype(np.int32))
     calibration = random_calibration(
         cfg,
         {each: jnp.asarray(value) for each, value in params.items()},

@@ -26,17 +26,7 @@ that was called last is no switch. Contexts are computed once, and stored and ke
 import dataclasses
 from typing import Literal, NamedTuple
 
-from benchmarks.harness.bench import (
-    PHONES,
-    DataPlan,
-    Result,
-    Run,
-    ShapePlan,
-    benchmark,
-    devices_of,
-    parts_of,
-    sized,
-)
+from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -76,7 +66,7 @@ class Setting(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(ShapePlan, DataPlan):
+class Plan(plans.ShapePlan, plans.DataPlan):
     """Sizes of one run; what an option asks for is said there.
 
     Attributes:
@@ -95,37 +85,37 @@ class Plan(ShapePlan, DataPlan):
       seed: of all draws.
     """
 
-    contexts: tuple[int, ...] = sized((2, 4, 8, 16), "Number of active contexts.", quick=(4,), low=1)
-    patterns: tuple[Literal["random", "markov", "gaussian"], ...] = sized(
+    contexts: tuple[int, ...] = plans.sized((2, 4, 8, 16), "Number of active contexts.", quick=(4,), low=1)
+    patterns: tuple[Literal["random", "markov", "gaussian"], ...] = plans.sized(
         ("random", "markov", "gaussian"), "Order in which contexts are called.", "--pattern",
         quick=("random",),
     )  # fmt: skip
-    calls: int = sized(
+    calls: int = plans.sized(
         30, "Calls of each trace, over 72 hours: 864 are one in five minutes.", quick=10, low=4
     )
-    devices: tuple[str, ...] = devices_of(PHONES)
-    parts: tuple[str, ...] = parts_of(PARTS)
-    fitting: int = sized(8, quick=4)
-    chunk_tokens: tuple[int, ...] = sized((8, 32, 64), quick=(32,))
-    repeats: int = sized(5, quick=2)
-    budget_shares: tuple[float, ...] = sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
-    context_tokens: tuple[int, ...] = sized((256, 512, 1024, 2048, 4096), quick=(512,))
+    devices: tuple[str, ...] = plans.devices_of(plans.PHONES)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    fitting: int = plans.sized(8, quick=4)
+    chunk_tokens: tuple[int, ...] = plans.sized((8, 32, 64), quick=(32,))
+    repeats: int = plans.sized(5, quick=2)
+    budget_shares: tuple[float, ...] = plans.sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
+    context_tokens: tuple[int, ...] = plans.sized((256, 512, 1024, 2048, 4096), quick=(512,))
     interval_s: tuple[float, ...] = (0.0, 0.25, 1.0)
-    texts: int = sized(96, quick=6)
-    passages: int = sized(96, quick=6)
-    questions: int = sized(20, quick=1)
+    texts: int = plans.sized(96, quick=6)
+    passages: int = plans.sized(96, quick=6)
+    questions: int = plans.sized(20, quick=1)
     # Outliers of channels do not matter where each has a scale of its own.
-    settings: tuple[Setting, ...] = sized(
+    settings: tuple[Setting, ...] = plans.sized(
         (Setting("channel", 16), Setting("channel", 32), Setting("channel", 64), Setting("token", 16, True)),
         quick=(Setting("channel", 32),),
     )
-    ratios: tuple[float, ...] = sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
-    density_texts: int = sized(64, quick=6)
+    ratios: tuple[float, ...] = plans.sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
+    density_texts: int = plans.sized(64, quick=6)
     seed: int = 0
 
 
-@benchmark("contexts", Plan)
-def contexts_command(bench: Run[Plan]) -> Result:
+@plans.benchmark("contexts", Plan)
+def contexts_command(bench: plans.Run[Plan]) -> plans.Result:
     """Measure switching between contexts of apps, and the quality of compressed ones.
 
     Contexts share a tight memory budget; ours and the baselines of LLMS evict, store and restore them.

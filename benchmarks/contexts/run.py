@@ -162,8 +162,6 @@ def _limit_rows(systems: switching.Systems, case: str, budget_bytes: int) -> lis
 
 
 PLAIN = "no management"
-# Shares of a window.
-_PROMPT, _ANSWER = 1 / 4, 1 / 32
 
 
 def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
@@ -174,10 +172,9 @@ def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
     """
     draw, plain = np.random.default_rng(plan.seed), engines[PLAIN]
     window, times = plain.options.context_tokens, {name: _Times() for name in engines}
-    config = GenerationConfig(max_tokens=int(_ANSWER * window), ignore_eos=True)
+    config = GenerationConfig(max_tokens=window // 32, ignore_eos=True)
     both = [
-        [switching.random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)]
-        for _ in range(plan.repeats + 1)
+        [switching.random_tokens(plain, window // 4, draw) for _ in range(2)] for _ in range(plan.repeats + 1)
     ]
     for repeat, prompts, name in in_turns(engines, both):
         session, said = Session(), []
@@ -217,10 +214,6 @@ def _rows(case: str, times: Mapping[str, _Times], metrics: Mapping[str, str | No
 
 
 DECODED = f"{OURS}-decoded"
-# Width in bits -> ratio that gives it to all chunks.
-_RATIOS = {8: 1.0, 4: 0.6, 2: 0.4}
-# Shares of a window: what a context has, each prompt, and each answer.
-_HISTORY, _RESIDENT_PROMPT, _RESIDENT_ANSWER = 3 / 4, 1 / 64, 1 / 64
 
 
 def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> list[Row]:
@@ -232,16 +225,16 @@ def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> l
     """
     draw, rows = np.random.default_rng(plan.seed), []
     window = plain.options.context_tokens
-    repeats = min(plan.repeats, int((1 - _HISTORY) / (_RESIDENT_PROMPT + _RESIDENT_ANSWER)) - 2)
-    length, answer = int(_HISTORY * window), int(_RESIDENT_ANSWER * window)
+    # What a context has, each prompt, and each answer; the rest of the window has room for six turns.
+    length, turn, answer = 3 * window // 4, window // 64, window // 64
+    repeats = min(plan.repeats, 6)
     histories = {}
     for name, each in engines.items():
         own = np.random.default_rng(plan.seed)
         histories[name] = [switching.compute_history(each, length, own) for _ in range(2)]
-    prompts = [
-        switching.random_tokens(plain, int(_RESIDENT_PROMPT * window), draw) for _ in range(repeats + 1)
-    ]
-    for bits, ratio in _RATIOS.items():
+    prompts = [switching.random_tokens(plain, turn, draw) for _ in range(repeats + 1)]
+    # Ratios that give all chunks such a width.
+    for bits, ratio in {8: 1.0, 4: 0.6, 2: 0.4}.items():
         times = {name: _Times() for name in (*engines, PLAIN)}
         with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder, contextlib.ExitStack() as stack:
             kept = {}

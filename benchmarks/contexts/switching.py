@@ -23,7 +23,7 @@ from benchmarks.contexts import Plan
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import Device, EnergyMeter
 from benchmarks.harness.report import OURS
-from benchmarks.traces import ContextCall, Lengths, make_switching
+from benchmarks.traces import ContextCall, make_switching
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.serving.buckets.bucket import no_chunks
@@ -132,8 +132,6 @@ def flush_times() -> Iterator[list[float]]:
         os.fsync = flush
 
 
-# The first ids of every tokenizer are special tokens.
-_FIRST_TOKEN = 16
 # A context's tokens, and its cache with all of them.
 History = tuple[list[int], KVCache]
 
@@ -163,7 +161,8 @@ def keep(histories: Sequence[History], contexts: Contexts) -> list[Context]:
 
 def random_tokens(engine: Engine, count: int, draw: np.random.Generator) -> list[int]:
     """Random tokens: neither the speed nor the size of a context depends on its text."""
-    return draw.integers(_FIRST_TOKEN, engine.cfg.vocab_size, count).tolist()
+    # The first ids of every tokenizer are special tokens.
+    return draw.integers(16, engine.cfg.vocab_size, count).tolist()
 
 
 # The first calls are not counted: memory is then as the system leaves it, not as it was filled.
@@ -278,10 +277,6 @@ def replay(
     return Switches(restorations, ttft_ms, finish_ms, flush_ms, caching, joules)
 
 
-# Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
-# written. In a shorter window they are the same share.
-_WINDOW_TOKENS = 2048
-_LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
 CHUNK_TOKENS = 16
 
 
@@ -376,8 +371,10 @@ def traced(
     Args:
       window_tokens: most tokens of a context.
     """
-    share = window_tokens / _WINDOW_TOKENS
-    lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
+    # Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
+    # written. In a shorter window they are the same share.
+    share, usual = window_tokens / 2048, ((32, 4), (64, 6), (96, 8), (128, 12))
+    lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in usual]
     trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
     room = [window_tokens] * contexts
     for call in trace:

@@ -13,18 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.elastic import Plan, baselines
-from benchmarks.elastic.decisions import (
-    Asked,
-    Choices,
-    ablations,
-    our_variants,
-    plan_times,
-    planned,
-    right_answers,
-    size_variants,
-    with_whole,
-)
+from benchmarks.elastic import Plan, baselines, decisions
 from benchmarks.harness.bench import Run, silent
 from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, lead, row, said
 from benchmarks.samples import read_examples
@@ -102,19 +91,19 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         others, profiles = baselines.as_large(timed, profile, engine, others)
     rows = _cost_rows(timed, profile, bench) if "costs" in plan.parts else []
     asked = _asked(engine, profile, plan)
-    levels, ratios = engine.levels, with_whole(proposer.prompt_ratios)
+    levels, ratios = engine.levels, decisions.with_whole(proposer.prompt_ratios)
     planner = Planner(profile, levels, proposer)
     # The tiny LM taken at its word, as in the paper.
     lightest = TinyPlanner(tiny, levels, engine.runner.buckets.store(), decision="lightest")
-    passes, plans = plan_times(planner, proposer, asked.questions)
-    ours = our_variants(engine, profile, asked.questions, proposer, ratios, progress)
+    passes, plans = decisions.plan_times(planner, proposer, asked.questions)
+    ours = decisions.our_variants(engine, profile, asked.questions, proposer, ratios, progress)
     found = {
-        OURS: planned(planner, ours, asked, passes),
-        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, passes),
-        **ablations(ours, asked, passes, plans, plan.seed),
+        OURS: decisions.planned(planner, ours, asked, passes),
+        f"{OURS}-lightest": decisions.planned(Planner(profile, levels, lightest), ours, asked, passes),
+        **decisions.ablations(ours, asked, passes, plans, plan.seed),
     }
     for name, sizes in others.items():
-        variants = size_variants(sizes, profiles, asked.questions, progress)
+        variants = decisions.size_variants(sizes, profiles, asked.questions, progress)
         found[name] = asked.run(variants)
         if name == baselines.SWAP:
             found[baselines.RESIDENT] = asked.run(
@@ -128,7 +117,7 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
     return rows + planning_rows(outcomes, asked, passes)
 
 
-def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
+def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> decisions.Asked:
     """A trace of the tasks' questions, with the whole model's times."""
     examples = read_examples(TRACE_TASKS, plan.data, plan.questions)
     trace = make_trace(examples, requests=plan.requests, seed=plan.seed)
@@ -136,7 +125,7 @@ def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
     places = {id(each): index for index, each in enumerate(flat)}
     questions = [Question.read(engine.tokenizer, each) for each in flat]
     lengths = [len(each.prompt.ids) for each in questions]
-    return Asked(
+    return decisions.Asked(
         trace=trace,
         questions=questions,
         indices=[places[id(request.example)] for request in trace],
@@ -187,7 +176,7 @@ def _level_answers(bundles: Sequence[Path], bench: Run[Plan]) -> dict[str, dict[
         prompts = [branching(engine.tokenizer, each.example) for each in questions]
         same = sum(each == name or each.startswith(f"{name} (") for each in found)
         found[f"{name} ({same + 1})" if same else name] = {
-            level: right_answers(engine.at(level), questions, prompts, bench.progress)[0]
+            level: decisions.right_answers(engine.at(level), questions, prompts, bench.progress)[0]
             for level in engine.levels
         }
     return found
@@ -207,7 +196,9 @@ def cases(slos: Iterable[Slo]) -> list[str]:
     return [*map(str, known), *limited, ALL]
 
 
-def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str, str]) -> list[Row]:
+def trace_rows(
+    found: Mapping[str, decisions.Choices], asked: decisions.Asked, remarks: Mapping[str, str]
+) -> list[Row]:
     """Shares of every system, by objective and over all, ours against each other on the same requests.
 
     Args:
@@ -272,7 +263,7 @@ def _share(flags: np.ndarray) -> str:
     return f"{flags.mean():.1%}" if len(flags) else "none"
 
 
-def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray) -> list[Row]:
+def planning_rows(outcomes: Sequence[Outcome], asked: decisions.Asked, pass_ms: np.ndarray) -> list[Row]:
     """The share of planning in the whole model's time to the first token, in the service; none if no request
     of the replay had to be planned.
 
@@ -282,17 +273,17 @@ def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray
     """
     whole_ms = asked.whole_ms[0]
     # Without a limit nothing is planned.
-    planned = [
+    counted = [
         (outcome, index)
         for outcome, index in zip(outcomes, asked.indices, strict=False)
         if outcome.failure is None and outcome.source != "whole"
     ]
-    if not planned:
+    if not counted:
         return []
-    share = np.median([outcome.planning_ms / whole_ms[index] for outcome, index in planned])
-    alone = np.median([pass_ms[index] / whole_ms[index] for _, index in planned])
+    share = np.median([outcome.planning_ms / whole_ms[index] for outcome, index in counted])
+    alone = np.median([pass_ms[index] / whole_ms[index] for _, index in counted])
     note = (
-        f"of the whole model's TTFT, median over {len(planned)} requests of the replay that were planned; "
+        f"of the whole model's TTFT, median over {len(counted)} requests of the replay that were planned; "
         f"the tiny LM's pass alone {alone:.1%}"
     )
     return [row("planning", "ttft_share", float(share), note)]
@@ -336,7 +327,7 @@ draw = functools.partial(draw_figures, "elastic", FIGURES)
 
 
 def replay_beside_whole(
-    service: LLMService, asked: Asked, requests: int, progress: Progress = silent
+    service: LLMService, asked: decisions.Asked, requests: int, progress: Progress = silent
 ) -> tuple[list[Outcome], list[bool]]:
     """Asks the first requests of a trace.
 

@@ -9,16 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.experts import Plan, systems
+from benchmarks.experts import Plan, seq2seq, systems
 from benchmarks.experts.nested import nested_rows, quality_of_losses, text_windows, widened_folder
-from benchmarks.experts.seq2seq import (
-    TaskPairs,
-    greedy,
-    judged_systems,
-    layer_rows,
-    quality_rows,
-    widths_note,
-)
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import REAL, Device, named_devices
 from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, median, row
@@ -69,7 +61,7 @@ def run(bench: Run[Plan]) -> list[Row]:
             )
         again = plan.checkpoint is None and found.quantized
         folder, text = plan.checkpoint or found.folder(progress), plan.text or stories_file(None)
-        tasks = TaskPairs.chosen(model, plan) if plan.is_asked else []
+        tasks = seq2seq.TaskPairs.chosen(model, plan) if plan.is_asked else []
     mixed = (model, *plan.others)
     rows = [
         row
@@ -90,7 +82,7 @@ class Mixture:
         *,
         text: Path | None = None,
         again: bool = False,
-        task: TaskPairs | None = None,
+        task: seq2seq.TaskPairs | None = None,
     ) -> None:
         """Makes the baselines' bundles unless they are there.
 
@@ -165,7 +157,7 @@ class Mixture:
             prompts, config = self._prompts(engines[names[0]]), systems.drawn(self._plan.tokens)
         else:
             sources = self._task.tokens(engines[OURS])[: self._plan.task_answers + 1]
-            prompts, config = [source for source, _ in sources], lambda _: greedy(self._plan)
+            prompts, config = [source for source, _ in sources], lambda _: seq2seq.greedy(self._plan)
         found = systems.measured(engines, prompts, config)
         notes = {name: self._note(name, each, engines[name], device) for name, each in found.items()}
         notes[OURS] = "; ".join(filter(None, (notes[OURS], systems.widths_of(setting.bundles.mixed))))
@@ -202,7 +194,7 @@ class Mixture:
         found, notes = self._measured(systems.SYSTEMS, setting, device)
         return [
             *median_rows(device.name, found, notes),
-            *layer_rows(found, self._layers, device.name),
+            *seq2seq.layer_rows(found, self._layers, device.name),
             *systems.memory_rows(list(found), setting, f"memory: {device.name}"),
         ]
 
@@ -210,7 +202,7 @@ class Mixture:
         """What widths of experts lose and times per token, by tolerable loss."""
         rows, task, judged = [], self._task, {}
         if task is not None:
-            judged = judged_systems(task, setting, self._plan)
+            judged = seq2seq.judged_systems(task, setting, self._plan)
         for path in self._mixed:
             with Bundle.open(path) as bundle:
                 facts = expert_facts(bundle)
@@ -220,9 +212,9 @@ class Mixture:
             own = dataclasses.replace(setting, bundles=dataclasses.replace(setting.bundles, mixed=path))
             if task is not None:
                 values = {**judged, OURS: task.quality(systems.resident(OURS, own), self._plan)}
-                rows += quality_rows(task, values, facts, case, self._plan)
+                rows += seq2seq.quality_rows(task, values, facts, case, self._plan)
             else:
-                note = widths_note(facts)
+                note = seq2seq.widths_note(facts)
                 for prefix in ("", "held_out_"):
                     rows.append(row(case, f"{prefix}perplexity_loss", facts[f"{prefix}loss"], note))
             rows += self._time_rows((OURS,), own, device, case)

@@ -4,7 +4,7 @@ import dataclasses
 
 import click
 
-from benchmarks.harness.bench import Result, Run, TextPlan, TimedPlan, benchmark, parts_of, sized
+from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -16,7 +16,7 @@ PARTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(TimedPlan, TextPlan):
+class Plan(plans.TimedPlan, plans.TextPlan):
     """Sizes of one measurement; what an option asks for is said there.
 
     Attributes:
@@ -26,20 +26,20 @@ class Plan(TimedPlan, TextPlan):
       sampled_precisions: of the TFLite programs whose sampling is measured.
     """
 
-    parts: tuple[str, ...] = parts_of(PARTS)
-    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
-    decode_tokens: int = sized(64, quick=16)
-    rounds: int = sized(5, quick=2)
-    answers: int = sized(20, quick=4)
-    answer_tokens: int = sized(48, quick=16)
-    text_windows: int = sized(12, quick=2)
-    context_tokens: int = sized(1024, quick=256)
-    sampled_precisions: tuple[str, ...] = sized(("f32", "int8"), quick=("int8",))
-    patience_s: float = sized(60.0, quick=2.0)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    prompt_tokens: tuple[int, ...] = plans.sized((64, 256), quick=(64,))
+    decode_tokens: int = plans.sized(64, quick=16)
+    rounds: int = plans.sized(5, quick=2)
+    answers: int = plans.sized(20, quick=4)
+    answer_tokens: int = plans.sized(48, quick=16)
+    text_windows: int = plans.sized(12, quick=2)
+    context_tokens: int = plans.sized(1024, quick=256)
+    sampled_precisions: tuple[str, ...] = plans.sized(("f32", "int8"), quick=("int8",))
+    patience_s: float = plans.sized(60.0, quick=2.0)
 
 
-@benchmark("export", Plan)
-def export_command(bench: Run[Plan]) -> Result:
+@plans.benchmark("export", Plan)
+def export_command(bench: plans.Run[Plan]) -> plans.Result:
     """Measure exported programs beside the live engine.
 
     Exports a model as StableHLO, TFLite and LiteRT-LM, and compares load times, sizes, speed, memory and

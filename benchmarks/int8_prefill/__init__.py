@@ -7,7 +7,7 @@ and other steps in layers without one.
 
 import dataclasses
 
-from benchmarks.harness.bench import DENSE_SHAPES, DataPlan, Result, Run, benchmark, parts_of, sized
+from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -24,7 +24,7 @@ QUANTIZERS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(DataPlan):
+class Plan(plans.DataPlan):
     """Sizes; what an option asks for is said there.
 
     Attributes:
@@ -41,24 +41,24 @@ class Plan(DataPlan):
       quantizers: of `QUANTIZERS`, to compare; `float` and ours are among them.
     """
 
-    parts: tuple[str, ...] = parts_of(PARTS)
-    lengths: tuple[int, ...] = sized((64, 256, 1024), quick=(256,))
-    repeats: int = sized(5, quick=2)
-    chunk_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    lengths: tuple[int, ...] = plans.sized((64, 256, 1024), quick=(256,))
+    repeats: int = plans.sized(5, quick=2)
+    chunk_tokens: tuple[int, ...] = plans.sized((64, 256), quick=(64,))
     simulated_tokens: tuple[int, ...] = (256, 512, 1024)
-    rows: int = sized(64, quick=8)
+    rows: int = plans.sized(64, quick=8)
     row_tokens: int = 256
-    tasks: tuple[str, ...] = sized(("sentiment", "news", "emotion"), quick=("sentiment",))
-    questions: int = sized(60, quick=10)
+    tasks: tuple[str, ...] = plans.sized(("sentiment", "news", "emotion"), quick=("sentiment",))
+    questions: int = plans.sized(60, quick=10)
     factor: int = 64
     outliers: tuple[bool, ...] = (False, True)
-    quantizers: tuple[str, ...] = sized(
+    quantizers: tuple[str, ...] = plans.sized(
         QUANTIZERS, quick=tuple(each for each in QUANTIZERS if each != "jaxllm-per-tensor")
     )
 
 
-@benchmark("prefill", Plan, "draft", DENSE_SHAPES)
-def prefill_command(bench: Run[Plan]) -> Result:
+@plans.benchmark("prefill", Plan, "draft", plans.DENSE_SHAPES)
+def prefill_command(bench: plans.Run[Plan]) -> plans.Result:
     """Measure the speed and the loss of integer prefill.
 
     Runs prompts on one processor and on two, and compares the loss of a trained model with that of other

@@ -23,37 +23,13 @@ from benchmarks.harness.report import OURS, Row
 from benchmarks.models import Checkpoint
 from benchmarks.peers.process import threads_of
 from benchmarks.service import Plan, workload
+from benchmarks.service import systems as servers
 from benchmarks.service.load import send
 from benchmarks.service.outcomes import Cell, Measured, Outcome, Window, judged, load_rows, memory_rows
-from benchmarks.service.systems import (
-    Conditions,
-    Limits,
-    LlamaServer,
-    OurService,
-    Server,
-    System,
-    keys_of,
-    require_httpx,
-    start_rows,
-    systems_of,
-)
 from benchmarks.traces import write_lines
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import open_model
-
-# Seeds of one repetition's loads are so far from those of the next, and those of one load from the next.
-_SEEDS, _LOAD_SEEDS = 1000, 10
-# Clients get requests for this many times as many answers as the idle whole model gives one after another: a
-# prompt that is sent twice would be in a cache.
-_MOST_SPEED_UP = 8
-# A sender that is so much late would be measured with the servers.
-_LATE_S = 0.05
-# Without objectives it does what ours does.
-_OF_OBJECTIVES = f"{OURS}-no-planning"
-# Contexts have room for prompts and answers so many times as long as the medians.
-_CONTEXT_MEDIANS = 4
-_NO_LIMITS = (math.inf, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +54,7 @@ class Reference:
         """Seconds of a whole answer."""
         return (self.ttft(len(request.prompt)) + self.tpot_ms * (request.answer_tokens - 1)) / 1000
 
-    def limits(self, request: workload.Request, scale: float) -> Limits:
+    def limits(self, request: workload.Request, scale: float) -> servers.Limits:
         """Most TTFT and TPOT in milliseconds: the app's shares of `scale` times the idle whole model's."""
         return SLOS[request.app].limits(scale * self.ttft(len(request.prompt)), scale * self.tpot_ms)
 
@@ -109,16 +85,17 @@ def run(bench: Run[Plan]) -> list[Row]:
       JaxllmError: the model, a peer or the plan does not fit, or a server fails.
     """
     plan, progress = bench.plan, bench.progress
-    require_httpx()
+    servers.require_httpx()
     arrivals = None if plan.trace is None else workload.Arrivals.read(plan.trace)
     model, checkpoint = _model(bench)
     with open_model(model) as bundle:
         cfg, weights, name = bundle.cfg, bundle.layout.weights, bundle.layout.name
         end_ids = bundle.tokenizer_files().eos_ids
-    systems, left_out = systems_of(plan.systems, plan.llama_server, plan.slots, cfg)
+    systems, left_out = servers.systems_of(plan.systems, plan.llama_server, plan.slots, cfg)
     for each in (*left_out, *(f"{system.name}: {system.note}" for system in systems if system.note)):
         bench.tell(each)
-    context = min(cfg.window_tokens, _CONTEXT_MEDIANS * (plan.prompt_tokens + plan.answer_tokens))
+    # Room for prompts and answers four times as long as the medians.
+    context = min(cfg.window_tokens, 4 * (plan.prompt_tokens + plan.answer_tokens))
     sizes = workload.Sizes(
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
@@ -126,17 +103,19 @@ def run(bench: Run[Plan]) -> list[Row]:
         vocab_size=cfg.vocab_size,
     )
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
-        given = Conditions(
+        given = servers.Conditions(
             model=model,
-            floats=checkpoint.folder(progress) if any(isinstance(e, LlamaServer) for e in systems) else None,
+            floats=checkpoint.folder(progress)
+            if any(isinstance(e, servers.LlamaServer) for e in systems)
+            else None,
             weights=weights,
             threads=threads_of(plan.threads),
             context_tokens=context,
             end_ids=end_ids,
             folder=Path(folder),
-            keys=keys_of(Path(folder)),
+            keys=servers.keys_of(Path(folder)),
         )
-        with OurService().start(given, progress) as server:
+        with servers.OurService().start(given, progress) as server:
             reference = measure(server, given, sizes, repeats=plan.reference_repeats, seed=plan.seed)
         bench.tell(reference.note)
         turns = _Turns(given, reference, bench)
@@ -148,7 +127,7 @@ def run(bench: Run[Plan]) -> list[Row]:
             first = repetition % len(systems)
             for system in (*systems[first:], *systems[:first]):
                 turns.measure(system, loads, repetition)
-        starts = start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
+        starts = servers.start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
     if plan.outcomes is not None:
         write_outcomes(plan.outcomes, bench.kept)
     windows: dict[tuple[str, str], list[Window]] = {}
@@ -163,12 +142,12 @@ def run(bench: Run[Plan]) -> list[Row]:
 class _Turns:
     """Measures systems, and keeps what they needed."""
 
-    def __init__(self, given: Conditions, reference: Reference, bench: Run[Plan]) -> None:
+    def __init__(self, given: servers.Conditions, reference: Reference, bench: Run[Plan]) -> None:
         self._given, self._reference, self._bench, self._plan = given, reference, bench, bench.plan
         self.peaks: dict[str, list[int]] = {}
         self.shares: dict[str, int] = {}
 
-    def measure(self, system: System, loads: Sequence[_Load], repetition: int) -> None:
+    def measure(self, system: servers.System, loads: Sequence[_Load], repetition: int) -> None:
         """Starts a system and sends it all loads."""
         loads = _loads_of(system, loads)
         if not loads:
@@ -181,7 +160,8 @@ class _Turns:
                 window = Window(self._plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
                 self._bench.kept.append(Measured(load.case, system.name, repetition, window))
                 late_s = max((each.late_s for each in outcomes), default=0.0)
-                if late_s > _LATE_S:
+                # A sender that is so much late would be measured with the servers.
+                if late_s > 0.05:
                     self._bench.tell(
                         f"{load.case}, {system.name}: a request was sent {1000 * late_s:.0f} ms late"
                     )
@@ -192,7 +172,7 @@ class _Turns:
             if share is not None:
                 self.shares[system.name] = share
 
-    def _sent(self, system: System, server: Server, load: _Load) -> list[Outcome]:
+    def _sent(self, system: servers.System, server: servers.Server, load: _Load) -> list[Outcome]:
         limits = [
             None if load.clients else self._reference.limits(each, self._plan.slo_scale)
             for each in load.requests
@@ -209,7 +189,7 @@ class _Turns:
         }
         found = send(job, alive=server.require_alive)
         return [
-            judged(each, load.requests[each["number"]], limits[each["number"]] or _NO_LIMITS)
+            judged(each, load.requests[each["number"]], limits[each["number"]] or (math.inf, math.inf))
             for each in found
         ]
 
@@ -225,7 +205,7 @@ def _loads(
     """The loads of one repetition, the same for all systems."""
     plan, tell = bench.plan, bench.tell
     # No two loads send the same prompts: a server would have them in its cache.
-    loads, seeds = [], itertools.count(plan.seed + _SEEDS * repetition, _LOAD_SEEDS)
+    loads, seeds = [], itertools.count(plan.seed + 1000 * repetition, 10)
     answer_s = statistics.fmean(
         map(reference.answer_s, workload.back_to_back(sizes, count=500, seed=plan.seed))
     )
@@ -246,18 +226,20 @@ def _loads(
         duration_s = max(plan.clients_s, plan.least_requests * answer_s)
         for count in plan.clients:
             patience_s = max(plan.patience_s, 2 * count * answer_s)
-            most = count + math.ceil(_MOST_SPEED_UP * duration_s / answer_s)
+            # For eight times as many answers as the idle whole model gives one after another: a prompt that
+            # is sent twice would be in a cache.
+            most = count + math.ceil(8 * duration_s / answer_s)
             sent = workload.back_to_back(sizes, count=most, seed=next(seeds))
             loads.append(_Load(f"{name}, {count} clients", sent, duration_s, patience_s, count))
     return loads
 
 
-def _loads_of(system: System, loads: Sequence[_Load]) -> list[_Load]:
-    """Those that say something of a system."""
-    return [each for each in loads if not each.clients or system.name != _OF_OBJECTIVES]
+def _loads_of(system: servers.System, loads: Sequence[_Load]) -> list[_Load]:
+    """Those that say something of a system: without objectives, nothing is planned."""
+    return [each for each in loads if not each.clients or system.name != f"{OURS}-no-planning"]
 
 
-def _duration(loads: Sequence[_Load], systems: Sequence[System], repetitions: int) -> str:
+def _duration(loads: Sequence[_Load], systems: Sequence[servers.System], repetitions: int) -> str:
     """How long the loads take."""
     sent = [load for system in systems for load in _loads_of(system, loads)]
     least = repetitions * sum(each.duration_s for each in sent) / 60
@@ -290,12 +272,11 @@ def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
     write_lines(path, lines)
 
 
-_PATIENCE_S = 600.0
 _ANSWER_TOKENS = 24
 
 
 def measure(
-    server: Server, given: Conditions, sizes: workload.Sizes, *, repeats: int, seed: int
+    server: servers.Server, given: servers.Conditions, sizes: workload.Sizes, *, repeats: int, seed: int
 ) -> Reference:
     """Times the whole model on our idle service.
 
@@ -305,7 +286,7 @@ def measure(
     Raises:
       JaxllmError: a request is not answered.
     """
-    draw, ours = random.Random(seed), OurService()
+    draw, ours = random.Random(seed), servers.OurService()
     tokens = _lengths(sizes)
     requests = []
     for _ in range(repeats + 1):
@@ -317,7 +298,7 @@ def measure(
             # Without an objective the whole model answers.
             requests.append(ours.message(request, None, given) | {"time_s": 0.0})
     wait_for_quiet()
-    job = {"url": server.url, "requests": requests, "clients": 1, "duration_s": 0, "patience_s": _PATIENCE_S}
+    job = {"url": server.url, "requests": requests, "clients": 1, "duration_s": 0, "patience_s": 600.0}
     found = send(job, alive=server.require_alive)
     for outcome in found:
         if outcome["error"] or outcome["tokens"] < 2:

@@ -10,18 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.experts import run as room
+from benchmarks.experts import systems as rivals
 from benchmarks.experts.nested import BASELINE, BUFFERS, LOSSES, NODES, PROMPT, text_windows, widened_folder
 from benchmarks.experts.run import Mixture, Plan, hit_ratio
 from benchmarks.experts.seq2seq import TaskPairs, by_layer, share_lost
-from benchmarks.experts.systems import (
-    EQUAL,
-    SYSTEMS,
-    Measured,
-    ablations,
-    config_of,
-    widths_of,
-    write_random_mixed,
-)
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import named_devices
 from benchmarks.harness.report import OURS, median_ratio_interval
@@ -102,8 +94,11 @@ def test_wider_experts_answer_as_before(tmp_path):
     assert widened_folder(folder, 4) == wide
     with pytest.raises(ConfigError, match="2 times and more"):
         widened_folder(folder, 1)
-    write_random_mixed(folder, tmp_path / "mixed.jaxllm")
-    assert widths_of(tmp_path / "mixed.jaxllm") == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
+    rivals.write_random_mixed(folder, tmp_path / "mixed.jaxllm")
+    assert (
+        rivals.widths_of(tmp_path / "mixed.jaxllm")
+        == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
+    )
 
 
 def test_intervals_of_ratios():
@@ -133,7 +128,7 @@ def test_the_whole_bench(tmp_path):
     rows = Mixture(Run(plan=plan), folder, [mixed]).rows()
     systems = {row.system for row in rows if row.metric == "tpot_ms"}
     with Bundle.open(mixed) as bundle:
-        assert {*SYSTEMS, EQUAL, *ablations(bundle)} <= systems
+        assert {*rivals.SYSTEMS, rivals.EQUAL, *rivals.ablations(bundle)} <= systems
     nested = [row for row in rows if row.case.startswith("nested") and row.baseline == BASELINE]
     assert len(nested) == len(LOSSES) * len(BUFFERS)
     assert all("interval" in row.note and "calls a token" in row.note for row in nested)
@@ -145,11 +140,11 @@ def test_the_whole_bench(tmp_path):
         OURS, "FIFO", "LRU", "LFU", "LFRU"
     }  # fmt: skip
     memory = {row.system: row for row in rows if row.metric == "peak_memory_bytes"}
-    assert memory.keys() == {*SYSTEMS, EQUAL}
+    assert memory.keys() == {*rivals.SYSTEMS, rivals.EQUAL}
     # Of so small a model processes differ by less than what they allocate besides.
     assert all(row.value > 0 and row.note.startswith("measured, above ") for row in memory.values())
     assert "all in memory" in memory["IO-FREE"].note
-    assert all("planned" in memory[name].note for name in (OURS, "IO-QEXP", EQUAL))
+    assert all("planned" in memory[name].note for name in (OURS, "IO-QEXP", rivals.EQUAL))
     (where,) = (each.name for each in named_devices(plan.devices))
     timed = [row for row in rows if row.metric == "tpot_ms" and row.case == where and row.system == OURS]
     assert timed
@@ -182,7 +177,7 @@ def _written(path, text):
 
 
 def test_rates_and_loads_by_hand():
-    each = Measured(prompts=4)
+    each = rivals.Measured(prompts=4)
     each.counts.update({("visits", 0): 20, ("visits", 2): 40, ("hits", 0): 5, ("loads", 0): 15})
     assert by_layer(each, 0, "hit_rate") == 0.25
     assert by_layer(each, 0, "loads_per_prompt") == 3.75
@@ -222,7 +217,7 @@ def test_models_are_asked_as_they_answer(tmp_path):
     assert asked("--shape", "switch-base-64", "--only", "systems").exit_code == 2
     assert "--data goes with --task" in asked("-m", str(path), "--data", str(tmp_path)).stderr
     with pytest.raises(ConfigError, match="no mixture of experts"):
-        config_of([path])
+        rivals.config_of([path])
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import models as shapes
-from benchmarks import service, trace_command
+from benchmarks import prepare, service, trace_command
 from benchmarks import speculation as speculative
-from benchmarks.cli import SECTIONS, bench_command
+from benchmarks.cli import SECTIONS
 from benchmarks.contexts import Plan as ContextsPlan
 from benchmarks.engine import PEERS as ENGINE_PEERS
 from benchmarks.harness import bench as options
@@ -44,6 +44,7 @@ from benchmarks.harness.report import (
     unit_of,
 )
 from benchmarks.peers import PEERS
+from benchmarks.prepare import run as preparing
 from benchmarks.service import systems
 from benchmarks.traces import HOURS, MAX_CONTEXTS, PATTERNS
 from jaxllm.cli.main import cli
@@ -266,9 +267,7 @@ def test_packages_count_and_counters_begin_anew(tmp_path):
     assert EnergyMeter.of_machine(tmp_path) is None
 
 
-NAMES = (
-    "engine", "elastic", "speculative", "contexts", "experts", "prefill", "prepare", "service", "export"
-)  # fmt: skip
+NAMES = [name for name in SECTIONS["Benchmarks"] if name != "train"]
 
 
 def test_values_are_those_of_the_modules_that_define_them():
@@ -281,6 +280,8 @@ def test_values_are_those_of_the_modules_that_define_them():
     assert (HOURS, MAX_CONTEXTS) == (trace_command.HOURS, trace_command.MAX_CONTEXTS)
     assert tuple(PEERS) == ENGINE_PEERS
     assert (*systems.ABLATIONS, systems.LLAMA) == service.SYSTEMS
+    assert tuple(preparing.FORMATS) == prepare.Plan().kinds
+    assert tuple(preparing.SHAPES) == prepare.VOCABULARY_SHAPES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -306,15 +307,6 @@ def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
     assert bench.model.exists()
 
 
-def test_every_benchmark_is_a_command_and_its_long_run_is_asked_for_in_one_way():
-    assert tuple(SECTIONS["Benchmarks"]) == (*NAMES, "train")
-    with click.Context(bench_command) as context:
-        commands = {name: bench_command.get_command(context, name) for name in NAMES}
-    for name, command in commands.items():
-        (option,) = (each for each in command.params if each.name == "quick")
-        assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True), name
-
-
 def test_parts_that_random_weights_lack_are_left_out_aloud():
     told = []
 
@@ -336,10 +328,11 @@ def test_parts_that_random_weights_lack_are_left_out_aloud():
         ("prefill", "accuracy"),
         ("experts", "losses"),
         ("speculative", "systems"),
+        ("prepare", "perplexity"),
     ],
 )
 def test_a_part_that_random_weights_lack_cannot_be_chosen(name, part):
-    shape = "moe-1b" if name == "experts" else "110m"
+    shape = {"experts": "moe-1b", "prepare": "0.5b-128k"}.get(name, "110m")
     got = CliRunner().invoke(cli, ["bench", name, "--shape", shape, "--only", part])
     assert got.exit_code == 2
     assert "--only" in got.stderr

@@ -21,7 +21,8 @@ from click.testing import CliRunner
 from benchmarks.harness.bench import Run
 from benchmarks.peers.llama import text_of_token
 from benchmarks.peers.process import PeerFailed
-from benchmarks.service import systems, workload
+from benchmarks.service import systems as servers
+from benchmarks.service import workload
 from benchmarks.service.load import NOT_ANSWERED, send
 from benchmarks.service.outcomes import (
     BLOCK_CALLS,
@@ -38,16 +39,6 @@ from benchmarks.service.outcomes import (
     said,
 )
 from benchmarks.service.run import Plan, Reference, _duration, _loads, run, write_outcomes
-from benchmarks.service.systems import (
-    ABLATIONS,
-    LLAMA,
-    Conditions,
-    LlamaServer,
-    OurService,
-    Server,
-    free_port,
-    systems_of,
-)
 from jaxllm.cli.main import cli
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError
@@ -110,7 +101,7 @@ def test_loads_are_long_enough_and_their_time_is_told():
     assert 8 < many.patience_s < 16
     plan = Plan(loads=(1.0,), clients=(8,), load_s=60.0, clients_s=30.0, patience_s=30.0)
     # Without objectives there is nothing to plan: three loads in each of two repetitions.
-    said = _duration(loads_of(0, plan), [OurService(), OurService("no-planning")], 2)
+    said = _duration(loads_of(0, plan), [servers.OurService(), servers.OurService("no-planning")], 2)
     assert said.startswith("takes 5.0 minutes, at most 8.0 ")
 
 
@@ -368,7 +359,7 @@ runpy.run_module("tests.benchmarks.fake_server", run_name="__main__")
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("given")
-    return Conditions(
+    return servers.Conditions(
         model=folder / "model.jaxllm", floats=folder, weights="int8", threads=1, context_tokens=128,
         end_ids=(7,), folder=folder, keys=[f"key {number}" for number in range(6)],
     )  # fmt: skip
@@ -391,8 +382,8 @@ def server(given, binary):
         return Path("model.gguf")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(systems, "gguf_of", gguf)
-        with LlamaServer(binary, 4).start(given, lambda *_: None) as running:
+        patch.setattr(servers, "gguf_of", gguf)
+        with servers.LlamaServer(binary, 4).start(given, lambda *_: None) as running:
             assert made["file"] == (given.folder, "Q8_0")
             yield running
     running.close()
@@ -458,11 +449,11 @@ def test_each_is_sent_once_without_a_duration(server):
 def test_a_server_that_ends_says_why():
     command = [sys.executable, "-m", "tests.benchmarks.fake_server", "--port", "0"]
     with pytest.raises(PeerFailed, match="server of mine exited with 1; it said last: no port"):
-        Server("mine", command, port=free_port(), ready="/health", threads=1)
+        servers.Server("mine", command, port=servers.free_port(), ready="/health", threads=1)
 
 
 def test_a_server_that_dies_ends_the_load(binary):
-    with Server("mine", [str(binary), "--port", str(port := free_port())],
+    with servers.Server("mine", [str(binary), "--port", str(port := servers.free_port())],
                 port=port, ready="/health", threads=1) as own:  # fmt: skip
         own._process.kill()
         own._process.wait()
@@ -473,27 +464,29 @@ def test_a_server_that_dies_ends_the_load(binary):
 
 def test_systems_are_asked_in_their_own_words(given):
     request = workload.Request(app=3, prompt=(20, 21), answer_tokens=5)
-    message = OurService().message(request, (100.0, 10.0), given)
+    message = servers.OurService().message(request, (100.0, 10.0), given)
     assert message["headers"] == {"Authorization": "Bearer key 3"}
     assert message["body"]["slo"] == {"ttft_ms": 100.0, "tpot_ms": 10.0}
     assert message["body"]["logit_bias"] == {"7": -100.0}
-    assert "slo" not in OurService().message(request, None, given)["body"]
+    assert "slo" not in servers.OurService().message(request, None, given)["body"]
     # What asks for nothing is sent as it is written.
-    loose = OurService().message(dataclasses.replace(request, app=0), (float("inf"), float("inf")), given)
+    loose = servers.OurService().message(
+        dataclasses.replace(request, app=0), (float("inf"), float("inf")), given
+    )
     assert loose["body"]["slo"] == "<100,100>"
-    body = LlamaServer(Path("llama-server")).message(request, None, given)["body"]
+    body = servers.LlamaServer(Path("llama-server")).message(request, None, given)["body"]
     assert (body["prompt"], body["samplers"], body["top_k"]) == ((20, 21), ["top_k"], 1)
-    text = LlamaServer().message(request, None, given)["body"]["prompt"]
+    text = servers.LlamaServer().message(request, None, given)["body"]["prompt"]
     assert text == text_of_token(20) + text_of_token(21)
     assert len(text) == 2
 
 
 def test_systems_that_run_here(monkeypatch, binary, tmp_path):
-    monkeypatch.setattr(systems, "missing", lambda binary: None if binary else "it is not installed")
-    names = ["jaxllm", *(f"jaxllm-{each}" for each in ABLATIONS)]
+    monkeypatch.setattr(servers, "missing", lambda binary: None if binary else "it is not installed")
+    names = ["jaxllm", *(f"jaxllm-{each}" for each in servers.ABLATIONS)]
 
     def chosen(wanted=(), binary=None, cfg=TINY):
-        found, left_out = systems_of(wanted, binary, 8, cfg)
+        found, left_out = servers.systems_of(wanted, binary, 8, cfg)
         return [each.name for each in found], left_out
 
     assert chosen() == (names, ["without llama.cpp: it is not installed"])
@@ -501,7 +494,7 @@ def test_systems_that_run_here(monkeypatch, binary, tmp_path):
     assert chosen(("no-batching",)) == (["jaxllm", "jaxllm-no-batching"], [])
     assert chosen(("none",)) == (["jaxllm"], [])
     with pytest.raises(ConfigError, match="not installed"):
-        chosen((LLAMA,))
+        chosen((servers.LLAMA,))
     with pytest.raises(ConfigError, match="no such file"):
         chosen(binary=tmp_path / "nothing")
     with pytest.raises(ConfigError, match="GGUF"):
