@@ -252,8 +252,6 @@ def totals_by_slo(outcomes: Sequence[Outcome]) -> dict[str, Totals]:
 HOURS = 72.0
 MAX_CONTEXTS = 100_000
 _MAX_TOKENS = 1 << 24
-# Mooncake: number of first blocks that all requests share.
-_SHARED_BLOCKS = 1
 Lengths = tuple[int, int]
 
 
@@ -409,7 +407,7 @@ def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1
             prompt, answer = int(data["input_length"]), int(data["output_length"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"malformed request: {error!s:.200}") from error
-        own = blocks[_SHARED_BLOCKS:]
+        own = blocks[1:]
         context = next(
             (of_block[block] for block in reversed(own) if block in of_block), len(conversation_tokens)
         )

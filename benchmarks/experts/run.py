@@ -411,13 +411,18 @@ _LINES = (
     ("encoder_hits", "hit_rate", r"encoder layer (?P<x>\d+): .*", "layer of the encoder", _IN_MEMORY),
     ("decoder_hits", "hit_rate", r"decoder layer (?P<x>\d+): .*", "layer of the decoder", _IN_MEMORY),
 )
-_OTHER = "(?!ablation|buffer of|tolerable loss)(?P<x>.*)"
 FIGURES = (
     *(
         Figure(name=name, metric=metric, case=case, across=across, up=up)
         for name, metric, case, across, up in _LINES
     ),
-    Figure(name="systems", metric="tpot_ms", case=_OTHER, up=_TIME, kind="bars"),
+    Figure(
+        name="systems",
+        metric="tpot_ms",
+        case="(?!ablation|buffer of|tolerable loss)(?P<x>.*)",
+        up=_TIME,
+        kind="bars",
+    ),
     Figure(name="ablations", metric="tpot_ms", case="(?P<x>ablation.*)", up=_TIME, kind="bars"),
 )
 draw = functools.partial(draw_figures, "experts", FIGURES)

@@ -45,7 +45,6 @@ PHONES = ("real", "emmc", "eufs")
 BOARDS = ("real", "tx2-ssd", "hdd", "sd")
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 _BOUNDS = ("low", "high", "above", "below")
 
 
@@ -102,8 +101,8 @@ class DataPlan(BasePlan):
     """A plan with a folder of texts and tasks; None for the packaged samples."""
 
     data: Path | None = sized(
-        None, "The folder of texts and of the tasks' files.", type=_FOLDER, metavar="DIR",
-        default="packaged samples",
+        None, "The folder of texts and of the tasks' files.", metavar="DIR", default="packaged samples",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
     )  # fmt: skip
 
 
@@ -155,11 +154,6 @@ def silent(stage: str, done: int, total: int) -> None:
     del stage, done, total
 
 
-def unheard(message: str) -> None:
-    """A message that is told to nobody."""
-    del message
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Generic[Sizes]):
     """One run of a benchmark.
@@ -181,7 +175,7 @@ class Run(Generic[Sizes]):
     is_quick: bool = True
     given: Collection[str] = ()
     progress: "Progress" = silent
-    tell: Tell = unheard
+    tell: Tell = lambda message: None
     kept: list[Any] = dataclasses.field(default_factory=list)
 
     def changed(self, **sizes: Any) -> Self:

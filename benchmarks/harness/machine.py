@@ -101,11 +101,6 @@ def _process_s(pid: int) -> float | None:
         return None
 
 
-# The same loop (a running maximum) over words of other widths: which of them numpy reads with the widest
-# loads, and enough of them in flight, differs between its builds. Sums are slower than memory.
-_WORDS = (np.uint8, np.int32, np.float32, np.int64)
-
-
 class MemoryProbe:
     """Reads a buffer by the loops that are fastest on this machine. A context manager."""
 
@@ -126,7 +121,10 @@ class MemoryProbe:
                 os.sched_setaffinity(0, cores)  # of the calling thread
 
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=pin)
-        loops: list[Callable[[], float]] = [self._by_words(word) for word in _WORDS]
+        # The same loop (a running maximum) over words of other widths: which of them numpy reads with the
+        # widest loads, and enough of them in flight, differs between its builds. Sums are slower than memory.
+        words = (np.uint8, np.int32, np.float32, np.int64)
+        loops: list[Callable[[], float]] = [self._by_words(word) for word in words]
         if native.kernels().native:
             loops.append(self._by_kernel)
         trials = [min(loop() for _ in range(3)) for loop in loops]

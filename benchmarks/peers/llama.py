@@ -45,8 +45,6 @@ FORMATS = {
     "int4-all": "Q4_0",
 }
 _BATCH_TOKENS = 512
-_WARNING = 3  # of ggml's log levels
-_SETTINGS = {"flash attention": 1, "no flash attention": 0}
 
 
 def open_llama(opening: Opening, progress: Progress) -> Session:
@@ -79,7 +77,7 @@ class LlamaCppSession:
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         contexts = {
             name: self._context(opening.context_tokens, opening.threads, flash)
-            for name, flash in _SETTINGS.items()
+            for name, flash in {"flash attention": 1, "no flash attention": 0}.items()
         }
         self._contexts = {name: context for name, context in contexts.items() if context}
         if not self._contexts:
@@ -177,18 +175,12 @@ class LlamaCppSession:
         line = text.decode(errors="replace").strip()
         if found := re.search(r"(\S+) +model buffer size", line):
             self._buffers.append(found[1])
-        if level >= _WARNING:
+        # Of ggml's levels this is a warning's.
+        if level >= 3:
             self._warnings.append(line)
 
     def _last_log(self) -> str:
         return " ".join(filter(None, self._warnings)) or "it does not say why"
-
-
-_DRAFT_FORMAT, _SMALL_FORMAT = "Q4_0", "Q8_0"
-# The most tokens of a line, and the least probability of one that others follow.
-_LINES, _LEAST = (16, 8, 4), 0.75
-# Of the likeliest tokens, among which probabilities are shared out.
-_TOP = 10
 
 
 def open_drafted(opening: Opening, progress: Progress) -> Session:
@@ -199,9 +191,9 @@ def open_drafted(opening: Opening, progress: Progress) -> Session:
     def file(folder: Path, format_: str) -> Path:
         return gguf_of(folder, format_, threads=opening.threads, progress=progress)
 
-    drafts = {_DRAFT_FORMAT: file(opening.model, _DRAFT_FORMAT)}
+    drafts = {"Q4_0": file(opening.model, "Q4_0")}
     if small := opening.options.get("draft"):
-        drafts["the small model"] = file(Path(small), _SMALL_FORMAT)
+        drafts["the small model"] = file(Path(small), "Q8_0")
     return DraftedLlamaSession(file(opening.model, opening.format), drafts, opening)
 
 
@@ -215,7 +207,7 @@ class DraftedLlamaSession(LlamaCppSession):
             f"{setting}, lines of {most} by {name}": (setting, most, draft)
             for name, draft in sessions.items()
             for setting in self.settings
-            for most in _LINES
+            for most in (16, 8, 4)
             if setting in draft.settings
         }
         self.settings = tuple(self._kinds)
@@ -259,9 +251,10 @@ class DraftedLlamaSession(LlamaCppSession):
         self._drafted = len(self._seen) + 1
         while len(line) < most:
             logits = self._draft.feed(pending)
-            top = np.partition(logits, -_TOP)[-_TOP:]
+            # The probability of the likeliest token, among the ten likeliest ones.
+            top = np.partition(logits, -10)[-10:]
             line.append(int(logits.argmax()))
-            if 1 / np.exp(top - top.max()).sum() < _LEAST or len(line) == most:
+            if 1 / np.exp(top - top.max()).sum() < 0.75 or len(line) == most:
                 break
             pending = line[-1:]
             self._drafted += 1
@@ -279,10 +272,6 @@ FILE_TYPES = {
 }
 # Types that the package `gguf` writes, too.
 PACKAGE_TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
-# Characters of the supplementary planes, of which there are enough for any vocabulary.
-_FIRST_CHARACTER = 0x20000
-# SPM's kinds of tokens.
-_UNKNOWN, _NORMAL = 2, 1
 # Changes whenever the same folder would make another file.
 _VERSION = 3
 
@@ -443,7 +432,8 @@ def tensor_bytes(path: Path) -> dict[str, tuple[int, int]]:
 
 def text_of_token(token: int) -> str:
     """The text of a token in our GGUF files: one character."""
-    return chr(_FIRST_CHARACTER + token)
+    # Of the supplementary planes, which have enough for any vocabulary.
+    return chr(0x20000 + token)
 
 
 def _characters(size: int) -> dict[str, Any]:
@@ -452,7 +442,8 @@ def _characters(size: int) -> dict[str, Any]:
         "model": "llama",
         "tokens": [text_of_token(each) for each in range(size)],
         "scores": [0.0] * size,
-        "token_type": [_UNKNOWN] + [_NORMAL] * (size - 1),
+        # SPM's kinds of tokens: one that stands for unknown ones, and normal ones.
+        "token_type": [2] + [1] * (size - 1),
         # It needs some; the last token is as seldom chosen as any.
         "bos_token_id": size - 1,
         "eos_token_id": size - 1,

@@ -76,14 +76,14 @@ def token_ms(spent: Spent) -> float:
     return float(np.mean(means))
 
 
-def ratio_interval(ours: Spent, theirs: Spent, *, seed: int = 0) -> tuple[float, float]:
+def ratio_interval(ours: Spent, theirs: Spent) -> tuple[float, float]:
     """The middle 95 % of how many times ours is as fast, over prompts of each task drawn with replacement,
     the same ones for both systems (paired bootstrap); with one prompt of each task it is a point.
 
     Args:
       theirs: of another system's answers to the same prompts.
     """
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     sums = [np.zeros(_DRAWS), np.zeros(_DRAWS)]
     for pair in zip(ours, theirs, strict=True):
         count = len(pair[0][0])
@@ -338,14 +338,12 @@ def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[
     if not notes or max(counts) < 2:
         return rows
 
-    def with_interval(row: Row) -> Row:
-        if row.baseline is None:
-            return row
-        low, high = ratio_interval(times[ours], times[row.baseline])
-        said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {sum(counts)} prompts"
-        return dataclasses.replace(row, note="; ".join(filter(None, (said, row.note))))
-
-    return list(map(with_interval, rows))
+    for place, each in enumerate(rows):
+        if each.baseline is not None:
+            low, high = ratio_interval(times[ours], times[each.baseline])
+            said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {sum(counts)} prompts"
+            rows[place] = dataclasses.replace(each, note="; ".join(filter(None, (said, each.note))))
+    return rows
 
 
 def fastest(times: Mapping[str, float], quality: Mapping[str, float]) -> str:

@@ -151,8 +151,6 @@ def _fastest(child: Child, tried: Mapping[str, Sequence[Sequence[int]]], tokens:
 
 
 _VERSION = 1
-# Added units read with half the trained deviation, so that scales of activations stay the same.
-_READS_SCALE = np.float32(0.5)
 
 
 def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Path:
@@ -240,7 +238,8 @@ def _cancelling(
     if "bias" in part or origin.ndim < 2:
         return np.zeros(shape, np.float32)
     writes = part in ("attn.o", "ffn.down")
-    deviation = np.float32(origin.std()) * (np.float32(1) if writes else _READS_SCALE)
+    # They read with half the trained deviation, so that scales of activations stay the same.
+    deviation = np.float32(origin.std()) * np.float32(1 if writes else 0.5)
     sign = np.float32(-1 if writes else 1)
     # Pairs are neighbours: neurons, the query heads of a kv-group, or else whole kv-groups.
     queries = cfg.heads // cfg.kv_heads

@@ -1,7 +1,4 @@
-"""The elastic bench on tiny models, and its command.
-
-The policies of the elastic bench, by hand.
-"""
+"""The elastic bench on tiny models, its command, and its policies by hand."""
 
 import dataclasses
 import json

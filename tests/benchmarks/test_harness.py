@@ -1,9 +1,4 @@
-"""Memory, bandwidth and quiet: what is read off the machine around a measurement.
-
-Energy as counters of processor packages tell it.
-
-The options of benchmarks: values that other modules define, and runs without options.
-"""
+"""The harness: memory, bandwidth, quiet, energy, rows and figures; options of benches, and runs without any."""
 
 import dataclasses
 import importlib

@@ -1,7 +1,4 @@
-"""Ways to quantize activations by what they must do, and the rows of the prefill benchmark.
-
-Layers without a shadow: how they are calibrated to be compared, and the rows that compare them.
-"""
+"""Ways to quantize activations, the simulated phone, and layers without a shadow."""
 
 import dataclasses
 import json

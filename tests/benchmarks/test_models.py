@@ -1,9 +1,4 @@
-"""Tests the models of benchmarks: folders, bundles written back as folders, and random shapes.
-
-Tasks of encoder-decoders: those that a model's folder names, held out, without an instruction.
-
-The packaged texts and questions, and those of a data folder.
-"""
+"""The models of benchmarks, packaged texts and questions, and those of a data folder."""
 
 import json
 

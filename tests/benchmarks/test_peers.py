@@ -1,11 +1,4 @@
-"""The parent's side of the protocol, against small programs that keep it or break it.
-
-The child's side: commands in, answers out, whatever the session does.
-
-The alternate, with children whose times are written down.
-
-transformers as a peer: it computes with our weights, in both of its caches.
-"""
+"""Systems in child processes: both sides of the protocol, the alternation, and transformers as a peer."""
 
 import io
 import json

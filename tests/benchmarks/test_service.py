@@ -1,11 +1,4 @@
-"""`jaxllm bench service`, whole: real services under load, on the packaged model.
-
-Requests of the apps: times, lengths, conversations, and traces of real services.
-
-Outcomes judged by hand; their rows and figures.
-
-The load generator and servers' processes, with a server of scripted answers.
-"""
+"""`jaxllm bench service`: loads, judged outcomes, servers, and real services on the packaged model."""
 
 import dataclasses
 import json

@@ -1,13 +1,4 @@
-"""The bench of models larger than memory: its baselines, its prompts, its figures.
-
-Systems in memory answer the same prompts in turns, each at its fastest setting.
-
-Models that enlarge keep what they say.
-
-Figures of answers by hand, and what tuning takes.
-
-Bitwidths of STI's shards by their importance.
-"""
+"""The bench of models larger than memory: systems, prompts, figures, tuning, shards, enlarged models."""
 
 import dataclasses
 import json
