@@ -73,16 +73,12 @@ class Plan(plans.ShapePlan, plans.DataPlan):
       devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
       fitting: number of contexts of ours that fit into the budget with all of their chunks.
       chunk_tokens: sizes of chunks to compare, besides the paper's.
-      repeats: of each timing of inference.
       budget_shares: budgets to compare, as shares of the one that fits `fitting` contexts.
       context_tokens: most tokens of contexts to compare, as far as the model's window goes.
       interval_s: mean seconds between calls to compare.
       texts, passages: windows that perplexity is measured in, and chunks whose beginning is repeated.
-      questions: of each task.
       settings, ratios: how chunks are stored and with what share of the bytes, where densities are compared;
         ratios that a setting's scales leave no room for are left out, and told.
-      density_texts: contexts in which they are.
-      seed: of all draws.
     """
 
     contexts: tuple[int, ...] = plans.sized((2, 4, 8, 16), "Number of active contexts.", quick=(4,), low=1)

@@ -47,13 +47,10 @@ class Plan(plans.ShapePlan, plans.DataPlan):
     """Sizes of one run; what an option asks for is said there.
 
     Attributes:
-      repeats: of each timing.
       rounds: pairs of requests that change to each level and that stay.
-      requests: of the trace.
       questions: of each task, that the trace draws from.
       layer_subsets: models of the baseline that leaves out layers, besides the whole one; 0 takes all.
       replayed: requests that are really answered, to see which objectives are met.
-      seed: of the trace.
     """
 
     plain: tuple[Path, ...] = plans.sized(

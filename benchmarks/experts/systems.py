@@ -92,12 +92,7 @@ class Bundles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What is the same for all systems.
-
-    Attributes:
-      context_tokens: of every context.
-      storage: that experts are read from.
-    """
+    """What is the same for all systems: tokens of a context, and the storage that experts are read from."""
 
     context_tokens: int
     storage: Storage

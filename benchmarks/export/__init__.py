@@ -22,7 +22,6 @@ class Plan(plans.TimedPlan, plans.TextPlan):
     Attributes:
       text: calibrates w8a8, gives prompts and is scored; of a shape None, without w8a8.
       answers: greedy answers that are compared with the live engine's.
-      answer_tokens: of each.
       sampled_precisions: of the TFLite programs whose sampling is measured.
     """
 

@@ -130,8 +130,7 @@ class TimedPlan(ThreadsPlan):
     """Sizes of what is timed in alternation.
 
     Attributes:
-      prompt_tokens: lengths of prompts.
-      decode_tokens: decoded after each of them.
+      decode_tokens: decoded after each prompt.
       rounds: of which medians are taken.
       context_tokens: of every context; 0 lets systems choose.
       text_windows: most windows of a text to score; 0 means all.

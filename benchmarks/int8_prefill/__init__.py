@@ -31,11 +31,7 @@ class Plan(plans.DataPlan):
       lengths: of prompts that are timed, ascending.
       repeats: of each of them on each system, which take turns.
       chunk_tokens: of buckets.
-      simulated_tokens: prompts that the phone is simulated on.
       rows: of text, to score; a quarter as many, at least 2,048 tokens, calibrate, and as many are held out.
-      row_tokens: of each.
-      tasks: whose questions are asked.
-      questions: of each task.
       factor: of the outliers that are put in.
       outliers: whether the model is measured as it is (False), with outliers put in (True), or both.
       quantizers: of `QUANTIZERS`, to compare; `float` and ours are among them.

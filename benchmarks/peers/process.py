@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -40,14 +40,83 @@ from jaxllm.errors import ConfigError, JaxllmError, one_line
 from jaxllm.serving.host.progress import Progress
 
 _COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
-_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 15.0
 
 
 class PeerFailed(JaxllmError):
     """A system under test could not be started, refused a command, or died."""
 
 
-class Child:
+class Process:
+    """A process that computes with so many threads, pinned to as many cores. A context manager."""
+
+    def __init__(
+        self, command: Sequence[str], threads: int, environment: Mapping[str, str] | None = None, **how: Any
+    ) -> None:
+        """Starts the process.
+
+        Args:
+          environment: variables besides those of all systems.
+          **how: further arguments of `subprocess.Popen`; what it prints goes into a file otherwise.
+        """
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log} | how
+        variables = environment_of(threads) | dict(environment or {})
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        try:
+            if cores is not None:
+                # Of this thread, hence of the process that it starts.
+                os.sched_setaffinity(0, sorted(cores)[:threads])
+            # Ctrl-C is for the parent alone, which then closes its children.
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                command, env=variables, start_new_session=True, **streams
+            )
+        finally:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ends the process, by force if it must be."""
+        if self._log.closed:
+            return
+        process = self._process
+        with contextlib.suppress(OSError):
+            # A process that is sent commands ends with them.
+            (process.terminate if process.stdin is None else process.stdin.close)()
+        try:
+            process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        self._log.close()
+
+    def how_it_ended(self) -> str:
+        """Waits for its end; with the last line of what it wrote."""
+        code = self._process.wait()
+        how = f"exited with {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (most often for want of memory)"
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
+
+
+class Child(Process):
     """A system with an open model in a process of its own. A context manager; closing it ends the process.
 
     Attributes:
@@ -80,9 +149,7 @@ class Child:
         self.label = label
         self.peak_bytes = 0
         self.disturbed: bool | None = None
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
-        self._process: subprocess.Popen[bytes] | None = start(command, opening.threads, **pipes)
+        super().__init__(command, opening.threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._commands, self._answers = self._process.stdin, self._process.stdout
@@ -95,12 +162,6 @@ class Child:
         self.facts: dict[str, Any] = opened["facts"]
         self.settings: list[str] = opened["settings"]
 
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def answer(self, prompt: Sequence[int], tokens: int, setting: str, *, repeats: int = 1) -> dict[str, Any]:
         """Feeds a prompt, then decodes greedily, `repeats` times: the median `prefill_ms` and `decode_ms`,
         and the `ids`, the first of them from the prefill."""
@@ -111,28 +172,12 @@ class Child:
         """Negative log-likelihood (nats) of the targets, each after its token and all before it."""
         return self._ask({"do": "score", "tokens": list(tokens), "targets": list(targets)})["loss"]
 
-    def close(self) -> None:
-        """Ends the process, by force if it must be."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(OSError):
-            self._commands.close()
-        try:
-            process.wait(_CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        self._answers.close()
-        self._stderr.close()
-
     def wait_until_asleep(self) -> None:
         """Returns once the process computes nothing, or after a second."""
-        if self._process is not None:
-            wait_until_asleep(self._process.pid)
+        wait_until_asleep(self.pid)
 
     def _ask(self, command: dict[str, Any], progress: Progress | None = None) -> dict[str, Any]:
-        if self._process is None:
+        if self._log.closed:
             raise PeerFailed(f"{self.label} is closed; start it again")
         disturbance = Disturbance()
         try:
@@ -142,7 +187,7 @@ class Child:
         except BrokenPipeError:
             answer = None
         if answer is None:
-            raise PeerFailed(f"{self.label} {how_it_ended(self._process.wait(), self._stderr)}")
+            raise PeerFailed(f"{self.label} {self.how_it_ended()}")
         self.disturbed = disturbance.ended(own_s=answer["cpu_s"])
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
         if "error" in answer:
@@ -162,18 +207,6 @@ class Child:
             if progress is not None:
                 progress(*message["progress"])
         return None
-
-
-def how_it_ended(code: int, log: IO[bytes]) -> str:
-    """How a process ended, with the last line of what it wrote to a file."""
-    how = f"exited with {code}"
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            how += " (most often for want of memory)"
-    log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
 
 
 def threads_of(wanted: int) -> int:
@@ -200,27 +233,6 @@ def environment_of(threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def start(command: Sequence[str], threads: int, **streams: Any) -> "subprocess.Popen[bytes]":
-    """Starts a process that computes with so many threads, pinned to as many cores.
-
-    Args:
-      **streams: further arguments of `subprocess.Popen`; `env` is added to the environment of all systems.
-    """
-    environment = environment_of(threads) | streams.pop("env", {})
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    try:
-        if cores is not None:
-            # Of this thread, hence of the process that it starts.
-            os.sched_setaffinity(0, sorted(cores)[:threads])
-        # Ctrl-C is for the parent alone, which then closes its children.
-        return subprocess.Popen(  # pyright: ignore[reportReturnType]: of bytes
-            command, env=environment, start_new_session=True, **streams
-        )
-    finally:
-        if cores is not None:
-            os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager

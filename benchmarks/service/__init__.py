@@ -33,8 +33,6 @@ class Plan(plans.ShapePlan, plans.ThreadsPlan):
       patience_s: for answers after the last request; for those of clients at least twice as long as the idle
         whole model would take to answer all of them.
       starts: of the service, from buckets on disk.
-      reference_repeats: of each prompt of the reference.
-      seed: of all draws.
     """
 
     systems: tuple[str, ...] = plans.sized(

@@ -15,9 +15,7 @@ import dataclasses
 import json
 import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.harness.report import OURS, Row, row
 from benchmarks.peers.llama import FORMATS, gguf_of, refusal, text_of_token
 from benchmarks.peers.peer import missing_packages
-from benchmarks.peers.process import PeerFailed, how_it_ended, start
+from benchmarks.peers.process import PeerFailed, Process
 from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
@@ -265,7 +263,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-class Server:
+class Server(Process):
     """A running server. A context manager; leaving it ends the process.
 
     Attributes:
@@ -295,9 +293,7 @@ class Server:
           PeerFailed: it ends, or is not ready in half an hour.
         """
         self.name, self.url = name, f"http://127.0.0.1:{port}"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
-        self._process = start(command, threads, env=dict(environment or {}), **streams)
+        super().__init__(command, threads, environment)
         try:
             if ready is not None:
                 self.wait_until(ready, lambda answer: answer.is_success)
@@ -305,22 +301,10 @@ class Server:
             self.close()
             raise
 
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
     def require_alive(self) -> None:
         """Raises PeerFailed where the process has ended."""
-        code = self._process.poll()
-        if code is not None:
-            raise PeerFailed(f"the server of {self.name} {how_it_ended(code, self._log)}")
+        if self._process.poll() is not None:
+            raise PeerFailed(f"the server of {self.name} {self.how_it_ended()}")
 
     def peak_bytes(self) -> int | None:
         """Peak of its resident memory so far, mapped files included; None where the system does not tell."""
@@ -329,19 +313,6 @@ class Server:
     def share_bytes(self) -> int | None:
         """Its proportional share of memory now (PSS); None where the system does not tell."""
         return _kibibytes(Path(f"/proc/{self.pid}/smaps_rollup"), "Pss:")
-
-    def close(self) -> None:
-        """Ends the process, by force if it must be."""
-        if self._log.closed:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(15.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._log.close()
 
     def wait_until(self, path: str, there: "Callable[[httpx.Response], bool]") -> None:
         """Asks for a path until the answer is as it should be.

@@ -38,14 +38,10 @@ class Plan(plans.DataPlan):
     """Sizes of one run; what an option asks for is said there.
 
     Attributes:
-      prompts: of each task, timed.
-      devices: that weights are read from.
       tokens: of each answer, at most.
       tried: prompts of each task that systems are tuned on; 0 does not tune.
       compared_answers: that are compared with the target's own.
-      context_tokens: of every context.
       judged: whether answers that differ from the target's are judged; without, BLD and STI are left out.
-      seed: of the choice of prompts.
     """
 
     draft: str = plans.sized(

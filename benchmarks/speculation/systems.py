@@ -77,8 +77,6 @@ class Setting:
       draft: a small model of its tokenizer; None for the target's own high planes.
       narrow: the target's bundles for STI, by their mean bits; empty where STI is not opened.
       weights_bytes: memory for weights, the draft's included; caches and activations come on top.
-      context_tokens: of every context.
-      storage: that weights are read from.
     """
 
     model: Path

@@ -38,11 +38,9 @@ def train_here(name: str, folder: Path) -> None:
     trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
     held_out = random_batch(dataclasses.replace(size, batch=1), seed=99)
 
-    def report(progress: object) -> None:
-        print(progress, flush=True)
-
+    report = functools.partial(print, flush=True)
+    batches, checkpoints = functools.partial(random_batch, size), folder / "checkpoints"
     try:
-        batches, checkpoints = functools.partial(random_batch, size), folder / "checkpoints"
         state = train(trainer, batches, lambda: [held_out], checkpoints, report)
     except Preempted:
         return
@@ -57,8 +55,7 @@ def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
     Args:
       cpu: whether the runs are for CPUs.
     """
-    _finished(_started(name, folder / "whole", cpu))
-    whole = _kept(folder / "whole")
+    whole = _finished(_started(name, folder / "whole", cpu), folder / "whole")
     rows = []
     for kill in (signal.SIGTERM, signal.SIGKILL):
         own = folder / kill.name
@@ -66,8 +63,7 @@ def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
         _wait_for_step(process, CHECKPOINT_STEPS + 1)
         process.send_signal(kill)
         process.communicate(timeout=_WAIT_S)
-        _finished(_started(name, own, cpu))
-        found = _kept(own)
+        found = _finished(_started(name, own, cpu), own)
         case = f"resume {name} after {kill.name}"
         pairs = [(found[each], value) for each, value in whole.items()]
         different = sum(not np.array_equal(*pair) for pair in pairs)
@@ -99,13 +95,11 @@ def _wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
     raise JaxllmError(f"the run to be killed did not reach step {step}")
 
 
-def _finished(process: "subprocess.Popen[str]") -> None:
+def _finished(process: "subprocess.Popen[str]", folder: Path) -> dict[str, np.ndarray]:
+    """The parameters that a run leaves in its folder."""
     process.communicate(timeout=_WAIT_S)
     if process.returncode:
         raise JaxllmError(f"a training run ended with {process.returncode}")
-
-
-def _kept(folder: Path) -> dict[str, np.ndarray]:
     with np.load(folder / "params.npz") as stored:
         return dict(stored)
 

@@ -1,4 +1,4 @@
-"""The harness: memory, bandwidth, quiet, energy, rows and figures; options of benches, and runs without any."""
+"""The harness: the machine, processes, rows and figures; options of benches, and runs without any."""
 
 import dataclasses
 import importlib
