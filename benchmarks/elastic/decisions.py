@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,18 +78,18 @@ class Choices:
     Attributes:
       right: `[M]` bool, whether the answer was right, in time or not.
       met: `[M]` bool, whether the objective was met, by the known times.
-      both: `[M]` bool, whether one answer was right and in time; None where `right` and `met` are of the same
-        answers.
+      right_and_met: `[M]` bool, whether the answer was right and in time; of the bound, whether one was.
     """
 
     right: np.ndarray
     met: np.ndarray
-    both: np.ndarray | None = None
+    right_and_met: np.ndarray
 
-    @property
-    def right_and_met(self) -> np.ndarray:
-        """`[M]` bool, whether the answer was right and in time."""
-        return self.right & self.met if self.both is None else self.both
+    @classmethod
+    def of(cls, right: Any, met: Any) -> "Choices":
+        """Of one answer to each request."""
+        right, met = np.array(right, bool), np.array(met, bool)
+        return cls(right, met, right & met)
 
 
 # Chooses a variant: from which are in time, `[V]` bool, and the request's number.
@@ -168,16 +168,16 @@ class Asked:
           margin: share of an objective that is planned for; the planner's by default.
           ignore_tpot: whether the system is counted as meeting every time per token.
         """
-        right, met = np.zeros(len(self.trace), bool), np.zeros(len(self.trace), bool)
-        last = len(variants.change_ms) - 1
+        right, met, last = [], [], len(variants.change_ms) - 1
         for request, question in enumerate(self.indices):
             changes = np.where(np.arange(len(variants.change_ms)) == last, 0.0, variants.change_ms)
             tpot = 0.0 if ignore_tpot else variants.tpot_ms[question]
             excess = self.overruns(request, variants.ttft_ms[question] + changes, tpot)
             allowed = excess <= margin + _ROUNDING
             last = policy(allowed, request) if allowed.any() else int(np.argmin(excess))
-            right[request], met[request] = variants.right[question, last], excess[last] <= 1 + _ROUNDING
-        return Choices(right, met)
+            right.append(variants.right[question, last])
+            met.append(excess[last] <= 1 + _ROUNDING)
+        return Choices.of(right, met)
 
     def bound(self, variants: Variants) -> Choices:
         """What no policy can exceed: a request counts as right where any variant is, as in time where any
@@ -338,7 +338,7 @@ def planned(planner: Planner, ours: Variants, asked: Asked, pass_ms: np.ndarray)
         taken = np.maximum(least.ttft_ms[index, at], ours.ttft_ms[index, at] + made.planning_ms)
         right.append(ours.right[index, at[0]])
         met.append(asked.overruns(number, taken, ours.tpot_ms[index, at])[0] <= 1)
-    return Choices(np.array(right, bool), np.array(met, bool))
+    return Choices.of(right, met)
 
 
 def ablations(

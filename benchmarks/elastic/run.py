@@ -217,11 +217,9 @@ def trace_rows(
             values = {system: getattr(each, of)[chosen] for system, each in found.items()}
             notes = {}
             for system, each in values.items():
-                parts = [said(each, questions)]
-                if system != OURS:
-                    parts.append(lead(values[OURS], each, questions))
-                parts.append(in_time[system])
-                notes[system] = "; ".join([*parts, *filter(None, [remarks.get(system)])])
+                ahead = None if system == OURS else lead(values[OURS], each, questions)
+                parts = (said(each, questions), ahead, in_time[system], remarks.get(system))
+                notes[system] = "; ".join(filter(None, parts))
             shares = {system: float(each.mean()) for system, each in values.items()}
             rows += compared(f"trace {case}", metric, shares, notes)
     return rows

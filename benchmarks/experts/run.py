@@ -125,7 +125,7 @@ class Mixture:
             if number == 0:
                 rows += self._nested_rows(device) if "nested" in plan.parts else []
                 if "ablations" in plan.parts:
-                    with Bundle.open(setting.bundles.mixed) as bundle:
+                    with Bundle.open(setting.bundles["mixed"]) as bundle:
                         names = (OURS, *systems.ablations(bundle))
                     rows += self._time_rows(names, setting, device, f"ablation: {device.name}")
                 for experts in self._rooms if "buffers" in plan.parts else ():
@@ -160,7 +160,7 @@ class Mixture:
             prompts, config = [source for source, _ in sources], lambda _: seq2seq.greedy(self._plan)
         found = systems.measured(engines, prompts, config)
         notes = {name: self._note(name, each, engines[name], device) for name, each in found.items()}
-        notes[OURS] = "; ".join(filter(None, (notes[OURS], systems.widths_of(setting.bundles.mixed))))
+        notes[OURS] = "; ".join(filter(None, (notes[OURS], systems.widths_of(setting.bundles["mixed"]))))
         for each in engines.values():
             each.close()
         return found, notes
@@ -209,7 +209,7 @@ class Mixture:
             if "most_loss" not in facts:
                 continue
             case = f"tolerable loss {facts['most_loss']:.0%}"
-            own = dataclasses.replace(setting, bundles=dataclasses.replace(setting.bundles, mixed=path))
+            own = dataclasses.replace(setting, bundles={**setting.bundles, "mixed": path})
             if task is not None:
                 values = {**judged, OURS: task.quality(systems.resident(OURS, own), self._plan)}
                 rows += seq2seq.quality_rows(task, values, facts, case, self._plan)

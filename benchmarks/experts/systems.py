@@ -72,25 +72,6 @@ def config_of(mixed: Sequence[Path]) -> ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bundles:
-    """One mixture, stored as each system needs it.
-
-    Attributes:
-      mixed: calibrated, experts apart at their own widths.
-      floats: experts apart, at the checkpoint's width.
-      four_bit: experts apart, all at 4 bits.
-      together: at the checkpoint's width with experts within layers, to be resident.
-      layers: all matrices at 4 bits, layer by layer.
-    """
-
-    mixed: Path
-    floats: Path
-    four_bit: Path
-    together: Path
-    layers: Path
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
     """What is the same for all systems: tokens of a context, and the storage that experts are read from."""
 
@@ -110,13 +91,15 @@ class Setting(Conditions):
     """The same model, memory and storage for all systems.
 
     Attributes:
-      bundles: the model.
+      bundles: the model as each system needs it: "mixed", calibrated, with experts apart at their own widths;
+        "floats", apart at the checkpoint's width; "four_bit", apart, all at 4 bits; "together", at the
+        checkpoint's width with experts within layers, to be resident; "layers", all matrices at 4 bits.
       buffer_experts: room of ours, in experts at 4 bits.
       equal: whether baselines that load on demand have a buffer of as many bytes as ours, from which those
         go that were used longest ago; else they have none.
     """
 
-    bundles: Bundles
+    bundles: Mapping[str, Path]
     buffer_experts: int
     equal: bool = False
 
@@ -154,7 +137,7 @@ class NestedSetting(Conditions):
             return max(int(self.share * store.total_bytes), store.least_bytes())
 
 
-def make_bundles(folder: Path, mixed: Path, progress: Progress = silent) -> Bundles:
+def make_bundles(folder: Path, mixed: Path, progress: Progress = silent) -> dict[str, Path]:
     """The bundles of a mixture's Hugging Face folder, made unless they are there; `mixed` was made of it by
     `jaxllm calibrate experts`."""
     with Bundle.open(mixed) as bundle:
@@ -166,7 +149,7 @@ def make_bundles(folder: Path, mixed: Path, progress: Progress = silent) -> Bund
         "together": {"weights": "f32" if bits == 32 else "bf16"},
         "layers": {"weights": "int4"},
     }
-    return Bundles(mixed=mixed, **_made(folder, mixed, forms, progress))
+    return {"mixed": mixed, **_made(folder, mixed, forms, progress)}
 
 
 def _made(
@@ -198,17 +181,17 @@ def opened(name: str, setting: Setting) -> Engine:
     if name == EQUAL:
         return opened("IO-QEXP", dataclasses.replace(setting, equal=True))
     if name == "IO-FREE":
-        return Engine.open(bundles.together, options=setting.options())
+        return Engine.open(bundles["together"], options=setting.options())
     if name == "STI":
-        with Bundle.open(bundles.mixed) as bundle:
+        with Bundle.open(bundles["mixed"]) as bundle:
             ours = _budget(bundle, setting.options(), _buffer_bytes(setting))
-        return Engine.open(bundles.layers, options=setting.options(memory_bytes=ours))
+        return Engine.open(bundles["layers"], options=setting.options(memory_bytes=ours))
     room = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
     if name in ("IO-EXP", "IO-QEXP"):
-        path = bundles.floats if name == "IO-EXP" else bundles.four_bit
+        path = bundles["floats"] if name == "IO-EXP" else bundles["four_bit"]
         how = ExpertOptions(predictor="none", eviction="lru" if setting.equal else ExpertOptions.eviction)
         return _with_buffer(path, setting.options(), room if setting.equal else 0, how)
-    path = bundles.four_bit if name == f"{OURS}-no-widths" else bundles.mixed
+    path = bundles["four_bit"] if name == f"{OURS}-no-widths" else bundles["mixed"]
     # What an ablation changes.
     changes: Mapping[str, Mapping[str, Any]] = {
         f"{OURS}-no-preloading": {"predictor": "none"},
@@ -222,7 +205,7 @@ def opened(name: str, setting: Setting) -> Engine:
 def resident(name: str, setting: Setting) -> Engine:
     """Opens what a system answers with, all in memory: the storage changes no answer."""
     of = {OURS: "mixed", "IO-FREE": "together", "IO-QEXP": "four_bit", "STI": "layers"}
-    return Engine.open(getattr(setting.bundles, of[name]), options=setting.options())
+    return Engine.open(setting.bundles[of[name]], options=setting.options())
 
 
 def nested_engine(
@@ -270,7 +253,7 @@ def widths_of(path: Path) -> str:
 
 
 def _buffer_bytes(setting: Setting) -> int:
-    with Bundle.open(setting.bundles.four_bit) as bundle:
+    with Bundle.open(setting.bundles["four_bit"]) as bundle:
         return setting.buffer_experts * ExpertStore(bundle).largest_bytes
 
 

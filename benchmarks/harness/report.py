@@ -232,8 +232,6 @@ def lead(ours: np.ndarray, theirs: np.ndarray, questions: np.ndarray) -> str:
     return f"ours ahead by {100 * ahead.mean():+.1f} points, paired 95 % in [{low}, {high}]"
 
 
-# Between a bar and what is written behind it.
-_LABEL_PADDING_POINTS = 3
 # Of one figure, in the order of the rows: where across, and of which line -> the value.
 Points = dict[tuple[str, str], float]
 
@@ -317,22 +315,6 @@ def draw_metrics(bench: str, rows: Sequence[Row], folder: Path) -> None:
     )
 
 
-def label_bars(axes: Any, bars: Any, form: str) -> None:
-    """Writes the value behind each of some horizontal bars, and leaves room for it.
-
-    Args:
-      axes: of matplotlib; all else in the figure is already there.
-      form: of the numbers, as `str.format` takes it.
-    """
-    labels = axes.bar_label(bars, fmt=form, padding=_LABEL_PADDING_POINTS)
-    # Sizes of labels are known only after the layout.
-    axes.figure.draw_without_rendering()
-    widest = max(label.get_window_extent().width for label in labels)
-    taken = widest + 2 * _LABEL_PADDING_POINTS * axes.figure.dpi / 72
-    # On both sides, for bars may point both ways; bars become at most half as long.
-    axes.margins(x=taken / max(axes.get_window_extent().width - 2 * taken, taken))
-
-
 def _parts(figure: Figure, rows: Sequence[Row]) -> dict[str, Points]:
     parts: dict[str, Points] = {}
     for row in rows:
@@ -372,7 +354,9 @@ def _groups(axes: Any, points: Points) -> None:
 def _bars(axes: Any, points: Points) -> None:
     bars = axes.barh([f"{x}\n{line}" for x, line in points], list(points.values()))
     axes.invert_yaxis()
-    label_bars(axes, bars, "{:,.4g}")
+    axes.bar_label(bars, fmt="{:,.4g}", padding=3)
+    # Room for the values behind them on both sides, for bars may point both ways.
+    axes.margins(x=0.3)
 
 
 _KINDS: Mapping[str, Callable[[Any, Points], None]] = {"lines": _lines, "groups": _groups, "bars": _bars}

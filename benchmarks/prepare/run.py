@@ -13,6 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,14 @@ def run(bench: Run[Plan]) -> list[Row]:
     plan, progress = bench.plan, bench.progress
     threads, kinds = process.threads_of(plan.threads), _kinds(bench)
     if bench.shape is not None:
-        source = random_source(bench.shape, SHAPES[bench.shape], bench)
+        name, (folder, vocabulary) = bench.shape, random_source(bench.shape, SHAPES[bench.shape], bench)
     else:
         found = Checkpoint.find(bench.model)
-        source = Source(name=found.name, folder=found.folder(progress))
-    checkpoint = Checkpoint.find(source.folder)
+        name, folder, vocabulary = found.name, found.folder(progress), None
+    checkpoint, written = (
+        Checkpoint.find(folder),
+        partial(written_gguf, folder, vocabulary, threads, progress),
+    )
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="jaxllm-prepare-") as scratch:
         bundles: dict[str, dict[str, Path]] = {}
@@ -66,12 +70,12 @@ def run(bench: Run[Plan]) -> list[Row]:
             form = FORMATS[kind]
             made, floats = Path(scratch, f"{kind}.jaxllm"), Path(scratch, f"{form}.jaxllm")
             bundles[kind] = {OURS.name: made, FROM_FLOATS: floats}
-            gguf = source.gguf(kind, threads, progress)
+            gguf = written(kind)
             prepared: list[tuple[str, Path, Path, str | None]] = [(f"GGUF {kind}", gguf, made, None)]
             if not floats.exists():
-                prepared.append((f"floats to {form}", source.folder, floats, form))
+                prepared.append((f"floats to {form}", folder, floats, form))
             for what, *how in prepared:
-                rows += _memory_rows(f"{source.name}, prepare from {what}", how, checkpoint.cfg, threads)
+                rows += _memory_rows(f"{name}, prepare from {what}", how, checkpoint.cfg, threads)
             progress("Preparing", number + 1, len(kinds))
         if "memory" not in plan.parts:
             rows = []
@@ -81,15 +85,14 @@ def run(bench: Run[Plan]) -> list[Row]:
                 plan.text or stories_file(None), checkpoint, separator=SEPARATOR,
                 window_tokens=plan.context_tokens, limit=plan.text_windows,
             )  # fmt: skip
-            with process.Child(process.REFERENCE, _opening(source.folder, plan), progress) as child:
+            with process.Child(process.REFERENCE, _opening(folder, plan), progress) as child:
                 exact = process.perplexity(child, text, progress)
         for kind, both in bundles.items():
-            case = f"{source.name} {kind}"
+            case = f"{name} {kind}"
             if "speed" in plan.parts:
                 rows += _speed_rows(case, both, checkpoint, plan, progress)
             if text is not None:
-                gguf = source.gguf(kind, threads, progress)
-                rows += _perplexity_rows(case, both, gguf, text, exact, bench)
+                rows += _perplexity_rows(case, both, written(kind), text, exact, bench)
     return rows
 
 
@@ -184,34 +187,17 @@ FORMATS = {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4-all", "Q4_1": "int4-min",
 _VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """A model as a folder of floats, and as GGUF files.
-
-    Attributes:
-      name: of the model.
-      folder: the Hugging Face folder.
-      vocabulary: metadata of its tokenizer in GGUF files; None for one character a token.
-    """
-
-    name: str
-    folder: Path
-    vocabulary: dict[str, Any] | None = None
-
-    def gguf(self, kind: str, threads: int, progress: Progress) -> Path:
-        """The GGUF file of a type, a key of `FORMATS`, made unless it is there.
-
-        Raises:
-          ConfigError: the model cannot be written as one.
-        """
-        return gguf_of(
-            self.folder, kind, threads=threads, progress=progress, by_package=PACKAGE_TYPES,
-            vocabulary=self.vocabulary,
-        )  # fmt: skip
+def written_gguf(
+    folder: Path, vocabulary: dict[str, Any] | None, threads: int, progress: Progress, kind: str
+) -> Path:
+    """The GGUF file of a folder's weights at a type, a key of `FORMATS` (see `gguf_of`)."""
+    how: dict[str, Any] = {"by_package": PACKAGE_TYPES, "vocabulary": vocabulary}
+    return gguf_of(folder, kind, threads=threads, progress=progress, **how)
 
 
-def random_source(name: str, cfg: ModelConfig, bench: Run[Plan]) -> Source:
-    """A model of random weights, and a tokenizer of byte pairs learned of texts; tells what it is made of."""
+def random_source(name: str, cfg: ModelConfig, bench: Run[Plan]) -> tuple[Path, dict[str, Any]]:
+    """The folder of a model of random weights and a tokenizer of byte pairs learned of texts, and what GGUF
+    files say of the latter; tells what it is made of."""
     data = bench.plan.vocabulary_data
     texts = [stories_file(None)]
     if data is not None:
@@ -230,7 +216,7 @@ def random_source(name: str, cfg: ModelConfig, bench: Run[Plan]) -> Source:
     learned = int((folder / "learned.txt").read_text(encoding="utf-8"))
     of = f"{len(texts)} texts of {size_bytes / 1e6:.1f} MB"
     bench.tell(f"{cfg.vocab_size:,} byte pairs, {learned:,} learned of {of}")
-    return Source(name=name, folder=folder, vocabulary=vocabulary_keys(read_tokenizer(folder)))
+    return folder, vocabulary_keys(read_tokenizer(folder))
 
 
 # Llama 3's rule by which texts are split first, and llama.cpp's name of it.

@@ -25,23 +25,6 @@ from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The outcomes of one load on one system.
-
-    Attributes:
-      case: the load.
-      system: its name.
-      repetition: from 0.
-      window: its outcomes.
-    """
-
-    case: str
-    system: str
-    repetition: int
-    window: "Window"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What came of one request.
@@ -262,12 +245,17 @@ class Cell:
     Attributes:
       case: the load.
       system: its name.
-      windows: of each repetition.
+      windows: of each repetition, in order.
     """
 
     case: str
     system: str
-    windows: Sequence[Window]
+    windows: list[Window]
+
+    @property
+    def counted(self) -> list[Outcome]:
+        """The requests that were due in the windows."""
+        return [each for window in self.windows for each in window.counted]
 
     @functools.cached_property
     def figures(self) -> Figures:
@@ -344,12 +332,12 @@ FIGURES = (
 )  # fmt: skip
 
 
-def drawing(kept: Sequence[Measured]) -> Draw:
+def drawing(kept: Sequence[Cell]) -> Draw:
     """What draws rows together with the outcomes of the requests that they are of."""
     return functools.partial(draw, kept=kept)
 
 
-def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> None:
+def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Cell] = ()) -> None:
     """Draws the figures that the rows allow, and the spread of times to the first token, a PNG each."""
     draw_figures("service", FIGURES, rows, folder)
     import matplotlib.pyplot as plt
@@ -363,21 +351,21 @@ def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> No
         _shares(axes, [each for each in kept if each.case == case])
         axes.set_title(case)
     all_axes[0][0].set_ylabel("share of requests")
-    if any(one.answered for each in kept for one in each.window.counted):
+    if any(one.answered for each in kept for one in each.counted):
         all_axes[0][0].legend(fontsize="small")
     figure.savefig(folder / "service_ttft.png", dpi=150)
     plt.close(figure)
 
 
-def _shares(axes: Any, kept: Sequence[Measured]) -> None:
+def _shares(axes: Any, kept: Sequence[Cell]) -> None:
     """The share of all counted requests that had their first token within a time."""
-    for system in dict.fromkeys(each.system for each in kept):
-        counted = [one for each in kept if each.system == system for one in each.window.counted]
-        times = sorted(one.ttft_ms for one in counted if one.answered)
+    for cell in kept:
+        times = sorted(one.ttft_ms for one in cell.counted if one.answered)
         if times:
             # Those without an answer have none, so that the curve ends below 1.
-            axes.step(times, np.arange(1, len(times) + 1) / len(counted), where="post", label=system)
-    times = [one.ttft_ms for each in kept for one in each.window.counted if one.answered]
+            shares = np.arange(1, len(times) + 1) / len(cell.counted)
+            axes.step(times, shares, where="post", label=cell.system)
+    times = [one.ttft_ms for each in kept for one in each.counted if one.answered]
     if times:
         axes.set_xlim(min(times) / 1.1, max(times) * 1.1)
         axes.set_xscale("log")

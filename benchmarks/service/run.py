@@ -25,7 +25,7 @@ from benchmarks.peers.process import threads_of
 from benchmarks.service import Plan, workload
 from benchmarks.service import systems as servers
 from benchmarks.service.load import send
-from benchmarks.service.outcomes import Cell, Measured, Outcome, Window, judged, load_rows, memory_rows
+from benchmarks.service.outcomes import Cell, Outcome, Window, judged, load_rows, memory_rows
 from benchmarks.traces import write_lines
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
@@ -128,12 +128,9 @@ def run(bench: Run[Plan]) -> list[Row]:
             for system in (*systems[first:], *systems[:first]):
                 turns.measure(system, loads, repetition)
         starts = servers.start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
+    bench.kept.extend(cells := list(turns.cells.values()))
     if plan.outcomes is not None:
-        write_outcomes(plan.outcomes, bench.kept)
-    windows: dict[tuple[str, str], list[Window]] = {}
-    for each in bench.kept:
-        windows.setdefault((each.case, each.system), []).append(each.window)
-    cells = [Cell(case, system, found) for (case, system), found in windows.items()]
+        write_outcomes(plan.outcomes, cells)
     rows = load_rows([cell for cell in cells if ", load " in cell.case], objectives=True)
     rows += load_rows([cell for cell in cells if ", load " not in cell.case], objectives=False)
     return [*rows, *memory_rows(name, turns.peaks, turns.shares), *starts]
@@ -146,6 +143,7 @@ class _Turns:
         self._given, self._reference, self._bench, self._plan = given, reference, bench, bench.plan
         self.peaks: dict[str, list[int]] = {}
         self.shares: dict[str, int] = {}
+        self.cells: dict[tuple[str, str], Cell] = {}
 
     def measure(self, system: servers.System, loads: Sequence[_Load], repetition: int) -> None:
         """Starts a system and sends it all loads."""
@@ -158,7 +156,8 @@ class _Turns:
                 wait_until_asleep(server.pid, limit_s=5.0)
                 outcomes = self._sent(system, server, load)
                 window = Window(self._plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
-                self._bench.kept.append(Measured(load.case, system.name, repetition, window))
+                key = load.case, system.name
+                self.cells.setdefault(key, Cell(*key, [])).windows.append(window)
                 late_s = max((each.late_s for each in outcomes), default=0.0)
                 # A sender that is so much late would be measured with the servers.
                 if late_s > 0.05:
@@ -258,16 +257,17 @@ def _model(bench: Run[Plan]) -> tuple[Path, Checkpoint]:
     return model, Checkpoint.find(model)
 
 
-def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
+def write_outcomes(path: Path, cells: Sequence[Cell]) -> None:
     """Writes the outcome of every request, a JSON line each.
 
     Raises:
       ConfigError: it cannot be written.
     """
     lines = (
-        one.to_json() | {"case": each.case, "system": each.system, "repetition": each.repetition}
-        for each in kept
-        for one in each.window.outcomes
+        one.to_json() | {"case": each.case, "system": each.system, "repetition": repetition}
+        for each in cells
+        for repetition, window in enumerate(each.windows)
+        for one in window.outcomes
     )
     write_lines(path, lines)
 

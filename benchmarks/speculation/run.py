@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import Device, named_devices
@@ -34,32 +33,21 @@ def shape_rows(bench: Run[Plan]) -> list[Row]:
         return memory_rows(bundle.path, budgets, bench.progress)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """Token ids of prompts, by task.
+# Token ids of prompts, by task: what systems are tuned on, and shards judged, and what is counted.
+Prompts = tuple[dict[str, list[list[int]]], dict[str, list[list[int]]]]
 
-    Attributes:
-      tried: that systems are tuned on, and shards judged.
-      timed: that are counted; none of them is in `tried`.
+
+def _prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
+    """As many as a plan asks for; none is both tried and timed.
+
+    Raises:
+      ConfigError: a file is missing or malformed, or no task has more prompts than are tried.
     """
-
-    tried: dict[str, list[list[int]]]
-    timed: dict[str, list[list[int]]]
-
-    @classmethod
-    def read(cls, plan: Plan, tokenizer: Tokenizer) -> Self:
-        """Reads as many as a plan asks for.
-
-        Raises:
-          ConfigError: a file is missing or malformed, or no task has more prompts than are tried.
-        """
-        found = _read_prompts(plan, tokenizer, plan.prompts + plan.tried, plan.seed)
-        timed = {task: each[plan.tried :] for task, each in found.items() if each[plan.tried :]}
-        if not timed:
-            raise ConfigError(
-                f"all prompts are taken by the {plan.tried} of each task that systems are tuned on"
-            )
-        return cls(tried={task: each[: plan.tried] for task, each in found.items()}, timed=timed)
+    found = _read_prompts(plan, tokenizer, plan.prompts + plan.tried, plan.seed)
+    timed = {task: each[plan.tried :] for task, each in found.items() if each[plan.tried :]}
+    if not timed:
+        raise ConfigError(f"all prompts are taken by the {plan.tried} of each task that systems are tuned on")
+    return {task: each[: plan.tried] for task, each in found.items()}, timed
 
 
 def _read_prompts(plan: Plan, tokenizer: Tokenizer, count: int, seed: int) -> dict[str, list[list[int]]]:
@@ -90,13 +78,13 @@ def run(bench: Run[Plan]) -> list[Row]:
     target = open_model(model)
     # Small models have small windows.
     bench = bench.changed(context_tokens=min(bench.plan.context_tokens, target.cfg.window_tokens))
-    prompts = Prompts.read(bench.plan, open_tokenizer(target.tokenizer_files()))
+    tried, timed = _prompts(bench.plan, open_tokenizer(target.tokenizer_files()))
     if "in-memory" in bench.plan.parts and target.cfg.encoder is not None:
         bench.tell("without in-memory: it is of decoders alone")
     elif "in-memory" in bench.plan.parts:
-        rows += in_memory_rows(model, draft, prompts.timed, prompts.tried, bench)
+        rows += in_memory_rows(model, draft, timed, tried, bench)
     if {*bench.plan.parts} - {"in-memory"}:
-        rows += _budget_rows(target, draft, prompts, bench)
+        rows += _budget_rows(target, draft, (tried, timed), bench)
     return rows
 
 
@@ -114,7 +102,7 @@ def _budget_rows(target: Bundle, draft: Path | None, prompts: Prompts, bench: Ru
     if judged and target.cfg.encoder is not None:
         bench.tell("without STI: the shards of encoder-decoders are not judged yet")
     elif judged:
-        texts = [each for all_ in prompts.tried.values() for each in all_]
+        texts = [each for all_ in prompts[0].values() for each in all_]
         # Without tuning the middle is taken.
         bits = rivals.NARROW_BITS if texts else rivals.NARROW_BITS[len(rivals.NARROW_BITS) // 2 :][:1]
         narrow = rivals.narrow_bundles(target.path, bits, texts, bench.progress)
@@ -160,7 +148,8 @@ class _Systems:
             "ablations": "ablations" in plan.parts,
             "presets": plan.presets,
         }
-        self._prompts, self._config = prompts, GenerationConfig(max_tokens=plan.tokens)
+        self._tried, self._timed = prompts
+        self._config = GenerationConfig(max_tokens=plan.tokens)
         self.engines: dict[str, Engine] = {}
         try:
             for name, opened in rivals.systems(**self._asked).items():
@@ -181,7 +170,7 @@ class _Systems:
             if rivals.STI in how and twice:
                 how[rivals.STI] += "; weights quantized twice"
             label = f"Measuring on {self._device.name}"
-            answers = replies.ask(self.engines, self._prompts.timed, self._config, label, self._progress)
+            answers = replies.ask(self.engines, self._timed, self._config, label, self._progress)
             notes = replies.notes_of(self.engines, self._device, how)
             rows += replies.time_rows(case, answers, notes)
             if "systems" in self._plan.parts:
@@ -201,7 +190,7 @@ class _Systems:
 
         The others answer the prompts that these are tuned on, too: all have learned as much when time counts.
         """
-        how, tried = {}, self._prompts.tried
+        how, tried = {}, self._tried
         replies.ask(self.engines, tried, self._config, "Warming up", self._progress)
         target = self.engines.get(rivals.STDPL, self.engines[OURS])
         for name, candidates in rivals.tuned_systems(**self._asked).items():
@@ -225,9 +214,7 @@ class _Systems:
             OURS: self.engines[OURS],
             rivals.STDPL: self.engines.get(rivals.STDPL) or rivals.plain(self._setting),
         }
-        answers = replies.ask(
-            chosen, self._prompts.timed, config, "Measuring unguessable answers", self._progress
-        )
+        answers = replies.ask(chosen, self._timed, config, "Measuring unguessable answers", self._progress)
         if rivals.STDPL not in self.engines:
             chosen[rivals.STDPL].close()
         times = {name: replies.token_ms(replies.spent(found)) for name, found in answers.items()}

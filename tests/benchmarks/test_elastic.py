@@ -318,7 +318,7 @@ def test_all_of_the_time_is_no_limit_and_told_apart():
     assert cases(slos[:1]) == ["<100,100>", "all six"]
     trace = [request_of(slo) for slo in slos]
     asked = decisions.Asked(trace=trace, questions=[], indices=[0, 1, 2], whole_ms=WHOLE)
-    ours = decisions.Choices(np.array([True, False, True]), np.array([True, True, False]))
+    ours = decisions.Choices.of(np.array([True, False, True]), np.array([True, True, False]))
     rows = {(row.case, row.metric): row for row in trace_rows({OURS: ours}, asked, {})}
     assert rows["trace all six", "right_and_met"].value == pytest.approx(1 / 3)
     assert rows["trace the five with a limit", "right_and_met"].value == 0

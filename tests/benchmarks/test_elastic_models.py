@@ -305,8 +305,8 @@ def test_rows_say_both_shares_and_how_far_ours_is_ahead():
     questions = np.arange(20) // 2
     trace = [request_of(slo) for slo in slos]
     asked = decisions.Asked(trace=trace, questions=(), indices=questions.tolist(), whole_ms=WHOLE)
-    ours = decisions.Choices(np.ones(20, bool), np.arange(20) % 2 == 0)
-    other = decisions.Choices(np.arange(20) % 2 == 0, np.ones(20, bool))
+    ours = decisions.Choices.of(np.ones(20, bool), np.arange(20) % 2 == 0)
+    other = decisions.Choices.of(np.arange(20) % 2 == 0, np.ones(20, bool))
     rows = trace_rows({OURS: ours, "other": other}, asked, {"other": "as it is"})
     by = {(row.case, row.metric, row.system): row for row in rows}
     assert by["trace all six", "accuracy", OURS].value == 1.0

@@ -30,10 +30,10 @@ from benchmarks.harness.children import in_process, in_turns, taken_by
 from benchmarks.harness.machine import EnergyMeter, MemoryProbe, array_bytes
 from benchmarks.harness.report import (
     Row,
+    _bars,
     check_plot,
     compared,
     emit,
-    label_bars,
     less_is_better,
     row,
     unit_of,
@@ -182,7 +182,10 @@ def test_what_a_process_of_its_own_finds_and_takes():
 def test_what_is_written_behind_bars_is_inside_of_the_frame(values):
     plt = pytest.importorskip("matplotlib.pyplot")
     figure, axes = plt.subplots(figsize=(7, 2), layout="constrained")
-    label_bars(axes, axes.barh(["a prompt of many tokens, on all cores\njaxllm", "b"], values), "{:,.1f}")
+    _bars(
+        axes,
+        dict(zip([("a prompt of many tokens, on all cores", "jaxllm"), ("b", "c")], values, strict=True)),
+    )
     figure.draw_without_rendering()
     frame = axes.get_window_extent()
     boxes = [label.get_window_extent() for label in axes.texts]

@@ -72,14 +72,14 @@ def test_files_are_prepared_timed_and_scored(tmp_path):
 
 def test_byte_pairs_are_learned_and_filled_up_and_the_same_in_a_gguf_file(tmp_path):
     told = []
-    made = source(told)
+    folder, vocabulary = source(told)
     files, learned = byte_pairs(20_000, [stories_file(None)])
     vocabulary = json.loads(files.tokenizer_json)["model"]["vocab"]
     assert 256 < learned < len(vocabulary) == 20_000
-    path = made.gguf("Q4_0", 1, lambda *_: None)
-    assert made.gguf("Q4_0", 1, lambda *_: None) == path
+    path = run.written_gguf(folder, vocabulary, 1, lambda *_: None, "Q4_0")
+    assert run.written_gguf(folder, vocabulary, 1, lambda *_: None, "Q4_0") == path
     read = Tokenizer(read_gguf_tokenizer(read_gguf(path), SHAPE.vocab_size))
-    prepare(made.folder, tmp_path / "m.jaxllm")
+    prepare(folder, tmp_path / "m.jaxllm")
     with Bundle.open(tmp_path / "m.jaxllm") as bundle:
         ours = Tokenizer(bundle.tokenizer_files())
     assert read.same_tokens(ours)

@@ -21,7 +21,6 @@ from benchmarks.service.outcomes import (
     BLOCK_CALLS,
     LEAST_BLOCKS,
     Cell,
-    Measured,
     Window,
     draw,
     figures,
@@ -53,10 +52,10 @@ def test_services_under_load():
     assert any("idle whole model: TTFT" in each for each in told)
     # Without objectives there is nothing to plan.
     assert {each.system for each in kept if "clients" in each.case} == {"jaxllm"}
-    outcomes = [one for each in kept for one in each.window.outcomes]
+    outcomes = [one for each in kept for window in each.windows for one in window.outcomes]
     assert outcomes
     assert all(one.answered for one in outcomes), {one.error for one in outcomes}
-    levels = {one.level for each in kept if "planning" in each.system for one in each.window.outcomes}
+    levels = {one.level for each in kept if "planning" in each.system for one in each.windows[0].outcomes}
     assert levels == {100}
     metrics = {row.metric for row in rows}
     assert {"goodput_per_s", "slo_met", "ttft_ms", "tpot_ms", "decode_tokens_per_s", "refused"} <= metrics
@@ -333,7 +332,7 @@ def test_rows_and_figures(tmp_path):
     (mine, *_, other) = memory_rows("m", {"jaxllm": [30, 10, 20], "llama-server": [10]}, {"jaxllm": 5 << 20})
     assert (mine.value, mine.ratio, other.system) == (20, 0.5, "llama-server")
     assert mine.note == "proportional share at the end 5 MB"
-    kept = [Measured("m, load 1", "jaxllm", 0, Window(0.0, 6.0, [outcome()]))]
+    kept = [Cell("m, load 1", "jaxllm", [Window(0.0, 6.0, [outcome()])])]
     draw([*rows, only], tmp_path, kept)
     assert {each.name for each in tmp_path.iterdir()} == {
         "service_goodput.png", "service_clients.png", "service_ttft.png",
