@@ -25,10 +25,12 @@ faster as the headline asks for; the bars of figure 14, with the latencies of 64
 numbers.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -228,34 +230,36 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
     prefills = {name: _int8(engine) for name, engine in engines.items()}
     spans: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in engines}
 
-    def predict(name: str, length: int) -> None:
+    def begun(int8: Int8Prefill, length: int) -> tuple[Any, list[schedule.Subgraph]]:
+        prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
+        return prompt, int8.subgraphs(prompt)
+
+    @contextlib.contextmanager
+    def watched(name: str, length: int) -> Iterator[None]:
         # Times of subgraphs change with the machine's load, from moment to moment.
         int8, order = prefills[name], engines[name].options.prefill.order
         int8.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1], runs=1)
-        prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
-        subgraphs, known = int8.subgraphs(prompt), int8.times(prompt)
-        shared, handover_ms = int8.times(prompt, shared=True), int8.shared.measured.handover_ms
-        simulated = schedule.simulate(
-            subgraphs, known, order, overhead_ms=handover_ms, shared=shared
-        ).makespan_ms
-        bound = schedule.lower_bound_ms(subgraphs, known)
-        spans[name].setdefault(length, []).append({"simulated_ms": simulated, "bound_ms": bound})
-
-    def watch(name: str, length: int) -> None:
-        processors = prefills[name].shared.processors
+        prompt, subgraphs = begun(int8, length)
+        known, shared = int8.times(prompt), int8.times(prompt, shared=True)
+        how = {"overhead_ms": int8.shared.measured.handover_ms, "shared": shared}
+        simulated_ms = schedule.simulate(subgraphs, known, order, **how).makespan_ms
+        bound_ms = schedule.lower_bound_ms(subgraphs, known)
+        yield
+        processors = int8.shared.processors
         assert processors is not None
         assert processors.trace is not None
-        latest = spans[name][length][-1]
-        latest["real_ms"] = processors.trace.makespan_ms
+        real_ms = processors.trace.makespan_ms
         # No order is faster than the bound by the times that the subgraphs took in this run.
-        int8 = prefills[name]
-        prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
-        subgraphs = int8.subgraphs(prompt)
+        _, subgraphs = begun(int8, length)
         took = {subgraphs[run.index]: run.end_ms - run.start_ms for run in processors.trace.runs}
-        latest["real_to_own_bound"] = latest["real_ms"] / schedule.lower_bound_ms(subgraphs, took.__getitem__)
-        latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
+        run = {
+            "simulated_ms": simulated_ms, "bound_ms": bound_ms, "real_ms": real_ms,
+            "real_to_own_bound": real_ms / schedule.lower_bound_ms(subgraphs, took.__getitem__),
+            "real_to_simulated": real_ms / simulated_ms,
+        }  # fmt: skip
+        spans[name].setdefault(length, []).append(run)
 
-    _times(engines, plan, predict, watch)
+    _times(engines, plan, watched)
     # The first run is not counted.
     found = {
         name: {
@@ -265,8 +269,7 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
         for name, by_length in spans.items()
     }
     int8 = prefills[OURS]
-    prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
-    subgraphs = int8.subgraphs(prompt)
+    _, subgraphs = begun(int8, plan.lengths[-1])
     return {
         "spans": found,
         "sharing": _sharing(int8, engines[OURS].runner.buckets, plan),
@@ -309,11 +312,10 @@ def _int8(engine: Engine) -> Int8Prefill:
 def _times(
     engines: dict[str, Engine],
     plan: Plan,
-    before: Callable[[str, int], None] = lambda name, length: None,
-    after: Callable[[str, int], None] = lambda name, length: None,
+    watched: Callable[[str, int], AbstractContextManager[None]] = lambda name, length: nullcontext(),
 ) -> dict[str, dict[int, float]]:
-    """Milliseconds of each system and length, medians over prompts that all get by turns; `before` and
-    `after` are called with both around each."""
+    """Milliseconds of each system and length, medians over prompts that all get by turns, each in what
+    `watched` makes of both."""
     found: dict[str, dict[int, float]] = {name: {} for name in engines}
     draw = np.random.default_rng(0)
     for length in plan.lengths:
@@ -322,14 +324,13 @@ def _times(
         prompts = draw.integers(0, vocab_size, (plan.repeats + 1, length)).tolist()
         for number, tokens, name in in_turns(engines, prompts):
             engine = engines[name]
-            before(name, length)
-            cache = jax.block_until_ready(engine.runner.start(plan.lengths[-1]))
-            missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
-            wait_for_quiet(0.3)
-            began = time.perf_counter()
-            jax.block_until_ready(prefill_prompt(engine.runner, cache, tokens + [0] * missing, 0)[0])
-            spent_ms = 1000 * (time.perf_counter() - began)
-            after(name, length)
+            with watched(name, length):
+                cache = jax.block_until_ready(engine.runner.start(plan.lengths[-1]))
+                missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
+                wait_for_quiet(0.3)
+                began = time.perf_counter()
+                jax.block_until_ready(prefill_prompt(engine.runner, cache, tokens + [0] * missing, 0)[0])
+                spent_ms = 1000 * (time.perf_counter() - began)
             if number:
                 taken[name].append(spent_ms)
         for name, values in taken.items():

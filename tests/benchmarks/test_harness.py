@@ -43,10 +43,10 @@ from benchmarks.prepare import run as preparing
 from benchmarks.service import systems
 from benchmarks.traces import HOURS, MAX_CONTEXTS, PATTERNS
 from jaxllm.cli.main import cli
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import packaged_models
 from jaxllm.serving.host.direct_io import PAGE, aligned
-from tests.benchmarks.given_processes import filled, killed
 
 ROWS = [
     Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
@@ -165,17 +165,18 @@ def test_systems_take_turns_and_none_is_always_behind_the_same():
 
 
 def test_what_a_process_of_its_own_finds_and_takes():
-    taken = taken_by(filled, 64 << 20, environment={"JAXLLM_THREADS": "1"})
-    assert taken.found == (64 << 20, "1")
-    assert os.environ.get("JAXLLM_THREADS") != "1"
+    taken = taken_by(np.ones, 64 << 20, np.uint8)
+    assert taken.found.nbytes == 64 << 20
+    assert in_process(os.getenv, "JAXLLM_X", environment={"JAXLLM_X": "1"}) == "1"
+    assert "JAXLLM_X" not in os.environ
     # What was there before is told apart.
     assert 60 << 20 < taken.peak_bytes < 200 << 20
     assert taken.idle_bytes > 60 << 20
     assert taken.took_s > 0
-    with pytest.raises(ConfigError, match="too few"):
-        in_process(filled, -1)
-    with pytest.raises(JaxllmError, match="killed ended with its process"):
-        in_process(killed)
+    with pytest.raises(ConfigError, match="an SLO is written like"):
+        in_process(Slo.parse, "soon")
+    with pytest.raises(JaxllmError, match="_exit ended with its process"):
+        in_process(os._exit, 1)
 
 
 @pytest.mark.parametrize("values", [[1.0, 12345.6], [-3.0, 2.0], [0.0, 0.0]])
