@@ -88,11 +88,8 @@ def run(bench: Run[Plan]) -> list[Row]:
                     group[system] = process.System(f"{system} {format_}", child, tuple(child.settings))
         results = process.alternate(
             list({each.name: each for group in groups.values() for each in group.values()}.values()),
-            [process.prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens],
-            plan=plan,
-            progress=bench.progress,
-            bytes_per_s=memory_speed,
-        )
+            checkpoint.cfg.vocab_size, plan=plan, progress=bench.progress, bytes_per_s=memory_speed,
+        )  # fmt: skip
         for width, group in groups.items():
             name = f"{checkpoint.name} {width}"
             rows += size_rows(name, group, again=checkpoint.quantized)

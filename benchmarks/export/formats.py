@@ -283,9 +283,9 @@ def _alternated(
     """The results of prompts of these lengths, or half the context."""
     with Bundle.open(bundle) as model:
         vocab_size = model.cfg.vocab_size
-    fitting = sorted({min(each, bench.plan.context_tokens // 2) for each in lengths})
-    prompts = [process.prompt_ids(vocab_size, each) for each in fitting]
-    return process.alternate(systems, prompts, plan=bench.plan, progress=bench.progress)
+    fitting = tuple(sorted({min(each, bench.plan.context_tokens // 2) for each in lengths}))
+    plan = bench.changed(prompt_tokens=fitting).plan
+    return process.alternate(systems, vocab_size, plan=plan, progress=bench.progress)
 
 
 STAGES = "jaxllm-stages"

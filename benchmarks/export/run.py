@@ -78,17 +78,11 @@ def _format_rows(model: Path, bench: Run[Plan]) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         exports = formats.make_exports(path, Path(scratch), context, plan.text, bench.tell)
         with process.opened(_openings(folder, path, exports, bench), bench.progress) as children:
-            results = process.alternate(
-                [
-                    process.System(
-                        system, child, (BLOCKS,) if system == formats.LIVE else tuple(child.settings)
-                    )
-                    for system, child in children.items()
-                ],
-                [process.prompt_ids(vocab, each) for each in lengths],
-                plan=plan,
-                progress=bench.progress,
-            )
+            systems = [
+                process.System(name, child, (BLOCKS,) if name == formats.LIVE else tuple(child.settings))
+                for name, child in children.items()
+            ]
+            results = process.alternate(systems, vocab, plan=plan, progress=bench.progress)
             runtime = None
             if formats.LITERT_LM in exports:
                 (cache := Path(scratch) / "litert-lm-cache").mkdir()

@@ -331,7 +331,7 @@ def phase_case(phase: str, prompt: int, tokens: int) -> str:
 
 def alternate(
     systems: Sequence[System],
-    prompts: Sequence[Sequence[int]],
+    vocab_size: int,
     *,
     plan: TimedPlan,
     progress: Progress,
@@ -341,12 +341,13 @@ def alternate(
 
     Args:
       systems: several may share a child.
-      prompts: token ids, of different lengths.
-      plan: how many tokens are decoded after each prompt besides the first one, in how many rounds, and how
-        much time is spent on samples that are not kept and on waiting for quiet.
+      vocab_size: of the model.
+      plan: the lengths of prompts, how many tokens are decoded after each besides the first one, in how many
+        rounds, and how much time is spent on samples that are not kept and on waiting for quiet.
       progress: called with ("Measuring", done, total).
       bytes_per_s: measures memory's bandwidth at this moment; called before and after every sample.
     """
+    prompts = [prompt_ids(vocab_size, tokens) for tokens in plan.prompt_tokens]
     total = len(systems) * len(prompts) * (plan.rounds + 1)
     turns = _Alternation(plan, total, progress, bytes_per_s)
     best = {

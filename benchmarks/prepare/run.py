@@ -140,12 +140,8 @@ def _speed_rows(
     """Prefill and decode of a file's bundle beside that of floats."""
     openings = {system: _opening(bundle, plan) for system, bundle in bundles.items()}
     with process.opened(openings, progress, case) as children:
-        results = process.alternate(
-            [process.System(system, child, (BLOCKS,)) for system, child in children.items()],
-            [process.prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens],
-            plan=plan,
-            progress=progress,
-        )
+        systems = [process.System(system, child, (BLOCKS,)) for system, child in children.items()]
+        results = process.alternate(systems, checkpoint.cfg.vocab_size, plan=plan, progress=progress)
         bits = {system: f"{child.facts['bits_per_weight']:.2f} bits" for system, child in children.items()}
     return process.rate_rows(results, {system: system for system in bundles}, plan, f"{case}, ", notes=bits)
 
