@@ -256,7 +256,7 @@ def write_random(
 ) -> None:
     """Writes a model of random weights and a tokenizer, of as many words if none is given, as a Hugging Face
     folder."""
-    params = dict(drawn_params(cfg, progress))
+    params = dict(random_params(cfg, progress))
     write_tokenizer(folder, tokenizer or _word_tokenizer(cfg.vocab_size))
     if cfg.encoder is not None:
         (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}\n', encoding="utf-8")
@@ -282,13 +282,13 @@ def write_random_switch(path: Path, cfg: ModelConfig, progress: Progress) -> Non
     layers = len(sparse_layers(cfg))
     bits = np.where(np.arange(layers * cfg.experts) % 2, 2, 4).reshape(layers, cfg.experts)
     tokenizer = dataclasses.replace(_word_tokenizer(cfg.vocab_size), start_ids=(0,))
-    params = drawn_params(cfg, progress)
+    params = random_params(cfg, progress)
     write_bundle(
         path, cfg=cfg, params=params, weights="int8", tokenizer=tokenizer, name=path.stem, expert_bits=bits
     )
 
 
-def drawn_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
+def random_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
     """Draws a model's parameters in their order, in bfloat16; each name draws the same in any model of its
     place and size."""
     specs = param_specs(cfg)

@@ -484,7 +484,7 @@ def count(
     widths: dict[tuple[str, int], int] = {}
     for context, tokens in enumerate(said):
         memory.claim(str(context))
-        switching.keep(context, 0, tokens)
+        keep(context, 0, tokens)
         memory.release(str(context))
     for number, call in enumerate(trace):
         name, before = str(call.context), said[call.context]
@@ -502,7 +502,7 @@ def count(
         if number >= switching.UNCOUNTED and call.context != last:
             found.read.append(read)
             found.written.append(_written(evicted, stored))
-        switching.keep(call.context, before, after)
+        keep(call.context, before, after)
         memory.release(name)
         last = call.context
     return found

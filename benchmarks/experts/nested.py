@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.experts.systems import Measured, NestedSetting, drawn, measured, nested_engine
+from benchmarks.experts.systems import Measured, NestedSetting, measured, nested_engine, sampled
 from benchmarks.harness.bench import silent
 from benchmarks.harness.machine import Device
 from benchmarks.harness.report import OURS, Row, compared, median, median_ratio_interval, row
@@ -49,7 +49,7 @@ def nested_rows(
     """
     engines = {f"{OURS} {loss}": nested_engine(setting, loss=loss) for loss in LOSSES}
     engines |= {name: nested_engine(setting, baseline=name) for name in BUFFERS}
-    found = measured(engines, prompts, drawn(tokens))
+    found = measured(engines, prompts, sampled(tokens))
     rows = []
     for loss, (name, buffer) in itertools.product(LOSSES, BUFFERS.items()):
         ours, theirs = found[f"{OURS} {loss}"], found[name]

@@ -154,7 +154,7 @@ class Mixture:
                     raise
                 self._bench.tell(f"without {name}: {error}")
         if self._task is None:
-            prompts, config = self._prompts(engines[names[0]]), systems.drawn(self._plan.tokens)
+            prompts, config = self._prompts(engines[names[0]]), systems.sampled(self._plan.tokens)
         else:
             sources = self._task.tokens(engines[OURS])[: self._plan.task_answers + 1]
             prompts, config = [source for source, _ in sources], lambda _: seq2seq.greedy(self._plan)
@@ -359,7 +359,7 @@ def watch(
     watching = _Watching(counts, read_token_experts(engine.model.bundle))
     engine.runner.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
-        engine.generate(list(prompt), systems.drawn(tokens)(number))
+        engine.generate(list(prompt), systems.sampled(tokens)(number))
     hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
     return np.stack(watching.passes, axis=1), hits
 

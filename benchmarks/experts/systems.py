@@ -322,7 +322,7 @@ def measured(
     return found
 
 
-def drawn(tokens: int) -> Callable[[int], GenerationConfig]:
+def sampled(tokens: int) -> Callable[[int], GenerationConfig]:
     """How answers of so many tokens are drawn: a greedy one of random weights repeats one token, and visits
     the same experts."""
     return lambda number: GenerationConfig(
@@ -384,7 +384,7 @@ def _answered(name: str, setting: Setting) -> int:
     engine = opened(name, setting)
     count = min(24, setting.context_tokens - 9)
     prompt = (np.arange(count) % engine.cfg.vocab_size).tolist()
-    engine.generate(prompt, drawn(9)(0))
+    engine.generate(prompt, sampled(9)(0))
     streamed = engine.model.streamed
     planned = 0 if streamed is None else int(streamed.facts()["planned_bytes"])
     engine.close()

@@ -7,9 +7,8 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks.elastic import costs as switching
+from benchmarks.elastic import baselines as switching
 from benchmarks.elastic import decisions
-from benchmarks.elastic import decisions as variants
 from benchmarks.elastic.baselines import Added, Size, added_by_level, of_shares
 from benchmarks.elastic.run import cases, planning_rows, replay_beside_whole, replay_rows, trace_rows
 from benchmarks.harness.report import OURS
@@ -210,7 +209,7 @@ def test_a_model_of_another_tokenizer_reads_its_own_tokens(monkeypatch):
     questions = [Question.read(ours.tokenizer, TaskExample(user="how?", answer="a", options=("a", "b")))]
     own = len(prompt_tokens(theirs.tokenizer, questions[0].example).ids)
     assert own != len(questions[0].prompt.ids)
-    monkeypatch.setattr(variants, "right_answers", lambda *_: (np.array([True]), np.array([True])))
+    monkeypatch.setattr(decisions, "right_answers", lambda *_: (np.array([True]), np.array([True])))
     profiles = {id(ours): profile, id(theirs): profile}
     found = decisions.size_variants([Size("a", ours, 100), Size("b", theirs, 100)], profiles, questions)
     assert found.ttft_ms[0].tolist() == pytest.approx(

@@ -25,7 +25,7 @@ from benchmarks.engine import PEERS as ENGINE_PEERS
 from benchmarks.harness import bench as options
 from benchmarks.harness import machine as quiet
 from benchmarks.harness import machine as storage
-from benchmarks.harness.bench import BasePlan, Run, sized
+from benchmarks.harness.bench import Run
 from benchmarks.harness.children import in_process, in_turns, taken_by
 from benchmarks.harness.machine import EnergyMeter, MemoryProbe, array_bytes
 from benchmarks.harness.report import (
@@ -148,16 +148,6 @@ def test_metrics_have_the_units_of_their_names():
     assert {metric: unit_of(metric) for metric in units} == units
     less = {metric for metric in units if less_is_better(metric)}
     assert less == {"switch_ms", "peak_memory_bytes", "perplexity", "context_bytes_share"}
-
-
-def test_plans_are_quick_where_they_say_so():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Plan(BasePlan):
-        rounds: int = sized(5, quick=2)
-        seed: int = 7
-
-    assert (Plan(), Plan.quick()) == (Plan(rounds=5, seed=7), Plan(rounds=2, seed=7))
-    assert Run(plan=Plan()).changed(seed=3).plan == Plan(rounds=5, seed=3)
 
 
 def test_systems_take_turns_and_none_is_always_behind_the_same():

@@ -74,8 +74,7 @@ def test_byte_pairs_are_learned_and_filled_up_and_the_same_in_a_gguf_file(tmp_pa
     told = []
     folder, vocabulary = source(told)
     files, learned = byte_pairs(20_000, [stories_file(None)])
-    vocabulary = json.loads(files.tokenizer_json)["model"]["vocab"]
-    assert 256 < learned < len(vocabulary) == 20_000
+    assert 256 < learned < len(json.loads(files.tokenizer_json)["model"]["vocab"]) == 20_000
     path = run.written_gguf(folder, vocabulary, 1, lambda *_: None, "Q4_0")
     assert run.written_gguf(folder, vocabulary, 1, lambda *_: None, "Q4_0") == path
     read = Tokenizer(read_gguf_tokenizer(read_gguf(path), SHAPE.vocab_size))
