@@ -7,39 +7,39 @@ from jaxllm.cli.lazy import LazyGroup
 SECTIONS = {
     "Benchmarks": {
         "engine": (
-            "benchmarks.engine:engine_command",
+            "benchmarks.commands:engine_command",
             "Measure load, build and run times, speed and memory beside other engines.",
         ),
         "elastic": (
-            "benchmarks.elastic:elastic_command",
+            "benchmarks.commands:elastic_command",
             "Measure the cost of a model's levels, and right answers in time.",
         ),
         "speculative": (
-            "benchmarks.speculation:speculative_command",
+            "benchmarks.commands:speculative_command",
             "Measure a model larger than memory, with drafts and without.",
         ),
         "contexts": (
-            "benchmarks.contexts:contexts_command",
+            "benchmarks.commands:contexts_command",
             "Measure switching between contexts of apps, and the quality of compressed ones.",
         ),
         "experts": (
-            "benchmarks.experts:experts_command",
+            "benchmarks.commands:experts_command",
             "Measure a mixture of experts larger than memory.",
         ),
         "prefill": (
-            "benchmarks.int8_prefill:prefill_command",
+            "benchmarks.commands:prefill_command",
             "Measure the speed and the loss of integer prefill.",
         ),
         "prepare": (
-            "benchmarks.prepare:prepare_command",
+            "benchmarks.commands:prepare_command",
             "Measure preparing a folder and GGUF files of the same weights.",
         ),
         "service": (
-            "benchmarks.service:service_command",
+            "benchmarks.commands:service_command",
             "Measure the service under load, beside ours without a technique and llama.cpp's server.",
         ),
         "export": (
-            "benchmarks.export:export_command",
+            "benchmarks.commands:export_command",
             "Measure exported programs beside the live engine.",
         ),
         "train": (

@@ -59,21 +59,3 @@ class Plan(plans.TimedPlan):
         prompts = tuple(sorted({min(tokens, context_tokens - decode) for tokens in self.prompt_tokens}))
         sizes = {"context_tokens": context_tokens, "prompt_tokens": prompts, "decode_tokens": decode}
         return dataclasses.replace(self, **sizes)
-
-
-@plans.benchmark("engine", Plan)
-def engine_command(bench: plans.Run[Plan]) -> plans.Result:
-    """Measure load, build and run times, speed and memory beside other engines.
-
-    All engines run the same weights at the same width, in turns, each in a process of its own.
-
-    \b
-    Example:
-      jaxllm bench engine
-      jaxllm bench engine --shape 250m --weights int8 --peer llama.cpp --full
-    """
-    from benchmarks.engine import run
-
-    if bench.plan.separator == "":
-        raise click.UsageError("--separator must not be empty")
-    return run.run(bench), None

@@ -35,10 +35,7 @@ from jaxllm.models.parameters import Params
 
 PER_TENSOR = f"{OURS}-per-tensor"
 _ALPHA = 0.5
-_LARGE = 6.0
 _SPAN, _GROUP = 256, 32
-# The products after norms, into whose scales the smoothing goes.
-_SMOOTHED = (0, 2)
 # What a quantizer prepared for each layer and product: arrays.
 Arrays = list[list[Any]]
 # A product's prepared arrays and its input `[T, inputs]` -> `[T, outputs]` of all its weights together.
@@ -150,7 +147,7 @@ def _mixed(matrix: np.ndarray, tops: np.ndarray, product: int) -> Any:
 
 def _multiply_mixed(prepared: Any, x: jax.Array) -> jax.Array:
     matrix, floats = prepared
-    large = jnp.any(jnp.abs(x) >= _LARGE, axis=0)
+    large = jnp.any(jnp.abs(x) >= 6.0, axis=0)
     rest = jnp.where(large, 0.0, x)
     step = jnp.maximum(jnp.max(jnp.abs(rest), axis=1, keepdims=True) / 127, 1e-30)
     return rounded(rest, step) @ matrix + jnp.where(large, x, 0.0) @ floats
@@ -184,7 +181,8 @@ def _multiply_rotated(prepared: Any, x: jax.Array) -> jax.Array:
 
 _MAKERS: dict[str, tuple[Callable[..., Any], Multiply]] = {
     "naive-int8": (_naive, _multiply_stepped),
-    "SmoothQuant": (functools.partial(_smooth, _SMOOTHED), _multiply_smoothed),
+    # The products after norms, into whose scales the smoothing goes.
+    "SmoothQuant": (functools.partial(_smooth, (0, 2)), _multiply_smoothed),
     "SmoothQuant-all": (functools.partial(_smooth, range(len(PRODUCTS))), _multiply_smoothed),
     "LLM.int8()": (_mixed, _multiply_mixed),
     "K-Quant": (_grouped, _multiply_grouped),

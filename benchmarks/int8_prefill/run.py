@@ -56,7 +56,6 @@ from jaxllm.serving.int8_prefill.runner import Int8Prefill
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 
-_RATE = "prefill_tokens_per_s"
 # Where the chunk length is chosen together with the order, and of which lengths.
 _CHOSEN = f"{OURS}-chosen-chunks"
 CHOSEN_CHUNKS = (256, 128, 64)
@@ -145,7 +144,7 @@ def _one_processor_rows(shape: str, found: dict[str, Any], plan: Plan, note: str
         notes: dict[str, str | None] = dict.fromkeys(rates, note)
         notes[OURS] = "; ".join(filter(None, [note, f"shadow takes {spent:.1%} of naive-int8's time"]))
         case = f"{shape}, prompt of {length} tokens, one processor"
-        rows += compared(case, _RATE, rates, notes)
+        rows += compared(case, "prefill_tokens_per_s", rates, notes)
     share = found["row_bytes"] / found["weight_bytes"]
     note = f"{share:.2%} of the weights' bytes"
     rows.append(row(f"{shape}, float rows in the file", "row_bytes", float(found["row_bytes"]), note))

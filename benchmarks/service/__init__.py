@@ -78,25 +78,3 @@ class Plan(plans.ShapePlan, plans.ThreadsPlan):
     starts: int = plans.sized(5, quick=3)
     reference_repeats: int = plans.sized(5, quick=3)
     seed: int = 0
-
-
-@plans.benchmark("service", Plan, shapes=plans.DENSE_SHAPES)
-def service_command(bench: plans.Run[Plan]) -> plans.Result:
-    """Measure the service under load: answers in time, times, tokens per second and memory.
-
-    Six apps call at their own times, each with an objective, and clients call as soon as they are answered.
-    Every system is a server process with the same weights and threads, and gets the same requests.
-
-    \b
-    Example:
-      jaxllm bench service
-      jaxllm bench service --shape 250m --weights int8 --full --plot figures
-    """
-    from benchmarks.service import run
-    from benchmarks.service.outcomes import drawing
-
-    if bench.plan.seconds:
-        bench = bench.changed(load_s=bench.plan.seconds, clients_s=bench.plan.seconds)
-    loads, clients = dict.fromkeys(bench.plan.loads), dict.fromkeys(bench.plan.clients)
-    bench = bench.changed(loads=tuple(loads), clients=tuple(clients))
-    return run.run(bench), drawing(bench.kept)

@@ -232,12 +232,6 @@ def _resampled(sums: np.ndarray) -> np.ndarray:
     return sums[drawn].sum(1)
 
 
-# Of these no value is the better one.
-_UNCOMPARED = ("refused", "failed", "level", "kept", "reused")
-# Without objectives these say nothing.
-_OF_OBJECTIVES = ("goodput_per_s", "slo_met")
-
-
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """What one system did under one load.
@@ -279,7 +273,7 @@ def load_rows(cells: Sequence[Cell], *, objectives: bool) -> list[Row]:
     for case in dict.fromkeys(cell.case for cell in cells):
         own = [cell for cell in cells if cell.case == case]
         for key in dict.fromkeys(key for cell in own for key in cell.figures):
-            if objectives or key[0] not in _OF_OBJECTIVES:
+            if objectives or key[0] not in ("goodput_per_s", "slo_met"):
                 rows += _rows(own, key, f"{case}, {key[1]}" if key[1] else case)
     return rows
 
@@ -302,7 +296,8 @@ def _rows(cells: Sequence[Cell], key: tuple[str, str], case: str) -> list[Row]:
     own, metric = {cell.system: cell for cell in cells if key in cell.figures}, key[0]
     values = {system: cell.figures[key] for system, cell in own.items()}
     notes = {system: _note(cell, key, own.get(OURS)) for system, cell in own.items()}
-    if metric in _UNCOMPARED or OURS not in values:
+    # Of the first no value is the better one.
+    if metric in ("refused", "failed", "level", "kept", "reused") or OURS not in values:
         return [row(case, metric, values[each], notes[each], system=each) for each in values]
     return compared(case, metric, values, notes)
 

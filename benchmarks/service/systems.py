@@ -41,8 +41,6 @@ ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "no-planning": ({"levels": [100]}, "objectives order the queue, and the whole model answers"),
     "no-prefix-reuse": ({"prefix_memory": 0}, "every prompt is computed whole"),
 }
-_LLAMA_QUANTIZER = ("llama_cpp", "gguf")
-_LLAMA_PYTHON = (*_LLAMA_QUANTIZER, "starlette_context", "pydantic_settings", "sse_starlette")
 Limits = tuple[float, float]
 
 
@@ -214,7 +212,8 @@ System = OurService | LlamaServer
 def missing(binary: Path | None) -> str | None:
     """What llama.cpp's server lacks to run here; None where it runs."""
     # The binary's weights are made by llama-cpp-python's quantizer, too.
-    absent = missing_packages(*(_LLAMA_QUANTIZER if binary else _LLAMA_PYTHON))
+    server = () if binary else ("starlette_context", "pydantic_settings", "sse_starlette")
+    absent = missing_packages("llama_cpp", "gguf", *server)
     packages = "llama-cpp-python gguf" if binary else "'llama-cpp-python[server]' gguf"
     return absent and f"not installed: {absent}; pip install {packages}"
 
