@@ -137,7 +137,7 @@ def test_the_plan_shrinks_to_the_context(monkeypatch, folder):
     plan = Plan().within(2)
     assert (plan.prompt_tokens, plan.decode_tokens) == ((1,), 1)
     # A context of one is refused before anything opens.
-    monkeypatch.setattr(bench, "Child", None)
+    monkeypatch.setattr(bench.process, "Child", None)
     with pytest.raises(ConfigError, match=r"at least 2 tokens.*got 1; give a larger --context"):
         bench.run(Run(plan=Plan(context_tokens=1), model=folder))
 

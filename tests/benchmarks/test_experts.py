@@ -217,7 +217,7 @@ def test_the_whole_bench_of_an_encoder_decoder(tmp_path, monkeypatch):
     """Systems answer the same sources, and every claim has its rows."""
     # IO-EXP and STI are opened alike; each system takes its time to compile.
     systems = OURS, "IO-FREE", "IO-QEXP"
-    monkeypatch.setattr(room, "SYSTEMS", systems)
+    monkeypatch.setattr(room.systems, "SYSTEMS", systems)
     monkeypatch.setattr("benchmarks.experts.seq2seq.SYSTEMS", systems)
     folder, mixed, recipe = tmp_path / "hf", tmp_path / "mixed.jaxllm", tiny_recipe(MODEL)
     tokenizer = pair_tokenizer(TextPairs(PAIRS, [0] * len(PAIRS)), recipe)
