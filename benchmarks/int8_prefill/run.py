@@ -229,7 +229,7 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
     prefills = {name: _int8(engine) for name, engine in engines.items()}
     spans: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in engines}
 
-    def begun(int8: Int8Prefill, length: int) -> tuple[Any, list[schedule.Subgraph]]:
+    def begun(int8: Int8Prefill, length: int) -> tuple[Any, Sequence[schedule.Subgraph]]:
         prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
         return prompt, int8.subgraphs(prompt)
 

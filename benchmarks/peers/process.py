@@ -68,7 +68,7 @@ class Process:
                 # Of this thread, hence of the process that it starts.
                 os.sched_setaffinity(0, sorted(cores)[:threads])
             # Ctrl-C is for the parent alone, which then closes its children.
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(  # pyright: ignore: of bytes
                 command, env=variables, start_new_session=True, **streams
             )
         finally:

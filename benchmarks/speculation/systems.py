@@ -109,7 +109,7 @@ def drafted(setting: Setting, *, published: bool = False, **speculation: Any) ->
 
 
 # Without our techniques.
-_PLAIN = {"pipelined": False, "pausing": False, "lookup": False}
+_PLAIN: dict[str, Any] = {"pipelined": False, "pausing": False, "lookup": False}
 
 
 def fixed_lines(setting: Setting, length: int) -> Engine:
