@@ -68,12 +68,11 @@ class Process:
                 # Of this thread, hence of the process that it starts.
                 os.sched_setaffinity(0, sorted(cores)[:threads])
             # Ctrl-C is for the parent alone, which then closes its children.
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(  # pyright: ignore: of bytes
-                command, env=variables, start_new_session=True, **streams
-            )
+            started: Any = subprocess.Popen(command, env=variables, start_new_session=True, **streams)
         finally:
             if cores is not None:
                 os.sched_setaffinity(0, cores)
+        self._process: subprocess.Popen[bytes] = started
 
     def __enter__(self) -> Self:
         return self
