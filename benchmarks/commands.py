@@ -19,19 +19,11 @@ from benchmarks import (
     service,
     speculation,
 )
-from benchmarks.harness.bench import (
-    DENSE_SHAPES,
-    MIXTURE_SHAPES,
-    SEQ2SEQ_SHAPES,
-    SWITCH_SHAPES,
-    Result,
-    Run,
-    benchmark,
-)
+from benchmarks.harness import bench as plans
 
 
-@benchmark("engine", engine.Plan)
-def engine_command(bench: Run[engine.Plan]) -> Result:
+@plans.benchmark("engine", engine.Plan)
+def engine_command(bench: plans.Run[engine.Plan]) -> plans.Result:
     """Measure load, build and run times, speed and memory beside other engines.
 
     All engines run the same weights at the same width, in turns, each in a process of its own.
@@ -48,8 +40,8 @@ def engine_command(bench: Run[engine.Plan]) -> Result:
     return run.run(bench), None
 
 
-@benchmark("elastic", elastic.Plan, shapes=DENSE_SHAPES)
-def elastic_command(bench: Run[elastic.Plan]) -> Result:
+@plans.benchmark("elastic", elastic.Plan, shapes=plans.DENSE_SHAPES)
+def elastic_command(bench: plans.Run[elastic.Plan]) -> plans.Result:
     """Measure the cost of a model's levels, and right answers in time.
 
     The model is an elastic bundle with a tiny LM; apps with objectives ask it questions, and the baselines of
@@ -69,8 +61,8 @@ def elastic_command(bench: Run[elastic.Plan]) -> Result:
     return run.run(bench), run.draw
 
 
-@benchmark("speculative", speculation.Plan, shapes=(*DENSE_SHAPES, *SEQ2SEQ_SHAPES))
-def speculative_command(bench: Run[speculation.Plan]) -> Result:
+@plans.benchmark("speculative", speculation.Plan, shapes=(*plans.DENSE_SHAPES, *plans.SEQ2SEQ_SHAPES))
+def speculative_command(bench: plans.Run[speculation.Plan]) -> plans.Result:
     """Measure a model larger than memory, with drafts and without.
 
     Times tokens of ours and of LLMCad's baselines, which are tuned on other prompts with --full. The model
@@ -102,7 +94,7 @@ def speculative_command(bench: Run[speculation.Plan]) -> Result:
             raise click.UsageError(
                 f"{' and '.join(unused)}: for a --model; a --shape is not asked for answers"
             )
-        shares = plan.shares if "shares" in bench.given else speculation.SHAPE_SHARES
+        shares = plan.shares if "shares" in bench.given else (0.25, 0.5, 0.75)
         return run.shape_rows(bench.changed(shares=shares)), None
     if bench.is_quick and plan.parts == tuple(speculation.PARTS):
         plan = dataclasses.replace(plan, parts=tuple(part for part in plan.parts if part != "in-memory"))
@@ -124,8 +116,8 @@ def _prompts_file(plan: speculation.Plan) -> Path | None:
     return file
 
 
-@benchmark("contexts", contexts.Plan)
-def contexts_command(bench: Run[contexts.Plan]) -> Result:
+@plans.benchmark("contexts", contexts.Plan)
+def contexts_command(bench: plans.Run[contexts.Plan]) -> plans.Result:
     """Measure switching between contexts of apps, and the quality of compressed ones.
 
     Contexts share a tight memory budget; ours and the baselines of LLMS evict, store and restore them.
@@ -146,8 +138,8 @@ def contexts_command(bench: Run[contexts.Plan]) -> Result:
     return run.run(bench.changed(contexts=contexts, fitting=min(bench.plan.fitting, contexts[-1]))), run.draw
 
 
-@benchmark("experts", experts.Plan, "moe", (*MIXTURE_SHAPES, *SWITCH_SHAPES))
-def experts_command(bench: Run[experts.Plan]) -> Result:
+@plans.benchmark("experts", experts.Plan, "moe", (*plans.MIXTURE_SHAPES, *plans.SWITCH_SHAPES))
+def experts_command(bench: plans.Run[experts.Plan]) -> plans.Result:
     """Measure a mixture of experts larger than memory.
 
     Times tokens of ours and of EdgeMoE's baselines, and judges predictors and eviction policies. Of Switch
@@ -174,17 +166,17 @@ def experts_command(bench: Run[experts.Plan]) -> Result:
         raise click.UsageError("--pairs, --task and --text exclude each other")
     if plan.data is not None and not plan.tasks:
         raise click.UsageError("--data goes with --task")
-    if bench.shape in SWITCH_SHAPES and plan.parts != tuple(experts.PARTS):
+    if bench.shape in plans.SWITCH_SHAPES and plan.parts != tuple(experts.PARTS):
         raise click.UsageError("random weights of an encoder-decoder are measured for memory alone")
-    if bench.shape in MIXTURE_SHAPES:
+    if bench.shape in plans.MIXTURE_SHAPES:
         bench = bench.without(("losses",), "random weights are not calibrated")
     if plan.is_asked:
-        bench = bench.without(experts.DECODER_PARTS, "decoders alone are measured so")
+        bench = bench.without(("nested", "predictors"), "decoders alone are measured so")
     return run.run(bench), run.draw
 
 
-@benchmark("prefill", int8_prefill.Plan, "draft", DENSE_SHAPES)
-def prefill_command(bench: Run[int8_prefill.Plan]) -> Result:
+@plans.benchmark("prefill", int8_prefill.Plan, "draft", plans.DENSE_SHAPES)
+def prefill_command(bench: plans.Run[int8_prefill.Plan]) -> plans.Result:
     """Measure the speed and the loss of integer prefill.
 
     Runs prompts on one processor and on two, and compares the loss of a trained model with that of other
@@ -204,8 +196,8 @@ def prefill_command(bench: Run[int8_prefill.Plan]) -> Result:
     return run.run(bench), None
 
 
-@benchmark("prepare", prepare.Plan, shapes=prepare.VOCABULARY_SHAPES)
-def prepare_command(bench: Run[prepare.Plan]) -> Result:
+@plans.benchmark("prepare", prepare.Plan, shapes=prepare.VOCABULARY_SHAPES)
+def prepare_command(bench: plans.Run[prepare.Plan]) -> plans.Result:
     """Measure preparing a folder and GGUF files of the same weights.
 
     Time and peak memory of preparing, speed of the bundles beside those prepared from floats, and perplexity
@@ -229,8 +221,8 @@ def prepare_command(bench: Run[prepare.Plan]) -> Result:
     return run.run(bench), None
 
 
-@benchmark("service", service.Plan, shapes=DENSE_SHAPES)
-def service_command(bench: Run[service.Plan]) -> Result:
+@plans.benchmark("service", service.Plan, shapes=plans.DENSE_SHAPES)
+def service_command(bench: plans.Run[service.Plan]) -> plans.Result:
     """Measure the service under load: answers in time, times, tokens per second and memory.
 
     Six apps call at their own times, each with an objective, and clients call as soon as they are answered.
@@ -251,8 +243,8 @@ def service_command(bench: Run[service.Plan]) -> Result:
     return run.run(bench), drawing(bench.kept)
 
 
-@benchmark("export", export.Plan)
-def export_command(bench: Run[export.Plan]) -> Result:
+@plans.benchmark("export", export.Plan)
+def export_command(bench: plans.Run[export.Plan]) -> plans.Result:
     """Measure exported programs beside the live engine.
 
     Exports a model as StableHLO, TFLite and LiteRT-LM, and compares load times, sizes, speed, memory and

@@ -1,40 +1,58 @@
-"""Provides the models that benchmarks run on; random models of one benchmark (elastic, calibrated) are made
-in its room.
+"""Provides the models that benchmarks run on; random models of one benchmark are made in its room.
 
-Provides a model's float checkpoint, from which all peers are made: they compute with the same weights.
+A model's float checkpoint is what all peers are made from: they compute with the same weights. A Hugging Face
+folder is one. A bundle is written as a folder, once: exactly if it holds floats; a quantized one is
+dequantized, so that a peer of the same width quantizes a second time (rows then say so).
 
-A Hugging Face folder is one. A bundle is written as a folder, once, into the user's cache directory: exactly
-if it holds floats; a quantized one is dequantized, so that a peer of the same width quantizes a second time
-(rows then say so).
+Models of known shapes have random weights, to measure speed alone: the same on every machine. Weights are
+drawn once, in bfloat16, into a Hugging Face folder; bundles and peers' files are made from it as from any
+other. Their deviations keep activations of order one, so that no denormal or infinite number changes the
+speed of a system.
 
-Makes models of known shapes with random weights, to measure speed alone: the same on every machine.
-
-Weights are drawn once, in bfloat16, into a Hugging Face folder in the user's cache directory; bundles and
-peers' files are made from it as from any other. Their deviations keep activations of order one, so that no
-denormal or infinite number changes the speed of a system.
-
-Makes a tokenizer of byte pairs with as many entries as published models have.
-
-Merges are learned of texts as those of published tokenizers are. Texts of some ten megabytes have about
-128,000 words; where they have fewer, tokens that are joined at random fill the vocabulary: they never occur,
-but are read, checked and stored as the others are.
+Calibrated models at 8 bits and in floats are trained ones, or random weights with outliers.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import tokenizers
 
-from jaxllm.bundle import Bundle
+from jaxllm.bundle import Bundle, Part, WeightFormat, write_bundle
+from jaxllm.bundle.calibrations import prefill_parts, read_prefill
+from jaxllm.checkpoints import huggingface
+from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.serving.ground.bundles import default_bundle
+from jaxllm.int8_prefill.calibration import OutlierRecipe, shadow_counts, with_outliers
+from jaxllm.int8_prefill.fitting import LEAST_TOKENS, random_calibration
+from jaxllm.int8_prefill.recipe import ShadowRecipe
+from jaxllm.models.parameters import param_specs, sparse_layers
+from jaxllm.quant import dequantize
+from jaxllm.serving.ground.bundles import default_bundle, open_model
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+
+
+def made_once(*names: str, write: Callable[[Path], None]) -> Path:
+    """A bundle or a Hugging Face folder in the cache folder of benchmarks, written unless it is there.
+
+    Args:
+      *names: of the folders that it lies in, and its own.
+      write: called with its path; of a folder the config comes last and whole: where it is, the folder is.
+    """
+    path = cache_folder().joinpath("benchmarks", *names)
+    if not (path if path.suffix == ".jaxllm" else path / "config.json").exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    return path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +83,6 @@ class Checkpoint:
         Raises:
           JaxllmError: there is no such model, or its config is not supported.
         """
-        from jaxllm.checkpoints.huggingface import read_config
-
         path = default_bundle() if model is None else Path(model)
         if path.is_dir():
             return cls(name=path.resolve().name, model=path, cfg=read_config(path), stored=None)
@@ -84,10 +100,10 @@ class Checkpoint:
         Raises:
           CheckpointError: a bundle holds another width.
         """
-        from jaxllm.checkpoints.huggingface import Checkpoint
-
         if self.stored is None:
-            return tuple(dict.fromkeys(wanted)) or (Checkpoint(self.model, cfg=self.cfg).weight_format,)
+            return tuple(dict.fromkeys(wanted)) or (
+                huggingface.Checkpoint(self.model, cfg=self.cfg).weight_format,
+            )
         if set(wanted) - {self.stored}:
             raise CheckpointError(
                 f"{self.model} holds {self.stored} weights, not {' and '.join(wanted)}; give the original "
@@ -104,15 +120,12 @@ class Checkpoint:
         if self.stored is None:
             return self.model
         with Bundle.open(self.model) as bundle:
-            folder = cache_folder() / "benchmarks" / "floats" / bundle.fingerprint[:24]
-            if not (folder / "config.json").exists():
-                _write(bundle, folder, progress)
-        return folder
+            return made_once(
+                "floats", bundle.fingerprint[:24], write=lambda folder: _write(bundle, folder, progress)
+            )
 
     def tokenizer(self) -> Tokenizer:
         """The model's own."""
-        from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-
         if self.stored is None:
             return Tokenizer(read_tokenizer(self.model))
         with Bundle.open(self.model) as bundle:
@@ -121,19 +134,11 @@ class Checkpoint:
 
 def float_params(bundle: Bundle) -> dict[str, np.ndarray]:
     """A bundle's parameters in float32."""
-    import jax.numpy as jnp
-
-    from jaxllm.quant import dequantize
-
     floats = jnp.dtype(jnp.float32)
     return {name: np.asarray(dequantize(each, floats)) for name, each in bundle.load().items()}
 
 
 def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
-    from jaxllm.checkpoints.huggingface import write_folder
-    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
-    from jaxllm.models.parameters import param_specs
-
     loaded, specs = float_params(bundle), param_specs(bundle.cfg)
     params = {name: loaded[name].reshape(spec.shape) for name, spec in specs.items()}
     progress("Writing float weights", len(params), len(specs))
@@ -149,68 +154,39 @@ def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
         if len(files.start_ids) > 1:
             asked["forced_bos_token_id"] = files.start_ids[1]
         (folder / "generation_config.json").write_text(json.dumps(asked) + "\n", encoding="utf-8")
-    # The config comes last and whole: where it is, the folder is.
     write_folder(folder, bundle.cfg, params)
 
 
-# Deviation of a mixture's embeddings; what layers add is of order one.
-_EMBEDDING_DEVIATION = 10.0
 # Changes whenever the same name would draw other weights.
 _VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here. With E experts of F neurons, of which each
-    token visits `choices`, it is a Qwen3-MoE."""
-
-    D: int
-    L: int
-    N: int
-    K: int
-    H: int
-    F: int
-    V: int = 32000
-    E: int = 0
-    choices: int = 0
-    tied: bool = False
-    window_tokens: int = 2048
-
-    @property
-    def cfg(self) -> ModelConfig:
-        """As a model."""
-        return ModelConfig(
-            model_type="qwen3_moe" if self.E else "llama",
-            qk_norm=bool(self.E),
-            experts=self.E,
-            experts_per_token=self.choices,
-            expert_ffn_size=self.F if self.E else 0,
-            vocab_size=self.V,
-            hidden_size=self.D,
-            layers=self.L,
-            heads=self.N,
-            kv_heads=self.K,
-            head_dim=self.H,
-            ffn_size=self.F,
-            window_tokens=self.window_tokens,
-            rope=RopeConfig(dim=self.H, theta=10000.0),
-            tied_head=self.tied,
-        )
+def shape(*, D: int, L: int, N: int, K: int, H: int, F: int, V: int = 32000, **more: Any) -> ModelConfig:
+    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here; `more` has other fields of the config."""
+    sizes = {
+        "model_type": "llama", "vocab_size": V, "hidden_size": D, "layers": L, "heads": N, "kv_heads": K,
+        "head_dim": H, "ffn_size": F, "window_tokens": 2048, "rope": RopeConfig(dim=H, theta=10000.0),
+        "tied_head": False,
+    }  # fmt: skip
+    return ModelConfig(**sizes | more)
 
 
 SHAPES = {
     # The sizes of Karpathy's stories15M and stories110M.
-    "15m": Shape(D=288, L=6, N=6, K=6, H=48, F=768, tied=True),
-    "110m": Shape(D=768, L=12, N=12, K=12, H=64, F=2048, tied=True),
+    "15m": shape(D=288, L=6, N=6, K=6, H=48, F=768, tied_head=True),
+    "110m": shape(D=768, L=12, N=12, K=12, H=64, F=2048, tied_head=True),
     # A small model for a phone: grouped queries, an ffn of 3 D, a head of its own: 258 M parameters.
-    "250m": Shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
+    "250m": shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
     # The sizes of Qwen2.5 0.5B, whose embedding is the head, too, and has a quarter of the parameters.
-    "0.5b": Shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=151936, tied=True),
+    "0.5b": shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=151936, tied_head=True),
     # TinyLlama 1.1B.
-    "1b": Shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
-    # A mixture of 1.2 billion parameters, of which a token uses 265 million.
-    "moe-1b": Shape(D=1024, L=16, N=16, K=4, H=64, F=1408, E=16, choices=2),
-}
+    "1b": shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
+    # A mixture of 1.2 billion parameters, of which a token uses 265 million: a Qwen3-MoE.
+    "moe-1b": shape(
+        D=1024, L=16, N=16, K=4, H=64, F=1408, model_type="qwen3_moe", qk_norm=True, experts=16,
+        experts_per_token=2, expert_ffn_size=1408,
+    ),
+}  # fmt: skip
 
 
 def _encoder_decoder(*, D: int, L: int, N: int, F: int, V: int, gated: bool) -> ModelConfig:
@@ -245,28 +221,16 @@ ENCODER_DECODERS = {
 }
 
 
-def _switch(*, D: int, L: int, N: int, F: int, V: int, E: int, capacity: int) -> ModelConfig:
-    """Sizes of Switch Transformers: E experts of F neurons in every other layer of both sides."""
-    dense = _encoder_decoder(D=D, L=L, N=N, F=F, V=V, gated=False)
-    side = dataclasses.replace(
-        dense,
-        encoder=None,
-        model_type="switch_transformers",
-        experts=E,
-        experts_per_token=1,
-        normalize_expert_weights=False,
-        expert_ffn_size=F,
-        expert_capacity=capacity,
-        sparse_layers=(False, True) * (L // 2),
-    )
-    return dataclasses.replace(side, encoder=side)
-
-
+# Experts are in every other layer of both sides.
+_SIDE = dataclasses.replace(
+    ENCODER_DECODERS["t5-base"], encoder=None, model_type="switch_transformers", experts=64,
+    experts_per_token=1, normalize_expert_weights=False, expert_ffn_size=3072, expert_capacity=64,
+    sparse_layers=(False, True) * 6,
+)  # fmt: skip
 SWITCHES = {
     # EdgeMoE's switch-base-64: 3.8 billion parameters, of which 3.6 billion are experts.
-    "switch-base-64": _switch(D=768, L=12, N=12, F=3072, V=32128, E=64, capacity=64),
+    "switch-base-64": dataclasses.replace(_SIDE, encoder=_SIDE),
 }
-MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
 
 
 def shape_folder(name: str, progress: Progress) -> Path:
@@ -279,13 +243,12 @@ def shape_folder(name: str, progress: Progress) -> Path:
     Raises:
       ConfigError: there is no such shape.
     """
-    cfgs = {name: shape.cfg for name, shape in SHAPES.items()} | ENCODER_DECODERS
+    cfgs = SHAPES | ENCODER_DECODERS
     if name not in cfgs:
         raise ConfigError(f"there is no shape {name!r}; choose among {', '.join(cfgs)}")
-    folder = cache_folder() / "benchmarks" / "shapes" / f"v{_VERSION}" / name
-    if not (folder / "config.json").exists():
-        write_random(folder, cfgs[name], progress)
-    return folder
+    return made_once(
+        "shapes", f"v{_VERSION}", name, write=lambda folder: write_random(folder, cfgs[name], progress)
+    )
 
 
 def write_random(
@@ -293,10 +256,7 @@ def write_random(
 ) -> None:
     """Writes a model of random weights and a tokenizer, of as many words if none is given, as a Hugging Face
     folder."""
-    from jaxllm.checkpoints.huggingface import write_folder
-    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
-
-    params = dict(drawn_params(cfg, progress))
+    params = dict(random_params(cfg, progress))
     write_tokenizer(folder, tokenizer or _word_tokenizer(cfg.vocab_size))
     if cfg.encoder is not None:
         (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}\n', encoding="utf-8")
@@ -311,34 +271,26 @@ def switch_bundle(name: str, progress: Progress) -> Path:
       name: of `SWITCHES`.
       progress: called with ("Drawing weights", parameters drawn, parameters in all).
     """
-    path = cache_folder() / "benchmarks" / "shapes" / f"v{_VERSION}" / f"{name}.jaxllm"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_random_switch(path, SWITCHES[name], progress)
-    return path
+    return made_once(
+        "shapes", f"v{_VERSION}", f"{name}.jaxllm",
+        write=lambda path: write_random_switch(path, SWITCHES[name], progress),
+    )  # fmt: skip
 
 
 def write_random_switch(path: Path, cfg: ModelConfig, progress: Progress) -> None:
     """Writes a bundle of random weights of a mixture with an encoder; see `switch_bundle`."""
-    from jaxllm.bundle import write_bundle
-    from jaxllm.models.parameters import sparse_layers
-
     layers = len(sparse_layers(cfg))
     bits = np.where(np.arange(layers * cfg.experts) % 2, 2, 4).reshape(layers, cfg.experts)
     tokenizer = dataclasses.replace(_word_tokenizer(cfg.vocab_size), start_ids=(0,))
-    params = drawn_params(cfg, progress)
+    params = random_params(cfg, progress)
     write_bundle(
         path, cfg=cfg, params=params, weights="int8", tokenizer=tokenizer, name=path.stem, expert_bits=bits
     )
 
 
-def drawn_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
+def random_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np.ndarray]]:
     """Draws a model's parameters in their order, in bfloat16; each name draws the same in any model of its
     place and size."""
-    import ml_dtypes
-
-    from jaxllm.models.parameters import param_specs
-
     specs = param_specs(cfg)
     for number, (name, spec) in enumerate(specs.items()):
         if spec.role == "vector" and not name.endswith(("router", "relative_positions")):
@@ -349,88 +301,82 @@ def drawn_params(cfg: ModelConfig, progress: Progress) -> Iterator[tuple[str, np
             draw = np.random.default_rng((_VERSION, number))
             value = draw.standard_normal(spec.shape, np.float32) * np.float32(inputs**-0.5)
             if cfg.experts and name == "embed.tokens":
-                # Embeddings outweigh what layers add, or all tokens visit the same experts.
-                value *= np.float32(_EMBEDDING_DEVIATION * inputs**0.5)
+                # Embeddings outweigh what layers add, of order one, or all tokens visit the same experts.
+                value *= np.float32(10.0 * inputs**0.5)
         yield name, value.astype(ml_dtypes.bfloat16)
         progress("Drawing weights", number + 1, len(specs))
 
 
 def _word_tokenizer(size: int) -> TokenizerFiles:
     """A tokenizer of `size` words: a model needs one, though its text is never read."""
-    import tokenizers
-
     words = {f"w{i}": i for i in range(size)}
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     return TokenizerFiles(tokenizer_json=library.to_str())
 
 
-# Llama 3's rule by which texts are split first, and llama.cpp's name of it.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLIT_NAME = "llama-bpe"
-_TEXTS = (".txt", ".json", ".jsonl", ".csv", ".de", ".en")
-_LONGEST = 16
-
-
-def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
-    """A tokenizer of `size` entries, and how many of them were learned of the texts.
+def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
+    """The bundle of a calibrated model, and one of the same weights in floats, made unless it is there.
 
     Args:
-      size: at least the 256 bytes.
-      texts: UTF-8 files.
+      model: a bundle.
+
+    Raises:
+      ConfigError: it has no calibration.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    with open_model(model) as bundle:
+        if read_prefill(bundle) is None:
+            raise ConfigError(
+                f"{model} is not calibrated for integer prefill; give a bundle that is, or --only accuracy"
+            )
+    with open_model(Checkpoint.find(model).folder(progress), weights="f32", progress=progress) as floats:
+        return model, floats.path
 
-    library = Tokenizer(models.BPE(ignore_merges=True))
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+
+def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
+    """The bundle of a shape with outliers at 8 bits with a calibration, and one in floats, made unless there.
+
+    Args:
+      name: of `SHAPES`.
+    """
+    # A change of this function needs another version of the files.
+    folder = cache_folder() / "benchmarks" / "prefill" / "v3"
+    integer, floats = folder / f"{name}-int8.jaxllm", folder / f"{name}-f32.jaxllm"
+    if integer.exists() and floats.exists():
+        return integer, floats
+    source, cfg = shape_folder(name, progress), SHAPES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    params = {each: np.asarray(value, np.float32) for each, value in read_params(source, cfg)}
+    params = with_outliers(cfg, params, OutlierRecipe())
+    recipe = ShadowRecipe()
+    draw = np.random.default_rng(0)
+    # The least text that a calibration takes: channels that are small in it are outliers later.
+    texts = list(draw.integers(0, cfg.vocab_size, (LEAST_TOKENS // 256, 256)).astype(np.int32))
+    calibration = random_calibration(
+        cfg,
+        {each: jnp.asarray(value) for each, value in params.items()},
+        texts,
+        shadows=shadow_counts(cfg.layers, recipe.pruned_share)[0],
+        recipe=recipe,
     )
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        min_frequency=1,
-        special_tokens=[],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    library.train([str(each) for each in texts], trainer)
-    data = json.loads(library.to_str())
-    learned = len(data["model"]["vocab"])
-    _fill(data["model"], size)
-    return TokenizerFiles(tokenizer_json=json.dumps(data, ensure_ascii=False)), learned
-
-
-def texts_of(data: Path) -> Iterator[Path]:
-    """The texts in a folder of data sets, in order."""
-    return (each for each in sorted(data.rglob("*")) if each.suffix in _TEXTS and each.is_file())
-
-
-def vocabulary_keys(files: TokenizerFiles) -> dict[str, Any]:
-    """The metadata of such a tokenizer in a GGUF file, without the prefix `tokenizer.ggml.`."""
-    model = json.loads(files.tokenizer_json)["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    return {
-        "model": "gpt2",
-        "pre": _SPLIT_NAME,
-        "tokens": tokens,
-        "token_type": [1] * len(tokens),
-        "merges": [" ".join(each) for each in model["merges"]],
-        "add_bos_token": False,
+    forms: dict[WeightFormat, tuple[Path, dict[str, Part]]] = {
+        "f32": (floats, {}),
+        "int8": (integer, prefill_parts(calibration)),
     }
+    for weights, (path, parts) in forms.items():
+        write_bundle(
+            path,
+            cfg=cfg,
+            params=params.items(),
+            weights=weights,
+            tokenizer=_split_at_spaces(read_tokenizer(source)),
+            name=f"{name} with outliers",
+            parts=parts,
+        )
+    return integer, floats
 
 
-def _fill(model: dict[str, Any], size: int) -> None:
-    """Joins tokens at random until there are `size` of them."""
-    draw, tokens = np.random.default_rng(0), list(model["vocab"])
-    while len(tokens) < size:
-        left, right = (tokens[int(at)] for at in draw.integers(0, len(tokens), 2))
-        token = left + right
-        if len(token) <= _LONGEST and token not in model["vocab"]:
-            model["vocab"][token] = len(tokens)
-            tokens.append(token)
-            model["merges"].append([left, right])
+def _split_at_spaces(files: TokenizerFiles) -> TokenizerFiles:
+    """A tokenizer of words that reads them from a text, which w8a8 programs are calibrated on."""
+    library = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return dataclasses.replace(files, tokenizer_json=library.to_str())

@@ -1,15 +1,13 @@
-"""Makes request traces of apps that ask the tasks' questions, and replays them on a service.
+"""Makes request traces of apps, one JSON object a line, and replays those with questions on a service.
 
-ELMS (arXiv 2409.09071, section 5.1): six apps, one per objective, Poisson arrivals, and a skew of the number
-of requests per app. A trace contains its questions, so that it can be replayed without the data sets.
+Apps with objectives ask the tasks' questions (ELMS, arXiv 2409.09071, section 5.1): six apps, one per
+objective, Poisson arrivals, and a skew of the number of requests per app. A trace contains its questions, so
+that it can be replayed without the data sets.
 
-Makes and reads traces of apps that switch between contexts: the time, context and lengths of each call.
-
-LLMS (arXiv 2403.11805, section 4, equation 5): some active contexts, called over 72 hours in one of three
-patterns. Lengths are drawn from those of real calls. Traces of real services can be read instead; their
-requests come much faster and are much longer, so that they are slowed down and scaled.
-
-Reads and writes traces: one JSON object a line, read with limits and written whole or not at all.
+Apps switch between contexts (LLMS, arXiv 2403.11805, section 4, equation 5): some active contexts, called
+over 72 hours in one of three patterns. Lengths are drawn from those of real calls. Traces of real services
+can be read instead; their requests come much faster and are much longer, so that they are slowed down and
+scaled.
 """
 
 import csv
@@ -29,7 +27,6 @@ from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import open_regular
 from jaxllm.options import check_options, option
 from jaxllm.serving.elastic.objectives import Cost
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.evaluation.tasks import is_right
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.server.service import LLMService
@@ -58,47 +55,9 @@ class TraceRequest:
     task: str
     example: TaskExample
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict for `from_json`."""
-        return {**dataclasses.asdict(self), "slo": str(self.slo)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "TraceRequest":
-        """Reads a dict that `to_json` made.
-
-        Raises:
-          ConfigError: it is malformed.
-        """
-        try:
-            example: dict[str, Any] = {
-                name: tuple(map(_text, value)) if isinstance(value, list) else _text(value)
-                for name, value in data["example"].items()
-            }
-            time_s = float(data["time_s"])
-            if not 0 <= time_s < float("inf"):
-                raise ConfigError(f"a request at {time_s} s")
-            return cls(
-                time_s=time_s,
-                app=_text(data["app"]),
-                slo=Slo.parse(data["slo"]),
-                task=_text(data["task"]),
-                example=TaskExample(**example),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ConfigError(f"malformed request: {error!s:.200}") from error
-
-
-def _text(value: Any) -> str:
-    """A text of a trace.
-
-    Raises:
-      TypeError: it is not a text.
-      UnicodeEncodeError: it has no UTF-8 form.
-    """
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} is not text")
-    value.encode()
-    return value
+    def __post_init__(self) -> None:
+        if self.time_s < 0:
+            raise ConfigError(f"a request at {self.time_s} s")
 
 
 def make_trace(
@@ -153,7 +112,7 @@ def write_trace(path: Path, trace: "Iterable[TraceRequest | ContextCall]") -> No
     Raises:
       ConfigError: it cannot be written.
     """
-    write_lines(path, (each.to_json() for each in trace))
+    write_lines(path, map(dataclasses.asdict, trace))
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
@@ -162,7 +121,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
     Raises:
       ConfigError: it cannot be read, is malformed, or too long.
     """
-    return read_lines(path, TraceRequest.from_json)
+    import msgspec
+
+    return read_lines(path, msgspec.json.Decoder(TraceRequest, strict=True).decode)
 
 
 _NO_COST = Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=0)
@@ -217,28 +178,20 @@ def replay(
     for done, request in enumerate(trace, start=1):
         try:
             answer = service.call(request.example, slo=request.slo, max_tokens=answer_tokens).result()
-            outcomes.append(outcome_of(request, answer))
         except ContextOverflow as error:
             outcomes.append(Outcome(request=request, failure=str(error)))
+        else:
+            plan = answer.plan
+            outcomes.append(
+                Outcome(
+                    request=request, right=is_right(request.example, answer.text), met=bool(answer.met),
+                    cost=answer.cost, level=plan.level, kept_share=len(plan.kept) / plan.prompt_tokens,
+                    source=plan.source, planning_ms=plan.planning_ms, confident=plan.confident,
+                )
+            )  # fmt: skip
         if progress is not None:
             progress("replay", done, len(trace))
     return outcomes
-
-
-def outcome_of(request: TraceRequest, answer: Answer) -> Outcome:
-    """The outcome of a finished answer."""
-    plan = answer.plan
-    return Outcome(
-        request=request,
-        right=is_right(request.example, answer.text),
-        met=bool(answer.met),
-        cost=answer.cost,
-        level=plan.level,
-        kept_share=len(plan.kept) / plan.prompt_tokens,
-        source=plan.source,
-        planning_ms=plan.planning_ms,
-        confident=plan.confident,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,28 +223,20 @@ def totals(outcomes: Sequence[Outcome]) -> Totals:
     """Means over at least one outcome."""
     answered = [each for each in outcomes if each.failure is None]
 
-    def mean(values: Iterable[float], count: int) -> float:
-        return sum(values) / max(1, count)
+    def mean(some: Sequence[Outcome], value: Callable[[Outcome], float]) -> float:
+        return sum(map(value, some)) / max(1, len(some))
 
-    shares = {
-        "accuracy": (each.right for each in outcomes),
-        "met": (each.met for each in outcomes),
-        "right_and_met": (each.right and each.met for each in outcomes),
-    }
-    means = {
-        name: mean((getattr(each, name) for each in answered), len(answered))
-        for name in ("level", "kept_share", "planning_ms")
-    }
-    costs = {
-        name: mean((getattr(each.cost, name) for each in answered), len(answered))
-        for name in ("ttft_ms", "tpot_ms")
-    }
     return Totals(
         requests=len(outcomes),
         failed=len(outcomes) - len(answered),
-        **{name: mean(flags, len(outcomes)) for name, flags in shares.items()},
-        **means,
-        **costs,
+        accuracy=mean(outcomes, lambda each: each.right),
+        met=mean(outcomes, lambda each: each.met),
+        right_and_met=mean(outcomes, lambda each: each.right and each.met),
+        level=mean(answered, lambda each: each.level),
+        kept_share=mean(answered, lambda each: each.kept_share),
+        ttft_ms=mean(answered, lambda each: each.cost.ttft_ms),
+        tpot_ms=mean(answered, lambda each: each.cost.tpot_ms),
+        planning_ms=mean(answered, lambda each: each.planning_ms),
     )
 
 
@@ -307,8 +252,6 @@ def totals_by_slo(outcomes: Sequence[Outcome]) -> dict[str, Totals]:
 HOURS = 72.0
 MAX_CONTEXTS = 100_000
 _MAX_TOKENS = 1 << 24
-# Mooncake: number of first blocks that all requests share.
-_SHARED_BLOCKS = 1
 Lengths = tuple[int, int]
 
 
@@ -330,22 +273,6 @@ class ContextCall:
 
     def __post_init__(self) -> None:
         check_options(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dict for `from_json`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "ContextCall":
-        """Reads the dict of its fields.
-
-        Raises:
-          ConfigError: it is malformed.
-        """
-        try:
-            return cls(**{**data, "time_s": float(data["time_s"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"malformed call: {error!s:.200}") from error
 
 
 def _uniform(contexts: int, draw: random.Random) -> Iterator[int]:
@@ -426,15 +353,6 @@ def make_switching(
     return trace
 
 
-def read_switching(path: Path) -> list[ContextCall]:
-    """Reads a trace that `write_switching` wrote.
-
-    Raises:
-      ConfigError: it cannot be read, is malformed, or too long.
-    """
-    return read_lines(path, ContextCall.from_json)
-
-
 def read_azure(path: Path) -> list[tuple[float, Lengths]]:
     """The requests of a trace of Azure's LLM inference service (its CSV files: TIMESTAMP, ContextTokens,
     GeneratedTokens): seconds from the first, and (prompt, answer) tokens.
@@ -482,13 +400,14 @@ def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1
     of_block: dict[int, int] = {}
     conversation_tokens: list[int] = []
 
-    def call(data: Any) -> ContextCall:
+    def call(line: bytes) -> ContextCall:
         try:
+            data = json.loads(line)
             time_s, blocks = float(data["timestamp"]) / 1000, [int(each) for each in data["hash_ids"]]
             prompt, answer = int(data["input_length"]), int(data["output_length"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"malformed request: {error!s:.200}") from error
-        own = blocks[_SHARED_BLOCKS:]
+        own = blocks[1:]
         context = next(
             (of_block[block] for block in reversed(own) if block in of_block), len(conversation_tokens)
         )
@@ -526,7 +445,7 @@ def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
         raise ConfigError(f"{path}: the trace cannot be written ({error.strerror})") from error
 
 
-def read_lines(path: Path, parse: Callable[[Any], Entry]) -> list[Entry]:
+def read_lines(path: Path, parse: Callable[[bytes], Entry]) -> list[Entry]:
     """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for a malformed line.
 
     Raises:
@@ -538,7 +457,7 @@ def read_lines(path: Path, parse: Callable[[Any], Entry]) -> list[Entry]:
             while line := file.readline(_MAX_LINE_BYTES + 1):
                 if len(line) > _MAX_LINE_BYTES or len(entries) == MAX_ENTRIES:
                     raise ConfigError("the line is too long, or there are too many")
-                entries.append(parse(json.loads(line)))
+                entries.append(parse(line))
     except OSError as error:
         raise ConfigError(f"{path}: the trace cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError, ConfigError) as error:

@@ -26,7 +26,7 @@ that was called last is no switch. Contexts are computed once, and stored and ke
 import dataclasses
 from typing import Literal, NamedTuple
 
-from benchmarks.harness.bench import PHONES, DataPlan, ShapePlan, devices_of, parts_of, sized
+from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -66,49 +66,45 @@ class Setting(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(ShapePlan, DataPlan):
+class Plan(plans.ShapePlan, plans.DataPlan):
     """Sizes of one run; what an option asks for is said there.
 
     Attributes:
       devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
       fitting: number of contexts of ours that fit into the budget with all of their chunks.
       chunk_tokens: sizes of chunks to compare, besides the paper's.
-      repeats: of each timing of inference.
       budget_shares: budgets to compare, as shares of the one that fits `fitting` contexts.
       context_tokens: most tokens of contexts to compare, as far as the model's window goes.
       interval_s: mean seconds between calls to compare.
       texts, passages: windows that perplexity is measured in, and chunks whose beginning is repeated.
-      questions: of each task.
       settings, ratios: how chunks are stored and with what share of the bytes, where densities are compared;
         ratios that a setting's scales leave no room for are left out, and told.
-      density_texts: contexts in which they are.
-      seed: of all draws.
     """
 
-    contexts: tuple[int, ...] = sized((2, 4, 8, 16), "Number of active contexts.", quick=(4,), low=1)
-    patterns: tuple[Literal["random", "markov", "gaussian"], ...] = sized(
+    contexts: tuple[int, ...] = plans.sized((2, 4, 8, 16), "Number of active contexts.", quick=(4,), low=1)
+    patterns: tuple[Literal["random", "markov", "gaussian"], ...] = plans.sized(
         ("random", "markov", "gaussian"), "Order in which contexts are called.", "--pattern",
         quick=("random",),
     )  # fmt: skip
-    calls: int = sized(
+    calls: int = plans.sized(
         30, "Calls of each trace, over 72 hours: 864 are one in five minutes.", quick=10, low=4
     )
-    devices: tuple[str, ...] = devices_of(PHONES)
-    parts: tuple[str, ...] = parts_of(PARTS)
-    fitting: int = sized(8, quick=4)
-    chunk_tokens: tuple[int, ...] = sized((8, 32, 64), quick=(32,))
-    repeats: int = sized(5, quick=2)
-    budget_shares: tuple[float, ...] = sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
-    context_tokens: tuple[int, ...] = sized((256, 512, 1024, 2048, 4096), quick=(512,))
+    devices: tuple[str, ...] = plans.devices_of(plans.PHONES)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    fitting: int = plans.sized(8, quick=4)
+    chunk_tokens: tuple[int, ...] = plans.sized((8, 32, 64), quick=(32,))
+    repeats: int = plans.sized(5, quick=2)
+    budget_shares: tuple[float, ...] = plans.sized((0.5, 1.0, 1.5), quick=(0.5, 1.0))
+    context_tokens: tuple[int, ...] = plans.sized((256, 512, 1024, 2048, 4096), quick=(512,))
     interval_s: tuple[float, ...] = (0.0, 0.25, 1.0)
-    texts: int = sized(96, quick=6)
-    passages: int = sized(96, quick=6)
-    questions: int = sized(20, quick=1)
+    texts: int = plans.sized(96, quick=6)
+    passages: int = plans.sized(96, quick=6)
+    questions: int = plans.sized(20, quick=1)
     # Outliers of channels do not matter where each has a scale of its own.
-    settings: tuple[Setting, ...] = sized(
+    settings: tuple[Setting, ...] = plans.sized(
         (Setting("channel", 16), Setting("channel", 32), Setting("channel", 64), Setting("token", 16, True)),
         quick=(Setting("channel", 32),),
     )
-    ratios: tuple[float, ...] = sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
-    density_texts: int = sized(64, quick=6)
+    ratios: tuple[float, ...] = plans.sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
+    density_texts: int = plans.sized(64, quick=6)
     seed: int = 0

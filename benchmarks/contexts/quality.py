@@ -8,25 +8,14 @@ continues from there:
 - `recall` of each chunk in turn: its beginning is repeated at the end of the context, and what is measured is
   how much likelier its rest is than with other text in the chunk's place.
 
-Stores a context's chunks at several widths, and restores its cache from each.
+Whether widths by density matter (LLMS, sections 3.2 and 5.2) is tested at equal bytes: against the same ones
+shuffled over the chunks, and against flat ones, at most two neighbouring widths, spread evenly. Every
+difference is taken context by context, and given with its 95 % interval: where that holds 0, density was not
+shown to matter.
 
-Puts outliers into the keys of a model without changing what it computes.
-
-A pair of channels that rotary embedding turns together is made larger in keys by a power of two, and smaller
-in queries: their products are the same. Large models have such channels by themselves (KIVI, arXiv
-2402.02750, figure 2).
-
-Tests whether widths by density matter (LLMS, sections 3.2 and 5.2): at equal bytes, against the same ones
-shuffled over the chunks, and against flat ones.
-
-Each context is computed once and restored at every ratio with widths
-
-- by density, as ours;
-- shuffled: ours, at random places;
-- flat: at most two neighbouring widths, spread evenly, whatever the chunks say.
-
-A trained model goes on behind it. Every difference is taken context by context, and given with its 95 %
-interval: where that holds 0, density was not shown to matter.
+Outliers can be put into the keys of a model without changing what it computes: a pair of channels that rotary
+embedding turns together is made larger in keys by a power of two, and smaller in queries. Large models have
+such channels by themselves (KIVI, arXiv 2402.02750, figure 2).
 """
 
 import contextlib
@@ -69,10 +58,6 @@ from jaxllm.text.prompts import end_of_turn_id, prompt_ids
 
 # As services store them.
 RATIOS = {OURS: ContextOptions.ratio}
-# Of a chunk: the share of it that is repeated before its rest is scored.
-_BEGUN_SHARE = 0.5
-
-
 # Of the window that is stored; the rest is fed behind it.
 STORED_SHARE = 0.75
 
@@ -168,12 +153,12 @@ def _accuracy(engine: Engine, chunk_io: ChunkIO, stored_tokens: int, bench: Run[
 
 def _passages(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench: Run[Plan]) -> list[Row]:
     scorer, size, plan = Scorer(chunk_io.runner), chunk_io.chunk_tokens, bench.plan
-    chunks, begun = stored_tokens // size, round(_BEGUN_SHARE * size)
+    # The first half of a chunk is repeated before its rest is scored.
+    chunks, begun = stored_tokens // size, size // 2
     gains: dict[str, list[float]] = {}
     texts = list(text_windows(stories, stored_tokens + size, plan.passages))
     for number, text in enumerate(texts):
-        # Where there are fewer passages than chunks they are spread over the context.
-        at = size * (number * chunks // len(texts) if len(texts) < chunks else number % chunks)
+        at = size * _in_turn(number, len(texts), chunks)
         context, other = text[:stored_tokens], text[stored_tokens:]
         passage = context[at : at + size]
 
@@ -198,6 +183,11 @@ def _passages(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench: 
     return rows
 
 
+def _in_turn(number: int, texts: int, chunks: int) -> int:
+    """The chunk that is repeated behind a text: each in turn; of fewer texts, spread over the context."""
+    return number * chunks // texts if texts < chunks else number % chunks
+
+
 def _said(widths: Counter[int] | None) -> str:
     """How many chunks of all texts have each width, for notes."""
     if widths is None:
@@ -215,13 +205,10 @@ def _exchange(engine: Engine, example: TaskExample, end: int | None) -> list[int
 RAW = "raw"
 EIGHT = "8 bit"
 _FLAT = {EIGHT: 8, "4 bit": 4, "2 bit": 2}
-_EMPTY = Record(
-    name="",
-    app="",
-    origin=Origin(
-        model="", level=100, adapter="", codec="raw", chunk_tokens=1, dtype="", heads=(), head_width=4
-    ),
+_ORIGIN = Origin(
+    model="", level=100, adapter="", codec="raw", chunk_tokens=1, dtype="", heads=(), head_width=4
 )
+_EMPTY = Record(name="", app="", origin=_ORIGIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,10 +282,7 @@ def density_widths(chunk_io: ChunkIO, tokens: list[int], cache: KVCache, ratio: 
     return np.array(record.bits)
 
 
-FACTOR = 4.0
-
-
-def write_with_outliers(model: Path, out: Path, factor: float = FACTOR) -> None:
+def write_with_outliers(model: Path, out: Path, factor: float = 4.0) -> None:
     """Writes a bundle whose keys have two channels per head that are larger.
 
     Args:
@@ -343,8 +327,6 @@ def _scaled(weight: BlockedArray, cfg: ModelConfig, factor: float) -> BlockedArr
 
 SHUFFLED, FLAT = "shuffled", "flat"
 KINDS = (OURS, SHUFFLED, FLAT)
-# Standard errors on either side of a mean in its 95 % interval.
-_NORMAL_95 = 1.96
 
 
 def density_rows(bench: Run[Plan]) -> list[Row]:
@@ -380,12 +362,18 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
     sizes: dict[tuple[float, str], list[int]] = {}
     texts = list(text_windows(story_tokens(engine.tokenizer, plan.data), window, plan.density_texts))
     for number, text in enumerate(texts):
-        # All chunks in turn are repeated; where there are fewer texts, chunks spread over the context.
-        at = number * chunks // len(texts) if len(texts) < chunks else number % chunks
+        at = _in_turn(number, len(texts), chunks)
         stored = Stored.raw(chunk_io, text[: chunks * size])
         draw = np.random.default_rng(plan.seed + number)
         for ratio in ratios:
-            _add_widths(stored, text[: chunks * size], ratio, draw)
+            bits = density_widths(chunk_io, text[: chunks * size], stored.cache, ratio)
+            stored.widths[ratio, OURS] = bits
+            stored.widths[ratio, SHUFFLED] = draw.permutation(bits)
+            stored.widths[ratio, FLAT] = flat_widths(
+                len(bits),
+                stored.bytes_of((ratio, OURS)),
+                {each: chunk_io.chunk_bytes(each) for each in WIDTHS},
+            )
         for key, found in _losses(stored, text, text[at * size : (at + 1) * size], scorer).items():
             losses.setdefault(key, []).append(found)
             sizes.setdefault(key, []).append(stored.bytes_of(key))
@@ -410,16 +398,6 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
                 },
             )
     return rows
-
-
-def _add_widths(stored: Stored, tokens: list[int], ratio: float, draw: np.random.Generator) -> None:
-    """Gives a context widths of every kind."""
-    sizes = {each: stored.chunk_io.chunk_bytes(each) for each in WIDTHS}
-    bits = density_widths(stored.chunk_io, tokens, stored.cache, ratio)
-    taken = sum(sizes[each] for each in bits.tolist())
-    stored.widths[ratio, OURS] = bits
-    stored.widths[ratio, SHUFFLED] = draw.permutation(bits)
-    stored.widths[ratio, FLAT] = flat_widths(len(bits), taken, sizes)
 
 
 def flat_widths(count: int, budget_bytes: int, sizes: Mapping[int, int]) -> np.ndarray:
@@ -460,5 +438,5 @@ def _difference(ours: np.ndarray, other: np.ndarray) -> str:
     if other is ours:
         return ""
     more = other - ours
-    half = _NORMAL_95 * float(more.std(ddof=1)) / math.sqrt(len(more)) if len(more) > 1 else math.inf
+    half = 1.96 * float(more.std(ddof=1)) / math.sqrt(len(more)) if len(more) > 1 else math.inf
     return f"; {more.mean():+.4f} ± {half:.4f} nats/token against {OURS}"

@@ -2,6 +2,13 @@
 of contexts and intervals between calls (LLMS, figures 10, 11 and 15), and answers in contexts beside those of
 an engine without contexts.
 
+`traffic` counts the bytes that switches move, without a model: what storage costs each system at least.
+Traces, lengths, budgets, policies and sizes of chunks are those of `replay`; chunks have no content. Of a
+switch are counted the bytes that must be read, and those of evicted chunks that must be written first;
+divided by a device's bandwidths they are the least time of a switch (`switch_bound_ms`), whatever the
+processor does. A system that computes lost chunks again is left out. Ours has widths by a density that is
+drawn. A context that fills its window stays as it is, where it would slide.
+
 Contexts whose chunks are all in memory are measured by themselves: the switch, the memory of the one that
 runs, and answers at depth by width, beside the same chunks decoded into a cache first and a float cache
 without contexts. Two of them are called in turns: the first when all that the calls before left to encode and
@@ -9,6 +16,7 @@ to write is done, so that its switch is the switch itself; the second at once, w
 encoded.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,37 +24,31 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from benchmarks.contexts import UNTIMED, Plan
+from benchmarks.contexts import UNTIMED, Plan, switching
 from benchmarks.contexts.quality import density_rows, quality_rows
-from benchmarks.contexts.switching import (
-    ABLATIONS,
-    SYSTEMS,
-    Cell,
-    Switches,
-    System,
-    Systems,
-    compute_history,
-    keep,
-    random_tokens,
-)
-from benchmarks.contexts.traffic import traffic_rows
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import in_turns
-from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import Device, array_bytes, named_devices
-from benchmarks.harness.report import OURS, Row, compared, median
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, median
+from benchmarks.traces import ContextCall
+from jaxllm.config import ModelConfig
+from jaxllm.contexts.codecs import RAW, ChunkFormat
+from jaxllm.contexts.eviction import Resident, find_policy
+from jaxllm.contexts.tolerance import allocate
 from jaxllm.errors import BudgetExceeded
 from jaxllm.kernels import native
+from jaxllm.kv.chunks import chunk_shapes
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.contexts.memory import Blobs
+from jaxllm.serving.contexts.memory import Blobs, ChunkMemory
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.saving import least_ratio
 from jaxllm.serving.engine.answer import Answer
@@ -56,15 +58,14 @@ from jaxllm.serving.opening.engine import Engine
 
 def run(bench: Run[Plan]) -> list[Row]:
     """Measures the parts that the plan names."""
-    plan, rows = bench.plan, []
-    rows += traffic_rows(bench.config(), bench) if "traffic" in plan.parts else []
-    rows += _timed_rows(Systems(bench)) if set(plan.parts) - {*UNTIMED} else []
-    rows += quality_rows(bench) if "quality" in plan.parts else []
-    rows += density_rows(bench) if "density" in plan.parts else []
-    return rows
+    parts = bench.plan.parts
+    rows = traffic_rows(bench.config(), bench) if "traffic" in parts else []
+    rows += _timed_rows(switching.Systems(bench)) if set(parts) - {*UNTIMED} else []
+    rows += quality_rows(bench) if "quality" in parts else []
+    return rows + (density_rows(bench) if "density" in parts else [])
 
 
-def _timed_rows(systems: Systems) -> list[Row]:
+def _timed_rows(systems: switching.Systems) -> list[Row]:
     plan, rows = systems.bench.plan, []
     budget, devices, pattern = systems.budget_bytes(), named_devices(plan.devices), plan.patterns[0]
     if "switching" in plan.parts:
@@ -72,11 +73,13 @@ def _timed_rows(systems: Systems) -> list[Row]:
     # Where all of ours fits into the budget, and with twice as many contexts.
     chosen = [each for each in plan.contexts if each in (plan.fitting, 2 * plan.fitting)]
     for device, contexts in itertools.product(devices, chosen):
-        cell = Cell(pattern, contexts, device, budget)
+        cell = switching.Cell(pattern, contexts, device, budget)
         if "ablations" in plan.parts:
             # Ours runs again itself, for machines change their pace.
-            ablations = [each for each in ABLATIONS if native.kernels().native or not each.attend_coded]
-            found = systems.all_switches([SYSTEMS[0], *ablations], cell)
+            ablations = [
+                each for each in switching.ABLATIONS if native.kernels().native or not each.attend_coded
+            ]
+            found = systems.all_switches([switching.SYSTEMS[0], *ablations], cell)
             rows += switch_rows(f"ablation: {cell.name}", found, device)
         if "chunk-sizes" in plan.parts and device is devices[0]:
             rows += switch_rows(f"chunk size: {cell.name}", _chunked(systems, cell), device)
@@ -87,13 +90,13 @@ def _timed_rows(systems: Systems) -> list[Row]:
             most = systems.window_tokens
             systems.bench.tell(f"length: without {tokens} tokens, for the model's window has {most}")
         else:
-            rows += _limit_rows(Systems(systems.bench, tokens), f"length: {tokens} tokens", budget)
+            rows += _limit_rows(switching.Systems(systems.bench, tokens), f"length: {tokens} tokens", budget)
     # The calls' times are those of the trace, made denser.
     for interval_s in plan.interval_s if "intervals" in plan.parts else ():
-        cell = Cell(pattern, plan.contexts[-1], devices[0], budget, interval_s)
-        found = systems.all_switches(SYSTEMS, cell)
+        cell = switching.Cell(pattern, plan.contexts[-1], devices[0], budget, interval_s)
+        found = systems.all_switches(switching.SYSTEMS, cell)
         rows += switch_rows(f"interval: {interval_s:g} s, {cell.name}", found, cell.device)
-    codec = SYSTEMS[0].codec
+    codec = switching.SYSTEMS[0].codec
     if "resident" in plan.parts:
         engines = {OURS: systems.engine(codec, coded=True), DECODED: systems.engine(codec)}
         rows += resident_rows(engines, systems.engine(""), plan)
@@ -102,7 +105,7 @@ def _timed_rows(systems: Systems) -> list[Row]:
     return rows
 
 
-def _switching_rows(systems: Systems, budget: int) -> list[Row]:
+def _switching_rows(systems: switching.Systems, budget: int) -> list[Row]:
     """Switches on every system, and how many contexts each serves within the limits: all patterns on the
     first device, the first pattern on others."""
     plan, rows, most = systems.bench.plan, [], []
@@ -111,35 +114,36 @@ def _switching_rows(systems: Systems, budget: int) -> list[Row]:
         for pattern in plan.patterns if device is devices[0] else plan.patterns[:1]:
             found = {}
             for contexts in plan.contexts:
-                cell = Cell(pattern, contexts, device, budget)
-                found[contexts] = systems.all_switches(SYSTEMS, cell)
+                cell = switching.Cell(pattern, contexts, device, budget)
+                found[contexts] = systems.all_switches(switching.SYSTEMS, cell)
                 rows += switch_rows(cell.name, found[contexts], device)
             for limit_ms in LIMITS_MS:
                 most += most_contexts(f"{pattern}, {budget / 1e6:.0f} MB, {device.name}", found, limit_ms)
     return rows + most
 
 
-def _chunked(systems: Systems, cell: Cell) -> dict[str, Switches]:
+def _chunked(systems: switching.Systems, cell: switching.Cell) -> dict[str, switching.Switches]:
     """Ours in chunks of other sizes. Short ones take more for scales: where that is more than our ratio, they
     have the least that they can have, and say so in their name."""
-    ours = SYSTEMS[0]
+    ours = switching.SYSTEMS[0]
     found = systems.all_switches([ours], cell)
     for size in systems.bench.plan.chunk_tokens:
         least = least_ratio(ChunkIO(systems.engine(ours.codec, size).runner))
         name = f"{OURS}-chunks-of-{size}"
-        if least > ours.ratio:
+        if least > ours.options.ratio:
             name += f"-ratio-{least:g}"
-        system = dataclasses.replace(ours, ratio=max(ours.ratio, least), name=name)
+        options = dataclasses.replace(ours.options, ratio=max(ours.options.ratio, least))
+        system = dataclasses.replace(ours, options=options, name=name)
         found[name] = systems.switches(system, cell, size)
     return found
 
 
-def _limit_rows(systems: Systems, case: str, budget_bytes: int) -> list[Row]:
+def _limit_rows(systems: switching.Systems, case: str, budget_bytes: int) -> list[Row]:
     """The most contexts of each system within the limits, as far as contexts fit the memory at all."""
     plan = systems.bench.plan
     (device,) = named_devices(plan.devices[:1])
 
-    def fitting(system: System, cell: Cell) -> Switches | None:
+    def fitting(system: switching.System, cell: switching.Cell) -> switching.Switches | None:
         try:
             return systems.switches(system, cell)
         except BudgetExceeded:
@@ -148,8 +152,8 @@ def _limit_rows(systems: Systems, case: str, budget_bytes: int) -> list[Row]:
 
     found = {
         contexts: {
-            system.name: fitting(system, Cell(plan.patterns[0], contexts, device, budget_bytes))
-            for system in SYSTEMS
+            system.name: fitting(system, switching.Cell(plan.patterns[0], contexts, device, budget_bytes))
+            for system in switching.SYSTEMS
         }
         for contexts in plan.contexts
     }
@@ -158,8 +162,6 @@ def _limit_rows(systems: Systems, case: str, budget_bytes: int) -> list[Row]:
 
 
 PLAIN = "no management"
-# Shares of a window.
-_PROMPT, _ANSWER = 1 / 4, 1 / 32
 
 
 def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
@@ -170,9 +172,9 @@ def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
     """
     draw, plain = np.random.default_rng(plan.seed), engines[PLAIN]
     window, times = plain.options.context_tokens, {name: _Times() for name in engines}
-    config = GenerationConfig(max_tokens=int(_ANSWER * window), ignore_eos=True)
+    config = GenerationConfig(max_tokens=window // 32, ignore_eos=True)
     both = [
-        [random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)] for _ in range(plan.repeats + 1)
+        [switching.random_tokens(plain, window // 4, draw) for _ in range(2)] for _ in range(plan.repeats + 1)
     ]
     for repeat, prompts, name in in_turns(engines, both):
         session, said = Session(), []
@@ -186,18 +188,17 @@ def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
     return _rows("answering in a context", times, dict.fromkeys(_RATES))
 
 
-class _Times(dict[str, list[float]]):
+class _Times(collections.defaultdict[str, list[float]]):
     """What was measured of the calls of one system, by metric."""
 
-    def note(self, metric: str, value: float) -> None:
-        """Keeps a value."""
-        self.setdefault(metric, []).append(value)
+    def __init__(self) -> None:
+        super().__init__(list)
 
     def add(self, done: Answer) -> None:
         """Keeps the rates of an answer."""
         fed = done.prompt_tokens - done.reused_tokens
-        self.note("prefill_tokens_per_s", 1000 * fed / done.timings.ttft_ms)
-        self.note("decode_tokens_per_s", 1000 / done.timings.tpot_ms(len(done.tokens)))
+        self["prefill_tokens_per_s"].append(1000 * fed / done.timings.ttft_ms)
+        self["decode_tokens_per_s"].append(1000 / done.timings.tpot_ms(len(done.tokens)))
 
 
 _RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
@@ -213,10 +214,6 @@ def _rows(case: str, times: Mapping[str, _Times], metrics: Mapping[str, str | No
 
 
 DECODED = f"{OURS}-decoded"
-# Width in bits -> ratio that gives it to all chunks.
-_RATIOS = {8: 1.0, 4: 0.6, 2: 0.4}
-# Shares of a window: what a context has, each prompt, and each answer.
-_HISTORY, _RESIDENT_PROMPT, _RESIDENT_ANSWER = 3 / 4, 1 / 64, 1 / 64
 
 
 def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> list[Row]:
@@ -228,21 +225,23 @@ def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> l
     """
     draw, rows = np.random.default_rng(plan.seed), []
     window = plain.options.context_tokens
-    repeats = min(plan.repeats, int((1 - _HISTORY) / (_RESIDENT_PROMPT + _RESIDENT_ANSWER)) - 2)
-    length, answer = int(_HISTORY * window), int(_RESIDENT_ANSWER * window)
+    # What a context has, each prompt, and each answer; the rest of the window has room for six turns.
+    length, turn, answer = 3 * window // 4, window // 64, window // 64
+    repeats = min(plan.repeats, 6)
     histories = {}
     for name, each in engines.items():
         own = np.random.default_rng(plan.seed)
-        histories[name] = [compute_history(each, length, own) for _ in range(2)]
-    prompts = [random_tokens(plain, int(_RESIDENT_PROMPT * window), draw) for _ in range(repeats + 1)]
-    for bits, ratio in _RATIOS.items():
+        histories[name] = [switching.compute_history(each, length, own) for _ in range(2)]
+    prompts = [switching.random_tokens(plain, turn, draw) for _ in range(repeats + 1)]
+    # Ratios that give all chunks such a width.
+    for bits, ratio in {8: 1.0, 4: 0.6, 2: 0.4}.items():
         times = {name: _Times() for name in (*engines, PLAIN)}
         with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder, contextlib.ExitStack() as stack:
             kept = {}
             for name, each in engines.items():
                 options = ContextOptions(folder=Path(folder) / name, ratio=ratio, newest_chunks=0)
                 kept[name] = stack.enter_context(contextlib.closing(Contexts(each, options)))
-            theirs = {name: keep(histories[name], each) for name, each in kept.items()}
+            theirs = {name: switching.keep(histories[name], each) for name, each in kept.items()}
             said, session = list(histories[OURS][0][0]), Session()
             for repeat, prompt in enumerate(prompts):
                 for name, (settled, at_once) in theirs.items():
@@ -250,7 +249,7 @@ def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> l
                     of = times[name] if repeat else _Times()
                     kept[name].store.wait()
                     _call(kept[name], settled, prompt, answer, of)
-                    of.note("at_once_ttft_ms", _asked(at_once, prompt, answer)[1])
+                    of["at_once_ttft_ms"].append(_asked(at_once, prompt, answer)[1])
                 # A conversation whose cache is all floats goes on.
                 config = GenerationConfig(max_tokens=answer, ignore_eos=True)
                 done = plain.stream([*said, *prompt], config, session=session).result()
@@ -265,8 +264,8 @@ def _call(contexts: Contexts, context: Context, prompt: list[int], answer: int, 
     """Answers in a context that did not run last."""
     before = len(context.record.bits)
     said, ttft_ms = _asked(context, prompt, answer)
-    times.note("switch_ms", said.restoration.took_ms)
-    times.note("ttft_ms", ttft_ms)
+    times["switch_ms"].append(said.restoration.took_ms)
+    times["ttft_ms"].append(ttft_ms)
     times.add(said)
     taken, least = _memory(contexts, context.name, before)
     times["context_bytes"], times["context_bytes_share"] = [taken], [taken / least]
@@ -329,7 +328,7 @@ METRICS = {
 _READ = {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}
 
 
-def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
+def switch_rows(case: str, found: Mapping[str, switching.Switches], device: Device) -> list[Row]:
     """Means by metric of every system, ours against each other; of energy where this machine has a meter."""
     rows, means = [], {name: each.metrics for name, each in found.items()}
     for metric, note in METRICS.items():
@@ -343,7 +342,7 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
 
 
 def most_contexts(
-    case: str, found: Mapping[int, Mapping[str, Switches | None]], limit_ms: float
+    case: str, found: Mapping[int, Mapping[str, switching.Switches | None]], limit_ms: float
 ) -> list[Row]:
     """The largest number of active contexts, of those tried, whose mean switch stays within a limit.
 
@@ -384,3 +383,154 @@ FIGURES = (
     ),
 )  # fmt: skip
 draw = functools.partial(draw_figures, "contexts", FIGURES)
+
+
+class Traffic(NamedTuple):
+    """Bytes of each switch of a trace on one system: read, and written before others could be read."""
+
+    read: list[int]
+    written: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Sizes of chunks of a model.
+
+    Attributes:
+      bytes_of: of a chunk by width.
+      reference_bytes: by which ratios are counted.
+    """
+
+    bytes_of: dict[int, int]
+    reference_bytes: int
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, codec: str) -> "Chunks":
+        """Those of a model with caches in float16."""
+        form, shapes = (
+            ChunkFormat.named(codec, switching.CHUNK_TOKENS),
+            chunk_shapes(cfg, tokens=switching.CHUNK_TOKENS, dtype="float16"),
+        )
+        layers = [form.sizes(each) for each in shapes]
+        sizes = {bits: sum(each[bits] for each in layers) for bits in form.widths}
+        return cls(sizes, sum(each.reference_bytes for each in shapes))
+
+    def widths(self, density: np.ndarray, ratio: float) -> list[int]:
+        """Widths of a context's chunks."""
+        if RAW in self.bytes_of:
+            return [RAW] * len(density)
+        most = int(ratio * self.reference_bytes * len(density) + 1e-6)
+        return allocate(density, most, sizes=self.bytes_of).tolist()
+
+
+def traffic_rows(cfg: ModelConfig, bench: Run[Plan]) -> list[Row]:
+    """Rows of bytes, and of the least times on emulated devices."""
+    plan, rows = bench.plan, []
+    systems = [each for each in switching.SYSTEMS if each.options.writing != "never"]
+    trace, lengths = switching.traced(plan, cfg.window_tokens, plan.patterns[0], plan.fitting)
+    ours = Chunks.of(cfg, switching.SYSTEMS[0].codec)
+    ends = switching.lengths_after(lengths, trace, cfg.window_tokens)
+    # As `Systems.budget_bytes`.
+    budget = sum(
+        int(switching.SYSTEMS[0].options.ratio * ours.reference_bytes * (end // switching.CHUNK_TOKENS))
+        for end in ends
+    )
+    for pattern, contexts in itertools.product(plan.patterns, plan.contexts):
+        trace, lengths = switching.traced(plan, cfg.window_tokens, pattern, contexts)
+        case = f"{pattern}, {contexts} contexts in {budget / 1e6:.0f} MB"
+        found = {each.name: count(each, cfg, trace, lengths, budget, plan.seed) for each in systems}
+        for name, each in found.items():
+            bench.tell(
+                f"{case}: {name} reads {np.mean(each.read) / 1e6:.2f} MB and writes "
+                f"{np.mean(each.written) / 1e6:.2f}"
+            )
+        rows += _moved_rows(f"traffic: {case}", found, plan)
+    return rows
+
+
+def count(
+    system: switching.System,
+    cfg: ModelConfig,
+    trace: Sequence[ContextCall],
+    lengths: Sequence[int],
+    budget: int,
+    seed: int,
+) -> Traffic:
+    """The traffic of a trace.
+
+    Args:
+      lengths: tokens of each context before it.
+      budget: bytes of chunks in memory.
+      seed: of the density of chunks.
+    """
+    chunks, draw = Chunks.of(cfg, system.codec), np.random.default_rng(seed)
+    # What later tokens attend to is far from even.
+    density = draw.pareto(1.0, (len(lengths), cfg.window_tokens // switching.CHUNK_TOKENS)) + 1e-3
+    stored: set[tuple[str, int]] = set()
+    evicted: list[Resident] = []
+    memory = ChunkMemory(budget, find_policy(system.options.policy), evicted.extend)
+
+    def keep(context: int, before: int, tokens: int) -> None:
+        count = min(tokens, cfg.window_tokens) // switching.CHUNK_TOKENS
+        for n, bits in enumerate(chunks.widths(density[context, :count], system.options.ratio)):
+            there = memory.chunks(str(context)).get(n)
+            if n < before // switching.CHUNK_TOKENS and (there is None or bits >= there.bits > 0):
+                # Chunks that exist are only stored at fewer bits.
+                continue
+            memory.load(str(context), n, bits, _blob(chunks.bytes_of[bits]))
+            (stored.add if system.options.writing == "ahead" else stored.discard)((str(context), n))
+
+    said, found, last = list(lengths), Traffic([], []), -1
+    widths: dict[tuple[str, int], int] = {}
+    for context, tokens in enumerate(said):
+        memory.claim(str(context))
+        keep(context, 0, tokens)
+        memory.release(str(context))
+    for number, call in enumerate(trace):
+        name, before = str(call.context), said[call.context]
+        said[call.context] = after = min(before + call.prompt_tokens + call.answer_tokens, cfg.window_tokens)
+        widths |= {(each.context, each.chunk): each.bits for each in evicted}
+        _written(evicted, stored)
+        missing = {n: widths[name, n] for n in memory.claim(name, before // switching.CHUNK_TOKENS)}
+        read = sum(chunks.bytes_of[bits] for bits in missing.values())
+        # Room for what the call adds is made before its first token, too.
+        new = after // switching.CHUNK_TOKENS - before // switching.CHUNK_TOKENS
+        memory.reclaim(read + new * max(chunks.bytes_of.values()))
+        for n, bits in missing.items():
+            memory.load(name, n, bits, _blob(chunks.bytes_of[bits]))
+        widths |= {(each.context, each.chunk): each.bits for each in evicted}
+        if number >= switching.UNCOUNTED and call.context != last:
+            found.read.append(read)
+            found.written.append(_written(evicted, stored))
+        keep(call.context, before, after)
+        memory.release(name)
+        last = call.context
+    return found
+
+
+def _written(evicted: list[Resident], stored: set[tuple[str, int]]) -> int:
+    """Bytes of evicted chunks that were not on storage, which they are now."""
+    fresh = [each for each in evicted if (each.context, each.chunk) not in stored]
+    stored.update((each.context, each.chunk) for each in fresh)
+    evicted.clear()
+    return sum(each.size_bytes for each in fresh)
+
+
+def _blob(size: int) -> list[np.ndarray]:
+    """A blob of a size that takes no memory."""
+    return [np.broadcast_to(np.uint8(0), size)]
+
+
+def _moved_rows(case: str, found: dict[str, Traffic], plan: Plan) -> list[Row]:
+    notes = {name: f"{len(each.read)} switches" for name, each in found.items()}
+    means = {name: [float(np.mean(part)) for part in each] for name, each in found.items()}
+    rows = []
+    for place, metric in enumerate(("switch_read_bytes", "switch_written_bytes")):
+        rows += compared(case, metric, {name: each[place] for name, each in means.items()}, notes)
+    for device in named_devices(plan.devices):
+        read, write = device.storage.bytes_per_s, device.storage.write_bytes_per_s
+        # Of this machine's storage no bandwidth is known.
+        if read and write:
+            bounds = {name: 1000 * (each[0] / read + each[1] / write) for name, each in means.items()}
+            rows += compared(f"{case}, {device.name}", "switch_bound_ms", bounds, notes)
+    return rows

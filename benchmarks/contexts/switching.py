@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +21,21 @@ import numpy as np
 
 from benchmarks.contexts import Plan
 from benchmarks.harness.bench import Run
-from benchmarks.harness.machine import REAL, Device, EnergyMeter
+from benchmarks.harness.machine import Device, EnergyMeter
 from benchmarks.harness.report import OURS
-from benchmarks.traces import ContextCall, Lengths, make_switching
+from benchmarks.traces import ContextCall, make_switching
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.serving.buckets.bucket import no_chunks
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.contexts.options import ContextOptions, Writing
+from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.saving import most_bytes
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.plan import Restoration
-from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 
@@ -46,51 +47,42 @@ class System:
     Attributes:
       name: as rows have it.
       codec: of `EngineOptions.kv_codec`.
-      ratio, policy, writing, recompute, overlap_prompt: see `ContextOptions`.
+      options: of the manager; folder, budget and storage are those of a measurement.
       attend_coded: see `EngineOptions`.
     """
 
     name: str
-    codec: str = "channel"
-    ratio: float = 0.5
-    policy: str = "lctru"
-    writing: Writing = "ahead"
-    recompute: bool = True
-    overlap_prompt: bool = False
+    codec: str
+    options: ContextOptions
     attend_coded: bool = False
 
-    def options(self, folder: Path, budget_bytes: int, storage: Storage) -> ContextOptions:
-        """Options of the manager in a folder, with a budget, on storage."""
-        return ContextOptions(
-            folder=folder,
-            budget_bytes=budget_bytes,
-            ratio=self.ratio,
-            policy=self.policy,
-            writing=self.writing,
-            recompute=self.recompute,
-            overlap_prompt=self.overlap_prompt,
-            # No baseline shares anything: a ratio shows the switch alone.
-            share_beginnings=False,
-            storage=storage,
-        )
+
+def _system(name: str, codec: str = "channel", *, attend_coded: bool = False, **how: Any) -> System:
+    # No baseline shares anything: a ratio shows the switch alone.
+    usual = {"ratio": 0.5, "writing": "ahead", "overlap_prompt": False, "share_beginnings": False}
+    options = ContextOptions(folder="", **usual | how)
+    return System(name=name, codec=codec, options=options, attend_coded=attend_coded)
 
 
-_OURS = System(name=OURS, overlap_prompt=True)
+def _ours(ablation: str = "", **how: Any) -> System:
+    return _system(f"{OURS}{ablation}", **{"overlap_prompt": True, **how})
+
+
 SYSTEMS = (
-    _OURS,
-    System(name="LMK", codec="raw", policy="whole-contexts", writing="never", recompute=False),
-    System(name="Swapping", codec="raw", policy="whole-contexts", writing="at-eviction", recompute=False),
-    System(name="VLLM-S", codec="raw", policy="lru", writing="at-eviction", recompute=False),
-    System(name="VLLM-SQ", ratio=1.0, policy="lru", writing="at-eviction", recompute=False),
+    _ours(),
+    _system("LMK", "raw", policy="whole-contexts", writing="never", recompute=False),
+    _system("Swapping", "raw", policy="whole-contexts", writing="at-eviction", recompute=False),
+    _system("VLLM-S", "raw", policy="lru", writing="at-eviction", recompute=False),
+    _system("VLLM-SQ", ratio=1.0, policy="lru", writing="at-eviction", recompute=False),
 )
 # Without each of the three techniques in turn, without computing prompts while chunks are read, and with
 # chunks that are attended to where they lie.
 ABLATIONS = (
-    dataclasses.replace(_OURS, name=f"{OURS}-no-compression", ratio=1.0),
-    dataclasses.replace(_OURS, name=f"{OURS}-no-pipeline", recompute=False),
-    dataclasses.replace(_OURS, name=f"{OURS}-no-lifecycle", policy="lru", writing="at-eviction"),
-    dataclasses.replace(_OURS, name=f"{OURS}-no-overlap", overlap_prompt=False),
-    dataclasses.replace(_OURS, name=f"{OURS}-attend-coded", attend_coded=True),
+    _ours("-no-compression", ratio=1.0),
+    _ours("-no-pipeline", recompute=False),
+    _ours("-no-lifecycle", policy="lru", writing="at-eviction"),
+    _ours("-no-overlap", overlap_prompt=False),
+    _ours("-attend-coded", attend_coded=True),
 )
 
 
@@ -140,8 +132,6 @@ def flush_times() -> Iterator[list[float]]:
         os.fsync = flush
 
 
-# The first ids of every tokenizer are special tokens.
-_FIRST_TOKEN = 16
 # A context's tokens, and its cache with all of them.
 History = tuple[list[int], KVCache]
 
@@ -171,7 +161,8 @@ def keep(histories: Sequence[History], contexts: Contexts) -> list[Context]:
 
 def random_tokens(engine: Engine, count: int, draw: np.random.Generator) -> list[int]:
     """Random tokens: neither the speed nor the size of a context depends on its text."""
-    return draw.integers(_FIRST_TOKEN, engine.cfg.vocab_size, count).tolist()
+    # The first ids of every tokenizer are special tokens.
+    return draw.integers(16, engine.cfg.vocab_size, count).tolist()
 
 
 # The first calls are not counted: memory is then as the system leaves it, not as it was filled.
@@ -254,8 +245,11 @@ def replay(
     waits *= cell.interval_s / max(float(waits.mean()), 1e-9)
     meter = EnergyMeter.of_machine()
     with contextlib.ExitStack() as stack:
-        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()))
-        options = system.options(Path(root) / "store", cell.budget_bytes, cell.device.storage)
+        # In the cache folder, for the one of temporary files may be in memory.
+        (scratch := cache_folder() / "benchmarks").mkdir(parents=True, exist_ok=True)
+        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=scratch))
+        own = {"budget_bytes": cell.budget_bytes, "storage": cell.device.storage}
+        options = dataclasses.replace(system.options, folder=Path(root) / "store", **own)
         contexts = stack.enter_context(contextlib.closing(Contexts(engine, options)))
         flushes = stack.enter_context(flush_times())
         made = keep(histories, contexts)
@@ -283,10 +277,6 @@ def replay(
     return Switches(restorations, ttft_ms, finish_ms, flush_ms, caching, joules)
 
 
-# Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
-# written. In a shorter window they are the same share.
-_WINDOW_TOKENS = 2048
-_LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
 CHUNK_TOKENS = 16
 
 
@@ -368,9 +358,8 @@ class Systems:
         plan = self.bench.plan
         trace, histories = self.trace(plan.patterns[0], plan.fitting)
         chunk_io = ChunkIO(self.engine(SYSTEMS[0].codec).runner)
-        options = SYSTEMS[0].options(Path(), 1, REAL.storage)
         ends = lengths_after([len(tokens) for tokens, _ in histories], trace, self.window_tokens)
-        return sum(most_bytes(chunk_io, options, end // chunk_io.chunk_tokens) for end in ends)
+        return sum(most_bytes(chunk_io, SYSTEMS[0].options, end // chunk_io.chunk_tokens) for end in ends)
 
 
 def traced(
@@ -382,8 +371,10 @@ def traced(
     Args:
       window_tokens: most tokens of a context.
     """
-    share = window_tokens / _WINDOW_TOKENS
-    lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
+    # Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
+    # written. In a shorter window they are the same share.
+    share, usual = window_tokens / 2048, ((32, 4), (64, 6), (96, 8), (128, 12))
+    lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in usual]
     trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
     room = [window_tokens] * contexts
     for call in trace:
@@ -405,15 +396,6 @@ def _lengths(plan: Plan, window_tokens: int) -> list[int]:
     most, count = window_tokens, max(plan.contexts)
     order = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
     return [most // 2 + most // 2 * rank // count for rank in order]
-
-
-def _scratch() -> str | None:
-    """The folder for stores: in the cache folder, for the one of temporary files may be in memory."""
-    from jaxllm.serving.host.user_cache import cache_folder
-
-    folder = cache_folder() / "benchmarks"
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)
 
 
 def copied(cache: KVCache) -> KVCache:

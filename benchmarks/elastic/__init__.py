@@ -32,7 +32,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.harness.bench import DENSE_SHAPES, PATH, DataPlan, ShapePlan, parts_of, sized
+from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -43,41 +43,38 @@ PARTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(ShapePlan, DataPlan):
+class Plan(plans.ShapePlan, plans.DataPlan):
     """Sizes of one run; what an option asks for is said there.
 
     Attributes:
-      repeats: of each timing.
       rounds: pairs of requests that change to each level and that stay.
-      requests: of the trace.
       questions: of each task, that the trace draws from.
       layer_subsets: models of the baseline that leaves out layers, besides the whole one; 0 takes all.
       replayed: requests that are really answered, to see which objectives are met.
-      seed: of the trace.
     """
 
-    plain: tuple[Path, ...] = sized(
+    plain: tuple[Path, ...] = plans.sized(
         (), "A plain model of another size, trained from scratch, for the baseline PFS.", "--plain-model",
-        type=PATH, metavar="MODEL", default="small",
+        type=plans.PATH, metavar="MODEL", default="small",
     )  # fmt: skip
-    pruned: Path | None = sized(
+    pruned: Path | None = plans.sized(
         None, "An elastic bundle made without anchors, for the baseline LLM-Pruner.", "--pruned-model",
         metavar="BUNDLE", default="the model itself",
     )  # fmt: skip
-    compared: tuple[Path, ...] = sized(
+    compared: tuple[Path, ...] = plans.sized(
         (), "An elastic bundle made otherwise, whose accuracy is compared level by level.",
-        "--compare-levels-with", type=PATH, metavar="BUNDLE",
+        "--compare-levels-with", type=plans.PATH, metavar="BUNDLE",
     )  # fmt: skip
-    timed_shape: str = sized(
+    timed_shape: str = plans.sized(
         "", "Take the times of the trace from random weights of this size, with the model's levels and "
         "tokenizer, and only the answers from the model.", "--trace-times-of",
-        type=click.Choice(DENSE_SHAPES),
+        type=click.Choice(plans.DENSE_SHAPES),
     )  # fmt: skip
-    parts: tuple[str, ...] = parts_of(PARTS)
-    repeats: int = sized(5, quick=2)
-    rounds: int = sized(41, quick=3)
-    requests: int = sized(1200, quick=60)
-    questions: int = sized(40, quick=3)
-    layer_subsets: int = sized(0, quick=4)
-    replayed: int = sized(150, quick=12)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    repeats: int = plans.sized(5, quick=2)
+    rounds: int = plans.sized(41, quick=3)
+    requests: int = plans.sized(1200, quick=60)
+    questions: int = plans.sized(40, quick=3)
+    layer_subsets: int = plans.sized(0, quick=4)
+    replayed: int = plans.sized(150, quick=12)
     seed: int = 0

@@ -1,19 +1,21 @@
-"""Opens the models of the baselines, and times changing from one to another.
+"""Opens the models of the baselines, and measures what levels cost: times, memory, and changing to another.
 
-Makes elastic bundles of random weights, to time levels at sizes that are not trained.
+Choosing another level sets an attribute of a Python object, and costs nothing by itself; the next dispatch
+takes longer, for it has new arguments and reads memory that the last request did not read. So a request's
+time to the first token is timed beside that of one that stays at its level.
 
-Times a trace with a model as large as a phone's, and takes the answers of a small trained one.
-
-In the times of a model that answers within milliseconds, the host's own work and the tiny LM's pass are large
-parts, at any level, so they say little of larger models. Here an elastic model of random weights, of a known
-shape and with the same levels and tokenizer, is timed and replays the trace; the times of other systems'
-models are interpolated between its levels by their share of the parameters in layers. Right answers are those
-of the trained models.
+A trace can be timed with a model as large as a phone's, with the answers of a small trained one. In the times
+of a model that answers within milliseconds, the host's own work and the tiny LM's pass are large parts, at
+any level, so they say little of larger models. Here an elastic model of random weights, of a known shape and
+with the same levels and tokenizer, is timed and replays the trace; the times of other systems' models are
+interpolated between its levels by their share of the parameters in layers. Right answers are those of the
+trained models.
 """
 
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import statistics
 import time
@@ -23,20 +25,23 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.elastic.costs import move
 from benchmarks.harness.bench import silent
-from benchmarks.models import SHAPES, shape_folder
+from benchmarks.harness.children import in_process
+from benchmarks.harness.machine import peak_resident_bytes
+from benchmarks.harness.report import OURS, Row, bootstrap, compared, row
+from benchmarks.models import SHAPES, made_once, shape_folder
 from jaxllm.bundle import Bundle, WeightFormat, write_bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts, read_ladder, read_recovery
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
+from jaxllm.elastic.ladder import Ladder, is_unit_parameter, layer_parameters, sub_config
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig, init_adapter
-from jaxllm.models.parameters import Params, parameter_count
+from jaxllm.models.parameters import Params, param_specs, parameter_count
 from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.elastic.profile import DeviceProfile
+from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.bundles import levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
@@ -45,7 +50,6 @@ from jaxllm.serving.opening.make_runners import Runners
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.weights.model_level import ModelLevel
 
-_READ_BYTES = 1 << 22
 SWAP, PRUNED, LAYERS = "PFS-swap", "LLM-Pruner", "LE (no recovery)"
 SHORTENED = "LG2+CS (no sparsity)"
 # The same models as `SWAP`, all of them in memory.
@@ -97,7 +101,9 @@ def open_baselines(
     found = {}
     if plain:
         found[SWAP] = plain_models(plain, weights=engine.model.bundle.layout.weights, options=engine.options)
-    found[PRUNED] = pruned_models(engine if pruned is None else open_elastic(pruned, progress))
+    other = engine if pruned is None else open_elastic(pruned, progress)
+    # The levels of a bundle, each copied when it is changed to.
+    found[PRUNED] = [Size(f"{level} %", other, level, move(other, level)[0]) for level in other.levels]
     importance = engine.model.bundle.layout.parts["elastic"].facts.get("layer_importance")
     if importance is not None:
         found[LAYERS] = layer_wise(engine, importance, layer_subsets)
@@ -155,15 +161,10 @@ def swap_ms(file: Path) -> float:
                     os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
-            while opened.read(_READ_BYTES):
+            while opened.read(1 << 22):
                 pass
             times.append(1000 * (time.perf_counter() - began))
     return statistics.median(times)
-
-
-def pruned_models(engine: Engine) -> list[Size]:
-    """The models of LLM-Pruner: the levels of a bundle, each copied when it is changed to."""
-    return [Size(f"{level} %", engine, level, move(engine, level)[0]) for level in engine.levels]
 
 
 def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) -> list[Size]:
@@ -224,9 +225,6 @@ def _of_layers(params: Params, kept: Sequence[int]) -> Params:
     return chosen
 
 
-_ANCHOR_SHARE = 0.2
-# Parameters with a row for each token.
-_PER_TOKEN = ("embed.tokens", "head")
 _RECOVERY = LoraConfig(rank=8)
 
 
@@ -247,10 +245,9 @@ def elastic_shape(
       ConfigError: there is no such shape, it has fewer tokens than `like`, or that has no levels.
     """
     folder = shape_folder(name, progress)
-    mark = "" if like is None else f"-{like.fingerprint[:12]}"
-    bundle = folder.parent / f"{name}-elastic-{weights}{mark}.jaxllm"
-    if not bundle.exists():
-        cfg = SHAPES[name].cfg
+
+    def write(path: Path) -> None:
+        cfg = SHAPES[name]
         tokenizer, params = read_tokenizer(folder), read_params(folder, cfg)
         levels: tuple[int, ...] = Ladder().levels
         adapted = [level for level in levels if level != WHOLE]
@@ -261,22 +258,19 @@ def elastic_shape(
             adapted = [level for level in levels if read_recovery(like, level) is not None]
             params = _first_tokens(params, cfg.vocab_size, like.cfg.vocab_size)
             cfg = dataclasses.replace(cfg, vocab_size=like.cfg.vocab_size)
-        anchors = max(1, round(_ANCHOR_SHARE * cfg.layers))
+        anchors = max(1, round(0.2 * cfg.layers))
         ladder, recoveries = Ladder(levels=levels, anchors=(*range(anchors - 1), cfg.layers - 1)), {}
         for level in adapted:
             adapter = init_adapter(sub_config(cfg, ladder, level), _RECOVERY, jax.random.key(level))
             arrays = {name: np.asarray(value) for name, value in adapter.items()}
             recoveries[level] = Recovery(arrays, _RECOVERY.scaling)
         write_bundle(
-            bundle,
-            cfg=cfg,
-            params=params,
-            weights=weights,
-            tokenizer=tokenizer,
-            name=f"{name}-elastic",
+            path, cfg=cfg, params=params, weights=weights, tokenizer=tokenizer, name=f"{name}-elastic",
             parts=elastic_parts(ladder, recoveries),
-        )
-    return bundle
+        )  # fmt: skip
+
+    mark = "" if like is None else f"-{like.fingerprint[:12]}"
+    return made_once("shapes", folder.parent.name, f"{name}-elastic-{weights}{mark}.jaxllm", write=write)
 
 
 def _require_levels(path: Path, found: object) -> None:
@@ -291,7 +285,7 @@ def _first_tokens(
     if kept > words:
         raise ConfigError(f"a shape of {words} tokens cannot have a vocabulary of {kept}; take a larger one")
     for name, value in params:
-        yield name, value[:kept] if name in _PER_TOKEN else value
+        yield name, value[:kept] if name in ("embed.tokens", "head") else value
 
 
 def check_same_levels(ours: Engine, larger: Engine) -> None:
@@ -373,3 +367,143 @@ def _shares(engine: Engine, levels: Iterable[int], whole: ModelConfig) -> dict[i
     """Shares of the parameters in layers of a whole model, by level."""
     parameters = layer_parameters(whole)
     return {level: layer_parameters(engine.runner_at(level).cfg) / parameters for level in levels}
+
+
+# Prompt of the requests that are timed, and of the process whose memory is measured.
+PROMPT_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """Time that changing to a level adds to a request's time to the first token.
+
+    Attributes:
+      median_ms: over pairs of a request that changes the level and one that does not.
+      low_ms, high_ms: its 95 % interval.
+      ttft_ms: median of those that do not.
+    """
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    ttft_ms: float
+
+    @classmethod
+    def of(cls, changed_ms: np.ndarray, stayed_ms: np.ndarray) -> "Added":
+        """Computes it from times `[pairs]` of either kind."""
+        longer = np.asarray(changed_ms, np.float64) - stayed_ms
+        low, high = bootstrap(len(longer), lambda drawn: np.median(longer[drawn], axis=1))
+        return cls(float(np.median(longer)), low, high, float(np.median(stayed_ms)))
+
+
+def switch_rows(engine: Engine, *, rounds: int, progress: Progress = silent) -> list[Row]:
+    """The time that changing the level adds to the next time to the first token, and the time to copy the
+    level's weights, for a system that moves them.
+
+    There is a ratio only where ours differs from zero.
+    """
+    added = added_by_level(engine, rounds=rounds, progress=progress)
+    rows = []
+    for level, each in added.items():
+        moved_ms, moved_bytes = move(engine, level)
+        case, sure = f"to level {level}", each.low_ms > 0
+        note = (
+            f"{own_bytes(engine, level)} bytes of weights moved; longer to the first token than a request "
+            f"that stays, median of {rounds} pairs in turns, 95 % in [{each.low_ms:+.3f}, "
+            f"{each.high_ms:+.3f}] ms; {each.median_ms / each.ttft_ms:+.2%} of its TTFT"
+        )
+        ratio = moved_ms / each.median_ms if sure else None
+        copied = f"{moved_bytes} bytes of weights copied, which is all that is counted"
+        rows += [
+            row(case, "switch_ms", each.median_ms, note, baseline="LLM-Pruner", ratio=ratio),
+            row(case, "switch_ms", moved_ms, copied, system="LLM-Pruner"),
+        ]
+    return rows
+
+
+def added_by_level(engine: Engine, *, rounds: int, progress: Progress = silent) -> dict[int, Added]:
+    """Times requests that change the level and requests that stay, in pairs.
+
+    Every timed request follows another one: of a random other level, or of its own. The order in a pair and
+    the prompts are drawn.
+    """
+    levels, config = engine.levels, GenerationConfig(max_tokens=1)
+    draw = np.random.default_rng(0)
+    times = {(level, changes): [] for level in levels for changes in (False, True)}
+
+    def ttft_ms(level: int) -> float:
+        prompt = draw.integers(0, engine.cfg.vocab_size, PROMPT_TOKENS).tolist()
+        return engine.stream(prompt, config, level=level).result().timings.ttft_ms
+
+    for done in range(rounds):
+        for level in draw.permutation(levels).tolist():
+            others = [each for each in levels if each != level] or [level]
+            for changes in draw.permutation([False, True]).tolist():
+                ttft_ms(int(draw.choice(others)) if changes else level)
+                times[level, changes].append(ttft_ms(level))
+        progress("switch", done + 1, rounds)
+    return {level: Added.of(np.array(times[level, True]), np.array(times[level, False])) for level in levels}
+
+
+def time_rows(profile: DeviceProfile) -> list[Row]:
+    """Rows of every level's times, each against the whole model's."""
+    rows = []
+    for metric, times_of in (("ttft_ms", profile.ttft_ms), ("tpot_ms", profile.tpot_ms)):
+        whole = times_of[profile.levels.index(WHOLE)]
+        for level, times in zip(profile.levels, times_of, strict=True):
+            for tokens, value, of_whole in zip(profile.tokens, times, whole, strict=True):
+                against = {"baseline": "whole model", "ratio": of_whole / value}
+                rows.append(row(f"level {level}, prompt {tokens}", metric, value, **against))
+    return rows
+
+
+def own_bytes(engine: Engine, level: int) -> int:
+    """Bytes of a level's weights outside of the whole model's memory, without its recovery adapter."""
+    shared = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.runner_at(WHOLE).params)}
+    weights = [getattr(weight, "base", weight) for weight in engine.runner_at(level).params.values()]
+    leaves = [leaf for leaf in jax.tree.leaves(weights) if leaf.unsafe_buffer_pointer() not in shared]
+    return sum(leaf.nbytes for leaf in leaves)
+
+
+def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
+    """Peak memory of a process that serves all levels, against one that serves the whole model.
+
+    Both read their buckets from disk, as a service does from its second start on: each runs twice.
+    """
+    # The whole model is the baseline here.
+    peaks = {
+        name: [in_process(_peak, model, asked) for _ in range(2)][-1]
+        for name, asked in ((OURS, levels), ("whole model", ()))
+    }
+    return compared("serving all levels", "peak_memory_bytes", peaks)
+
+
+def move(engine: Engine, level: int) -> tuple[float, int]:
+    """Milliseconds and bytes of copying the units of a level out of the whole model in memory."""
+    whole, part = engine.cfg.whole, engine.runner_at(level).cfg
+    sizes, kept = (
+        {name: math.prod(spec.shape) for name, spec in param_specs(cfg).items()} for cfg in (whole, part)
+    )
+    parts = [
+        # As many bytes as the level has, from anywhere in the buffer.
+        np.asarray(leaf).reshape(-1)[: -(-leaf.size * kept[name] // sizes[name])]
+        for name, weight in engine.runner_at(WHOLE).model.weights.items()
+        if is_unit_parameter(name)
+        for leaf in jax.tree.leaves(getattr(weight, "base", weight))
+    ]
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        copies = [part.copy() for part in parts]
+        times.append(1000 * (time.perf_counter() - began))
+        del copies
+    return statistics.median(times), sum(part.nbytes for part in parts)
+
+
+def _peak(model: Path, levels: Sequence[int]) -> int:
+    """Peak memory of this process in bytes, after it answered at every level."""
+    engine = Engine.open(model, options=EngineOptions(levels=tuple(levels)))
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    for level in engine.levels:
+        engine.stream(list(range(PROMPT_TOKENS)), config, level=level).result()
+    return peak_resident_bytes()

@@ -4,10 +4,6 @@ A system has variants of its model (sizes, and lengths of the prompt). For each 
 times are known, and whether the likeliest of the options is the right one. Every system chooses by a policy,
 which does not see the right answers of the question. The bound does: it is what no policy can exceed.
 
-Asks the models of each system every question, and looks up their times.
-
-Decides for every request of a trace what ours, its ablations and a baseline answer.
-
 A variant of ours takes at least its own time, and with a shorter prompt the tiny LM's pass, whose scores say
 what is kept. What is spent on deciding comes on top: ours spends what its planner was seen to spend, and the
 bound nothing.
@@ -17,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,18 +78,18 @@ class Choices:
     Attributes:
       right: `[M]` bool, whether the answer was right, in time or not.
       met: `[M]` bool, whether the objective was met, by the known times.
-      both: `[M]` bool, whether one answer was right and in time; None where `right` and `met` are of the same
-        answers.
+      right_and_met: `[M]` bool, whether the answer was right and in time; of the bound, whether one was.
     """
 
     right: np.ndarray
     met: np.ndarray
-    both: np.ndarray | None = None
+    right_and_met: np.ndarray
 
-    @property
-    def right_and_met(self) -> np.ndarray:
-        """`[M]` bool, whether the answer was right and in time."""
-        return self.right & self.met if self.both is None else self.both
+    @classmethod
+    def of(cls, right: Any, met: Any) -> "Choices":
+        """Of one answer to each request."""
+        right, met = np.array(right, bool), np.array(met, bool)
+        return cls(right, met, right & met)
 
 
 # Chooses a variant: from which are in time, `[V]` bool, and the request's number.
@@ -171,16 +168,16 @@ class Asked:
           margin: share of an objective that is planned for; the planner's by default.
           ignore_tpot: whether the system is counted as meeting every time per token.
         """
-        right, met = np.zeros(len(self.trace), bool), np.zeros(len(self.trace), bool)
-        last = len(variants.change_ms) - 1
+        right, met, last = [], [], len(variants.change_ms) - 1
         for request, question in enumerate(self.indices):
             changes = np.where(np.arange(len(variants.change_ms)) == last, 0.0, variants.change_ms)
             tpot = 0.0 if ignore_tpot else variants.tpot_ms[question]
             excess = self.overruns(request, variants.ttft_ms[question] + changes, tpot)
             allowed = excess <= margin + _ROUNDING
             last = policy(allowed, request) if allowed.any() else int(np.argmin(excess))
-            right[request], met[request] = variants.right[question, last], excess[last] <= 1 + _ROUNDING
-        return Choices(right, met)
+            right.append(variants.right[question, last])
+            met.append(excess[last] <= 1 + _ROUNDING)
+        return Choices.of(right, met)
 
     def bound(self, variants: Variants) -> Choices:
         """What no policy can exceed: a request counts as right where any variant is, as in time where any
@@ -220,8 +217,7 @@ def right_answers(
     return np.array(right, bool), fits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Column:
+class _Column(NamedTuple):
     """One variant: the engine that answers, the prompts as it reads them and their tokens `[N]`, and its
     times."""
 
@@ -266,16 +262,11 @@ def our_variants(
     made = [shorten(engine.tokenizer, each, proposer.scores(each.prompt), ratios) for each in questions]
     lengths = np.array([len(each.prompt.ids) for each in questions])
     tokens = np.maximum(1, np.rint(lengths[:, None] * np.array([shares for _, shares in made]))).astype(int)
-    columns = [
-        _Column(
-            engine=engine,
-            level=level,
-            prompts=[prompts[ratios.index(ratio)] for prompts, _ in made],
-            tokens=tokens[:, ratios.index(ratio)].tolist(),
-            profile=profile,
-        )
-        for level, ratio in keys
-    ]
+    by_ratio = {
+        ratio: ([prompts[place] for prompts, _ in made], tokens[:, place].tolist())
+        for place, ratio in enumerate(ratios)
+    }
+    columns = [_Column(engine, level, *by_ratio[ratio], profile) for level, ratio in keys]
     return dataclasses.replace(_variants(columns, questions, progress), keys=keys)
 
 
@@ -296,24 +287,13 @@ def size_variants(
         prompts = [branching(tokenizer, each.example) for each in questions]
         return prompts, [len(prompt_tokens(tokenizer, each.example).ids) for each in questions]
 
-    columns = []
-    for size in sizes:
-        prompts, tokens = read(size.engine.tokenizer)
-        columns.append(
-            _Column(
-                engine=size.engine,
-                level=size.level,
-                prompts=prompts,
-                tokens=tokens,
-                profile=profiles[id(size.engine)],
-                change_ms=size.change_ms,
-            )
+    columns = [
+        _Column(
+            size.engine, size.level, *read(size.engine.tokenizer), profiles[id(size.engine)], size.change_ms
         )
+        for size in sizes
+    ]
     return _variants(columns, questions, progress)
-
-
-# The whole model cannot meet it, so that it has to be planned.
-_TIGHT = Slo(ttft=0.5, tpot=0.5)
 
 
 def with_whole(ratios: Sequence[float]) -> tuple[float, ...]:
@@ -331,8 +311,10 @@ def plan_times(
 
     All else that the planner does is counted alike for all questions, by its median.
     """
+    # The whole model cannot meet it, so that it has to be planned.
+    tight = Slo(ttft=0.5, tpot=0.5)
     passes = np.array([proposer.planning_ms(len(each.prompt.ids)) for each in questions])
-    spent = [planner.plan(each.prompt, _TIGHT, answer_tokens=ANSWER_TOKENS).planning_ms for each in questions]
+    spent = [planner.plan(each.prompt, tight, answer_tokens=ANSWER_TOKENS).planning_ms for each in questions]
     return passes, passes + max(0.0, float(np.median(spent - passes)))
 
 
@@ -356,7 +338,7 @@ def planned(planner: Planner, ours: Variants, asked: Asked, pass_ms: np.ndarray)
         taken = np.maximum(least.ttft_ms[index, at], ours.ttft_ms[index, at] + made.planning_ms)
         right.append(ours.right[index, at[0]])
         met.append(asked.overruns(number, taken, ours.tpot_ms[index, at])[0] <= 1)
-    return Choices(np.array(right, bool), np.array(met, bool))
+    return Choices.of(right, met)
 
 
 def ablations(

@@ -1,8 +1,5 @@
-"""Runs all parts: the costs of levels, their accuracy, and a trace of six apps on every system.
-
-Makes rows of the trace: right answers and answers in time of every system, and times of the service.
-
-Replays a trace on the service, in turns with the whole model.
+"""Runs all parts: the costs of levels, their accuracy, and a trace of six apps on every system, which is
+replayed on the service, too, in turns with the whole model.
 
 Objectives are shares of the whole model's times, which change from minute to minute on a busy device. So the
 whole model answers every request as well: its times against its profile, by the median over neighbouring
@@ -16,37 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.elastic import Plan
-from benchmarks.elastic.baselines import (
-    LAYERS,
-    PRUNED,
-    RESIDENT,
-    SHORTENED,
-    SWAP,
-    Size,
-    as_large,
-    check_same_levels,
-    elastic_shape,
-    open_baselines,
-    open_elastic,
-    sizes_beside,
-    widths,
-)
-from benchmarks.elastic.costs import memory_rows, switch_rows, time_rows
-from benchmarks.elastic.decisions import (
-    Asked,
-    Choices,
-    ablations,
-    our_variants,
-    plan_times,
-    planned,
-    right_answers,
-    size_variants,
-    with_whole,
-)
+from benchmarks.elastic import Plan, baselines, decisions
 from benchmarks.harness.bench import Run, silent
-from benchmarks.harness.figures import Figure, draw_figures
-from benchmarks.harness.report import OURS, Row, compared, lead, row, said
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, lead, row, said
 from benchmarks.samples import read_examples
 from benchmarks.traces import TRACE_TASKS, Outcome, make_trace, replay, totals
 from jaxllm.bundle.tiny_lm import read_tiny_lm
@@ -74,14 +43,14 @@ def run(bench: Run[Plan]) -> list[Row]:
       ConfigError: the model is no elastic bundle, or has no tiny LM for the trace.
     """
     plan, rows, timed = bench.plan, [], None
-    model = bench.model or elastic_shape(str(bench.shape), plan.weights, bench.progress)
+    model = bench.model or baselines.elastic_shape(str(bench.shape), plan.weights, bench.progress)
     if plan.timed_shape:
         with open_model(model) as bundle:
-            timed = elastic_shape(plan.timed_shape, plan.weights, bench.progress, like=bundle)
+            timed = baselines.elastic_shape(plan.timed_shape, plan.weights, bench.progress, like=bundle)
     if "trace" in plan.parts:
         rows += _trace_rows(model, timed, bench)
     elif "costs" in plan.parts:
-        engine = open_elastic(timed or model, bench.progress)
+        engine = baselines.open_elastic(timed or model, bench.progress)
         (profile,) = measure_together([engine], repeats=plan.repeats, progress=bench.progress)
         rows += _cost_rows(engine, profile, bench)
     if "accuracy" in plan.parts:
@@ -98,7 +67,7 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         times the model.
     """
     plan, progress = bench.plan, bench.progress
-    engine = open_elastic(model, progress)
+    engine = baselines.open_elastic(model, progress)
     tiny = read_tiny_lm(engine.model.bundle)
     if tiny is None:
         raise ConfigError(
@@ -107,7 +76,7 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         )
     proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
     plain = [find_model(each) for each in plan.plain or ("small",)]
-    others = open_baselines(engine, plain, plan.pruned, plan.layer_subsets, progress)
+    others = baselines.open_baselines(engine, plain, plan.pruned, plan.layer_subsets, progress)
     if timed_model is None:
         # Whatever is compared is timed in alternation.
         engines = [engine, *(size.engine for many in others.values() for size in many)]
@@ -116,28 +85,30 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         timed, profile = engine, measured[0]
         profiles = {id(each): found for each, found in zip(engines, measured, strict=True)}
     else:
-        timed = open_elastic(timed_model, progress)
-        check_same_levels(engine, timed)
+        timed = baselines.open_elastic(timed_model, progress)
+        baselines.check_same_levels(engine, timed)
         (profile,) = measure_together([timed], repeats=plan.repeats, progress=progress)
-        others, profiles = as_large(timed, profile, engine, others)
+        others, profiles = baselines.as_large(timed, profile, engine, others)
     rows = _cost_rows(timed, profile, bench) if "costs" in plan.parts else []
     asked = _asked(engine, profile, plan)
-    levels, ratios = engine.levels, with_whole(proposer.prompt_ratios)
+    levels, ratios = engine.levels, decisions.with_whole(proposer.prompt_ratios)
     planner = Planner(profile, levels, proposer)
     # The tiny LM taken at its word, as in the paper.
     lightest = TinyPlanner(tiny, levels, engine.runner.buckets.store(), decision="lightest")
-    passes, plans = plan_times(planner, proposer, asked.questions)
-    ours = our_variants(engine, profile, asked.questions, proposer, ratios, progress)
+    passes, plans = decisions.plan_times(planner, proposer, asked.questions)
+    ours = decisions.our_variants(engine, profile, asked.questions, proposer, ratios, progress)
     found = {
-        OURS: planned(planner, ours, asked, passes),
-        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, passes),
-        **ablations(ours, asked, passes, plans, plan.seed),
+        OURS: decisions.planned(planner, ours, asked, passes),
+        f"{OURS}-lightest": decisions.planned(Planner(profile, levels, lightest), ours, asked, passes),
+        **decisions.ablations(ours, asked, passes, plans, plan.seed),
     }
     for name, sizes in others.items():
-        variants = size_variants(sizes, profiles, asked.questions, progress)
+        variants = decisions.size_variants(sizes, profiles, asked.questions, progress)
         found[name] = asked.run(variants)
-        if name == SWAP:
-            found[RESIDENT] = asked.run(dataclasses.replace(variants, change_ms=np.zeros(len(sizes))))
+        if name == baselines.SWAP:
+            found[baselines.RESIDENT] = asked.run(
+                dataclasses.replace(variants, change_ms=np.zeros(len(sizes)))
+            )
     rows += trace_rows(found, asked, _remarks(engine, others))
     # In service the planner learns how late answers are.
     service = LLMService(timed, profile, Planner(profile, levels, proposer, safety_margin=SafetyMargin()))
@@ -146,7 +117,7 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
     return rows + planning_rows(outcomes, asked, passes)
 
 
-def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
+def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> decisions.Asked:
     """A trace of the tasks' questions, with the whole model's times."""
     examples = read_examples(TRACE_TASKS, plan.data, plan.questions)
     trace = make_trace(examples, requests=plan.requests, seed=plan.seed)
@@ -154,7 +125,7 @@ def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
     places = {id(each): index for index, each in enumerate(flat)}
     questions = [Question.read(engine.tokenizer, each) for each in flat]
     lengths = [len(each.prompt.ids) for each in questions]
-    return Asked(
+    return decisions.Asked(
         trace=trace,
         questions=questions,
         indices=[places[id(request.example)] for request in trace],
@@ -167,30 +138,28 @@ def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> Asked:
 
 def _cost_rows(engine: Engine, profile: DeviceProfile, bench: Run[Plan]) -> list[Row]:
     """Times and memory of levels, and the time to change them."""
-    return [
-        *time_rows(profile),
-        *switch_rows(engine, rounds=bench.plan.rounds, progress=bench.progress),
-        *memory_rows(engine.model.bundle.path, engine.options.levels),
-    ]
+    rows = baselines.time_rows(profile)
+    rows += baselines.switch_rows(engine, rounds=bench.plan.rounds, progress=bench.progress)
+    return rows + baselines.memory_rows(engine.model.bundle.path, engine.options.levels)
 
 
-def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
+def _remarks(engine: Engine, others: dict[str, list[baselines.Size]]) -> dict[str, str]:
     """Notes on baselines that differ from ours in more than their decisions."""
     remarks = {
         f"{OURS}-oracle": "a bound: any variant that is right in time counts, and deciding takes nothing",
         f"{OURS}-fixed": "of each task's variants in time the one that is right most often, in hindsight",
-        SHORTENED: "no contextual sparsity, times per token taken as met",
-        PRUNED: widths(engine, others[PRUNED]),
+        baselines.SHORTENED: "no contextual sparsity, times per token taken as met",
+        baselines.PRUNED: baselines.widths(engine, others[baselines.PRUNED]),
     }
-    if LAYERS in others:
-        names = ", ".join(each.name for each in others[LAYERS])
-        remarks[LAYERS] = (
-            f"{len(others[LAYERS])} models: {names}; the layers that remain as they are, no recovery training"
-        )
-    if SWAP in others:
-        changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in others[SWAP])
-        remarks[RESIDENT] = f"{sizes_beside(engine, others[SWAP])}, {widths(engine, others[SWAP])}"
-        remarks[SWAP] = f"{remarks[RESIDENT]}; a change is counted as the read of the file, ms: {changes}"
+    if sizes := others.get(baselines.LAYERS):
+        names = ", ".join(each.name for each in sizes)
+        left = "the layers that remain as they are, no recovery training"
+        remarks[baselines.LAYERS] = f"{len(sizes)} models: {names}; {left}"
+    if sizes := others.get(baselines.SWAP):
+        beside = f"{baselines.sizes_beside(engine, sizes)}, {baselines.widths(engine, sizes)}"
+        changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in sizes)
+        remarks[baselines.RESIDENT] = beside
+        remarks[baselines.SWAP] = f"{beside}; a change is counted as the read of the file, ms: {changes}"
     return remarks
 
 
@@ -203,11 +172,11 @@ def _level_answers(bundles: Sequence[Path], bench: Run[Plan]) -> dict[str, dict[
     questions = [Question.read(tokenizer, each) for group in examples.values() for each in group]
     found: dict[str, dict[int, np.ndarray]] = {}
     for path in bundles:
-        engine, name = open_elastic(path, bench.progress), f"{OURS} {path.stem}"
+        engine, name = baselines.open_elastic(path, bench.progress), f"{OURS} {path.stem}"
         prompts = [branching(engine.tokenizer, each.example) for each in questions]
         same = sum(each == name or each.startswith(f"{name} (") for each in found)
         found[f"{name} ({same + 1})" if same else name] = {
-            level: right_answers(engine.at(level), questions, prompts, bench.progress)[0]
+            level: decisions.right_answers(engine.at(level), questions, prompts, bench.progress)[0]
             for level in engine.levels
         }
     return found
@@ -227,7 +196,9 @@ def cases(slos: Iterable[Slo]) -> list[str]:
     return [*map(str, known), *limited, ALL]
 
 
-def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str, str]) -> list[Row]:
+def trace_rows(
+    found: Mapping[str, decisions.Choices], asked: decisions.Asked, remarks: Mapping[str, str]
+) -> list[Row]:
     """Shares of every system, by objective and over all, ours against each other on the same requests.
 
     Args:
@@ -246,11 +217,9 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
             values = {system: getattr(each, of)[chosen] for system, each in found.items()}
             notes = {}
             for system, each in values.items():
-                parts = [said(each, questions)]
-                if system != OURS:
-                    parts.append(lead(values[OURS], each, questions))
-                parts.append(in_time[system])
-                notes[system] = "; ".join([*parts, *filter(None, [remarks.get(system)])])
+                ahead = None if system == OURS else lead(values[OURS], each, questions)
+                parts = (said(each, questions), ahead, in_time[system], remarks.get(system))
+                notes[system] = "; ".join(filter(None, parts))
             shares = {system: float(each.mean()) for system, each in values.items()}
             rows += compared(f"trace {case}", metric, shares, notes)
     return rows
@@ -292,7 +261,7 @@ def _share(flags: np.ndarray) -> str:
     return f"{flags.mean():.1%}" if len(flags) else "none"
 
 
-def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray) -> list[Row]:
+def planning_rows(outcomes: Sequence[Outcome], asked: decisions.Asked, pass_ms: np.ndarray) -> list[Row]:
     """The share of planning in the whole model's time to the first token, in the service; none if no request
     of the replay had to be planned.
 
@@ -302,17 +271,17 @@ def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray
     """
     whole_ms = asked.whole_ms[0]
     # Without a limit nothing is planned.
-    planned = [
+    counted = [
         (outcome, index)
         for outcome, index in zip(outcomes, asked.indices, strict=False)
         if outcome.failure is None and outcome.source != "whole"
     ]
-    if not planned:
+    if not counted:
         return []
-    share = np.median([outcome.planning_ms / whole_ms[index] for outcome, index in planned])
-    alone = np.median([pass_ms[index] / whole_ms[index] for _, index in planned])
+    share = np.median([outcome.planning_ms / whole_ms[index] for outcome, index in counted])
+    alone = np.median([pass_ms[index] / whole_ms[index] for _, index in counted])
     note = (
-        f"of the whole model's TTFT, median over {len(planned)} requests of the replay that were planned; "
+        f"of the whole model's TTFT, median over {len(counted)} requests of the replay that were planned; "
         f"the tiny LM's pass alone {alone:.1%}"
     )
     return [row("planning", "ttft_share", float(share), note)]
@@ -355,12 +324,8 @@ FIGURES = (
 draw = functools.partial(draw_figures, "elastic", FIGURES)
 
 
-# Requests before and after one whose median speed is taken.
-_NEIGHBOURS = 4
-
-
 def replay_beside_whole(
-    service: LLMService, asked: Asked, requests: int, progress: Progress = silent
+    service: LLMService, asked: decisions.Asked, requests: int, progress: Progress = silent
 ) -> tuple[list[Outcome], list[bool]]:
     """Asks the first requests of a trace.
 
@@ -382,8 +347,10 @@ def replay_beside_whole(
         progress("replay", done, len(some))
     found = []
     for number, (outcome, index) in enumerate(zip(outcomes, asked.indices, strict=False)):
-        near = np.array(speeds[max(0, number - _NEIGHBOURS) : number + _NEIGHBOURS + 1])
-        ttft, tpot = (_median(column) for column in near.T)
+        # The median speed of the requests before and after it; 1 where there are none.
+        near = np.array(speeds[max(0, number - 4) : number + 5]).T
+        known = [column[np.isfinite(column)] for column in near]
+        ttft, tpot = (float(np.median(each)) if len(each) else 1.0 for each in known)
         whole = Cost(
             ttft_ms=asked.whole_ms[0][index] * ttft,
             tpot_ms=asked.whole_ms[1][index] * tpot,
@@ -391,9 +358,3 @@ def replay_beside_whole(
         )
         found.append(outcome.failure is None and meets(outcome.request.slo, outcome.cost, whole))
     return outcomes, found
-
-
-def _median(values: np.ndarray) -> float:
-    """The median of the finite values; 1 where there are none."""
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else 1.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.harness.bench import PATH, TimedPlan, sized
+from benchmarks.harness import bench as plans
 from jaxllm.errors import ConfigError
 from jaxllm.formats import WeightFormat
 
@@ -13,36 +13,36 @@ PEERS = ("llama.cpp", "transformers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(TimedPlan):
+class Plan(plans.TimedPlan):
     """Sizes of one measurement; what an option asks for is said there.
 
     Attributes:
       slow_peers: whether "all" peers hold those too that take minutes.
     """
 
-    weights: tuple[WeightFormat, ...] = sized(
+    weights: tuple[WeightFormat, ...] = plans.sized(
         (), "Weight width for a folder or a shape: one run compares them.", default="its own"
     )
-    context_tokens: int = sized(
+    context_tokens: int = plans.sized(
         0, "Maximum number of tokens of prompt and answer together.", "--context", metavar="TOKENS",
         default="the model's window, up to 2048",
     )  # fmt: skip
-    peers: tuple[str, ...] = sized(
+    peers: tuple[str, ...] = plans.sized(
         ("all",), "Another engine that runs the same weights.", "--peer",
         type=click.Choice([*PEERS, "all", "none"]), default="all that are installed",
     )  # fmt: skip
-    text: Path | None = sized(
-        None, "Measure every system's perplexity on this UTF-8 text too.", type=PATH, metavar="FILE"
+    text: Path | None = plans.sized(
+        None, "Measure every system's perplexity on this UTF-8 text too.", type=plans.PATH, metavar="FILE"
     )
-    separator: str | None = sized(
+    separator: str | None = plans.sized(
         None, "Split the text into documents at this string, scored apart.", metavar="TEXT"
     )
-    prompt_tokens: tuple[int, ...] = sized((64, 256, 1024), quick=(64, 256))
-    decode_tokens: int = sized(128, quick=32)
-    rounds: int = sized(5, quick=3)
-    text_windows: int = sized(0, quick=8)
-    patience_s: float = sized(120.0, quick=5.0)
-    slow_peers: bool = sized(True, quick=False)
+    prompt_tokens: tuple[int, ...] = plans.sized((64, 256, 1024), quick=(64, 256))
+    decode_tokens: int = plans.sized(128, quick=32)
+    rounds: int = plans.sized(5, quick=3)
+    text_windows: int = plans.sized(0, quick=8)
+    patience_s: float = plans.sized(120.0, quick=5.0)
+    slow_peers: bool = plans.sized(True, quick=False)
 
     def within(self, context_tokens: int) -> "Plan":
         """The plan for a context that may be too short for it.

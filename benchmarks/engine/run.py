@@ -18,30 +18,16 @@ from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import MemoryProbe
 from benchmarks.harness.report import OURS, Row, compared, median, row
 from benchmarks.models import Checkpoint
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, process
 from benchmarks.peers.ours import BLOCKS, ONE_TOKEN
 from benchmarks.peers.peer import unavailable
-from benchmarks.peers.process import (
-    PHASES,
-    REFERENCE,
-    Child,
-    Results,
-    System,
-    Text,
-    alternate,
-    opening_of,
-    perplexity,
-    phase_case,
-    prompt_ids,
-    threads_of,
-)
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.options import DEFAULT_CONTEXT_TOKENS
 
 MEMORY, PER_TOKEN = "memory", "jaxllm-one-token-per-dispatch"
 # Systems that one of our widths is compared with, ours among them, by name.
-Group = Mapping[str, System]
+Group = Mapping[str, process.System]
 
 
 def run(bench: Run[Plan]) -> list[Row]:
@@ -52,7 +38,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     """
     if bench.plan.text is not None and bench.shape is not None:
         raise ConfigError("--text needs a trained model: random weights have no meaningful perplexity")
-    threads = threads_of(bench.plan.threads)
+    threads = process.threads_of(bench.plan.threads)
     checkpoint = Checkpoint.find(bench.path())
     widths = checkpoint.widths(bench.plan.weights)
     peers = _peers(checkpoint.cfg, bench)
@@ -61,7 +47,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     plan = bench.plan.within(bench.plan.context_tokens or window)
     text = None
     if plan.text is not None:
-        text = Text.read(
+        text = process.Text.read(
             plan.text, checkpoint, separator=plan.separator, window_tokens=plan.context_tokens,
             limit=plan.text_windows,
         )  # fmt: skip
@@ -75,21 +61,21 @@ def run(bench: Run[Plan]) -> list[Row]:
     with MemoryProbe(threads) as probe, contextlib.ExitStack() as stack:
 
         @functools.cache
-        def opened(peer: str, model: Path, format_: str) -> Child:
+        def opened(peer: str, model: Path, format_: str) -> process.Child:
             own = {"context_tokens": plan.context_tokens} if peer == OURS else {}
-            opening = opening_of(plan, peer, model, format_, **own)
-            return stack.enter_context(Child(f"{peer} {format_}", opening, bench.progress))
+            opening = process.opening_of(plan, peer, model, format_, **own)
+            return stack.enter_context(process.Child(f"{peer} {format_}", opening, bench.progress))
 
-        def ours(width: str) -> Child:
+        def ours(width: str) -> process.Child:
             """Our engine at a width; at f32 it is the reference of quality, too."""
             own = checkpoint.stored in (None, width)
             return opened(OURS, checkpoint.model if own else checkpoint.folder(bench.progress), width)
 
-        groups: dict[str, dict[str, System]] = {}
+        groups: dict[str, dict[str, process.System]] = {}
         for width in widths:
             rows += opening_rows(f"{checkpoint.name} {width}", ours(width))
             groups[width] = {
-                system: System(f"{system} {width}", ours(width), (setting,))
+                system: process.System(f"{system} {width}", ours(width), (setting,))
                 for system, setting in ((OURS, BLOCKS), (PER_TOKEN, ONE_TOKEN))
             }
         if peers and any(ours(width).facts["backend"] != "cpu" for width in widths):
@@ -99,14 +85,11 @@ def run(bench: Run[Plan]) -> list[Row]:
             for peer in peers:
                 for system, format_ in PEERS[peer].systems(width).items():
                     child = opened(peer, checkpoint.folder(bench.progress), format_)
-                    group[system] = System(f"{system} {format_}", child, tuple(child.settings))
-        results = alternate(
+                    group[system] = process.System(f"{system} {format_}", child, tuple(child.settings))
+        results = process.alternate(
             list({each.name: each for group in groups.values() for each in group.values()}.values()),
-            [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens],
-            plan=plan,
-            progress=bench.progress,
-            bytes_per_s=memory_speed,
-        )
+            checkpoint.cfg.vocab_size, plan=plan, progress=bench.progress, bytes_per_s=memory_speed,
+        )  # fmt: skip
         for width, group in groups.items():
             name = f"{checkpoint.name} {width}"
             rows += size_rows(name, group, again=checkpoint.quantized)
@@ -115,10 +98,10 @@ def run(bench: Run[Plan]) -> list[Row]:
             rows += memory_rows(name, group)
         if text is not None:
             # A system beside several widths is scored once.
-            scored = functools.cache(lambda child: perplexity(child, text, bench.progress))
+            scored = functools.cache(lambda child: process.perplexity(child, text, bench.progress))
             for width, group in groups.items():
                 children = {s: each.child for s, each in group.items() if s != PER_TOKEN}
-                children[REFERENCE] = ours("f32")
+                children[process.REFERENCE] = ours("f32")
                 rows += compared(
                     f"{checkpoint.name} {width}, {text.name}, {text.tokens} tokens",
                     "perplexity",
@@ -147,7 +130,7 @@ def _peers(cfg: ModelConfig, bench: Run[Plan]) -> list[str]:
     return chosen
 
 
-def opening_rows(name: str, child: Child) -> list[Row]:
+def opening_rows(name: str, child: process.Child) -> list[Row]:
     """Times and memory of opening our engine."""
     facts = child.facts
     note = f"{facts['buckets_read']} buckets read from disk" if facts["buckets_read"] else None
@@ -170,12 +153,12 @@ def size_rows(name: str, group: Group, *, again: bool) -> list[Row]:
     return [weights, *compared(name, "bits_per_weight", bits, notes)]
 
 
-def speed_rows(name: str, group: Group, results: Results, prompt: int, tokens: int) -> list[Row]:
+def speed_rows(name: str, group: Group, results: process.Results, prompt: int, tokens: int) -> list[Row]:
     """Prefill and decode at one prompt length, and the share of memory's bandwidth that decoding reaches."""
     found = {system: results[each.name, prompt] for system, each in group.items()}
     ours, rows, case = found[OURS], [], ""
-    for phase in PHASES:
-        case = f"{name}, {phase_case(phase, prompt, tokens)}"
+    for phase in process.PHASES:
+        case = f"{name}, {process.phase_case(phase, prompt, tokens)}"
         systems = [each for each in found if phase == "decode" or each != PER_TOKEN]
         notes: dict[str, str | None] = {}
         for system, each in found.items():

@@ -9,15 +9,7 @@ models.
 import dataclasses
 from pathlib import Path
 
-from benchmarks.harness.bench import (
-    BOARDS,
-    FILE,
-    PATH,
-    TextPlan,
-    devices_of,
-    parts_of,
-    sized,
-)
+from benchmarks.harness import bench as plans
 from jaxllm.option_types import Size
 
 # That a run may be limited to: name -> what is measured, for the help text.
@@ -29,12 +21,10 @@ PARTS = {
     "nested": "time per token of nested experts beside IO-QEXP, and what a loss costs",
     "predictors": "hit rates of predictors and eviction policies",
 }
-# Of these, what takes a model that answers without an encoder.
-DECODER_PARTS = ("nested", "predictors")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(TextPlan):
+class Plan(plans.TextPlan):
     """Sizes of one run; what an option asks for is said there.
 
     Attributes:
@@ -54,49 +44,49 @@ class Plan(TextPlan):
       windows: of text, by which the loss of nested experts is judged.
     """
 
-    checkpoint: Path | None = sized(
+    checkpoint: Path | None = plans.sized(
         None, "The Hugging Face folder that the model was calibrated from; baselines are made of it.",
         metavar="DIR", default="the model's own weights as floats",
     )  # fmt: skip
-    others: tuple[Path, ...] = sized(
-        (), "The same mixture calibrated to another tolerable loss.", "--other-loss", type=FILE,
+    others: tuple[Path, ...] = plans.sized(
+        (), "The same mixture calibrated to another tolerable loss.", "--other-loss", type=plans.FILE,
         metavar="BUNDLE",
     )  # fmt: skip
-    devices: tuple[str, ...] = devices_of(BOARDS, "tx2-ssd")
-    tasks: tuple[str, ...] = sized(
+    devices: tuple[str, ...] = plans.devices_of(plans.BOARDS, "tx2-ssd")
+    tasks: tuple[str, ...] = plans.sized(
         (), "Answer one of an encoder-decoder's own tasks, such as translation_de_to_en.", "--task",
         metavar="NAME",
     )  # fmt: skip
-    data: Path | None = sized(None, "The folder of the tasks' files.", metavar="DIR")
-    pairs: tuple[Path, Path] | None = sized(
+    data: Path | None = plans.sized(None, "The folder of the tasks' files.", metavar="DIR")
+    pairs: tuple[Path, Path] | None = plans.sized(
         None, "For an encoder-decoder: two UTF-8 text files to answer, whose lines of the same number are a "
-        "source and its target.", type=(PATH, PATH), multiple=False, metavar="SOURCE TARGET",
+        "source and its target.", type=(plans.PATH, plans.PATH), multiple=False, metavar="SOURCE TARGET",
     )  # fmt: skip
-    prefix: str | None = sized(
+    prefix: str | None = plans.sized(
         None, "With --pairs: what tells the model the task.", metavar="TEXT",
         default="the model's own prefix",
     )  # fmt: skip
-    budgets: tuple[int, ...] = sized(
+    budgets: tuple[int, ...] = plans.sized(
         (), "Also measure the memory of a process under this budget; of switch-base-64 nothing else.",
         "--memory", type=Size(), default="300MB for switch-base-64",
     )  # fmt: skip
-    parts: tuple[str, ...] = parts_of(PARTS)
-    tokens: int = sized(32, quick=12)
-    repeats: int = sized(3, quick=1)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    tokens: int = plans.sized(32, quick=12)
+    repeats: int = plans.sized(3, quick=1)
     prompt_tokens: int = 24
     context_tokens: int = 256
     task_tokens: int = 64
-    task_answers: int = sized(32, quick=6)
+    task_answers: int = plans.sized(32, quick=6)
     task_context_tokens: int = 128
-    judged: int = sized(200, quick=40)
+    judged: int = plans.sized(200, quick=40)
     share: float = 0.25
-    buffers: tuple[int, ...] = sized((2, 5, 10, 20), quick=(2, 10))
-    task_buffers: tuple[float, ...] = sized((0.1, 0.5, 0.75), quick=(0.5,))
-    watched_tokens: int = sized(400, quick=60)
+    buffers: tuple[int, ...] = plans.sized((2, 5, 10, 20), quick=(2, 10))
+    task_buffers: tuple[float, ...] = plans.sized((0.1, 0.5, 0.75), quick=(0.5,))
+    watched_tokens: int = plans.sized(400, quick=60)
     widened: int = 64
-    shares: tuple[float, ...] = sized((0.25, 0.5), quick=(0.25,))
-    nested_answers: int = sized(16, quick=2)
-    windows: int = sized(100, quick=10)
+    shares: tuple[float, ...] = plans.sized((0.25, 0.5), quick=(0.25,))
+    nested_answers: int = plans.sized(16, quick=2)
+    windows: int = plans.sized(100, quick=10)
 
     @property
     def is_asked(self) -> bool:

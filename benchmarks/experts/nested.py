@@ -1,7 +1,5 @@
 """Measures nested experts beside IO-QEXP: time per token at equal buffer bytes, and what a loss costs.
 
-Widens the experts of a trained mixture without changing its answers.
-
 The experts of the packaged mixture are read in a tenth of a millisecond, and routers of random weights are
 like no trained ones. So each expert gets further neurons in pairs that read the same and write the opposite,
 and so cancel: routers, and which experts a token visits, stay the trained ones, and experts have the size of
@@ -18,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.experts.systems import Measured, NestedSetting, drawn, measured, nested_engine
+from benchmarks.experts.systems import Measured, NestedSetting, measured, nested_engine, sampled
 from benchmarks.harness.bench import silent
 from benchmarks.harness.machine import Device
 from benchmarks.harness.report import OURS, Row, compared, median, median_ratio_interval, row
+from benchmarks.models import made_once
+from benchmarks.peers.llama import content_key
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.errors import ConfigError
@@ -49,14 +49,13 @@ def nested_rows(
     """
     engines = {f"{OURS} {loss}": nested_engine(setting, loss=loss) for loss in LOSSES}
     engines |= {name: nested_engine(setting, baseline=name) for name in BUFFERS}
-    found = measured(engines, prompts, drawn(tokens))
+    found = measured(engines, prompts, sampled(tokens))
     rows = []
     for loss, (name, buffer) in itertools.product(LOSSES, BUFFERS.items()):
         ours, theirs = found[f"{OURS} {loss}"], found[name]
         low, high = median_ratio_interval(ours.token_ms, theirs.token_ms)
-        interval = f"ratio's 95 % interval [{low:.2f}, {high:.2f}]"
-        notes: dict[str, str | None] = {
-            OURS: f"{device.note}; {_facts(ours)}; {interval}",
+        notes = {
+            OURS: f"{device.note}; {_facts(ours)}; ratio's 95 % interval [{low:.2f}, {high:.2f}]",
             BASELINE: f"{device.note}; {buffer}; {_facts(theirs)}",
         }
         times = {OURS: median(ours.token_ms), BASELINE: median(theirs.token_ms)}
@@ -96,20 +95,18 @@ def text_windows(ids: Sequence[int], count: int) -> list[list[int]]:
 
 def _facts(each: Measured) -> str:
     read, calls = (each.counts[name] / max(1, each.tokens) for name in ("read_bytes", "calls"))
-    return (
-        f"{read / 1e6:.2f} MB and {calls:.1f} calls a token (prompts among them), {each.hit_rate:.0%} of "
-        "visits in memory"
-    )
+    hits = each.counts["hits"] / max(1, each.counts["visits"])
+    what = f"{read / 1e6:.2f} MB and {calls:.1f} calls a token (prompts among them)"
+    return f"{what}, {hits:.0%} of visits in memory"
 
 
 _VERSION = 1
 
 
-def widened_folder(folder: Path, out: Path, times: int, progress: Progress = silent) -> Path:
+def widened_folder(folder: Path, times: int, progress: Progress = silent) -> Path:
     """A Hugging Face folder of a mixture whose experts have `times` as many neurons, made unless it is there.
 
     Args:
-      out: where those of all sizes are kept.
       times: at least 2.
       progress: called with ("Widening experts", parameters done, parameters in all).
 
@@ -123,22 +120,20 @@ def widened_folder(folder: Path, out: Path, times: int, progress: Progress = sil
             "experts are widened 2 times and more, by an even number of neurons; got "
             f"{times} times, {cfg.experts} experts, {added} neurons"
         )
-    path = out / f"widened-v{_VERSION}-{times}"
-    if (path / "config.json").exists():
-        return path
-    params: dict[str, np.ndarray] = {}
-    for number, (name, value) in enumerate(read_params(folder, cfg)):
-        whole = np.asarray(value, np.float32)
-        params[name] = _wider(name, whole, added, number) if ".experts." in name else whole
-        progress("Widening experts", number + 1, 0)
-    path.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(path, read_tokenizer(folder))
-    # The config comes last and whole: where it is, the folder is.
-    neurons = times * cfg.expert_ffn_size
-    # Of a model without dense layers some checkpoints know one number alone.
-    dense = cfg.ffn_size if not all(cfg.is_sparse(layer) for layer in range(cfg.layers)) else neurons
-    write_folder(path, dataclasses.replace(cfg, expert_ffn_size=neurons, ffn_size=dense), params)
-    return path
+
+    def write(path: Path) -> None:
+        params: dict[str, np.ndarray] = {}
+        for number, (name, value) in enumerate(read_params(folder, cfg)):
+            whole = np.asarray(value, np.float32)
+            params[name] = _wider(name, whole, added, number) if ".experts." in name else whole
+            progress("Widening experts", number + 1, 0)
+        write_tokenizer(path, read_tokenizer(folder))
+        neurons = times * cfg.expert_ffn_size
+        # Of a model without dense layers some checkpoints know one number alone.
+        dense = cfg.ffn_size if not all(cfg.is_sparse(layer) for layer in range(cfg.layers)) else neurons
+        write_folder(path, dataclasses.replace(cfg, expert_ffn_size=neurons, ffn_size=dense), params)
+
+    return made_once("experts", f"widened-v{_VERSION}-{content_key(folder)}-{times}", write=write)
 
 
 def _wider(name: str, stack: np.ndarray, added: int, seed: int) -> np.ndarray:

@@ -1,6 +1,5 @@
-"""Runs all parts: time per token of every system and without each technique, losses, and predictors.
-
-Judges predictors and eviction policies by the experts that a model visited.
+"""Runs all parts: time per token of every system and without each technique, losses, and predictors, which
+are judged, as eviction policies are, by the experts that a model visited.
 """
 
 import dataclasses
@@ -10,40 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.experts import Plan
+from benchmarks.experts import Plan, seq2seq, systems
 from benchmarks.experts.nested import nested_rows, quality_of_losses, text_windows, widened_folder
-from benchmarks.experts.seq2seq import (
-    TaskPairs,
-    greedy,
-    judged_systems,
-    layer_rows,
-    quality_rows,
-    widths_note,
-)
-from benchmarks.experts.systems import (
-    EQUAL,
-    FOUR_BIT,
-    SYSTEMS,
-    Measured,
-    NestedSetting,
-    Setting,
-    ablations,
-    config_of,
-    drawn,
-    make_bundles,
-    make_nested,
-    measured,
-    memory_rows,
-    opened,
-    random_mixed,
-    resident,
-    widths_of,
-)
 from benchmarks.harness.bench import Run
-from benchmarks.harness.figures import Figure, draw_figures
 from benchmarks.harness.machine import REAL, Device, named_devices
-from benchmarks.harness.report import OURS, Row, compared, median, row
-from benchmarks.models import SWITCHES, Checkpoint, switch_bundle
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, median, row
+from benchmarks.models import SWITCHES, Checkpoint, made_once, switch_bundle
 from benchmarks.samples import SEPARATOR, stories_file
 from benchmarks.speculation import memory
 from jaxllm.bundle import Bundle
@@ -56,13 +27,9 @@ from jaxllm.models.parameters import sparse_layers
 from jaxllm.serving.experts.predictors import Predictor, make_predictor
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.expert_options import ExpertOptions
-from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.tasks.rouge import require_rouge
 from jaxllm.text.tokenizer import Tokenizer
-
-# What random weights of an encoder-decoder are measured in: a context of 512 tokens takes a quarter of it.
-_MEMORY_BYTES, _SWITCH_CONTEXT_TOKENS = 300_000_000, 128
 
 
 def run(bench: Run[Plan]) -> list[Row]:
@@ -74,12 +41,14 @@ def run(bench: Run[Plan]) -> list[Row]:
     """
     plan, progress = bench.plan, bench.progress
     if bench.shape in SWITCHES:
-        path, budgets = switch_bundle(bench.shape, progress), plan.budgets or (_MEMORY_BYTES,)
-        return memory.memory_rows(path, budgets, progress, context_tokens=_SWITCH_CONTEXT_TOKENS)
-    cache, again, text, tasks = cache_folder() / "benchmarks" / "experts", False, None, []
+        # A context of 512 tokens takes a quarter of this budget.
+        path, budgets = switch_bundle(bench.shape, progress), plan.budgets or (300_000_000,)
+        return memory.memory_rows(path, budgets, progress, context_tokens=128)
+    again, text, tasks = False, None, []
     if bench.shape is not None:
         folder = bench.path()
-        model = random_mixed(folder, cache / f"{bench.shape}.jaxllm", progress)
+        write = functools.partial(systems.write_random_mixed, folder, progress=progress)
+        model = made_once("experts", f"{bench.shape}.jaxllm", write=write)
     else:
         model = bench.path()
         found = Checkpoint.find(model)
@@ -90,16 +59,14 @@ def run(bench: Run[Plan]) -> list[Row]:
             raise ConfigError(
                 f"{of}, an encoder-decoder: it is measured on a task; give --task or its --pairs"
             )
-        if plan.checkpoint is None:
-            # Bundles of a checkpoint are others than those of the same model's dequantized weights.
-            cache, again = cache / "dequantized", found.quantized
+        again = plan.checkpoint is None and found.quantized
         folder, text = plan.checkpoint or found.folder(progress), plan.text or stories_file(None)
-        tasks = TaskPairs.chosen(model, plan) if plan.is_asked else []
+        tasks = seq2seq.TaskPairs.chosen(model, plan) if plan.is_asked else []
     mixed = (model, *plan.others)
     rows = [
         row
         for task in (tasks or [None])
-        for row in Mixture(bench, folder, mixed, cache, text=text, again=again, task=task).rows()
+        for row in Mixture(bench, folder, mixed, text=text, again=again, task=task).rows()
     ]
     return rows + (memory.memory_rows(model, plan.budgets, progress) if plan.budgets else [])
 
@@ -112,11 +79,10 @@ class Mixture:
         bench: Run[Plan],
         folder: Path,
         mixed: Sequence[Path],
-        cache: Path,
         *,
         text: Path | None = None,
         again: bool = False,
-        task: TaskPairs | None = None,
+        task: seq2seq.TaskPairs | None = None,
     ) -> None:
         """Makes the baselines' bundles unless they are there.
 
@@ -124,21 +90,14 @@ class Mixture:
           folder: the mixture's Hugging Face folder.
           mixed: bundles that `jaxllm calibrate experts` made of it; the first is ours, the others are of
             other losses.
-          cache: a folder for the baselines' bundles.
           text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
           again: whether the folder's weights have been quantized, so that baselines of fewer bits are
             quantized a second time.
           task: of an encoder-decoder; None for a decoder alone.
         """
-        self._bench, self._plan, self._folder, self._mixed, self._cache = (
-            bench,
-            bench.plan,
-            folder,
-            mixed,
-            cache,
-        )
+        self._bench, self._plan, self._folder, self._mixed = bench, bench.plan, folder, mixed
         self._text, self._again, self._task, plan = text, again, task, bench.plan
-        cfg = config_of(mixed)
+        cfg = systems.config_of(mixed)
         if task is None:
             require_decoder_alone(cfg, "a text", "measure it by its task: --task or --pairs")
         elif "losses" in plan.parts:
@@ -148,8 +107,8 @@ class Mixture:
         self._rooms = [each * choices for each in plan.buffers]
         if task is not None:
             self._rooms = [max(1, int(share * experts)) for share in plan.task_buffers]
-        self._setting = Setting(
-            bundles=make_bundles(folder, mixed[0], cache, bench.progress),
+        self._setting = systems.Setting(
+            bundles=systems.make_bundles(folder, mixed[0], bench.progress),
             buffer_experts=max(1 if task else choices, int(plan.share * experts)),
             context_tokens=plan.task_context_tokens if task else plan.context_tokens,
             storage=REAL.storage,
@@ -166,8 +125,8 @@ class Mixture:
             if number == 0:
                 rows += self._nested_rows(device) if "nested" in plan.parts else []
                 if "ablations" in plan.parts:
-                    with Bundle.open(setting.bundles.mixed) as bundle:
-                        names = (OURS, *ablations(bundle))
+                    with Bundle.open(setting.bundles["mixed"]) as bundle:
+                        names = (OURS, *systems.ablations(bundle))
                     rows += self._time_rows(names, setting, device, f"ablation: {device.name}")
                 for experts in self._rooms if "buffers" in plan.parts else ():
                     room = dataclasses.replace(setting, buffer_experts=experts)
@@ -182,33 +141,33 @@ class Mixture:
         return rows
 
     def _measured(
-        self, names: Sequence[str], setting: Setting, device: Device
-    ) -> tuple[dict[str, Measured], dict[str, str | None]]:
+        self, names: Sequence[str], setting: systems.Setting, device: Device
+    ) -> tuple[dict[str, systems.Measured], dict[str, str | None]]:
         """Times all systems in turns, and how each ran; of baselines of a task that do not fit into the
         memory, tells."""
         engines: dict[str, Engine] = {}
         for name in names:
             try:
-                engines[name] = opened(name, setting)
+                engines[name] = systems.opened(name, setting)
             except BudgetExceeded as error:
                 if name == OURS or self._task is None:
                     raise
                 self._bench.tell(f"without {name}: {error}")
         if self._task is None:
-            prompts, config = self._prompts(engines[names[0]]), drawn(self._plan.tokens)
+            prompts, config = self._prompts(engines[names[0]]), systems.sampled(self._plan.tokens)
         else:
             sources = self._task.tokens(engines[OURS])[: self._plan.task_answers + 1]
-            prompts, config = [source for source, _ in sources], lambda _: greedy(self._plan)
-        found = measured(engines, prompts, config)
+            prompts, config = [source for source, _ in sources], lambda _: seq2seq.greedy(self._plan)
+        found = systems.measured(engines, prompts, config)
         notes = {name: self._note(name, each, engines[name], device) for name, each in found.items()}
-        notes[OURS] = "; ".join(filter(None, (notes[OURS], widths_of(setting.bundles.mixed))))
+        notes[OURS] = "; ".join(filter(None, (notes[OURS], systems.widths_of(setting.bundles["mixed"]))))
         for each in engines.values():
             each.close()
         return found, notes
 
-    def _note(self, name: str, each: Measured, engine: Engine, device: Device) -> str | None:
+    def _note(self, name: str, each: systems.Measured, engine: Engine, device: Device) -> str | None:
         parts = [device.note] if device.note else []
-        if self._again and name in FOUR_BIT:
+        if self._again and name in systems.FOUR_BIT:
             parts.append("weights quantized twice")
         if self._task is not None:
             parts.append(f"{each.prompts} answers")
@@ -221,39 +180,41 @@ class Mixture:
                 )
         return "; ".join(parts)
 
-    def _time_rows(self, names: Sequence[str], setting: Setting, device: Device, case: str) -> list[Row]:
+    def _time_rows(
+        self, names: Sequence[str], setting: systems.Setting, device: Device, case: str
+    ) -> list[Row]:
         return median_rows(case, *self._measured(names, setting, device))
 
-    def _system_rows(self, setting: Setting, device: Device, *, first: bool) -> list[Row]:
+    def _system_rows(self, setting: systems.Setting, device: Device, *, first: bool) -> list[Row]:
         if self._task is None:
             # As published, systems that load on demand have no buffer; one has as many bytes as ours.
-            names = (*SYSTEMS, EQUAL)
+            names = (*systems.SYSTEMS, systems.EQUAL)
             rows = self._time_rows(names, setting, device, device.name)
-            return rows + memory_rows(names, setting, "memory") if first else rows
-        found, notes = self._measured(SYSTEMS, setting, device)
+            return rows + systems.memory_rows(names, setting, "memory") if first else rows
+        found, notes = self._measured(systems.SYSTEMS, setting, device)
         return [
             *median_rows(device.name, found, notes),
-            *layer_rows(found, self._layers, device.name),
-            *memory_rows(list(found), setting, f"memory: {device.name}"),
+            *seq2seq.layer_rows(found, self._layers, device.name),
+            *systems.memory_rows(list(found), setting, f"memory: {device.name}"),
         ]
 
-    def _loss_rows(self, setting: Setting, device: Device) -> list[Row]:
+    def _loss_rows(self, setting: systems.Setting, device: Device) -> list[Row]:
         """What widths of experts lose and times per token, by tolerable loss."""
         rows, task, judged = [], self._task, {}
         if task is not None:
-            judged = judged_systems(task, setting, self._plan)
+            judged = seq2seq.judged_systems(task, setting, self._plan)
         for path in self._mixed:
             with Bundle.open(path) as bundle:
                 facts = expert_facts(bundle)
             if "most_loss" not in facts:
                 continue
             case = f"tolerable loss {facts['most_loss']:.0%}"
-            own = dataclasses.replace(setting, bundles=dataclasses.replace(setting.bundles, mixed=path))
+            own = dataclasses.replace(setting, bundles={**setting.bundles, "mixed": path})
             if task is not None:
-                values = {**judged, OURS: task.quality(resident(OURS, own), self._plan)}
-                rows += quality_rows(task, values, facts, case, self._plan)
+                values = {**judged, OURS: task.quality(systems.resident(OURS, own), self._plan)}
+                rows += seq2seq.quality_rows(task, values, facts, case, self._plan)
             else:
-                note = widths_note(facts)
+                note = seq2seq.widths_note(facts)
                 for prefix in ("", "held_out_"):
                     rows.append(row(case, f"{prefix}perplexity_loss", facts[f"{prefix}loss"], note))
             rows += self._time_rows((OURS,), own, device, case)
@@ -282,17 +243,11 @@ class Mixture:
         trained = self._text is not None
         wide = self._folder
         if trained and plan.widened > 1:
-            wide = widened_folder(self._folder, self._cache, plan.widened)
+            wide = widened_folder(self._folder, plan.widened)
 
-        def setting(of: Path, device: Device, share: float) -> NestedSetting:
-            nested, four_bit = make_nested(of, mixed, self._cache)
-            return NestedSetting(
-                nested=nested,
-                four_bit=four_bit,
-                share=share,
-                context_tokens=plan.context_tokens,
-                storage=device.storage,
-            )
+        def setting(of: Path, device: Device, share: float) -> systems.NestedSetting:
+            how = {"share": share, "context_tokens": plan.context_tokens, "storage": device.storage}
+            return systems.NestedSetting.of(of, mixed, **how)
 
         with open_model(mixed) as bundle:
             ids = self._ids(Tokenizer(bundle.tokenizer_files()))
@@ -306,7 +261,7 @@ class Mixture:
 
     def _watched_rows(self) -> list[Row]:
         """Predictors by layer, and eviction policies by room, on the same visits."""
-        engine, plan = opened(OURS, self._setting), self._plan
+        engine, plan = systems.opened(OURS, self._setting), self._plan
         counts = read_path_counts(engine.model.bundle)
         each = max(1, plan.context_tokens - plan.prompt_tokens - 1)
         runs = -(-plan.watched_tokens // each)
@@ -336,7 +291,9 @@ class Mixture:
         return rows
 
 
-def median_rows(case: str, found: Mapping[str, Measured], notes: Mapping[str, str | None]) -> list[Row]:
+def median_rows(
+    case: str, found: Mapping[str, systems.Measured], notes: Mapping[str, str | None]
+) -> list[Row]:
     """Medians per token, and per source of encoder-decoders."""
     rows = []
     for metric, of in {"tpot_ms": "token_ms", "encode_ms": "encode_ms"}.items():
@@ -402,7 +359,7 @@ def watch(
     watching = _Watching(counts, read_token_experts(engine.model.bundle))
     engine.runner.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
-        engine.generate(list(prompt), drawn(tokens)(number))
+        engine.generate(list(prompt), systems.sampled(tokens)(number))
     hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
     return np.stack(watching.passes, axis=1), hits
 
@@ -454,13 +411,18 @@ _LINES = (
     ("encoder_hits", "hit_rate", r"encoder layer (?P<x>\d+): .*", "layer of the encoder", _IN_MEMORY),
     ("decoder_hits", "hit_rate", r"decoder layer (?P<x>\d+): .*", "layer of the decoder", _IN_MEMORY),
 )
-_OTHER = "(?!ablation|buffer of|tolerable loss)(?P<x>.*)"
 FIGURES = (
     *(
         Figure(name=name, metric=metric, case=case, across=across, up=up)
         for name, metric, case, across, up in _LINES
     ),
-    Figure(name="systems", metric="tpot_ms", case=_OTHER, up=_TIME, kind="bars"),
+    Figure(
+        name="systems",
+        metric="tpot_ms",
+        case="(?!ablation|buffer of|tolerable loss)(?P<x>.*)",
+        up=_TIME,
+        kind="bars",
+    ),
     Figure(name="ablations", metric="tpot_ms", case="(?P<x>ablation.*)", up=_TIME, kind="bars"),
 )
 draw = functools.partial(draw_figures, "experts", FIGURES)

@@ -114,14 +114,12 @@ def greedy(plan: Plan) -> GenerationConfig:
 
 def layer_rows(found: Mapping[str, Measured], prefixes: Sequence[str], device: str) -> list[Row]:
     """Hit rates and loads by layer, of the systems that load experts."""
-    rows = []
+    rows, loading = [], {name: each for name, each in found.items() if each.counts["visits"]}
     for index, prefix in enumerate(prefixes):
         side, _, layer = prefix.rstrip(".").rpartition("layers.")
         case = f"{'encoder' if side else 'decoder'} layer {int(layer) + 1}: {device}"
         for metric in ("hit_rate", "loads_per_prompt"):
-            values = {
-                name: by_layer(each, index, metric) for name, each in found.items() if each.counts["visits"]
-            }
+            values = {name: by_layer(each, index, metric) for name, each in loading.items()}
             rows += compared(case, metric, values)
     return rows
 

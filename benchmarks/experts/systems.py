@@ -9,7 +9,7 @@ room for the experts of one token at one layer, as EdgeMoE's baselines.
 - IO-QEXP, our buffer: the same with a buffer of as many bytes as ours, which keeps the experts used last.
 - STI (arXiv 2207.05022): whole layers at 4 bits are read ahead, in as much memory as ours takes.
 
-Measures the memory of each system of experts, in a process of its own.
+The memory of each is measured in a process of its own.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import numpy as np
 from benchmarks.harness.bench import silent
 from benchmarks.harness.children import in_turns, taken_by
 from benchmarks.harness.report import OURS, Row, compared
+from benchmarks.models import made_once
+from benchmarks.peers.llama import content_key
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import copied_parts, expert_facts, read_path_counts
 from jaxllm.checkpoints.huggingface import read_config
@@ -69,61 +72,62 @@ def config_of(mixed: Sequence[Path]) -> ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bundles:
-    """One mixture, stored as each system needs it.
+class Conditions:
+    """What is the same for all systems: tokens of a context, and the storage that experts are read from."""
 
-    Attributes:
-      mixed: calibrated, experts apart at their own widths.
-      floats: experts apart, at the checkpoint's width.
-      four_bit: experts apart, all at 4 bits.
-      together: at the checkpoint's width with experts within layers, to be resident.
-      layers: all matrices at 4 bits, layer by layer.
-    """
+    context_tokens: int
+    storage: Storage
 
-    mixed: Path
-    floats: Path
-    four_bit: Path
-    together: Path
-    layers: Path
+    def options(self, memory_bytes: int = 0) -> EngineOptions:
+        """Of an engine."""
+        return EngineOptions(
+            context_tokens=self.context_tokens, chunk_tokens=(16, 64), cache_tokens=(self.context_tokens,),
+            storage=self.storage, memory_bytes=memory_bytes,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Conditions):
     """The same model, memory and storage for all systems.
 
     Attributes:
-      bundles: the model.
+      bundles: the model as each system needs it: "mixed", calibrated, with experts apart at their own widths;
+        "floats", apart at the checkpoint's width; "four_bit", apart, all at 4 bits; "together", at the
+        checkpoint's width with experts within layers, to be resident; "layers", all matrices at 4 bits.
       buffer_experts: room of ours, in experts at 4 bits.
-      context_tokens: of every context.
-      storage: that experts are read from.
       equal: whether baselines that load on demand have a buffer of as many bytes as ours, from which those
         go that were used longest ago; else they have none.
     """
 
-    bundles: Bundles
+    bundles: Mapping[str, Path]
     buffer_experts: int
-    context_tokens: int
-    storage: Storage
     equal: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NestedSetting:
+class NestedSetting(Conditions):
     """Nested experts, and the same at 4 bits, in as much memory.
 
     Attributes:
       nested: experts apart, in two planes.
       four_bit: experts apart, all at 4 bits.
       share: room for experts, as a share of all nested ones; the same bytes for all systems.
-      context_tokens: of every context.
-      storage: that experts are read from.
     """
 
     nested: Path
     four_bit: Path
     share: float
-    context_tokens: int
-    storage: Storage
+
+    @classmethod
+    def of(cls, folder: Path, mixed: Path, **how: Any) -> "NestedSetting":
+        """Of a mixture's folder, perhaps with wider experts than `mixed`; makes the bundles unless they are
+        there. `how` has the other fields."""
+        forms = {
+            name: {"weights": "int8-nested", "expert_bits": bits}
+            for name, bits in (("nested", 8), ("four-bit", 4))
+        }
+        nested, four_bit = _made(folder, mixed, forms).values()
+        return cls(nested=nested, four_bit=four_bit, **how)
 
     @property
     def buffer_bytes(self) -> int:
@@ -133,21 +137,9 @@ class NestedSetting:
             return max(int(self.share * store.total_bytes), store.least_bytes())
 
 
-def make_nested(folder: Path, mixed: Path, cache: Path) -> tuple[Path, Path]:
-    """The nested bundle and the one of 4 bits of a mixture's folder, perhaps with wider experts than `mixed`,
-    made unless they are there."""
-    neurons = read_config(folder).expert_ffn_size
-    forms = {
-        f"{name}-{neurons}": {"weights": "int8-nested", "expert_bits": bits}
-        for name, bits in (("nested", 8), ("four-bit", 4))
-    }
-    nested, four_bit = _made(folder, mixed, cache, forms).values()
-    return nested, four_bit
-
-
-def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress = silent) -> Bundles:
-    """The bundles of a mixture's Hugging Face folder, made in the cache unless they are there; `mixed` was
-    made of it by `jaxllm calibrate experts`."""
+def make_bundles(folder: Path, mixed: Path, progress: Progress = silent) -> dict[str, Path]:
+    """The bundles of a mixture's Hugging Face folder, made unless they are there; `mixed` was made of it by
+    `jaxllm calibrate experts`."""
     with Bundle.open(mixed) as bundle:
         weights = bundle.layout.weights
     bits = _FLOAT_BITS.get(weights, 16)
@@ -157,38 +149,30 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress = si
         "together": {"weights": "f32" if bits == 32 else "bf16"},
         "layers": {"weights": "int4"},
     }
-    return Bundles(mixed=mixed, **_made(folder, mixed, cache, forms, progress))
+    return {"mixed": mixed, **_made(folder, mixed, forms, progress)}
 
 
 def _made(
-    folder: Path,
-    mixed: Path,
-    cache: Path,
-    forms: Mapping[str, Mapping[str, Any]],
-    progress: Progress = silent,
+    folder: Path, mixed: Path, forms: Mapping[str, Mapping[str, Any]], progress: Progress = silent
 ) -> dict[str, Path]:
     """Bundles by name, of a folder in several forms; those with experts apart have the same statistics."""
     with Bundle.open(mixed) as bundle:
-        parts, digest = copied_parts(bundle), bundle.fingerprint[:16]
-    cache.mkdir(parents=True, exist_ok=True)
-    found = {name: cache / f"{digest}-{name}.jaxllm" for name in forms}
+        parts, key = copied_parts(bundle), f"{bundle.fingerprint[:16]}-{content_key(folder)[:16]}"
+    found = {}
     for name, how in forms.items():
-        if not found[name].exists():
-            own = parts if "expert_bits" in how else None
-            prepare(folder, found[name], parts=own, progress=progress, **how)
+        own = {**how, "parts": parts if "expert_bits" in how else None}
+        write = partial(prepare, folder, progress=progress, **own)
+        found[name] = made_once("experts", f"{key}-{name}.jaxllm", write=write)
     return found
 
 
-def random_mixed(folder: Path, out: Path, progress: Progress = silent) -> Path:
-    """The bundle of a mixture of random weights, made unless it is there: every other expert has 2 bits, the
-    others 4, for random weights cannot be calibrated."""
-    if not out.exists():
-        cfg = read_config(folder)
-        sparse = sum(map(cfg.is_sparse, range(cfg.layers)))
-        bits = np.where(np.arange(sparse * cfg.experts) % 2, 2, 4).reshape(sparse, cfg.experts)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        prepare(folder, out, weights="int8", expert_bits=bits, progress=progress)
-    return out
+def write_random_mixed(folder: Path, out: Path, progress: Progress = silent) -> None:
+    """Writes the bundle of a mixture of random weights: every other expert has 2 bits, the others 4, for
+    random weights cannot be calibrated."""
+    cfg = read_config(folder)
+    sparse = sum(map(cfg.is_sparse, range(cfg.layers)))
+    bits = np.where(np.arange(sparse * cfg.experts) % 2, 2, 4).reshape(sparse, cfg.experts)
+    prepare(folder, out, weights="int8", expert_bits=bits, progress=progress)
 
 
 def opened(name: str, setting: Setting) -> Engine:
@@ -197,33 +181,31 @@ def opened(name: str, setting: Setting) -> Engine:
     if name == EQUAL:
         return opened("IO-QEXP", dataclasses.replace(setting, equal=True))
     if name == "IO-FREE":
-        return Engine.open(bundles.together, options=_options(setting))
+        return Engine.open(bundles["together"], options=setting.options())
     if name == "STI":
-        with Bundle.open(bundles.mixed) as bundle:
-            ours = _budget(bundle, _options(setting), _buffer_bytes(setting))
-        return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
+        with Bundle.open(bundles["mixed"]) as bundle:
+            ours = _budget(bundle, setting.options(), _buffer_bytes(setting))
+        return Engine.open(bundles["layers"], options=setting.options(memory_bytes=ours))
     room = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
     if name in ("IO-EXP", "IO-QEXP"):
-        path = bundles.floats if name == "IO-EXP" else bundles.four_bit
+        path = bundles["floats"] if name == "IO-EXP" else bundles["four_bit"]
         how = ExpertOptions(predictor="none", eviction="lru" if setting.equal else ExpertOptions.eviction)
-        return _with_buffer(path, _options(setting), room if setting.equal else 0, how)
-    path = bundles.four_bit if name == f"{OURS}-no-widths" else bundles.mixed
-    return _with_buffer(path, _options(setting), room, ExpertOptions(**_HOW.get(name, {})))
-
-
-# What an ablation changes of `ExpertOptions`.
-_HOW: Mapping[str, Mapping[str, Any]] = {
-    f"{OURS}-no-preloading": {"predictor": "none"},
-    f"{OURS}-paths": {"predictor": "paths"},
-    f"{OURS}-tokens": {"predictor": "tokens"},
-    f"{OURS}-lru": {"eviction": "lru"},
-}
+        return _with_buffer(path, setting.options(), room if setting.equal else 0, how)
+    path = bundles["four_bit"] if name == f"{OURS}-no-widths" else bundles["mixed"]
+    # What an ablation changes.
+    changes: Mapping[str, Mapping[str, Any]] = {
+        f"{OURS}-no-preloading": {"predictor": "none"},
+        f"{OURS}-paths": {"predictor": "paths"},
+        f"{OURS}-tokens": {"predictor": "tokens"},
+        f"{OURS}-lru": {"eviction": "lru"},
+    }
+    return _with_buffer(path, setting.options(), room, ExpertOptions(**changes.get(name, {})))
 
 
 def resident(name: str, setting: Setting) -> Engine:
     """Opens what a system answers with, all in memory: the storage changes no answer."""
     of = {OURS: "mixed", "IO-FREE": "together", "IO-QEXP": "four_bit", "STI": "layers"}
-    return Engine.open(getattr(setting.bundles, of[name]), options=_options(setting))
+    return Engine.open(setting.bundles[of[name]], options=setting.options())
 
 
 def nested_engine(
@@ -242,7 +224,7 @@ def nested_engine(
     room = 0 if baseline == "published" else setting.buffer_bytes
     # Of its own: another system's reads delay none of this one's.
     storage = dataclasses.replace(setting.storage)
-    options = dataclasses.replace(_options(setting), trees=trees, storage=storage)
+    options = dataclasses.replace(setting.options(), trees=trees, storage=storage)
     return _with_buffer(path, options, room, how)
 
 
@@ -250,15 +232,12 @@ EQUAL = "IO-QEXP, our buffer"
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
 # Whose weights at 4 bits are made of the checkpoint, not of our bundle.
 FOUR_BIT = ("IO-QEXP", EQUAL, "STI", f"{OURS}-no-widths")
-_ABLATIONS = ("no-widths", "no-preloading", "no-buffer", "lru")
-# These predict by the statistics of a text.
-_BY_STATISTICS = ("paths", "tokens")
 
 
 def ablations(bundle: Bundle) -> tuple[str, ...]:
     """Names of our ablations on a bundle; predictors by statistics need those in it."""
-    known = bool(read_path_counts(bundle).alone.any())
-    return tuple(f"{OURS}-{what}" for what in (*_ABLATIONS, *(_BY_STATISTICS if known else ())))
+    known = ("paths", "tokens") if read_path_counts(bundle).alone.any() else ()
+    return tuple(f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "lru", *known))
 
 
 def widths_of(path: Path) -> str:
@@ -274,7 +253,7 @@ def widths_of(path: Path) -> str:
 
 
 def _buffer_bytes(setting: Setting) -> int:
-    with Bundle.open(setting.bundles.four_bit) as bundle:
+    with Bundle.open(setting.bundles["four_bit"]) as bundle:
         return setting.buffer_experts * ExpertStore(bundle).largest_bytes
 
 
@@ -290,16 +269,6 @@ def _with_buffer(path: Path, options: EngineOptions, buffer_bytes: int, how: Exp
 def _budget(bundle: Bundle, options: EngineOptions, buffer_bytes: int) -> int:
     quantized = bundle.layout.weights not in _FLOAT_BITS
     return budget_with_experts(bundle, options.resolve(bundle.cfg, quantized=quantized), buffer_bytes)
-
-
-def _options(setting: Setting | NestedSetting, memory_bytes: int = 0) -> EngineOptions:
-    return EngineOptions(
-        context_tokens=setting.context_tokens,
-        chunk_tokens=(16, 64),
-        cache_tokens=(setting.context_tokens,),
-        storage=setting.storage,
-        memory_bytes=memory_bytes,
-    )
 
 
 @dataclasses.dataclass
@@ -320,11 +289,6 @@ class Measured:
     tokens: int = 0
     counts: Counter[Any] = dataclasses.field(default_factory=Counter)
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of visits whose expert was in memory."""
-        return self.counts["hits"] / max(1, self.counts["visits"])
-
 
 def measured(
     engines: Mapping[str, Engine],
@@ -343,12 +307,13 @@ def measured(
         engine, each = engines[name], found[name]
         before = _counts(engine)
         answer = engine.generate(list(prompt), config(number))
-        encoded = clocks[name].pop() if name in clocks else None
+        encoded = clocks.get(name, [])
         # The first answer warms up: code runs for the first time, and expert buffers are empty.
+        if number:
+            each.encode_ms += encoded
+        encoded.clear()
         if not number:
             continue
-        if encoded is not None:
-            each.encode_ms.append(encoded)
         if len(answer.tokens) > 1:
             each.token_ms.append(answer.timings.tpot_ms(len(answer.tokens)))
         each.prompts += 1
@@ -357,7 +322,7 @@ def measured(
     return found
 
 
-def drawn(tokens: int) -> Callable[[int], GenerationConfig]:
+def sampled(tokens: int) -> Callable[[int], GenerationConfig]:
     """How answers of so many tokens are drawn: a greedy one of random weights repeats one token, and visits
     the same experts."""
     return lambda number: GenerationConfig(
@@ -396,9 +361,6 @@ def _counts(engine: Engine) -> Counter[Any]:
     return found
 
 
-_PROMPT_TOKENS, _TOKENS = 24, 9
-
-
 def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
     """Peak of resident memory of each system above that of Python and JAX, while it is opened and answers.
 
@@ -420,10 +382,9 @@ def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
 def _answered(name: str, setting: Setting) -> int:
     """Answers with a system in this process: the bytes of its plan, 0 where all is in memory."""
     engine = opened(name, setting)
-    count = min(_PROMPT_TOKENS, setting.context_tokens - _TOKENS)
+    count = min(24, setting.context_tokens - 9)
     prompt = (np.arange(count) % engine.cfg.vocab_size).tolist()
-    sampling = Sampling(temperature=1.0, seed=0)
-    engine.generate(prompt, GenerationConfig(max_tokens=_TOKENS, ignore_eos=True, sampling=sampling))
+    engine.generate(prompt, sampled(9)(0))
     streamed = engine.model.streamed
     planned = 0 if streamed is None else int(streamed.facts()["planned_bytes"])
     engine.close()

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from benchmarks.harness.bench import TextPlan, TimedPlan, parts_of, sized
+from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -14,23 +14,22 @@ PARTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(TimedPlan, TextPlan):
+class Plan(plans.TimedPlan, plans.TextPlan):
     """Sizes of one measurement; what an option asks for is said there.
 
     Attributes:
       text: calibrates w8a8, gives prompts and is scored; of a shape None, without w8a8.
       answers: greedy answers that are compared with the live engine's.
-      answer_tokens: of each.
       sampled_precisions: of the TFLite programs whose sampling is measured.
     """
 
-    parts: tuple[str, ...] = parts_of(PARTS)
-    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
-    decode_tokens: int = sized(64, quick=16)
-    rounds: int = sized(5, quick=2)
-    answers: int = sized(20, quick=4)
-    answer_tokens: int = sized(48, quick=16)
-    text_windows: int = sized(12, quick=2)
-    context_tokens: int = sized(1024, quick=256)
-    sampled_precisions: tuple[str, ...] = sized(("f32", "int8"), quick=("int8",))
-    patience_s: float = sized(60.0, quick=2.0)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    prompt_tokens: tuple[int, ...] = plans.sized((64, 256), quick=(64,))
+    decode_tokens: int = plans.sized(64, quick=16)
+    rounds: int = plans.sized(5, quick=2)
+    answers: int = plans.sized(20, quick=4)
+    answer_tokens: int = plans.sized(48, quick=16)
+    text_windows: int = plans.sized(12, quick=2)
+    context_tokens: int = plans.sized(1024, quick=256)
+    sampled_precisions: tuple[str, ...] = plans.sized(("f32", "int8"), quick=("int8",))
+    patience_s: float = plans.sized(60.0, quick=2.0)

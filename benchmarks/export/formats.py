@@ -1,13 +1,11 @@
-"""Exports a model in every format whose packages are installed, each by a command of its own.
+"""Exports a model in every format whose packages are installed, each by a command of its own, and measures
+parts of TFLite programs by themselves: sampling inside of programs, W8A8 with its shadow, and stage programs
+on two processors in each order, beside the simulator's times of the same stages, and beside whole prefill
+programs on the threads of both.
 
-Quantizes an exported float TFLite model to 8 bits with Google's AI Edge Quantizer: weights of fully connected
+Google's AI Edge Quantizer makes an exported float TFLite model one of 8 bits: weights of fully connected
 layers and embeddings become 8-bit by output channel, activations are quantized while the model runs
 (`dynamic_wi8_afp32`). Only the model's file is replaced, and the same loop runs it.
-
-Measures parts of TFLite programs by themselves: sampling inside of programs, and W8A8 with its shadow.
-
-Times stage programs on two processors in each order, beside the simulator's times of the same stages, and
-beside whole prefill programs on the threads of both.
 """
 
 import dataclasses
@@ -28,21 +26,11 @@ import numpy as np
 from benchmarks.export import Plan
 from benchmarks.harness.bench import Run, Tell
 from benchmarks.harness.children import Export, exported, in_process, run_python
-from benchmarks.harness.machine import wait_for_quiet
+from benchmarks.harness.machine import peak_resident_bytes, wait_for_quiet
 from benchmarks.harness.report import Row, compared, row
 from benchmarks.models import Checkpoint
-from benchmarks.peers import PEERS, Opening
+from benchmarks.peers import PEERS, Opening, process
 from benchmarks.peers.ours import DRAWN, GREEDY
-from benchmarks.peers.process import (
-    Results,
-    System,
-    alternate,
-    opened,
-    opening_of,
-    phase_case,
-    prompt_ids,
-    rate_rows,
-)
 from jaxllm.bundle import Bundle
 from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
@@ -75,7 +63,7 @@ def llama_cpp(folder: Path, bench: Run[Plan]) -> dict[str, Opening]:
     if missing := PEERS[LLAMA_CPP].missing():
         bench.tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
         return {}
-    return {LLAMA_CPP: opening_of(bench.plan, LLAMA_CPP, folder, "Q8_0")}
+    return {LLAMA_CPP: process.opening_of(bench.plan, LLAMA_CPP, folder, "Q8_0")}
 
 
 def make_exports(
@@ -102,14 +90,9 @@ def make_exports(
             made[system] = exported(bundle, scratch / str(options[1]) / system, *options)
         except JaxllmError as error:
             tell(f"without {system}: {error}")
-    if TFLITE["f32"] in made and importlib.util.find_spec(_MODULE) is None:
-        tell(f"without {EDGE_QUANTIZER}: {PACKAGE} is not installed")
-    elif TFLITE["f32"] in made:
-        floats, out, began = made[TFLITE["f32"]], scratch / EDGE_QUANTIZER, time.perf_counter()
+    if (floats := made.get(TFLITE["f32"])) is not None:
         try:
-            quantize_folder(floats.path, out)
-            took_ms = floats.export_ms + 1000 * (time.perf_counter() - began)
-            made[EDGE_QUANTIZER] = Export(out, sum(each.stat().st_size for each in out.iterdir()), took_ms)
+            made[EDGE_QUANTIZER] = quantize_folder(floats, scratch / EDGE_QUANTIZER)
         except JaxllmError as error:
             tell(f"without {EDGE_QUANTIZER}: {error}")
     return made
@@ -134,8 +117,46 @@ def _commands(scratch: Path, context_tokens: int, text: Path | None) -> dict[str
     return commands
 
 
+def run_litert_lm(
+    bundle: Path, cache: Path, threads: int, plan: Plan, texts: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Runs Google's LiteRT-LM on a bundle, by its own clock; then answers texts greedily. In a process of its
+    own: its runtime takes text and does not give its tokens, so that it cannot be a `Session`.
+
+    Args:
+      cache: a folder.
+
+    Returns:
+      `init_ms`, `prefill_tokens_per_s` and `decode_tokens_per_s` of each round, `texts`, and `peak_bytes`.
+    """
+    import litert_lm
+
+    litert_lm.set_min_log_severity(litert_lm.LogSeverity.ERROR)
+    how: dict[str, Any] = {"max_num_tokens": plan.context_tokens, "cache_dir": str(cache)}
+    backend = litert_lm.Backend.CPU(thread_count=threads)
+    sizes = {"prefill_tokens": max(plan.prompt_tokens), "decode_tokens": plan.decode_tokens}
+    rounds = [litert_lm.Benchmark(str(bundle), backend, **sizes, **how).run() for _ in range(plan.rounds)]
+    engine = litert_lm.Engine(str(bundle), backend=backend, **how)
+
+    def answer(text: str) -> str:
+        session = engine.create_session(
+            sampler_config=litert_lm.SamplerConfig(top_k=1, temperature=0.0, seed=1),
+            apply_prompt_template=False,
+            max_output_tokens=plan.answer_tokens,
+        )
+        session.run_prefill([text])
+        return session.run_decode().texts[0]
+
+    return {
+        "init_ms": [1000 * each.init_time_in_second for each in rounds],
+        "prefill_tokens_per_s": [each.last_prefill_tokens_per_second for each in rounds],
+        "decode_tokens_per_s": [each.last_decode_tokens_per_second for each in rounds],
+        "texts": list(map(answer, texts)),
+        "peak_bytes": peak_resident_bytes(),
+    }
+
+
 PACKAGE = "ai-edge-quantizer"
-_MODULE = "ai_edge_quantizer"
 # In a process of its own: it brings its own LiteRT, and logs a lot. It identifies tensors by their names,
 # which several signatures of a model share.
 _SCRIPT = """
@@ -155,7 +176,7 @@ renamed.unlink()
 """
 
 
-def quantize_folder(floats: Path, out: Path) -> None:
+def quantize_folder(floats: Export, out: Path) -> Export:
     """Writes a copy of a folder of TFLite programs with its model quantized.
 
     Args:
@@ -163,22 +184,24 @@ def quantize_folder(floats: Path, out: Path) -> None:
       out: a folder that is not there yet.
 
     Raises:
-      JaxllmError: the package could not do it.
+      JaxllmError: the package could not do it, or is not installed.
     """
-    manifest = Manifest.read(floats)
+    if importlib.util.find_spec("ai_edge_quantizer") is None:
+        raise JaxllmError(f"{PACKAGE} is not installed")
+    manifest, began = Manifest.read(floats.path), time.perf_counter()
     (model,) = {each.file for each in manifest.signatures}
-    shutil.copytree(floats, out, ignore=shutil.ignore_patterns(model, MANIFEST))
+    shutil.copytree(floats.path, out, ignore=shutil.ignore_patterns(model, MANIFEST))
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    run_python(PACKAGE, "-c", _SCRIPT, floats / model, out / model, env=quiet)
+    run_python(PACKAGE, "-c", _SCRIPT, floats.path / model, out / model, env=quiet)
     if not (out / model).is_file():
         raise JaxllmError(f"{PACKAGE} failed: it wrote no model")
     files = {**manifest.files, model: StoredFile.of(out / model)}
     dataclasses.replace(manifest, precision="int8", files=files).write(out)
+    return Export.of(out, began, floats.export_ms)
 
 
 SHADOW = f"{TFLITE['w8a8']}-shadow"
 _SUFFIX = "-blocks"
-_CALIBRATION_WORDS = 2048
 
 
 def _options(bench: Run[Plan], *own: object, chunks: Sequence[int] = (16, 64, 256)) -> list[object]:
@@ -200,10 +223,10 @@ def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
             name = f"{TFLITE[precision]}{suffix}"
             options = _options(bench, "--precision", precision, "--block-tokens", block)
             made = exported(bundle, Path(folder) / name, *options)
-            openings[name] = opening_of(plan, "device-programs", made.path)
-        with opened(openings, bench.progress) as children:
+            openings[name] = process.opening_of(plan, "device-programs", made.path)
+        with process.opened(openings, bench.progress) as children:
             systems = [
-                System(f"{name} {how}", child, (how,))
+                process.System(f"{name} {how}", child, (how,))
                 for name, child in children.items()
                 for how in (GREEDY, DRAWN)
             ]
@@ -215,7 +238,7 @@ def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
             each: results[f"{each} {how}", prompt].rate("decode", plan.decode_tokens)
             for each in (ours, TFLITE[precision])
         }
-        case = f"{phase_case('decode', prompt, plan.decode_tokens)}, {how}"
+        case = f"{process.phase_case('decode', prompt, plan.decode_tokens)}, {how}"
         rows += compared(case, "decode_tokens_per_s", rates, ours=ours)
     return rows
 
@@ -233,12 +256,12 @@ def shadow_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
         }
         for name, options in forms.items():
             made = exported(integer, Path(folder) / name, *_options(bench, *options))
-            openings[name] = opening_of(plan, "programs", made.path)
+            openings[name] = process.opening_of(plan, "programs", made.path)
         openings |= llama_cpp(Checkpoint.find(integer).folder(bench.progress), bench)
-        with opened(openings, bench.progress) as children:
-            systems = [System(name, child, tuple(child.settings)) for name, child in children.items()]
+        with process.opened(openings, bench.progress) as children:
+            systems = [process.System(name, child, tuple(child.settings)) for name, child in children.items()]
             results = _alternated(systems, integer, bench, plan.prompt_tokens)
-    rows = rate_rows(results, {name: name for name in openings}, plan, ours=SHADOW)
+    rows = process.rate_rows(results, {name: name for name in openings}, plan, ours=SHADOW)
     return [each for each in rows if each.metric == "prefill_tokens_per_s"]
 
 
@@ -249,18 +272,20 @@ def _calibration(integer: Path, text: Path | None, folder: Path) -> list[object]
         part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
     else:
         with Bundle.open(integer) as bundle:
-            words = prompt_ids(bundle.cfg.vocab_size, _CALIBRATION_WORDS)
+            words = process.prompt_ids(bundle.cfg.vocab_size, 2048)
             part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
     return ["--calibration-text", part]
 
 
-def _alternated(systems: Sequence[System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]) -> Results:
+def _alternated(
+    systems: Sequence[process.System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]
+) -> process.Results:
     """The results of prompts of these lengths, or half the context."""
     with Bundle.open(bundle) as model:
         vocab_size = model.cfg.vocab_size
-    fitting = sorted({min(each, bench.plan.context_tokens // 2) for each in lengths})
-    prompts = [prompt_ids(vocab_size, each) for each in fitting]
-    return alternate(systems, prompts, plan=bench.plan, progress=bench.progress)
+    fitting = tuple(sorted({min(each, bench.plan.context_tokens // 2) for each in lengths}))
+    plan = bench.changed(prompt_tokens=fitting).plan
+    return process.alternate(systems, vocab_size, plan=plan, progress=bench.progress)
 
 
 STAGES = "jaxllm-stages"
@@ -269,9 +294,6 @@ _ORDERS: dict[str, Order] = {
     f"{STAGES}-in-order": "in-order",
     f"{STAGES}-equation-5": "equation-5",
 }
-# Short ones give the order more to choose from.
-_CHUNKS = (64, 128, 256)
-_WHOLE = TFLITE["w8a8"]
 
 
 def stage_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
@@ -284,7 +306,9 @@ def stage_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         own = ["--precision", "w8a8", "--stages", *_calibration(integer, plan.text, Path(folder))]
         bench.progress("Measuring", 0, 2)
-        made = exported(integer, Path(folder) / "stages", *_options(bench, *own, chunks=_CHUNKS))
+        # Short chunks give the order more to choose from.
+        options = _options(bench, *own, chunks=(64, 128, 256))
+        made = exported(integer, Path(folder) / "stages", *options)
         bench.progress("Measuring", 1, 2)
         half = plan.context_tokens // 2
         lengths = sorted({*(min(each, half) for each in plan.prompt_tokens), half})
@@ -298,19 +322,16 @@ def makespan_rows(found: dict[int, Any]) -> list[Row]:
     rows = []
     for length, systems in found.items():
         case = f"prompt {length}, two processors"
+        ordered = {name: each for name, each in systems.items() if name in _ORDERS}
         notes = {
             name: f"chunks of {each['chunks']}; {each['real_to_simulated'] - 1:+.0%} against simulated "
             f"{each['simulated_ms']:.0f} ms"
-            for name, each in systems.items()
-            if name in _ORDERS
+            for name, each in ordered.items()
         }
         spans = {name: each["real_ms"] for name, each in systems.items()}
         rows += compared(case, "makespan_ms", spans, notes, ours=STAGES)
-        rows += [
-            row(case, "real_to_simulated", each["real_to_simulated"], system=name)
-            for name, each in systems.items()
-            if name in _ORDERS
-        ]
+        for name, each in ordered.items():
+            rows.append(row(case, "real_to_simulated", each["real_to_simulated"], system=name))
     return rows
 
 
@@ -332,7 +353,7 @@ def _measured(folder: Path, lengths: Sequence[int], rounds: int) -> dict[int, An
             wait_for_quiet(0.3)
             began = time.perf_counter()
             runner.prefill(cache, [*tokens, 0], 0, runner.prefill_chunks(length + 1)[0])
-            runs.setdefault(_WHOLE, []).append({"real_ms": 1000 * (time.perf_counter() - began)})
+            runs.setdefault(TFLITE["w8a8"], []).append({"real_ms": 1000 * (time.perf_counter() - began)})
         # The first run of each is not counted.
         found[length] = {
             name: {key: statistics.median(run[key] for run in each[1:]) for key in each[0]}

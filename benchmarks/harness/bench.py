@@ -45,7 +45,6 @@ PHONES = ("real", "emmc", "eufs")
 BOARDS = ("real", "tx2-ssd", "hdd", "sd")
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 _BOUNDS = ("low", "high", "above", "below")
 
 
@@ -102,8 +101,8 @@ class DataPlan(BasePlan):
     """A plan with a folder of texts and tasks; None for the packaged samples."""
 
     data: Path | None = sized(
-        None, "The folder of texts and of the tasks' files.", type=_FOLDER, metavar="DIR",
-        default="packaged samples",
+        None, "The folder of texts and of the tasks' files.", metavar="DIR", default="packaged samples",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
     )  # fmt: skip
 
 
@@ -131,8 +130,7 @@ class TimedPlan(ThreadsPlan):
     """Sizes of what is timed in alternation.
 
     Attributes:
-      prompt_tokens: lengths of prompts.
-      decode_tokens: decoded after each of them.
+      decode_tokens: decoded after each prompt.
       rounds: of which medians are taken.
       context_tokens: of every context; 0 lets systems choose.
       text_windows: most windows of a text to score; 0 means all.
@@ -153,11 +151,6 @@ Sizes = TypeVar("Sizes", bound=BasePlan)
 def silent(stage: str, done: int, total: int) -> None:
     """Progress that is shown to nobody."""
     del stage, done, total
-
-
-def unheard(message: str) -> None:
-    """A message that is told to nobody."""
-    del message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +174,7 @@ class Run(Generic[Sizes]):
     is_quick: bool = True
     given: Collection[str] = ()
     progress: "Progress" = silent
-    tell: Tell = unheard
+    tell: Tell = lambda message: None
     kept: list[Any] = dataclasses.field(default_factory=list)
 
     def changed(self, **sizes: Any) -> Self:
@@ -217,7 +210,7 @@ class Run(Generic[Sizes]):
         from jaxllm.serving.ground.bundles import open_model
 
         if self.shape is not None:
-            return SHAPES[self.shape].cfg
+            return SHAPES[self.shape]
         with open_model(self.model) as bundle:
             return bundle.cfg
 
@@ -292,8 +285,7 @@ def report(
 ) -> None:
     """Prints the rows of a benchmark, and draws them into the folder `plot` if there is one: by `draw`, or as
     bars."""
-    from benchmarks.harness.figures import draw_metrics
-    from benchmarks.harness.report import emit
+    from benchmarks.harness.report import draw_metrics, emit
 
     emit(bench, rows, as_json=as_json)
     if plot is not None:
@@ -327,7 +319,7 @@ def _writable(context: click.Context, parameter: click.Parameter, plot: Path | N
     """Refuses a folder that cannot be drawn into before anything is measured."""
     del context, parameter
     if plot is not None:
-        from benchmarks.harness.figures import check_plot
+        from benchmarks.harness.report import check_plot
 
         check_plot(plot)
     return plot

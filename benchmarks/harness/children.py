@@ -34,7 +34,9 @@ def in_process(
     os.environ.update(environment or {})
     try:
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        # What libraries print there must not reach the standard output, which is a bench's JSON.
+        pool = concurrent.futures.ProcessPoolExecutor(1, context, initializer=os.dup2, initargs=(2, 1))
+        with pool:
             return pool.submit(function, *given).result()
     except BrokenProcessPool as error:
         raise JaxllmError(
@@ -79,6 +81,13 @@ class Export:
     file_bytes: int
     export_ms: float
 
+    @classmethod
+    def of(cls, path: Path, began: float, before_ms: float = 0.0) -> "Export":
+        """Of a file or a folder, whose making began at a time of `time.perf_counter`."""
+        files = [path] if path.is_file() else list(path.iterdir())
+        took_ms = before_ms + 1000 * (time.perf_counter() - began)
+        return cls(path, sum(each.stat().st_size for each in files), took_ms)
+
 
 def exported(bundle: Path, out: Path, *options: object) -> Export:
     """The export that `jaxllm export` makes with some options, in a process of its own.
@@ -91,9 +100,7 @@ def exported(bundle: Path, out: Path, *options: object) -> Export:
         out = out.with_suffix(".litertlm")
     began = time.perf_counter()
     run_python("the export", "-m", "jaxllm.cli.main", "export", bundle, "-o", out, *options)
-    took_ms = 1000 * (time.perf_counter() - began)
-    files = [out] if out.is_file() else list(out.iterdir())
-    return Export(out, sum(each.stat().st_size for each in files), took_ms)
+    return Export.of(out, began)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

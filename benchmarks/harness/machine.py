@@ -1,24 +1,16 @@
-"""Reads the machine: other processes' load, memory's bandwidth, energy, and the storage that is measured.
-
-Detects other processes that computed during a measurement, and waits until they rest.
+"""Reads the machine: other processes' load, memory's bandwidth, energy (RAPL, on Linux), resident memory, and
+the storage that is measured.
 
 Linux counts the processor time of all processes together: what others took is that sum less one's own. Other
 operating systems do not count it; there nothing is detected and nothing is repeated.
 
-Measures memory's read bandwidth: the limit of decoding, which reads all weights per token.
-
-On a shared machine it changes from second to second, so it is measured before and after each sample
-(`peers/process.py`). The native library's read loop is tried, and numpy's reductions over the same large
-buffer, which run without Python's lock, one thread per core; the fastest counts.
-
-Reads how much energy the processors have taken, where this machine has a meter of it (RAPL, on Linux).
-
-Describes the storage that weights and contexts lie on: this machine's, or another one, emulated.
+Memory's read bandwidth is the limit of decoding, which reads all weights per token. On a shared machine it
+changes from second to second, so it is measured before and after each sample (`peers/process.py`). The native
+library's read loop is tried, and numpy's reductions over the same large buffer, which run without Python's
+lock, one thread per core; the fastest counts.
 
 An emulated device reads and writes through the page cache and then waits until a device of the published
 bandwidth and latency would have been ready. Computing stays this machine's.
-
-Measures this process's resident memory: its peak, and the pages that arrays have taken.
 """
 
 import concurrent.futures
@@ -40,11 +32,6 @@ import numpy as np
 from jaxllm.kernels import native
 from jaxllm.serving.host.direct_io import Storage
 
-# Other processes may take this share of one core, besides what the kernel's ticks of 10 ms round to.
-_SHARE = 0.08
-_ROUNDING_S = 0.03
-_LOOK_S = 0.02
-
 
 class Disturbance:
     """Counts the processor time of other processes, from its creation to `ended`."""
@@ -65,7 +52,8 @@ class Disturbance:
             return None
         own_s += time.process_time() - self._own
         wall = time.perf_counter() - self._wall
-        return busy - self._all - own_s > _SHARE * wall + _ROUNDING_S
+        # They may take this share of one core, besides what the kernel's ticks of 10 ms round to.
+        return busy - self._all - own_s > 0.08 * wall + 0.03
 
 
 def wait_for_quiet(limit_s: float = 2.0) -> None:
@@ -86,7 +74,7 @@ def wait_until_asleep(pid: int, limit_s: float = 1.0) -> None:
         time.sleep(min(limit_s, 0.25))  # about as long as OpenMP's workers spin
         return
     while time.perf_counter() < until:
-        time.sleep(_LOOK_S)
+        time.sleep(0.02)
         now = _process_s(pid)
         if now is None or now == before:
             return
@@ -113,18 +101,10 @@ def _process_s(pid: int) -> float | None:
         return None
 
 
-# Many times what the caches hold.
-_BUFFER_BYTES = 1 << 29
-_TRIALS, _ROUNDS, _KEPT = 3, 2, 2
-# The same loop (a running maximum) over words of other widths: which of them numpy reads with the widest
-# loads, and enough of them in flight, differs between its builds. Sums are slower than memory.
-_WORDS = (np.uint8, np.int32, np.float32, np.int64)
-
-
 class MemoryProbe:
     """Reads a buffer by the loops that are fastest on this machine. A context manager."""
 
-    def __init__(self, threads: int, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
+    def __init__(self, threads: int, *, buffer_bytes: int = 1 << 29) -> None:
         """Makes the buffer and finds the fastest loops.
 
         Args:
@@ -141,11 +121,14 @@ class MemoryProbe:
                 os.sched_setaffinity(0, cores)  # of the calling thread
 
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=pin)
-        loops: list[Callable[[], float]] = [self._by_words(word) for word in _WORDS]
+        # The same loop (a running maximum) over words of other widths: which of them numpy reads with the
+        # widest loads, and enough of them in flight, differs between its builds. Sums are slower than memory.
+        words = (np.uint8, np.int32, np.float32, np.int64)
+        loops: list[Callable[[], float]] = [self._by_words(word) for word in words]
         if native.kernels().native:
             loops.append(self._by_kernel)
-        trials = [min(loop() for _ in range(_TRIALS)) for loop in loops]
-        self._loops = [loops[i] for i in np.argsort(trials)[:_KEPT]]
+        trials = [min(loop() for _ in range(3)) for loop in loops]
+        self._loops = [loops[i] for i in np.argsort(trials)[:2]]
 
     def __enter__(self) -> "MemoryProbe":
         return self
@@ -155,7 +138,7 @@ class MemoryProbe:
 
     def bytes_per_s(self) -> float:
         """Bytes that the threads read per second, in the fastest of a few rounds."""
-        return self._buffer.nbytes / min(loop() for _ in range(_ROUNDS) for loop in self._loops)
+        return self._buffer.nbytes / min(loop() for _ in range(2) for loop in self._loops)
 
     def _by_words(self, word: type) -> Callable[[], float]:
         parts = np.array_split(self._buffer.view(word), self._threads)
@@ -175,12 +158,6 @@ class MemoryProbe:
         return time.perf_counter() - began
 
 
-_POWERCAP = Path("/sys/class/powercap")
-# One for each processor package; those of its parts have one colon more.
-_PACKAGES = "intel-rapl:[0-9]*"
-_J = 1e-6
-
-
 class EnergyMeter:
     """The energy of all processor packages together. They share it with whatever else runs.
 
@@ -198,29 +175,26 @@ class EnergyMeter:
         self._last = self._read()
 
     @classmethod
-    def of_machine(cls, folder: Path = _POWERCAP) -> "EnergyMeter | None":
+    def of_machine(cls, folder: Path = Path("/sys/class/powercap")) -> "EnergyMeter | None":
         """The meter of this machine; None where there is none, or only the administrator may read it."""
-        packages = sorted(each for each in folder.glob(_PACKAGES) if each.name.count(":") == 1)
+        # One for each processor package; those of its parts have one colon more.
+        found = sorted(each for each in folder.glob("intel-rapl:[0-9]*") if each.name.count(":") == 1)
         with contextlib.suppress(OSError, ValueError):
-            packages = [each for each in packages if _text(each / "name").startswith("package")]
+            packages = [each for each in found if (each / "name").read_text().startswith("package")]
             return cls(packages) if packages else None
         return None
 
     def joules(self) -> float:
         """Taken since it was made, or last asked."""
         before, self._last = self._last, self._read()
-        return _J * sum((now - before[each]) % (self._range[each] + 1) for each, now in self._last.items())
+        return 1e-6 * sum((now - before[each]) % (self._range[each] + 1) for each, now in self._last.items())
 
     def _read(self) -> dict[Path, int]:
         return {each: _number(each / "energy_uj") for each in self._packages}
 
 
 def _number(path: Path) -> int:
-    return int(_text(path))
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="ascii").strip()
+    return int(path.read_text(encoding="ascii"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,8 +238,6 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         "sd": emulated("SD card", 90, 30, 1_500),
     }
 )
-PHONES = ("real", "emmc", "eufs")
-BOARDS = ("real", "tx2-ssd", "hdd", "sd")
 
 
 def named_devices(names: Iterable[str]) -> tuple[Device, ...]:
@@ -304,14 +276,13 @@ def array_bytes(arrays: Iterable[jax.Array | np.ndarray]) -> int:
     Raises:
       OSError: the system does not tell.
     """
-    return sum(_resident(*_place(each)) for each in arrays)
 
+    def address(array: jax.Array | np.ndarray) -> int:
+        if isinstance(array, jax.Array):
+            return array.addressable_data(0).unsafe_buffer_pointer()
+        return array.ctypes.data
 
-def _place(array: jax.Array | np.ndarray) -> tuple[int, int]:
-    """Address and bytes."""
-    if isinstance(array, jax.Array):
-        return array.addressable_data(0).unsafe_buffer_pointer(), array.nbytes
-    return array.ctypes.data, array.nbytes
+    return sum(_resident(address(each), each.nbytes) for each in arrays)
 
 
 def _resident(address: int, size: int) -> int:

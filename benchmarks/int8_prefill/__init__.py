@@ -1,13 +1,13 @@
 """`jaxllm bench prefill`: the speed and the loss of integer prefill (mllm-NPU, arXiv 2407.05858).
 
-`run` orders a prompt's subgraphs on the simulated phone of `models`, and times prompts on one and on two
+`run` orders a prompt's subgraphs on a simulated phone, and times prompts on one and on two
 processors, `accuracy` compares our static steps with other `activation_quantizers`, and with fewer shadows
 and other steps in layers without one.
 """
 
 import dataclasses
 
-from benchmarks.harness.bench import DataPlan, parts_of, sized
+from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
@@ -24,34 +24,30 @@ QUANTIZERS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(DataPlan):
+class Plan(plans.DataPlan):
     """Sizes; what an option asks for is said there.
 
     Attributes:
       lengths: of prompts that are timed, ascending.
       repeats: of each of them on each system, which take turns.
       chunk_tokens: of buckets.
-      simulated_tokens: prompts that the phone of `models.py` is simulated on.
       rows: of text, to score; a quarter as many, at least 2,048 tokens, calibrate, and as many are held out.
-      row_tokens: of each.
-      tasks: whose questions are asked.
-      questions: of each task.
       factor: of the outliers that are put in.
       outliers: whether the model is measured as it is (False), with outliers put in (True), or both.
       quantizers: of `QUANTIZERS`, to compare; `float` and ours are among them.
     """
 
-    parts: tuple[str, ...] = parts_of(PARTS)
-    lengths: tuple[int, ...] = sized((64, 256, 1024), quick=(256,))
-    repeats: int = sized(5, quick=2)
-    chunk_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    lengths: tuple[int, ...] = plans.sized((64, 256, 1024), quick=(256,))
+    repeats: int = plans.sized(5, quick=2)
+    chunk_tokens: tuple[int, ...] = plans.sized((64, 256), quick=(64,))
     simulated_tokens: tuple[int, ...] = (256, 512, 1024)
-    rows: int = sized(64, quick=8)
+    rows: int = plans.sized(64, quick=8)
     row_tokens: int = 256
-    tasks: tuple[str, ...] = sized(("sentiment", "news", "emotion"), quick=("sentiment",))
-    questions: int = sized(60, quick=10)
+    tasks: tuple[str, ...] = plans.sized(("sentiment", "news", "emotion"), quick=("sentiment",))
+    questions: int = plans.sized(60, quick=10)
     factor: int = 64
     outliers: tuple[bool, ...] = (False, True)
-    quantizers: tuple[str, ...] = sized(
+    quantizers: tuple[str, ...] = plans.sized(
         QUANTIZERS, quick=tuple(each for each in QUANTIZERS if each != "jaxllm-per-tensor")
     )

@@ -3,20 +3,16 @@
 Perplexity of a text that no system was calibrated on, and right answers to tasks' questions, by the whole
 model's pass over the text under each quantizer's products. Small trained models have no outliers; those of
 large ones are put in without changing the function (`jaxllm.int8_prefill.calibration`), and rows say so.
-Where LiteRT and its converter are installed, ours is also exported.
+Where LiteRT and its converter are installed, the text is also scored by the TFLite programs that `jaxllm
+export --precision w8a8` makes of ours, in the arithmetic of their prefill.
 
-Scores a text by the TFLite programs that `jaxllm export --precision w8a8` makes of a calibrated bundle, in
-the arithmetic of their prefill.
-
-Measures what layers without a shadow cost: with a wide step, clipped, and as calibration chooses.
-
-The most important layers have a shadow, from none of them to all. The others clip what exceeds the step of
-a shadow (`jaxllm-clipped`, the pruning of the paper's section 3.3), take a wide one (`jaxllm-wide`), or the
-one of both that changes the layer's products less (`jaxllm`, what calibration does).
+The part `pruning` measures what layers without a shadow cost. The most important layers have a shadow, from
+none of them to all. The others clip what exceeds the step of a shadow (`jaxllm-clipped`, the pruning of the
+paper's section 3.3), take a wide one (`jaxllm-wide`), or the one of both that changes the layer's products
+less (`jaxllm`, what calibration does).
 """
 
 import dataclasses
-import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +27,9 @@ from benchmarks.harness.bench import silent
 from benchmarks.harness.children import exported
 from benchmarks.harness.report import OURS, Row, compared
 from benchmarks.int8_prefill import Plan
-from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rotated_steps, rule_of
+from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rule_of
 from benchmarks.models import Checkpoint
+from benchmarks.peers.peer import missing_packages
 from benchmarks.samples import read_examples, stories_file, story_tokens
 from jaxllm.bundle import write_bundle
 from jaxllm.bundle.calibrations import prefill_parts
@@ -42,31 +39,16 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.programs.model import open_program
-from jaxllm.int8_prefill.calibration import (
-    Observer,
-    OutlierRecipe,
-    PrefillCalibration,
-    assembled,
-    clipping_steps,
-    importances,
-    largest_of,
-    most_important,
-    shadow_counts,
-    whole_steps,
-    with_outliers,
-)
+from jaxllm.int8_prefill import calibration as fitted_by
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration, per_tensor_weights, whole_rows
 from jaxllm.int8_prefill.recipe import ShadowRecipe
-from jaxllm.int8_prefill.reference import integer_rule, observed, plain_rule, scores_by_rule
+from jaxllm.int8_prefill.reference import integer_rule, plain_rule, scores_by_rule
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import quantize, to_blocks
 from jaxllm.serving.host.progress import Progress
 from jaxllm.tasks.questions import branching
 from jaxllm.text.prompts import end_of_turn_id
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
-
-# One channel in so many is an outlier, as in large models.
-_CHANNELS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +69,10 @@ def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -
     folder = checkpoint.folder(progress)
     cfg, files = checkpoint.cfg, read_tokenizer(folder)
     plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
-    recipe = OutlierRecipe(channels=max(1, cfg.hidden_size // _CHANNELS), factor=plan.factor)
+    # One channel in 64 is an outlier, as in large models.
+    recipe = fitted_by.OutlierRecipe(channels=max(1, cfg.hidden_size // 64), factor=plan.factor)
     for done, outliers in enumerate(plan.outliers, start=1):
-        params = with_outliers(cfg, plain, recipe) if outliers else plain
+        params = fitted_by.with_outliers(cfg, plain, recipe) if outliers else plain
         case = f"{checkpoint.name}, {'with outliers put in' if outliers else 'as it is'}"
         yield _subject(case, files, cfg, params)
         progress(stage, done, len(plan.outliers))
@@ -152,15 +135,13 @@ def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
         name: fit_calibration(cfg, subject.floats, stored, known, held_out).calibration
         for name, stored in weights.items()
     }
-    tops = Observer(cfg, subject.floats, known).tops
+    tops = fitted_by.Observer(cfg, subject.floats, known).tops
     questions = _questions(Tokenizer(subject.files), plan, cfg)
     perplexity: dict[str, float] = {}
     right: dict[str, float] = {}
     for name in plan.quantizers:
         stored, calibration = weights.get(name, subject.stored), fitted.get(name, fitted[OURS])
-        taken, make = rule_of(name, cfg, subject.floats, stored, tops, calibration)
-        if name == "Hadamard":
-            taken = rotated_steps(taken, _seen_behind(subject, taken, known))
+        taken, make = rule_of(name, cfg, subject.floats, stored, tops, calibration, known)
         params = weights.get(name, subject.floats)
 
         @jax.jit
@@ -192,16 +173,6 @@ def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
         }
         found += compared(case, "accuracy", right, told)
     return found
-
-
-def _seen_behind(subject: Subject, arrays: Any, texts: list[np.ndarray]) -> Any:
-    """The largest magnitudes of the products' inputs after the rotation of `Hadamard`."""
-
-    def look(layer: int, product: int, x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(x @ arrays[layer][product][1]), axis=0)
-
-    seen = jax.jit(lambda params, row: observed(params, row, look, cfg=subject.cfg))
-    return largest_of([jax.device_get(seen(subject.floats, row)) for row in texts])
 
 
 def _questions(
@@ -236,20 +207,18 @@ def _accuracy(score: Any, questions: list[tuple[list[tuple[list[int], int]], int
 
 
 EXPORTED = "jaxllm-tflite-w8a8"
-# Of their formats and of what runs them.
-_PACKAGES = ("litert_converter", "ai_edge_litert")
 
 
 def missing() -> str | None:
-    """A package that is not installed; None if all are."""
-    return next((each for each in _PACKAGES if importlib.util.find_spec(each) is None), None)
+    """What makes or runs TFLite programs and is not installed; None if all is."""
+    return missing_packages("litert_converter", "ai_edge_litert")
 
 
 def exported_scores(
     cfg: ModelConfig,
     floats: dict[str, np.ndarray],
     tokenizer: TokenizerFiles,
-    calibration: PrefillCalibration,
+    calibration: fitted_by.PrefillCalibration,
     known: Sequence[np.ndarray],
     folder: Path,
 ) -> Callable[[np.ndarray], np.ndarray]:
@@ -263,14 +232,9 @@ def exported_scores(
       JaxllmError: exporting failed.
     """
     bundle, text, programs = folder / "model.jaxllm", folder / "text.txt", folder / "programs"
+    parts, name = prefill_parts(calibration), "calibrated"
     write_bundle(
-        bundle,
-        cfg=cfg,
-        params=floats.items(),
-        weights="int8",
-        tokenizer=tokenizer,
-        name="calibrated",
-        parts=prefill_parts(calibration),
+        bundle, cfg=cfg, params=floats.items(), weights="int8", tokenizer=tokenizer, name=name, parts=parts
     )
     text.write_text(Tokenizer(tokenizer).decode(np.concatenate(known).tolist()), encoding="utf-8")
     length = len(known[0])
@@ -286,19 +250,19 @@ CLIPPED, WIDE = f"{OURS}-clipped", f"{OURS}-wide"
 
 def pruned_calibrations(
     cfg: ModelConfig, floats: Params, texts: Sequence[np.ndarray]
-) -> Iterator[dict[str, tuple[PrefillCalibration, int]]]:
+) -> Iterator[dict[str, tuple[fitted_by.PrefillCalibration, int]]]:
     """For each number of layers with a shadow, calibrations by system, and how many layers clip."""
-    observer = Observer(cfg, floats, texts)
-    steps = clipping_steps(observer.tops, ShadowRecipe()), whole_steps(observer.tops)
+    observer = fitted_by.Observer(cfg, floats, texts)
+    steps = fitted_by.clipping_steps(observer.tops, ShadowRecipe()), fitted_by.whole_steps(observer.tops)
     counts = observer.counts(steps[0])
     choices = {OURS: observer.clipped(steps), WIDE: (False,) * cfg.layers, CLIPPED: (True,) * cfg.layers}
-    importance = importances(observer.tops, steps[0])
-    for shadows in shadow_counts(cfg.layers, pruned_share=1.0):
-        shadowed = most_important(importance, shadows)
+    importance = fitted_by.importances(observer.tops, steps[0])
+    for shadows in fitted_by.shadow_counts(cfg.layers, pruned_share=1.0):
+        shadowed = fitted_by.most_important(importance, shadows)
         found = {}
         for name, clips in choices.items():
             clipped = tuple(clip and not own for clip, own in zip(clips, shadowed, strict=True))
-            calibration = assembled(
+            calibration = fitted_by.assembled(
                 cfg, floats, counts, levels={WHOLE: steps}, shadowed=shadowed, clipped=clipped
             )
             found[name] = calibration, sum(clipped)

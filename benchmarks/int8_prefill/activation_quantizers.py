@@ -27,18 +27,15 @@ import numpy as np
 from benchmarks.harness.report import OURS
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import hadamard
-from jaxllm.int8_prefill.calibration import ByProduct, PrefillCalibration
-from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule
+from jaxllm.int8_prefill.calibration import ByProduct, PrefillCalibration, largest_of
+from jaxllm.int8_prefill.reference import Rule, integer_rule, observed, plain_rule
 from jaxllm.int8_prefill.shadow import PRODUCTS, contracts_last_axis, product_matrices
 from jaxllm.kernels.native_products import rounded
 from jaxllm.models.parameters import Params
 
 PER_TENSOR = f"{OURS}-per-tensor"
 _ALPHA = 0.5
-_LARGE = 6.0
 _SPAN, _GROUP = 256, 32
-# The products after norms, into whose scales the smoothing goes.
-_SMOOTHED = (0, 2)
 # What a quantizer prepared for each layer and product: arrays.
 Arrays = list[list[Any]]
 # A product's prepared arrays and its input `[T, inputs]` -> `[T, outputs]` of all its weights together.
@@ -62,6 +59,7 @@ def rule_of(
     stored: Params,
     tops: ByProduct,
     calibration: PrefillCalibration,
+    texts: Sequence[np.ndarray],
 ) -> tuple[Any, Callable[[Any], Rule]]:
     """A quantizer's arrays, and the function that makes its rule of them.
 
@@ -70,6 +68,7 @@ def rule_of(
       stored: the same at 8 bits, with the scales that the quantizer has.
       tops: see `jaxllm.int8_prefill.calibration.channel_tops`, of the calibration text.
       calibration: ours, of `stored`.
+      texts: rows of tokens of that text.
     """
     if name == "float":
         return floats, lambda params: plain_rule(params, cfg)
@@ -78,19 +77,27 @@ def rule_of(
         return taken, lambda both: integer_rule(both[0], both[1], cfg)
     prepare, multiply = _MAKERS[name]
     arrays: Arrays = []
-    sizes: list[list[int]] = []
+    cuts: list[list[list[int]]] = []
     for layer in range(cfg.layers):
         arrays.append([])
+        cuts.append([])
         for product in range(len(PRODUCTS)):
-            matrix, own = dense_matrix(floats, layer, product, cfg)
+            matrix, sizes = dense_matrix(floats, layer, product, cfg)
             arrays[-1].append(jax.tree.map(jnp.asarray, prepare(matrix, tops[layer][product], product)))
-            sizes = [*sizes, own]
+            cuts[-1].append(np.cumsum(sizes)[:-1].tolist())
+    if name == "Hadamard":
+        # Steps are those of the rotated inputs.
+        def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+            return jnp.max(jnp.abs(x @ arrays[layer][product][1]))
+
+        seen = jax.jit(lambda params, row: observed(params, row, look, cfg=cfg))
+        largest = largest_of([jax.device_get(seen(floats, row)) for row in texts])
+        for own, top in zip(arrays, largest, strict=True):
+            own[:] = [(*each, jnp.maximum(most / 127, 1e-20)) for each, most in zip(own, top, strict=True)]
 
     def made(arrays: Arrays) -> Rule:
         def rule(layer: int, product: int, x: jax.Array) -> Sequence[jax.Array]:
-            out = multiply(arrays[layer][product], x)
-            cuts = np.cumsum(sizes[layer * len(PRODUCTS) + product])[:-1].tolist()
-            return jnp.split(out, cuts, axis=1)
+            return jnp.split(multiply(arrays[layer][product], x), cuts[layer][product], axis=1)
 
         return rule
 
@@ -140,7 +147,7 @@ def _mixed(matrix: np.ndarray, tops: np.ndarray, product: int) -> Any:
 
 def _multiply_mixed(prepared: Any, x: jax.Array) -> jax.Array:
     matrix, floats = prepared
-    large = jnp.any(jnp.abs(x) >= _LARGE, axis=0)
+    large = jnp.any(jnp.abs(x) >= 6.0, axis=0)
     rest = jnp.where(large, 0.0, x)
     step = jnp.maximum(jnp.max(jnp.abs(rest), axis=1, keepdims=True) / 127, 1e-30)
     return rounded(rest, step) @ matrix + jnp.where(large, x, 0.0) @ floats
@@ -174,18 +181,11 @@ def _multiply_rotated(prepared: Any, x: jax.Array) -> jax.Array:
 
 _MAKERS: dict[str, tuple[Callable[..., Any], Multiply]] = {
     "naive-int8": (_naive, _multiply_stepped),
-    "SmoothQuant": (functools.partial(_smooth, _SMOOTHED), _multiply_smoothed),
+    # The products after norms, into whose scales the smoothing goes.
+    "SmoothQuant": (functools.partial(_smooth, (0, 2)), _multiply_smoothed),
     "SmoothQuant-all": (functools.partial(_smooth, range(len(PRODUCTS))), _multiply_smoothed),
     "LLM.int8()": (_mixed, _multiply_mixed),
     "K-Quant": (_grouped, _multiply_grouped),
     "Hadamard": (_rotated, _multiply_rotated),
 }
 QUANTIZERS = ("float", OURS, PER_TENSOR, *_MAKERS)
-
-
-def rotated_steps(arrays: Arrays, tops: list[list[jax.Array]]) -> Arrays:
-    """The arrays of `Hadamard` with the steps for its rotated inputs."""
-    return [
-        [(*prepared, jnp.maximum(top.max() / 127, 1e-20)) for prepared, top in zip(layer, seen, strict=True)]
-        for layer, seen in zip(arrays, tops, strict=True)
-    ]

@@ -5,10 +5,14 @@ A peer is one file here and one line below.
 
 from typing import Any
 
-from benchmarks.peers.drafting import NestedSession, open_drafted
-from benchmarks.peers.gguf_file import refusal
-from benchmarks.peers.llama import FORMATS, open_llama
-from benchmarks.peers.ours import EngineSession, open_device_programs, open_live_steps, open_programs
+from benchmarks.peers.llama import FORMATS, open_drafted, open_llama, refusal
+from benchmarks.peers.ours import (
+    EngineSession,
+    NestedSession,
+    open_device_programs,
+    open_live_steps,
+    open_programs,
+)
 from benchmarks.peers.peer import Opening, Peer, Progress, Session
 from benchmarks.peers.torch_transformers import DTYPES, TransformersSession
 

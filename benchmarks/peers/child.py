@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
@@ -59,7 +60,7 @@ class Server:
 
     def _answer(self, command: dict[str, Any]) -> dict[str, Any]:
         if command["do"] == "open":
-            opening = Opening.from_json(command["opening"])
+            opening = Opening(**command["opening"] | {"model": Path(command["opening"]["model"])})
             self._session = SYSTEMS[opening.peer].open(opening, self._progress)
             return {"facts": self._session.facts(), "settings": list(self._session.settings)}
         session = self._session
@@ -79,28 +80,24 @@ class Server:
         self.send({"progress": [stage, done, total]})
 
 
-def _counted(session: Session, what: str) -> float:
-    """What a session has counted so far: `kernel_ms`, time in native kernels, or `passes`, verifications of
-    drafts; 0 where it does not count that."""
-    told = getattr(session, what, None)
-    return told() if told is not None else 0
-
-
 def _timed_answer(session: Session, prompt: list[int], tokens: int, setting: str) -> dict[str, Any]:
-    kernels, passes = [_counted(session, "kernel_ms")], _counted(session, "passes")
-    began = time.perf_counter()
+    def counted(what: str) -> float:
+        """So far: `kernel_ms`, time in native kernels, or `passes`, verifications of drafts; else 0."""
+        return getattr(session, what, lambda: 0)()
+
+    kernels, passes, began = [counted("kernel_ms")], counted("passes"), time.perf_counter()
     first = session.prefill(prompt, setting)
     between = time.perf_counter()
-    kernels.append(_counted(session, "kernel_ms"))
+    kernels.append(counted("kernel_ms"))
     rest = session.decode(tokens, setting) if tokens else []
     ended = time.perf_counter()
-    kernels.append(_counted(session, "kernel_ms"))
+    kernels.append(counted("kernel_ms"))
     return {
         "prefill_kernel_ms": kernels[1] - kernels[0],
         "decode_kernel_ms": kernels[2] - kernels[1],
         "prefill_ms": 1000 * (between - began),
         "decode_ms": 1000 * (ended - between),
-        "passes": _counted(session, "passes") - passes,
+        "passes": counted("passes") - passes,
         "ids": [first, *rest],
     }
 

@@ -4,25 +4,35 @@ Both settings of flash attention are tried: on a CPU it makes prompts faster and
 else is as its own tools set it: batches of 512, repacked weights (tile or vector kernels as the CPU has
 them), logits of the last token alone, greedy.
 
-Makes GGUF files of Hugging Face folders once, and keeps them in the user's cache directory.
+It drafts as its own tools do (`common/speculative.cpp`): a line of the draft's likeliest tokens, until one
+has a probability below 0.75, of at most 16 tokens by default; then one batch of the target verifies the
+line. Here the loop is in Python around its low-level binding, and 4 and 8 tokens are tried too.
+
+GGUF files of Hugging Face folders are made once, in llama.cpp's `llama` architecture, and kept in the user's
+cache directory. The float weights are written in float32, so that llama.cpp's own quantizer starts from what
+the checkpoint holds; it makes the other formats, or the package `gguf` those that it can. In its vocabulary
+every token is one character unless one is given: benchmarks feed token ids, or texts of as many characters
+where a server takes no ids.
 """
 
 import collections
 import ctypes
+import dataclasses
 import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.gguf_file import quantize_gguf, tensor_bytes, write_gguf
 from benchmarks.peers.peer import Opening, Progress, Session
-from jaxllm.errors import JaxllmError
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError, JaxllmError, one_line
+from jaxllm.export import gguf_file as exported
+from jaxllm.files.atomic import temporary_file
 from jaxllm.serving.host.user_cache import cache_folder
 
 # Our widths -> the nearest file type.
@@ -35,8 +45,6 @@ FORMATS = {
     "int4-all": "Q4_0",
 }
 _BATCH_TOKENS = 512
-_WARNING = 3  # of ggml's log levels
-_SETTINGS = {"flash attention": 1, "no flash attention": 0}
 
 
 def open_llama(opening: Opening, progress: Progress) -> Session:
@@ -69,7 +77,7 @@ class LlamaCppSession:
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         contexts = {
             name: self._context(opening.context_tokens, opening.threads, flash)
-            for name, flash in _SETTINGS.items()
+            for name, flash in {"flash attention": 1, "no flash attention": 0}.items()
         }
         self._contexts = {name: context for name, context in contexts.items() if context}
         if not self._contexts:
@@ -167,72 +175,280 @@ class LlamaCppSession:
         line = text.decode(errors="replace").strip()
         if found := re.search(r"(\S+) +model buffer size", line):
             self._buffers.append(found[1])
-        if level >= _WARNING:
+        # Of ggml's levels this is a warning's.
+        if level >= 3:
             self._warnings.append(line)
 
     def _last_log(self) -> str:
         return " ".join(filter(None, self._warnings)) or "it does not say why"
 
 
+def open_drafted(opening: Opening, progress: Progress) -> Session:
+    """llama.cpp with a draft: the same model at 4 bits, or a small model at 8. Writes and quantizes the files
+    unless that was done, and loads them. `Opening.options` may name the folder of the small model's float
+    weights as `draft`."""
+
+    def file(folder: Path, format_: str) -> Path:
+        return gguf_of(folder, format_, threads=opening.threads, progress=progress)
+
+    drafts = {"Q4_0": file(opening.model, "Q4_0")}
+    if small := opening.options.get("draft"):
+        drafts["the small model"] = file(Path(small), "Q8_0")
+    return DraftedLlamaSession(file(opening.model, opening.format), drafts, opening)
+
+
+class DraftedLlamaSession(LlamaCppSession):
+    """A target and its drafts, each with a context for each setting."""
+
+    def __init__(self, path: Path, drafts: Mapping[str, Path], opening: Opening) -> None:
+        super().__init__(path, opening)
+        sessions = {name: LlamaCppSession(draft, opening) for name, draft in drafts.items()}
+        self._kinds = {
+            f"{setting}, lines of {most} by {name}": (setting, most, draft)
+            for name, draft in sessions.items()
+            for setting in self.settings
+            for most in (16, 8, 4)
+            if setting in draft.settings
+        }
+        self.settings = tuple(self._kinds)
+        self._passes = 0
+
+    def passes(self) -> int:
+        """Verifications so far."""
+        return self._passes
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        kind, self._most, self._draft = self._kinds[setting]
+        self._seen, self._drafted = list(prompt), len(prompt)
+        self._draft.begin(kind)
+        self._draft.feed(prompt)
+        return super().prefill(prompt, kind)
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        ids: list[int] = []
+        while len(ids) < tokens:
+            line = self._line(min(self._most, tokens - len(ids) - 1))
+            picked = self.feed_all([self._token, *line], len(self._seen)).argmax(-1)
+            self._passes += 1
+            right = next((i for i, token in enumerate(line) if token != picked[i]), len(line))
+            self._seen += [self._token, *line[:right]]
+            self._token = int(picked[right])
+            self.forget(len(self._seen))
+            # The draft has not been fed the line's last token.
+            self._drafted = min(self._drafted, len(self._seen))
+            self._draft.forget(self._drafted)
+            ids += [*line[:right], self._token]
+        return ids
+
+    def _line(self, most: int) -> list[int]:
+        """What the draft finds likeliest after the last token."""
+        line: list[int] = []
+        if most <= 0:
+            return line
+        pending = [*self._seen[self._drafted :], self._token]
+        self._drafted = len(self._seen) + 1
+        while len(line) < most:
+            logits = self._draft.feed(pending)
+            # The probability of the likeliest token, among the ten likeliest ones.
+            top = np.partition(logits, -10)[-10:]
+            line.append(int(logits.argmax()))
+            if 1 / np.exp(top - top.max()).sum() < 0.75 or len(line) == most:
+                break
+            pending = line[-1:]
+            self._drafted += 1
+        return line
+
+
+# llama.cpp's file types by the names of its formats.
+FILE_TYPES = {
+    "F32": "LLAMA_FTYPE_ALL_F32",
+    "BF16": "LLAMA_FTYPE_MOSTLY_BF16",
+    "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
+    "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
+    "Q4_1": "LLAMA_FTYPE_MOSTLY_Q4_1",
+    "Q4_K": "LLAMA_FTYPE_MOSTLY_Q4_K_S",
+}
+# Types that the package `gguf` writes, too.
+PACKAGE_TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
 # Changes whenever the same folder would make another file.
-_VERSION = "2"
+_VERSION = 3
 
 
-def gguf_of(folder: Path, file_type: str, *, threads: int, progress: Progress) -> Path:
+def gguf_of(
+    folder: Path,
+    file_type: str,
+    *,
+    threads: int,
+    progress: Progress,
+    by_package: Sequence[str] = ("F32",),
+    vocabulary: Mapping[str, Any] | None = None,
+) -> Path:
     """The GGUF of a folder's weights at a llama.cpp file type, made unless it is there.
 
     Args:
       folder: a Hugging Face model folder.
-      file_type: one of `gguf_file.FILE_TYPES`.
+      file_type: one of `FILE_TYPES`, or of `by_package`.
       threads: that the quantizer may use.
-      progress: called with ("Writing GGUF", parameters written, parameters in all).
+      progress: called with ("Writing GGUF", tensors written, tensors in all).
+      by_package: of `PACKAGE_TYPES`, those that the package `gguf` quantizes; llama.cpp does the others.
+      vocabulary: metadata of the tokenizer (see `write_gguf`), always the same for a folder.
 
     Raises:
       CheckpointError: the folder cannot be read.
+      ConfigError: the model cannot be described (see `refusal`).
     """
+    from jaxllm.checkpoints.huggingface import read_config, read_params
+
     cache = cache_folder() / "benchmarks" / "gguf" / _digest(str(folder.resolve()))
     cache.mkdir(parents=True, exist_ok=True)
-    key = content_key(folder)
-    wanted, floats = cache / f"{key}-{file_type}.gguf", cache / f"{key}-F32.gguf"
-    with _locked(cache):
+    key = f"v{_VERSION}-{content_key(folder)}"
+
+    def named(kind: str) -> Path:
+        return cache / f"{key}-{kind}{'-package' if kind in by_package else ''}.gguf"
+
+    wanted = named(file_type)
+    # Other processes may make files in it.
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         for older in cache.glob("*.gguf"):
             if not older.name.startswith(key):
                 older.unlink()
-        if not wanted.exists():
-            keep = floats.exists() or wanted == floats
-            if not floats.exists():
-                _write_floats(folder, floats, progress)
-            if wanted != floats:
-                quantize_gguf(floats, wanted, file_type, threads)
-            if not keep:
-                # Several times the size of the file that was asked for, and quickly made again.
-                floats.unlink()
+        if wanted.exists():
+            return wanted
+        kind = file_type if file_type in by_package else "F32"
+        written = named(kind)
+        keep = written.exists() or wanted == written
+        if not written.exists():
+            cfg = read_config(folder)
+            if reason := refusal(cfg):
+                raise ConfigError(f"{folder}: {reason}")
+            write_gguf(written, cfg, read_params(folder, cfg), progress, kind=kind, vocabulary=vocabulary)
+        if wanted != written:
+            quantize_gguf(written, wanted, file_type, threads)
+        if not keep:
+            # Several times the size of the file that was asked for, and quickly made again.
+            written.unlink()
     return wanted
-
-
-def _write_floats(folder: Path, path: Path, progress: Progress) -> None:
-    from jaxllm.checkpoints.huggingface import read_config, read_params
-
-    cfg = read_config(folder)
-    write_gguf(path, cfg, read_params(folder, cfg), progress)
 
 
 def content_key(folder: Path) -> str:
     """A key of a folder's content: name, size and time of its config and weights."""
-    parts = [_VERSION]
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        stat = path.stat()
-        parts += [path.name, str(stat.st_size), str(stat.st_mtime_ns)]
-    return _digest("\0".join(parts))
+    stats = ((path, path.stat()) for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+    return _digest("".join(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in stats))
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks a folder against other processes that make files in it."""
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def refusal(cfg: ModelConfig) -> str | None:
+    """The reason why the `llama` architecture of GGUF cannot describe a model, None if it can."""
+    if cfg.model_type not in ("llama", "mistral"):
+        return f"model_type {cfg.model_type} is not written as GGUF, only llama and mistral are"
+    if cfg.rope is None or cfg.rope.kind not in ("default", "linear") or any(cfg.attention_windows):
+        return "rotary scalings other than linear and attention windows are not written as GGUF"
+    if cfg.qkv_bias or cfg.o_bias or cfg.ffn_bias or cfg.activation != "silu":
+        return "biases and activations other than silu are not written as GGUF"
+    return None
+
+
+def write_gguf(
+    path: Path,
+    cfg: ModelConfig,
+    params: Iterable[tuple[str, np.ndarray]],
+    progress: Progress,
+    *,
+    kind: str = "F32",
+    vocabulary: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a GGUF file atomically (see `jaxllm.export.gguf_file.write_gguf`).
+
+    Args:
+      path: path of the file.
+      cfg: config of the model; `refusal(cfg)` is None.
+      params: (name, float array) pairs in the order of `param_specs(cfg)`.
+      progress: called with ("Writing GGUF", tensors written, tensors in all).
+      kind: one of `PACKAGE_TYPES`.
+      vocabulary: metadata of the tokenizer without the prefix `tokenizer.ggml.`; None for one character a
+        token.
+    """
+    keys = vocabulary or _characters(cfg.vocab_size)
+    cfg = dataclasses.replace(cfg, model_type="llama")
+    with temporary_file(path) as (written, _):
+        exported.write_gguf(
+            written,
+            cfg,
+            params,
+            kind,
+            {f"tokenizer.ggml.{key}": value for key, value in keys.items()},
+            lambda done, total: progress("Writing GGUF", done, total),
+        )
+        written.replace(path)
+
+
+def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> None:
+    """Makes `path` of a float GGUF with llama.cpp's own quantizer.
+
+    Every matrix gets the same format (`pure`), the vocabulary's too: otherwise llama.cpp would keep the head
+    at Q6_K. Rows that do not divide into blocks of 32 stay at 16 bits.
+
+    Raises:
+      JaxllmError: the quantizer fails.
+    """
+    import llama_cpp
+
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype = getattr(llama_cpp, FILE_TYPES[file_type])
+    how.pure = True
+    how.nthread = threads
+    said: list[bytes] = []
+    # It lists every array. llama-cpp-python's own callback fails where a message ends within a character.
+    listen = llama_cpp.llama_log_callback(lambda _level, text, _data: said.append(text))
+    llama_cpp.llama_log_set(listen, ctypes.c_void_p(0))
+    try:
+        with temporary_file(path) as (written, _):
+            code = llama_cpp.llama_model_quantize(
+                os.fsencode(source), os.fsencode(written), ctypes.byref(how)
+            )
+            if code:
+                last = one_line(said[-1].decode(errors="replace")) if said else "nothing"
+                raise JaxllmError(
+                    f"llama.cpp's quantizer failed on {source} (code {code}); it said last: {last}"
+                )
+            written.replace(path)
+    finally:
+        # No callback is llama.cpp's own, which outlives this call's.
+        llama_cpp.llama_log_set(llama_cpp.llama_log_callback(), ctypes.c_void_p(0))
+
+
+def tensor_bytes(path: Path) -> dict[str, tuple[int, int]]:
+    """Of each tensor of a GGUF file, its bytes and its number of values."""
+    import gguf
+
+    return {t.name: (int(t.n_bytes), int(t.n_elements)) for t in gguf.GGUFReader(path).tensors}
+
+
+def text_of_token(token: int) -> str:
+    """The text of a token in our GGUF files: one character."""
+    # Of the supplementary planes, which have enough for any vocabulary.
+    return chr(0x20000 + token)
+
+
+def _characters(size: int) -> dict[str, Any]:
+    """A vocabulary in which each token is one character."""
+    return {
+        "model": "llama",
+        "tokens": [text_of_token(each) for each in range(size)],
+        "scores": [0.0] * size,
+        # SPM's kinds of tokens: one that stands for unknown ones, and normal ones.
+        "token_type": [2] + [1] * (size - 1),
+        # It needs some; the last token is as seldom chosen as any.
+        "bos_token_id": size - 1,
+        "eos_token_id": size - 1,
+        "unknown_token_id": 0,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "add_space_prefix": False,
+    }

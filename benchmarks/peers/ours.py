@@ -4,13 +4,14 @@ A decode block runs several tokens on the device before the host sees them; `one
 loop that engines without on-device sampling run.
 
 Runs exported programs in the loop of `jaxllm generate --program`, and the same steps jitted live, whose
-difference is the cost of exporting.
-
-The `model` of their opening is a folder of programs, or for the live steps a bundle.
+difference is the cost of exporting. The `model` of their opening is a folder of programs, or for the live
+steps a bundle.
 """
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -43,6 +44,9 @@ class EngineSession:
     """An engine whose runner is called directly: prompt in, ids out."""
 
     settings = (BLOCKS, ONE_TOKEN)
+    _token: Any
+    _cache: Any
+    _sampler: Any
 
     def __init__(self, opening: Opening, progress: Progress) -> None:
         from jaxllm.serving.opening.engine import Engine
@@ -57,9 +61,6 @@ class EngineSession:
             opening.model, weights=weights, options=options, warm_up=False, progress=progress
         )
         self._engine.warm_up(progress=progress)
-        self._cache: Any = None
-        self._sampler: Any = None
-        self._token: Any = None
 
     def facts(self) -> dict[str, Any]:
         """Times of opening, and the sizes of the weights."""
@@ -122,6 +123,56 @@ class EngineSession:
         return scorer.score(tokens, targets).tolist()
 
 
+class NestedSession(EngineSession):
+    """An engine for each draft: its own high planes, and the small model that `options` may name as `draft`.
+    They name `answer_tokens`, of every answer, too."""
+
+    def __init__(self, opening: Opening, progress: Progress) -> None:
+        from jaxllm.serving.ground.speculation_options import SpeculationOptions
+        from jaxllm.serving.opening.engine import Engine
+
+        self._answer_tokens = int(opening.options["answer_tokens"])
+        drafts = {"drafts of high planes": SpeculationOptions(drafter="nested")}
+        if small := opening.options.get("draft"):
+            drafts[f"drafts of {Path(small).stem}"] = SpeculationOptions(model=small)
+        self._engines = {
+            setting: Engine.open(
+                opening.model,
+                weights=cast(WeightFormat, opening.format),
+                options=EngineOptions(context_tokens=opening.context_tokens),
+                speculation=speculation,
+                progress=progress,
+            )
+            for setting, speculation in drafts.items()
+        }
+        self.settings = tuple(drafts)
+        self._engine = self._engines[self.settings[0]]
+
+    def passes(self) -> int:
+        """Verifications so far, and tokens that were decoded without one."""
+        found = [each.speculation.counts for each in self._engines.values() if each.speculation is not None]
+        return sum(counts.verifications + counts.plain_tokens for counts in found)
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        from jaxllm.serving.engine.request import GenerationConfig
+
+        config = GenerationConfig(max_tokens=self._answer_tokens, ignore_eos=True)
+        self._answer = self._engines[setting].stream(list(prompt), config)
+        self._pieces = iter(self._answer)
+        self._read(1)
+        return self._answer.tokens[0]
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        self._read(1 + tokens)
+        return self._answer.tokens[1 : 1 + tokens]
+
+    def _read(self, count: int) -> None:
+        while len(self._answer.tokens) < count and next(self._pieces, None) is not None:
+            pass
+
+
 PROGRAM_BLOCKS = "blocks of the programs"
 # Settings of programs that are opened as a device opens them.
 GREEDY, DRAWN = "greedy", "drawn"
@@ -133,7 +184,7 @@ def open_programs(opening: Opening, progress: Progress) -> Session:
     """Opens programs of a folder, and gets them ready."""
     engine = open_program(opening.model, threads=opening.threads)
     engine.warm_up(progress=progress)
-    return ProgramSession(engine.runner, _times_of(engine.model))
+    return ProgramSession(engine)
 
 
 def open_device_programs(opening: Opening, progress: Progress) -> Session:
@@ -142,11 +193,7 @@ def open_device_programs(opening: Opening, progress: Progress) -> Session:
 
     del progress
     engine = open_device(opening.model, threads=opening.threads)
-    return ProgramSession(engine.runner, _times_of(engine.model), settings=(GREEDY, DRAWN))
-
-
-def _times_of(model: Any) -> dict[str, Any]:
-    return {"load_ms": model.load_ms, "build_ms": model.build_ms}
+    return ProgramSession(engine, settings=(GREEDY, DRAWN))
 
 
 def open_live_steps(opening: Opening, progress: Progress) -> Session:
@@ -180,25 +227,24 @@ def open_live_steps(opening: Opening, progress: Progress) -> Session:
             executor.compile(signature)
     # The copies from short caches into longer ones are left.
     executor.prepare(executor.manifest.signatures)
-    facts = {"load_ms": 1000 * (loaded - began), "build_ms": 1000 * (time.perf_counter() - loaded)}
-    return ProgramSession(ProgramRunner(executor), facts)
+    model = SimpleNamespace(load_ms=1000 * (loaded - began), build_ms=1000 * (time.perf_counter() - loaded))
+    return ProgramSession(SimpleNamespace(runner=ProgramRunner(executor), model=model))
 
 
 class ProgramSession:
-    """A runner of programs, called directly."""
+    """A runner of programs, called directly: that of `engine`, whose `model` has the times of opening."""
 
-    def __init__(
-        self, runner: Any, facts: dict[str, Any], settings: Sequence[str] = (PROGRAM_BLOCKS,)
-    ) -> None:
-        self._runner, self._facts, self.settings = runner, facts, settings
+    _token: Any
+    _cache: Any
+    _sampler: Any
+
+    def __init__(self, engine: Any, settings: Sequence[str] = (PROGRAM_BLOCKS,)) -> None:
+        self._runner, self._model, self.settings = engine.runner, engine.model, settings
         self._cached: list[int] = []
-        self._token: Any = None
-        self._cache: Any = None
-        self._sampler: Any = None
 
     def facts(self) -> dict[str, Any]:
         """Times of opening."""
-        return self._facts
+        return {"load_ms": self._model.load_ms, "build_ms": self._model.build_ms}
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""

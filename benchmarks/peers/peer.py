@@ -24,7 +24,6 @@ class Opening:
       peer: a name in the registry.
       model: the bundle or Hugging Face folder to open; peers of ours always get a folder.
       format: the width, in the peer's own words ("int8", "Q8_0").
-      threads: how many threads may compute.
       context_tokens: most tokens of prompt and answer together; 0 lets the peer choose.
       options: of the peer's own making, plain data.
     """
@@ -37,14 +36,8 @@ class Opening:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """A plain dict, of which `model` is a path's text."""
         return dataclasses.asdict(self) | {"model": str(self.model)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Opening":
-        """Reads what `to_json` wrote."""
-        fields: dict[str, Any] = {**data, "model": Path(data["model"])}
-        return cls(**fields)
 
 
 class Session(Protocol):

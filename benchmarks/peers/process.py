@@ -4,17 +4,15 @@ Every system, ours included, runs in a process of its own, pinned to the same co
 allocator nor thread pools, and only one computes at a time: before each timed command the parent waits until
 the others sleep (OpenMP workers spin for a while after their work).
 
-Times systems in alternation: every one answers the same prompts, one after the other, round by round.
+Every system answers the same prompts, one after the other, round by round. Alternation spreads what changes
+on a machine (clock rates, other users) over all systems; medians drop what hits one round. A sample during
+which other processes computed is taken again, within a limit of time. In a first round that is not counted,
+each system runs each case in every setting it offers and keeps its fastest for prefill and for decode: a
+baseline is shown at its best.
 
-Alternation spreads what changes on a machine (clock rates, other users) over all systems; medians drop what
-hits one round. A sample during which other processes computed is taken again, within a limit of time. In a
-first round that is not counted, each system runs each case in every setting it offers and keeps its fastest
-for prefill and for decode: a baseline is shown at its best.
-
-Computes the perplexity of every system on the same token ids, to compare the quality of formats.
-
-Text is cut as `jaxllm.serving.evaluation.texts` cuts it, by the model's tokenizer, and every system gets
-the ids: no tokenizer of a peer takes part. `float` is our engine with the checkpoint's weights in float32.
+Perplexities compare the quality of formats. Text is cut as `jaxllm.serving.evaluation.texts` cuts it, by the
+model's tokenizer, and every system gets the ids: no tokenizer of a peer takes part. `float` is our engine
+with the checkpoint's weights in float32.
 """
 
 import contextlib
@@ -29,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -42,15 +40,82 @@ from jaxllm.errors import ConfigError, JaxllmError, one_line
 from jaxllm.serving.host.progress import Progress
 
 _COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
-_CLOSE_TIMEOUT_S = 5.0
-_SHOWN_BYTES = 4000
+_CLOSE_TIMEOUT_S = 15.0
 
 
 class PeerFailed(JaxllmError):
     """A system under test could not be started, refused a command, or died."""
 
 
-class Child:
+class Process:
+    """A process that computes with so many threads, pinned to as many cores. A context manager."""
+
+    def __init__(
+        self, command: Sequence[str], threads: int, environment: Mapping[str, str] | None = None, **how: Any
+    ) -> None:
+        """Starts the process.
+
+        Args:
+          environment: variables besides those of all systems.
+          **how: further arguments of `subprocess.Popen`; what it prints goes into a file otherwise.
+        """
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log} | how
+        variables = environment_of(threads) | dict(environment or {})
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        try:
+            if cores is not None:
+                # Of this thread, hence of the process that it starts.
+                os.sched_setaffinity(0, sorted(cores)[:threads])
+            # Ctrl-C is for the parent alone, which then closes its children.
+            started: Any = subprocess.Popen(command, env=variables, start_new_session=True, **streams)
+        finally:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+        self._process: subprocess.Popen[bytes] = started
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ends the process, by force if it must be."""
+        if self._log.closed:
+            return
+        process = self._process
+        with contextlib.suppress(OSError):
+            # A process that is sent commands ends with them.
+            (process.terminate if process.stdin is None else process.stdin.close)()
+        try:
+            process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        self._log.close()
+
+    def how_it_ended(self) -> str:
+        """Waits for its end; with the last line of what it wrote."""
+        code = self._process.wait()
+        how = f"exited with {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (most often for want of memory)"
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
+
+
+class Child(Process):
     """A system with an open model in a process of its own. A context manager; closing it ends the process.
 
     Attributes:
@@ -83,9 +148,7 @@ class Child:
         self.label = label
         self.peak_bytes = 0
         self.disturbed: bool | None = None
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
-        self._process: subprocess.Popen[bytes] | None = start(command, opening.threads, **pipes)
+        super().__init__(command, opening.threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._commands, self._answers = self._process.stdin, self._process.stdout
@@ -98,12 +161,6 @@ class Child:
         self.facts: dict[str, Any] = opened["facts"]
         self.settings: list[str] = opened["settings"]
 
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def answer(self, prompt: Sequence[int], tokens: int, setting: str, *, repeats: int = 1) -> dict[str, Any]:
         """Feeds a prompt, then decodes greedily, `repeats` times: the median `prefill_ms` and `decode_ms`,
         and the `ids`, the first of them from the prefill."""
@@ -114,28 +171,12 @@ class Child:
         """Negative log-likelihood (nats) of the targets, each after its token and all before it."""
         return self._ask({"do": "score", "tokens": list(tokens), "targets": list(targets)})["loss"]
 
-    def close(self) -> None:
-        """Ends the process, by force if it must be."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(OSError):
-            self._commands.close()
-        try:
-            process.wait(_CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        self._answers.close()
-        self._stderr.close()
-
     def wait_until_asleep(self) -> None:
         """Returns once the process computes nothing, or after a second."""
-        if self._process is not None:
-            wait_until_asleep(self._process.pid)
+        wait_until_asleep(self.pid)
 
     def _ask(self, command: dict[str, Any], progress: Progress | None = None) -> dict[str, Any]:
-        if self._process is None:
+        if self._log.closed:
             raise PeerFailed(f"{self.label} is closed; start it again")
         disturbance = Disturbance()
         try:
@@ -145,7 +186,7 @@ class Child:
         except BrokenPipeError:
             answer = None
         if answer is None:
-            raise PeerFailed(f"{self.label} {self._death(self._process)}")
+            raise PeerFailed(f"{self.label} {self.how_it_ended()}")
         self.disturbed = disturbance.ended(own_s=answer["cpu_s"])
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
         if "error" in answer:
@@ -165,21 +206,6 @@ class Child:
             if progress is not None:
                 progress(*message["progress"])
         return None
-
-    def _death(self, process: "subprocess.Popen[bytes]") -> str:
-        return how_it_ended(process.wait(), self._stderr)
-
-
-def how_it_ended(code: int, log: IO[bytes]) -> str:
-    """How a process ended, with the last line of what it wrote to a file."""
-    how = f"exited with {code}"
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            how += " (most often for want of memory)"
-    log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
-    lines = log.read().decode(errors="replace").strip().splitlines()
-    return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
 
 
 def threads_of(wanted: int) -> int:
@@ -206,34 +232,6 @@ def environment_of(threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-@contextlib.contextmanager
-def pinned(threads: int) -> Iterator[None]:
-    """Pins this thread, hence a process that it starts, to the first `threads` of its cores."""
-    if not hasattr(os, "sched_getaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(cores)[:threads])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def start(command: Sequence[str], threads: int, **streams: Any) -> "subprocess.Popen[bytes]":
-    """Starts a process that computes with so many threads, pinned to as many cores.
-
-    Args:
-      **streams: further arguments of `subprocess.Popen`; `env` is added to the environment of all systems.
-    """
-    environment = environment_of(threads) | streams.pop("env", {})
-    with pinned(threads):
-        # Ctrl-C is for the parent alone, which then closes its children.
-        return subprocess.Popen(  # pyright: ignore[reportReturnType]: of bytes
-            command, env=environment, start_new_session=True, **streams
-        )
 
 
 @contextlib.contextmanager
@@ -265,10 +263,6 @@ def opening_of(plan: TimedPlan, peer: str, model: Path, format_: str = "", **opt
 
 
 PHASES = ("prefill", "decode")
-# Answers are repeated within a sample until it takes this long: single ones of milliseconds vary too much.
-_SAMPLE_MS = 150
-_MOST_REPEATS = 20
-_LONG_MS = 1500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +330,7 @@ def phase_case(phase: str, prompt: int, tokens: int) -> str:
 
 def alternate(
     systems: Sequence[System],
-    prompts: Sequence[Sequence[int]],
+    vocab_size: int,
     *,
     plan: TimedPlan,
     progress: Progress,
@@ -346,12 +340,13 @@ def alternate(
 
     Args:
       systems: several may share a child.
-      prompts: token ids, of different lengths.
-      plan: how many tokens are decoded after each prompt besides the first one, in how many rounds, and how
-        much time is spent on samples that are not kept and on waiting for quiet.
+      vocab_size: of the model.
+      plan: the lengths of prompts, how many tokens are decoded after each besides the first one, in how many
+        rounds, and how much time is spent on samples that are not kept and on waiting for quiet.
       progress: called with ("Measuring", done, total).
       bytes_per_s: measures memory's bandwidth at this moment; called before and after every sample.
     """
+    prompts = [prompt_ids(vocab_size, tokens) for tokens in plan.prompt_tokens]
     total = len(systems) * len(prompts) * (plan.rounds + 1)
     turns = _Alternation(plan, total, progress, bytes_per_s)
     best = {
@@ -398,10 +393,10 @@ class _Alternation:
                 for phase, by_setting in times.items():
                     by_setting[setting] = min(answer[f"{phase}_ms"], by_setting.get(setting, math.inf))
                 total_ms = sum(answer[f"{phase}_ms"] for phase in PHASES)
-                repeats = min(_MOST_REPEATS, max(1, round(_SAMPLE_MS / total_ms)))
-                self._repeats[system.child, len(prompt)] = repeats
+                # Repeated within a sample until it takes 150 ms: single ones of milliseconds vary too much.
+                self._repeats[system.child, len(prompt)] = min(20, max(1, round(150 / total_ms)))
                 # What runs first pays for cold pages; that is little of a long answer.
-                if total_ms > _LONG_MS:
+                if total_ms > 1500:
                     break
         self._step()
         return {phase: min(by_setting, key=by_setting.__getitem__) for phase, by_setting in times.items()}
@@ -433,17 +428,16 @@ class _Alternation:
     def _memory_speed(self) -> float:
         if self._bytes_per_s is None:
             return 0.0
-        self._wait_for_last()
+        self._wait_for_last(None)
         return self._bytes_per_s()
 
-    def _wait_for_last(self) -> None:
+    def _wait_for_last(self, following: Child | None) -> None:
         if self._last is not None:
             self._last.wait_until_asleep()
-            self._last = None
+        self._last = following
 
     def _answer(self, child: Child, prompt: Sequence[int], setting: str) -> dict[str, Any]:
-        self._wait_for_last()
-        self._last = child
+        self._wait_for_last(child)
         repeats = self._repeats.get((child, len(prompt)), 1)
         return child.answer(prompt, self._decode_tokens, setting, repeats=repeats)
 

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.harness.bench import PATH, TextPlan, TimedPlan, parts_of, sized
+from benchmarks.harness import bench as plans
 
 PARTS = {
     "memory": "time and peak memory of preparing",
@@ -15,7 +15,7 @@ VOCABULARY_SHAPES = ("0.5b-128k",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(TimedPlan, TextPlan):
+class Plan(plans.TimedPlan, plans.TextPlan):
     """What is measured, and how long; what an option asks for is said there.
 
     Attributes:
@@ -23,18 +23,18 @@ class Plan(TimedPlan, TextPlan):
       vocabulary_data: of whose texts the tokenizer of a shape is learned; None for the packaged stories.
     """
 
-    kinds: tuple[Literal["F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"], ...] = sized(
+    kinds: tuple[Literal["F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"], ...] = plans.sized(
         ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"), "Write GGUF files of this type.", "--kind",
         quick=("Q8_0", "Q4_0"),
     )  # fmt: skip
-    vocabulary_data: Path | None = sized(
-        None, "Learn the vocabulary of a shape of the texts in this folder.", "--data", type=PATH,
+    vocabulary_data: Path | None = plans.sized(
+        None, "Learn the vocabulary of a shape of the texts in this folder.", "--data", type=plans.PATH,
         metavar="DIR", default="packaged stories",
     )  # fmt: skip
-    parts: tuple[str, ...] = parts_of(PARTS)
-    prompt_tokens: tuple[int, ...] = sized((64, 256), quick=(64,))
-    decode_tokens: int = sized(64, quick=32)
-    rounds: int = sized(7, quick=3)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    prompt_tokens: tuple[int, ...] = plans.sized((64, 256), quick=(64,))
+    decode_tokens: int = plans.sized(64, quick=32)
+    rounds: int = plans.sized(7, quick=3)
     context_tokens: int = 512
-    text_windows: int = sized(256, quick=8)
-    patience_s: float = sized(120.0, quick=5.0)
+    text_windows: int = plans.sized(256, quick=8)
+    patience_s: float = plans.sized(120.0, quick=5.0)

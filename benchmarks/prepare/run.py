@@ -2,44 +2,36 @@
 process of its own; then the speed of the bundles beside those prepared from floats at the same bits, in
 alternation; and perplexities beside llama.cpp's on the same files.
 
-Makes what is prepared: a model's folder, and GGUF files of the same weights; kept in the cache folder.
+The tokenizer of byte pairs of a random model has as many entries as published models have. Merges are learned
+of texts as those of published tokenizers are. Texts of some ten megabytes have about 128,000 words; where
+they have fewer, tokens that are joined at random fill the vocabulary: they never occur, but are read, checked
+and stored as the others are.
 """
 
 import dataclasses
+import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import taken_by
 from benchmarks.harness.report import Row, compared, row
-from benchmarks.models import Checkpoint, Shape, byte_pairs, texts_of, vocabulary_keys, write_random
-from benchmarks.peers import OURS, PEERS, Opening
-from benchmarks.peers.gguf_file import PACKAGE_TYPES, quantize_gguf, refusal, write_gguf
-from benchmarks.peers.llama import content_key
+from benchmarks.models import Checkpoint, shape, write_random
+from benchmarks.peers import OURS, PEERS, Opening, process
+from benchmarks.peers.llama import PACKAGE_TYPES, gguf_of
 from benchmarks.peers.ours import BLOCKS
 from benchmarks.peers.peer import missing_packages
-from benchmarks.peers.process import (
-    REFERENCE,
-    Child,
-    System,
-    Text,
-    alternate,
-    environment_of,
-    opened,
-    opening_of,
-    perplexity,
-    prompt_ids,
-    rate_rows,
-    threads_of,
-)
 from benchmarks.prepare import Plan
 from benchmarks.samples import SEPARATOR, stories_file
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.gguf_file import read_gguf
-from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -47,9 +39,10 @@ from jaxllm.models.parameters import parameter_count
 from jaxllm.prepare import prepare
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
+from jaxllm.text.tokenizer import TokenizerFiles
 
 FROM_FLOATS, LLAMA_CPP = f"{OURS.name}-from-floats", "llama.cpp"
-# Of which peak memory may be this many times the file's size, and a layer more.
+# Peak memory may be this many times the file's size, and a layer more.
 _BOUND = 1.2
 
 
@@ -60,13 +53,16 @@ def run(bench: Run[Plan]) -> list[Row]:
       JaxllmError: the model cannot be written as GGUF, or a system fails.
     """
     plan, progress = bench.plan, bench.progress
-    threads, kinds = threads_of(plan.threads), _kinds(bench)
+    threads, kinds = process.threads_of(plan.threads), _kinds(bench)
     if bench.shape is not None:
-        source = random_source(bench.shape, SHAPES[bench.shape], bench)
+        name, (folder, vocabulary) = bench.shape, random_source(bench.shape, SHAPES[bench.shape], bench)
     else:
         found = Checkpoint.find(bench.model)
-        source = Source(name=found.name, folder=found.folder(progress))
-    checkpoint = Checkpoint.find(source.folder)
+        name, folder, vocabulary = found.name, found.folder(progress), None
+    checkpoint, written = (
+        Checkpoint.find(folder),
+        partial(written_gguf, folder, vocabulary, threads, progress),
+    )
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="jaxllm-prepare-") as scratch:
         bundles: dict[str, dict[str, Path]] = {}
@@ -74,30 +70,29 @@ def run(bench: Run[Plan]) -> list[Row]:
             form = FORMATS[kind]
             made, floats = Path(scratch, f"{kind}.jaxllm"), Path(scratch, f"{form}.jaxllm")
             bundles[kind] = {OURS.name: made, FROM_FLOATS: floats}
-            gguf = source.gguf(kind, threads, progress)
+            gguf = written(kind)
             prepared: list[tuple[str, Path, Path, str | None]] = [(f"GGUF {kind}", gguf, made, None)]
             if not floats.exists():
-                prepared.append((f"floats to {form}", source.folder, floats, form))
+                prepared.append((f"floats to {form}", folder, floats, form))
             for what, *how in prepared:
-                rows += _memory_rows(f"{source.name}, prepare from {what}", how, checkpoint.cfg, threads)
+                rows += _memory_rows(f"{name}, prepare from {what}", how, checkpoint.cfg, threads)
             progress("Preparing", number + 1, len(kinds))
         if "memory" not in plan.parts:
             rows = []
         text, exact = None, 0.0
         if "perplexity" in plan.parts:
-            text = Text.read(
+            text = process.Text.read(
                 plan.text or stories_file(None), checkpoint, separator=SEPARATOR,
                 window_tokens=plan.context_tokens, limit=plan.text_windows,
             )  # fmt: skip
-            with Child(REFERENCE, _opening(source.folder, plan), progress) as child:
-                exact = perplexity(child, text, progress)
+            with process.Child(process.REFERENCE, _opening(folder, plan), progress) as child:
+                exact = process.perplexity(child, text, progress)
         for kind, both in bundles.items():
-            case = f"{source.name} {kind}"
+            case = f"{name} {kind}"
             if "speed" in plan.parts:
                 rows += _speed_rows(case, both, checkpoint, plan, progress)
             if text is not None:
-                gguf = source.gguf(kind, threads, progress)
-                rows += _perplexity_rows(case, both, gguf, text, exact, bench)
+                rows += _perplexity_rows(case, both, written(kind), text, exact, bench)
     return rows
 
 
@@ -114,7 +109,7 @@ def _kinds(bench: Run[Plan]) -> tuple[str, ...]:
 
 def _memory_rows(case: str, how: Sequence[Any], cfg: ModelConfig, threads: int) -> list[Row]:
     """Time and peak memory of preparing a source, and sizes; `how` are the arguments of `_prepared`."""
-    found, (model, bundle, _) = taken_by(_prepared, *how, environment=environment_of(threads)), how
+    found, (model, bundle, _) = taken_by(_prepared, *how, environment=process.environment_of(threads)), how
     files = [model] if model.is_file() else [*model.glob("*.safetensors")]
     file_bytes = sum(each.stat().st_size for each in files)
     # A layer as it is in the file.
@@ -144,29 +139,25 @@ def _speed_rows(
 ) -> list[Row]:
     """Prefill and decode of a file's bundle beside that of floats."""
     openings = {system: _opening(bundle, plan) for system, bundle in bundles.items()}
-    with opened(openings, progress, case) as children:
-        results = alternate(
-            [System(system, child, (BLOCKS,)) for system, child in children.items()],
-            [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens],
-            plan=plan,
-            progress=progress,
-        )
+    with process.opened(openings, progress, case) as children:
+        systems = [process.System(system, child, (BLOCKS,)) for system, child in children.items()]
+        results = process.alternate(systems, checkpoint.cfg.vocab_size, plan=plan, progress=progress)
         bits = {system: f"{child.facts['bits_per_weight']:.2f} bits" for system, child in children.items()}
-    return rate_rows(results, {system: system for system in bundles}, plan, f"{case}, ", notes=bits)
+    return process.rate_rows(results, {system: system for system in bundles}, plan, f"{case}, ", notes=bits)
 
 
 def _perplexity_rows(
-    case: str, bundles: dict[str, Path], gguf: Path, text: Text, exact: float, bench: Run[Plan]
+    case: str, bundles: dict[str, Path], gguf: Path, text: process.Text, exact: float, bench: Run[Plan]
 ) -> list[Row]:
     """Perplexity of a file, of floats at its bits, of float32, and of llama.cpp on the file."""
     openings = {system: _opening(bundle, bench.plan) for system, bundle in bundles.items()}
     if not PEERS[LLAMA_CPP].missing():
-        openings[LLAMA_CPP] = opening_of(bench.plan, LLAMA_CPP, gguf, "GGUF")
-    values = {REFERENCE: exact}
+        openings[LLAMA_CPP] = process.opening_of(bench.plan, LLAMA_CPP, gguf, "GGUF")
+    values = {process.REFERENCE: exact}
     # One after the other: each is in memory for its own text alone.
     for system, opening in openings.items():
-        with Child(f"{system} {case}", opening, bench.progress) as child:
-            values[system] = perplexity(child, text, bench.progress)
+        with process.Child(f"{system} {case}", opening, bench.progress) as child:
+            values[system] = process.perplexity(child, text, bench.progress)
     # llama.cpp's quantizer gives rows that do not divide into blocks of a type another one.
     kinds = {each.kind for each in read_gguf(gguf).tensors.values() if len(each.shape) > 1}
     notes = dict.fromkeys((OURS.name, LLAMA_CPP), f"matrices of {' and '.join(sorted(kinds))}")
@@ -179,12 +170,12 @@ def _opening(model: Path, plan: Plan) -> Opening:
     if not model.is_dir():
         with Bundle.open(model) as bundle:
             form = bundle.layout.weights
-    return opening_of(plan, OURS.name, model, form, context_tokens=plan.context_tokens)
+    return process.opening_of(plan, OURS.name, model, form, context_tokens=plan.context_tokens)
 
 
 SHAPES = {
     # The layers of Qwen2.5 0.5B with the vocabulary of Llama 3, whose embedding is the head, too.
-    "0.5b-128k": Shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=128256, tied=True),
+    "0.5b-128k": shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=128256, tied_head=True),
 }
 # Type of a GGUF file -> our format of floats that has the same bits.
 FORMATS = {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4-all", "Q4_1": "int4-min", "Q4_K": "int4-min"}
@@ -192,64 +183,96 @@ FORMATS = {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4-all", "Q4_1": "int4-min",
 _VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """A model as a folder of floats, and as GGUF files.
-
-    Attributes:
-      name: of the model.
-      folder: the Hugging Face folder.
-      vocabulary: metadata of its tokenizer in GGUF files; None for one character a token.
-    """
-
-    name: str
-    folder: Path
-    vocabulary: dict[str, Any] | None = None
-
-    def gguf(self, kind: str, threads: int, progress: Progress) -> Path:
-        """The GGUF file of a type, a key of `FORMATS`, made unless it is there.
-
-        Raises:
-          ConfigError: the model cannot be written as one.
-        """
-        place = _cache() / "gguf" / content_key(self.folder)
-        place.mkdir(parents=True, exist_ok=True)
-        path = place / f"{kind}.gguf"
-        if path.exists():
-            return path
-        cfg = read_config(self.folder)
-        if reason := refusal(cfg):
-            raise ConfigError(f"{self.folder}: {reason}")
-        own = kind if kind in PACKAGE_TYPES else "F32"
-        written = place / f"{own}.gguf"
-        if not written.exists():
-            params = read_params(self.folder, cfg)
-            write_gguf(written, cfg, params, progress, kind=own, vocabulary=self.vocabulary)
-        if written != path:
-            quantize_gguf(written, path, kind, threads)
-            written.unlink()
-        return path
+def written_gguf(
+    folder: Path, vocabulary: dict[str, Any] | None, threads: int, progress: Progress, kind: str
+) -> Path:
+    """The GGUF file of a folder's weights at a type, a key of `FORMATS` (see `gguf_of`)."""
+    how: dict[str, Any] = {"by_package": PACKAGE_TYPES, "vocabulary": vocabulary}
+    return gguf_of(folder, kind, threads=threads, progress=progress, **how)
 
 
-def random_source(name: str, shape: Shape, bench: Run[Plan]) -> Source:
-    """A model of random weights, and a tokenizer of byte pairs learned of texts; tells what it is made of."""
+def random_source(name: str, cfg: ModelConfig, bench: Run[Plan]) -> tuple[Path, dict[str, Any]]:
+    """The folder of a model of random weights and a tokenizer of byte pairs learned of texts, and what GGUF
+    files say of the latter; tells what it is made of."""
     data = bench.plan.vocabulary_data
-    texts = [stories_file(None)] if data is None else list(texts_of(data))
-    place = _cache() / (name if data is None else f"{name}-data")
+    texts = [stories_file(None)]
+    if data is not None:
+        kinds = (".txt", ".json", ".jsonl", ".csv", ".de", ".en")
+        texts = [each for each in sorted(data.rglob("*")) if each.suffix in kinds and each.is_file()]
+    place = cache_folder() / "benchmarks" / "prepare" / (name if data is None else f"{name}-data")
     size_bytes = sum(each.stat().st_size for each in texts)
-    folder = place / f"v{_VERSION}-{shape.V}-{len(texts)}-{size_bytes}"
+    folder = place / f"v{_VERSION}-{cfg.vocab_size}-{len(texts)}-{size_bytes}"
     if not (folder / "config.json").exists():
         # Earlier ones are of other texts.
         shutil.rmtree(place, ignore_errors=True)
-        tokenizer, learned = byte_pairs(shape.V, texts)
+        tokenizer, learned = byte_pairs(cfg.vocab_size, texts)
         folder.mkdir(parents=True)
         (folder / "learned.txt").write_text(f"{learned}\n", encoding="utf-8")
-        write_random(folder, shape.cfg, bench.progress, tokenizer)
+        write_random(folder, cfg, bench.progress, tokenizer)
     learned = int((folder / "learned.txt").read_text(encoding="utf-8"))
-    told = f"{shape.V:,} byte pairs, {learned:,} learned of {len(texts)} texts of {size_bytes / 1e6:.1f} MB"
-    bench.tell(told)
-    return Source(name=name, folder=folder, vocabulary=vocabulary_keys(read_tokenizer(folder)))
+    of = f"{len(texts)} texts of {size_bytes / 1e6:.1f} MB"
+    bench.tell(f"{cfg.vocab_size:,} byte pairs, {learned:,} learned of {of}")
+    return folder, vocabulary_keys(read_tokenizer(folder))
 
 
-def _cache() -> Path:
-    return cache_folder() / "benchmarks" / "prepare"
+# Llama 3's rule by which texts are split first, and llama.cpp's name of it.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLIT_NAME = "llama-bpe"
+
+
+def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
+    """A tokenizer of `size` entries, and how many of them were learned of the texts.
+
+    Args:
+      size: at least the 256 bytes.
+      texts: UTF-8 files.
+    """
+    library = Tokenizer(models.BPE(ignore_merges=True))
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=1,
+        special_tokens=[],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library.train([str(each) for each in texts], trainer)
+    data = json.loads(library.to_str())
+    learned = len(data["model"]["vocab"])
+    _fill(data["model"], size)
+    return TokenizerFiles(tokenizer_json=json.dumps(data, ensure_ascii=False)), learned
+
+
+def vocabulary_keys(files: TokenizerFiles) -> dict[str, Any]:
+    """The metadata of such a tokenizer in a GGUF file, without the prefix `tokenizer.ggml.`."""
+    model = json.loads(files.tokenizer_json)["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    return {
+        "model": "gpt2",
+        "pre": _SPLIT_NAME,
+        "tokens": tokens,
+        "token_type": [1] * len(tokens),
+        "merges": [" ".join(each) for each in model["merges"]],
+        "add_bos_token": False,
+    }
+
+
+def _fill(model: dict[str, Any], size: int) -> None:
+    """Joins tokens at random until there are `size` of them."""
+    draw, tokens = np.random.default_rng(0), list(model["vocab"])
+    while len(tokens) < size:
+        left, right = (tokens[int(at)] for at in draw.integers(0, len(tokens), 2))
+        token = left + right
+        if len(token) <= 16 and token not in model["vocab"]:
+            model["vocab"][token] = len(tokens)
+            tokens.append(token)
+            model["merges"].append([left, right])

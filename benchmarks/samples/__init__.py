@@ -3,19 +3,12 @@
 `stories.txt` and `questions.json` were written for this project and come from no data set. They suffice to
 time systems and to see that answers agree; accuracies on so few questions have wide intervals.
 
-Reads a text of short stories: the packaged one, or the validation text of a data folder.
-
-Reads the questions of tasks, each with its right answer.
-
-Reads the tasks of encoder-decoders from the folder of all data: translation, summaries, questions.
-
-LLMCad and EdgeMoE measure translation, summary and question answering. Which of our tasks a model has, its
-folder says (`TokenizerFiles.tasks`); a shortened sentence stands in for a summary, and the emotion of a text
-for the answer to a question.
+LLMCad and EdgeMoE measure translation, summary and question answering. Which of our tasks an encoder-decoder
+has, its folder says (`TokenizerFiles.tasks`); a shortened sentence stands in for a summary, and the emotion
+of a text for the answer to a question.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,13 +23,13 @@ from jaxllm.tasks.readers import SHORTEN, SUM_UP, read_chats, read_compression
 from jaxllm.text.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"
-_PACKAGED = Path(__file__).with_name("stories.txt")
-_IN_DATA = Path("text", "tinystories_valid.txt")
 
 
 def stories_file(data: Path | None) -> Path:
     """The UTF-8 file of stories, split by `SEPARATOR`: in a data folder, or for None the packaged one."""
-    return _PACKAGED if data is None else Path(data) / _IN_DATA
+    if data is None:
+        return Path(__file__).with_name("stories.txt")
+    return Path(data) / "text" / "tinystories_valid.txt"
 
 
 def read_stories(data: Path | None) -> list[str]:
@@ -67,7 +60,6 @@ def text_windows(tokens: Sequence[int], length: int, count: int) -> Iterator[lis
         yield list(tokens[number * step : number * step + length])
 
 
-_FILE = Path(__file__).with_name("questions.json")
 _LABELS = {"sentiment": readers.SENTIMENT, "news": readers.NEWS, "emotion": readers.EMOTION}
 _FREE = {"shorten": SHORTEN, "chat summary": SUM_UP}
 
@@ -94,15 +86,10 @@ def packaged_examples(task: str) -> list[TaskExample]:
     Raises:
       ConfigError: there are none.
     """
-    samples = _samples()
+    samples = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
     if task not in samples:
         raise ConfigError(f"task {task} has no packaged sample, only {', '.join(samples)}; give --data DIR")
     return list(_examples(task, samples[task]))
-
-
-@functools.cache
-def _samples() -> Mapping[str, list[Any]]:
-    return json.loads(_FILE.read_text(encoding="utf-8"))
 
 
 def _examples(task: str, samples: Sequence[Any]) -> Iterator[TaskExample]:
@@ -135,10 +122,6 @@ def _call(sample: Mapping[str, Any], number: int) -> TaskExample:
     return readers.api_choice(record, sample["answer"], readers.function_lines([record]), 0)
 
 
-# Of the sentences that are shortened the packaged recipes hold out so many.
-_SHORTENED_SHARE = 0.03
-
-
 def _translated(source: str, target: str) -> Callable[[Path], Iterator[TaskExample]]:
     def read(data: Path) -> Iterator[TaskExample]:
         folder = data / "tasks" / "multi30k"
@@ -150,8 +133,8 @@ def _translated(source: str, target: str) -> Callable[[Path], Iterator[TaskExamp
 
 
 def _shortened(data: Path) -> Iterator[TaskExample]:
-    found = read_compression(data, "valid")
-    return (each for each in found if held_out(each.user.strip(), _SHORTENED_SHARE))
+    # So many are held out by the packaged recipes.
+    return (each for each in read_compression(data, "valid") if held_out(each.user.strip(), 0.03))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.harness.bench import FILE, ShapePlan, ThreadsPlan, parts_of, sized
+from benchmarks.harness import bench as plans
 
 PARTS = {
     "apps": "answers in time of six apps that call at their own times",
@@ -22,7 +22,7 @@ SYSTEMS = ("no-batching", "no-planning", "no-prefix-reuse", "llama.cpp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(ShapePlan, ThreadsPlan):
+class Plan(plans.ShapePlan, plans.ThreadsPlan):
     """Sizes of one measurement; what an option asks for is said there.
 
     Attributes:
@@ -33,50 +33,48 @@ class Plan(ShapePlan, ThreadsPlan):
       patience_s: for answers after the last request; for those of clients at least twice as long as the idle
         whole model would take to answer all of them.
       starts: of the service, from buckets on disk.
-      reference_repeats: of each prompt of the reference.
-      seed: of all draws.
     """
 
-    systems: tuple[str, ...] = sized(
+    systems: tuple[str, ...] = plans.sized(
         (), "Ours without one of its techniques, or llama.cpp's server, beside ours.", "--system",
         type=click.Choice([*SYSTEMS, "none"]), default="all that run here",
     )  # fmt: skip
-    llama_server: Path | None = sized(
+    llama_server: Path | None = plans.sized(
         None, "The binary of llama.cpp's server.", metavar="FILE",
         default="llama-cpp-python's server, one request at a time",
     )  # fmt: skip
-    slots: int = sized(8, "Answers that --llama-server decodes together.", low=1)
-    loads: tuple[float, ...] = sized(
+    slots: int = plans.sized(8, "Answers that --llama-server decodes together.", low=1)
+    loads: tuple[float, ...] = plans.sized(
         (1.0, 2.0), "Requests per second of the six apps, in those that the idle whole model answers one "
         "after another.", "--load", quick=(1.0,), above=0,
     )  # fmt: skip
-    trace: Path | None = sized(
+    trace: Path | None = plans.sized(
         None, "Take arrivals and lengths from a trace of Azure (.csv) or Mooncake (.jsonl), compressed in "
-        "time and scaled.", type=FILE, metavar="FILE", default="a Poisson process",
+        "time and scaled.", type=plans.FILE, metavar="FILE", default="a Poisson process",
     )  # fmt: skip
-    clients: tuple[int, ...] = sized(
+    clients: tuple[int, ...] = plans.sized(
         (1, 8, 64), "Number of clients that call as soon as they are answered.", quick=(8,), low=1, high=1024
     )
-    prompt_tokens: int = sized(256, "Median length of prompts.", quick=128, low=16)
-    answer_tokens: int = sized(48, "Median length of answers.", quick=32, low=4)
-    slo_scale: float = sized(
+    prompt_tokens: int = plans.sized(256, "Median length of prompts.", quick=128, low=16)
+    answer_tokens: int = plans.sized(48, "Median length of answers.", quick=32, low=4)
+    slo_scale: float = plans.sized(
         3.0, "Objectives are shares of so many times the idle whole model's times.", above=0
     )
-    repetitions: int = sized(3, "Repetitions of everything, the systems in turns.", quick=1, low=1)
-    seconds: float = sized(
+    repetitions: int = plans.sized(3, "Repetitions of everything, the systems in turns.", quick=1, low=1)
+    seconds: float = plans.sized(
         0.0, "Seconds of each load, at least: more where a large model answers few calls in them.", above=0,
         default="4, of clients 2.5; with --full 40 and 10",
     )  # fmt: skip
-    outcomes: Path | None = sized(
+    outcomes: Path | None = plans.sized(
         None, "Write the outcome of every request, a JSON line each.", metavar="FILE",
         type=click.Path(path_type=Path, dir_okay=False),
     )  # fmt: skip
-    parts: tuple[str, ...] = parts_of(PARTS)
-    load_s: float = sized(40.0, quick=4.0)
-    clients_s: float = sized(10.0, quick=2.5)
-    least_requests: int = sized(50, quick=20)
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    load_s: float = plans.sized(40.0, quick=4.0)
+    clients_s: float = plans.sized(10.0, quick=2.5)
+    least_requests: int = plans.sized(50, quick=20)
     warm_up_share: float = 0.2
-    patience_s: float = sized(30.0, quick=4.0)
-    starts: int = sized(5, quick=3)
-    reference_repeats: int = sized(5, quick=3)
+    patience_s: float = plans.sized(30.0, quick=4.0)
+    starts: int = plans.sized(5, quick=3)
+    reference_repeats: int = plans.sized(5, quick=3)
     seed: int = 0

@@ -23,8 +23,6 @@ from typing import Any
 
 # The error of what was given up.
 NOT_ANSWERED = "not answered"
-_CHECKS_S = 0.5
-_AFTER_REFUSAL_S = 0.1
 
 
 def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> list[dict[str, Any]]:
@@ -60,7 +58,7 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
         given: bytes | None = json.dumps(job).encode()
         while True:
             try:
-                out, err = child.communicate(given, timeout=_CHECKS_S)
+                out, err = child.communicate(given, timeout=0.5)
                 break
             except subprocess.TimeoutExpired:
                 given = None
@@ -178,7 +176,7 @@ async def closed_loop(
             measured.discard(place)
             if outcome["error"]:
                 # A server that refuses is not asked in a busy loop.
-                await asyncio.sleep(_AFTER_REFUSAL_S)
+                await asyncio.sleep(0.1)
 
     tasks = [asyncio.create_task(client(place)) for place in range(clients)]
     if duration_s:

@@ -1,15 +1,11 @@
 """Judges what came back: which answers were in time, percentiles of times, tokens per second.
 
-Repeated loads are judged together: shares, rates and percentiles are of all of their calls.
+Repeated loads are judged together: shares, rates and percentiles are of all of their calls. Rows have an
+interval for answers in time, else the least and the greatest of the repetitions.
 
-Computes confidence intervals of answers in time, by the bootstrap over blocks of calls.
-
-Calls that come soon after each other wait for each other, so that blocks of consecutive ones are resampled
-(Davison and Hinkley, Bootstrap Methods and their Application, section 8.2.3). Two systems were sent the same
-calls: they are compared block by block, which cancels how many calls come at once.
-
-Makes rows of figures, with what repeated measurements say of their certainty: an interval for answers in
-time, else the least and the greatest of the repetitions.
+Calls that come soon after each other wait for each other, so that the bootstrap resamples blocks of
+consecutive ones (Davison and Hinkley, Bootstrap Methods and their Application, section 8.2.3). Two systems
+were sent the same calls: they are compared block by block, which cancels how many calls come at once.
 """
 
 import dataclasses
@@ -22,34 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.figures import Figure, draw_figures
-from benchmarks.harness.report import OURS, Draw, Row, bootstrap, compared, median, row
+from benchmarks.harness.report import OURS, Draw, Figure, Row, bootstrap, compared, draw_figures, median, row
 from benchmarks.service.load import NOT_ANSWERED
-from benchmarks.service.systems import (
-    Limits,
-)
+from benchmarks.service.systems import Limits
 from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
-
-PERCENTILES = (50, 95, 99)
-_BUSY = (429, 503)
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The outcomes of one load on one system.
-
-    Attributes:
-      case: the load.
-      system: its name.
-      repetition: from 0.
-      window: its outcomes.
-    """
-
-    case: str
-    system: str
-    repetition: int
-    window: "Window"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,9 +87,8 @@ def judged(raw: dict[str, Any], request: Request, limits_ms: Limits) -> Outcome:
     error, first, last = raw["error"], raw["first_s"], raw["last_s"]
     if error is None and first is None:
         error = "an answer without text"
-    status = "answered" if error is None else "refused" if raw["status"] in _BUSY else "failed"
-    facts = raw["jaxllm"] or {}
-    whole = error is None
+    facts, whole = raw["jaxllm"] or {}, error is None
+    status = "answered" if whole else "refused" if raw["status"] in (429, 503) else "failed"
     # Percentiles without those that never came would be the better, the fewer answers there are.
     waited_s = raw["ended_s"] if error == NOT_ANSWERED and first is None else first
     timed = whole or error == NOT_ANSWERED
@@ -176,41 +148,45 @@ class Window:
         return total
 
 
-def figures(windows: Sequence[Window]) -> dict[str, float]:
-    """Metric -> value over all windows, without those that nothing was answered for; none where nothing was
-    due."""
+# By metric, and what part of a case it is of; "" for all of it.
+Figures = dict[tuple[str, str], float]
+
+
+def figures(windows: Sequence[Window]) -> Figures:
+    """Values over all windows, without those that nothing was answered for; none where nothing was due."""
     counted = [each for window in windows for each in window.counted]
     if not counted:
         return {}
     seconds = sum(window.seconds for window in windows)
     answered = [each for each in counted if each.answered]
-    found = {
-        "decode_tokens_per_s": sum(window.tokens for window in windows) / seconds,
-        "requests_per_s": len(answered) / seconds,
-        "goodput_per_s": sum(each.met for each in counted) / seconds,
-        "slo_met": statistics.fmean(each.met for each in counted),
-        "refused": statistics.fmean(each.status == "refused" for each in counted),
-        "failed": statistics.fmean(each.status == "failed" for each in counted),
+    found: Figures = {
+        ("decode_tokens_per_s", ""): sum(window.tokens for window in windows) / seconds,
+        ("requests_per_s", ""): len(answered) / seconds,
+        ("goodput_per_s", ""): sum(each.met for each in counted) / seconds,
+    }
+    shares: dict[tuple[str, str], list[float]] = {
+        ("slo_met", ""): [each.met for each in counted],
+        ("refused", ""): [each.status == "refused" for each in counted],
+        ("failed", ""): [each.status == "failed" for each in counted],
     }
     for app in sorted({each.app for each in counted}):
-        own = [each.met for each in counted if each.app == app]
-        found[f"slo_met of {SLOS[app]}"] = statistics.fmean(own)
-    times = {
-        "ttft": [each.ttft_ms for each in counted if each.ttft_ms],
-        "tpot": [each.tpot_ms for each in answered if each.tokens > 1],
-    }
-    for name, values in times.items():
-        if values:
-            for percent in PERCENTILES:
-                found[f"{name}_ms_p{percent}"] = float(np.percentile(values, percent))
-    levels = [each.level for each in answered if each.level is not None]
-    if levels:
-        found["level"] = statistics.fmean(levels)
+        shares["slo_met", f"app {SLOS[app]}"] = [each.met for each in counted if each.app == app]
+    shares["level", ""] = [each.level for each in answered if each.level is not None]
     for name, of in {"kept": "kept_tokens", "reused": "reused_tokens"}.items():
         told = [(getattr(each, of), each.prompt_tokens) for each in answered]
-        if shares := [tokens / prompt for tokens, prompt in told if tokens is not None]:
-            found[name] = statistics.fmean(shares)
-    return found
+        shares[name, ""] = [tokens / prompt for tokens, prompt in told if tokens is not None]
+    times = {
+        "ttft_ms": [each.ttft_ms for each in counted if each.ttft_ms],
+        "tpot_ms": [each.tpot_ms for each in answered if each.tokens > 1],
+    }
+    percentiles = {
+        (name, f"percentile {percent}"): float(np.percentile(values, percent))
+        for name, values in times.items()
+        for percent in (50, 95, 99)
+        if values
+    }
+    means = {key: statistics.fmean(values) for key, values in shares.items() if values}
+    return found | means | percentiles
 
 
 BLOCK_CALLS = 5
@@ -225,7 +201,8 @@ def said(windows: Sequence[Window]) -> str | None:
     if len(sums) < LEAST_BLOCKS:
         return None
     low, high = bootstrap(len(sums), lambda drawn: sums[drawn].sum(1) / seconds, draws=_DRAWS)
-    return f"95 % in [{low:.3g}, {high:.3g}] of {_calls(windows)} calls"
+    calls = sum(len(each.counted) for each in windows)
+    return f"95 % in [{low:.3g}, {high:.3g}] of {calls} calls"
 
 
 def lead(ours: Sequence[Window], theirs: Sequence[Window]) -> str | None:
@@ -238,10 +215,6 @@ def lead(ours: Sequence[Window], theirs: Sequence[Window]) -> str | None:
         ratios = np.nan_to_num(_resampled(mine) / _resampled(other), nan=1.0, posinf=np.inf)
     low, high = np.percentile(ratios, (2.5, 97.5), method="nearest")
     return f"ours paired 95 % in [{low:.2f}x, {high:.2f}x]"
-
-
-def _calls(windows: Sequence[Window]) -> int:
-    return sum(len(each.counted) for each in windows)
 
 
 def _blocks(windows: Sequence[Window]) -> np.ndarray:
@@ -259,12 +232,6 @@ def _resampled(sums: np.ndarray) -> np.ndarray:
     return sums[drawn].sum(1)
 
 
-# Of these no value is the better one.
-_UNCOMPARED = ("refused", "failed", "level", "kept", "reused")
-# Without objectives these say nothing.
-_OF_OBJECTIVES = ("goodput_per_s", "slo_met")
-
-
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """What one system did under one load.
@@ -272,20 +239,25 @@ class Cell:
     Attributes:
       case: the load.
       system: its name.
-      windows: of each repetition.
+      windows: of each repetition, in order.
     """
 
     case: str
     system: str
-    windows: Sequence[Window]
+    windows: list[Window]
+
+    @property
+    def counted(self) -> list[Outcome]:
+        """The requests that were due in the windows."""
+        return [each for window in self.windows for each in window.counted]
 
     @functools.cached_property
-    def figures(self) -> Mapping[str, float]:
+    def figures(self) -> Figures:
         """Over all repetitions (see `outcomes.figures`)."""
         return figures(self.windows)
 
     @functools.cached_property
-    def repeated(self) -> Sequence[Mapping[str, float]]:
+    def repeated(self) -> Sequence[Figures]:
         """Of each repetition."""
         return [figures([each]) for each in self.windows]
 
@@ -300,10 +272,9 @@ def load_rows(cells: Sequence[Cell], *, objectives: bool) -> list[Row]:
     rows = []
     for case in dict.fromkeys(cell.case for cell in cells):
         own = [cell for cell in cells if cell.case == case]
-        for name in dict.fromkeys(name for cell in own for name in cell.figures):
-            metric, place = _split(name)
-            if objectives or metric not in _OF_OBJECTIVES:
-                rows += _rows(own, name, metric, f"{case}, {place}" if place else case)
+        for key in dict.fromkeys(key for cell in own for key in cell.figures):
+            if objectives or key[0] not in ("goodput_per_s", "slo_met"):
+                rows += _rows(own, key, f"{case}, {key[1]}" if key[1] else case)
     return rows
 
 
@@ -317,39 +288,27 @@ def memory_rows(name: str, peaks: Mapping[str, Sequence[int]], shares: Mapping[s
     if not peaks:
         return []
     notes = {each: f"proportional share at the end {bytes_ / 1e6:,.0f} MB" for each, bytes_ in shares.items()}
-    return compared(
-        f"{name}, server",
-        "peak_memory_bytes",
-        {system: median(values) for system, values in peaks.items()},
-        notes,
-    )
+    medians = {system: median(values) for system, values in peaks.items()}
+    return compared(f"{name}, server", "peak_memory_bytes", medians, notes)
 
 
-def _split(name: str) -> tuple[str, str]:
-    """A figure's metric, and which part of the case it is of: an app or a percentile."""
-    metric, _, app = name.partition(" of ")
-    if app:
-        return metric, f"app {app}"
-    begin, _, percent = name.rpartition("_p")
-    return (begin, f"percentile {percent}") if percent.isdecimal() else (name, "")
-
-
-def _rows(cells: Sequence[Cell], name: str, metric: str, case: str) -> list[Row]:
-    own = {cell.system: cell for cell in cells if name in cell.figures}
-    values = {system: cell.figures[name] for system, cell in own.items()}
-    notes = {system: _note(cell, name, own.get(OURS)) for system, cell in own.items()}
-    if metric in _UNCOMPARED or OURS not in values:
+def _rows(cells: Sequence[Cell], key: tuple[str, str], case: str) -> list[Row]:
+    own, metric = {cell.system: cell for cell in cells if key in cell.figures}, key[0]
+    values = {system: cell.figures[key] for system, cell in own.items()}
+    notes = {system: _note(cell, key, own.get(OURS)) for system, cell in own.items()}
+    # Of the first no value is the better one.
+    if metric in ("refused", "failed", "level", "kept", "reused") or OURS not in values:
         return [row(case, metric, values[each], notes[each], system=each) for each in values]
     return compared(case, metric, values, notes)
 
 
-def _note(cell: Cell, name: str, ours: Cell | None) -> str | None:
+def _note(cell: Cell, key: tuple[str, str], ours: Cell | None) -> str | None:
     parts = []
-    if name == "goodput_per_s":
+    if key[0] == "goodput_per_s":
         parts.append(said(cell.windows))
         if ours is not None and ours is not cell:
             parts.append(lead(ours.windows, cell.windows))
-    values = [each[name] for each in cell.repeated if name in each]
+    values = [each[key] for each in cell.repeated if key in each]
     if len(values) > 1:
         parts.append(f"runs {min(values):.4g} to {max(values):.4g}")
     return "; ".join(filter(None, parts)) or None
@@ -368,12 +327,12 @@ FIGURES = (
 )  # fmt: skip
 
 
-def drawing(kept: Sequence[Measured]) -> Draw:
+def drawing(kept: Sequence[Cell]) -> Draw:
     """What draws rows together with the outcomes of the requests that they are of."""
     return functools.partial(draw, kept=kept)
 
 
-def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> None:
+def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Cell] = ()) -> None:
     """Draws the figures that the rows allow, and the spread of times to the first token, a PNG each."""
     draw_figures("service", FIGURES, rows, folder)
     import matplotlib.pyplot as plt
@@ -381,29 +340,27 @@ def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Measured] = ()) -> No
     cases = [each for each in dict.fromkeys(one.case for one in kept) if re.fullmatch(_LOAD, each)]
     if not cases:
         return
-    size = (1 + 4 * len(cases), 4.5)
-    figure, all_axes = plt.subplots(
-        1, len(cases), figsize=size, layout="constrained", squeeze=False, sharey=True
-    )
+    how = {"figsize": (1 + 4 * len(cases), 4.5), "layout": "constrained", "squeeze": False, "sharey": True}
+    figure, all_axes = plt.subplots(1, len(cases), **how)
     for axes, case in zip(all_axes[0], cases, strict=True):
         _shares(axes, [each for each in kept if each.case == case])
         axes.set_title(case)
     all_axes[0][0].set_ylabel("share of requests")
-    if any(one.answered for each in kept for one in each.window.counted):
+    if any(one.answered for each in kept for one in each.counted):
         all_axes[0][0].legend(fontsize="small")
     figure.savefig(folder / "service_ttft.png", dpi=150)
     plt.close(figure)
 
 
-def _shares(axes: Any, kept: Sequence[Measured]) -> None:
+def _shares(axes: Any, kept: Sequence[Cell]) -> None:
     """The share of all counted requests that had their first token within a time."""
-    for system in dict.fromkeys(each.system for each in kept):
-        counted = [one for each in kept if each.system == system for one in each.window.counted]
-        times = sorted(one.ttft_ms for one in counted if one.answered)
+    for cell in kept:
+        times = sorted(one.ttft_ms for one in cell.counted if one.answered)
         if times:
             # Those without an answer have none, so that the curve ends below 1.
-            axes.step(times, np.arange(1, len(times) + 1) / len(counted), where="post", label=system)
-    times = [one.ttft_ms for each in kept for one in each.window.counted if one.answered]
+            shares = np.arange(1, len(times) + 1) / len(cell.counted)
+            axes.step(times, shares, where="post", label=cell.system)
+    times = [one.ttft_ms for each in kept for one in each.counted if one.answered]
     if times:
         axes.set_xlim(min(times) / 1.1, max(times) * 1.1)
         axes.set_xscale("log")

@@ -6,7 +6,6 @@ requests per second as it would answer one after another.
 
 import dataclasses
 import itertools
-import json
 import math
 import random
 import statistics
@@ -23,47 +22,14 @@ from benchmarks.harness.machine import wait_for_quiet, wait_until_asleep
 from benchmarks.harness.report import OURS, Row
 from benchmarks.models import Checkpoint
 from benchmarks.peers.process import threads_of
-from benchmarks.service import Plan
+from benchmarks.service import Plan, workload
+from benchmarks.service import systems as servers
 from benchmarks.service.load import send
-from benchmarks.service.outcomes import Cell, Measured, Outcome, Window, judged, load_rows, memory_rows
-from benchmarks.service.systems import (
-    Conditions,
-    Limits,
-    LlamaServer,
-    OurService,
-    Server,
-    System,
-    keys_of,
-    require_httpx,
-    start_rows,
-    systems_of,
-)
-from benchmarks.service.workload import (
-    LEAST_PROMPT_TOKENS,
-    Arrivals,
-    Request,
-    Sizes,
-    back_to_back,
-    from_trace,
-    poisson,
-    random_prompt,
-)
+from benchmarks.service.outcomes import Cell, Outcome, Window, judged, load_rows, memory_rows
+from benchmarks.traces import write_lines
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import open_model
-
-# Seeds of one repetition's loads are so far from those of the next, and those of one load from the next.
-_SEEDS, _LOAD_SEEDS = 1000, 10
-# Clients get requests for this many times as many answers as the idle whole model gives one after another: a
-# prompt that is sent twice would be in a cache.
-_MOST_SPEED_UP = 8
-# A sender that is so much late would be measured with the servers.
-_LATE_S = 0.05
-# Without objectives it does what ours does.
-_OF_OBJECTIVES = f"{OURS}-no-planning"
-# Contexts have room for prompts and answers so many times as long as the medians.
-_CONTEXT_MEDIANS = 4
-_NO_LIMITS = (math.inf, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +50,11 @@ class Reference:
         """Milliseconds to the first token after a prompt of so many tokens."""
         return float(np.interp(prompt_tokens, self.tokens, self.ttft_ms))
 
-    def answer_s(self, request: Request) -> float:
+    def answer_s(self, request: workload.Request) -> float:
         """Seconds of a whole answer."""
         return (self.ttft(len(request.prompt)) + self.tpot_ms * (request.answer_tokens - 1)) / 1000
 
-    def limits(self, request: Request, scale: float) -> Limits:
+    def limits(self, request: workload.Request, scale: float) -> servers.Limits:
         """Most TTFT and TPOT in milliseconds: the app's shares of `scale` times the idle whole model's."""
         return SLOS[request.app].limits(scale * self.ttft(len(request.prompt)), scale * self.tpot_ms)
 
@@ -106,7 +72,7 @@ class _Load:
     """Requests to send, by `clients` or, where that is 0, at their times."""
 
     case: str
-    requests: Sequence[Request]
+    requests: Sequence[workload.Request]
     duration_s: float
     patience_s: float
     clients: int = 0
@@ -119,34 +85,37 @@ def run(bench: Run[Plan]) -> list[Row]:
       JaxllmError: the model, a peer or the plan does not fit, or a server fails.
     """
     plan, progress = bench.plan, bench.progress
-    require_httpx()
-    arrivals = None if plan.trace is None else Arrivals.read(plan.trace)
+    servers.require_httpx()
+    arrivals = None if plan.trace is None else workload.Arrivals.read(plan.trace)
     model, checkpoint = _model(bench)
     with open_model(model) as bundle:
         cfg, weights, name = bundle.cfg, bundle.layout.weights, bundle.layout.name
         end_ids = bundle.tokenizer_files().eos_ids
-    systems, left_out = systems_of(plan.systems, plan.llama_server, plan.slots, cfg)
+    systems, left_out = servers.systems_of(plan.systems, plan.llama_server, plan.slots, cfg)
     for each in (*left_out, *(f"{system.name}: {system.note}" for system in systems if system.note)):
         bench.tell(each)
-    context = min(cfg.window_tokens, _CONTEXT_MEDIANS * (plan.prompt_tokens + plan.answer_tokens))
-    sizes = Sizes(
+    # Room for prompts and answers four times as long as the medians.
+    context = min(cfg.window_tokens, 4 * (plan.prompt_tokens + plan.answer_tokens))
+    sizes = workload.Sizes(
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
         context_tokens=context,
         vocab_size=cfg.vocab_size,
     )
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
-        given = Conditions(
+        given = servers.Conditions(
             model=model,
-            floats=checkpoint.folder(progress) if any(isinstance(e, LlamaServer) for e in systems) else None,
+            floats=checkpoint.folder(progress)
+            if any(isinstance(e, servers.LlamaServer) for e in systems)
+            else None,
             weights=weights,
             threads=threads_of(plan.threads),
             context_tokens=context,
             end_ids=end_ids,
             folder=Path(folder),
-            keys=keys_of(Path(folder)),
+            keys=servers.keys_of(Path(folder)),
         )
-        with OurService().start(given, progress) as server:
+        with servers.OurService().start(given, progress) as server:
             reference = measure(server, given, sizes, repeats=plan.reference_repeats, seed=plan.seed)
         bench.tell(reference.note)
         turns = _Turns(given, reference, bench)
@@ -158,13 +127,10 @@ def run(bench: Run[Plan]) -> list[Row]:
             first = repetition % len(systems)
             for system in (*systems[first:], *systems[:first]):
                 turns.measure(system, loads, repetition)
-        starts = start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
+        starts = servers.start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
+    bench.kept.extend(cells := list(turns.cells.values()))
     if plan.outcomes is not None:
-        write_outcomes(plan.outcomes, bench.kept)
-    windows: dict[tuple[str, str], list[Window]] = {}
-    for each in bench.kept:
-        windows.setdefault((each.case, each.system), []).append(each.window)
-    cells = [Cell(case, system, found) for (case, system), found in windows.items()]
+        write_outcomes(plan.outcomes, cells)
     rows = load_rows([cell for cell in cells if ", load " in cell.case], objectives=True)
     rows += load_rows([cell for cell in cells if ", load " not in cell.case], objectives=False)
     return [*rows, *memory_rows(name, turns.peaks, turns.shares), *starts]
@@ -173,12 +139,13 @@ def run(bench: Run[Plan]) -> list[Row]:
 class _Turns:
     """Measures systems, and keeps what they needed."""
 
-    def __init__(self, given: Conditions, reference: Reference, bench: Run[Plan]) -> None:
+    def __init__(self, given: servers.Conditions, reference: Reference, bench: Run[Plan]) -> None:
         self._given, self._reference, self._bench, self._plan = given, reference, bench, bench.plan
         self.peaks: dict[str, list[int]] = {}
         self.shares: dict[str, int] = {}
+        self.cells: dict[tuple[str, str], Cell] = {}
 
-    def measure(self, system: System, loads: Sequence[_Load], repetition: int) -> None:
+    def measure(self, system: servers.System, loads: Sequence[_Load], repetition: int) -> None:
         """Starts a system and sends it all loads."""
         loads = _loads_of(system, loads)
         if not loads:
@@ -189,9 +156,11 @@ class _Turns:
                 wait_until_asleep(server.pid, limit_s=5.0)
                 outcomes = self._sent(system, server, load)
                 window = Window(self._plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
-                self._bench.kept.append(Measured(load.case, system.name, repetition, window))
+                key = load.case, system.name
+                self.cells.setdefault(key, Cell(*key, [])).windows.append(window)
                 late_s = max((each.late_s for each in outcomes), default=0.0)
-                if late_s > _LATE_S:
+                # A sender that is so much late would be measured with the servers.
+                if late_s > 0.05:
                     self._bench.tell(
                         f"{load.case}, {system.name}: a request was sent {1000 * late_s:.0f} ms late"
                     )
@@ -202,7 +171,7 @@ class _Turns:
             if share is not None:
                 self.shares[system.name] = share
 
-    def _sent(self, system: System, server: Server, load: _Load) -> list[Outcome]:
+    def _sent(self, system: servers.System, server: servers.Server, load: _Load) -> list[Outcome]:
         limits = [
             None if load.clients else self._reference.limits(each, self._plan.slo_scale)
             for each in load.requests
@@ -219,7 +188,7 @@ class _Turns:
         }
         found = send(job, alive=server.require_alive)
         return [
-            judged(each, load.requests[each["number"]], limits[each["number"]] or _NO_LIMITS)
+            judged(each, load.requests[each["number"]], limits[each["number"]] or (math.inf, math.inf))
             for each in found
         ]
 
@@ -227,24 +196,28 @@ class _Turns:
 def _loads(
     name: str,
     bench: Run[Plan],
-    sizes: Sizes,
+    sizes: workload.Sizes,
     reference: Reference,
-    arrivals: Arrivals | None,
+    arrivals: workload.Arrivals | None,
     repetition: int,
 ) -> list[_Load]:
     """The loads of one repetition, the same for all systems."""
     plan, tell = bench.plan, bench.tell
     # No two loads send the same prompts: a server would have them in its cache.
-    loads, seeds = [], itertools.count(plan.seed + _SEEDS * repetition, _LOAD_SEEDS)
-    answer_s = statistics.fmean(map(reference.answer_s, back_to_back(sizes, count=500, seed=plan.seed)))
+    loads, seeds = [], itertools.count(plan.seed + 1000 * repetition, 10)
+    answer_s = statistics.fmean(
+        map(reference.answer_s, workload.back_to_back(sizes, count=500, seed=plan.seed))
+    )
     if "apps" in plan.parts:
         for load in plan.loads:
             rate, seed = load / answer_s, next(seeds)
             duration_s = max(plan.load_s, plan.least_requests / rate)
             if arrivals is None:
-                sent = poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
+                sent = workload.poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
             else:
-                sent, faster = from_trace(sizes, arrivals, rate_per_s=rate, duration_s=duration_s, seed=seed)
+                sent, faster = workload.from_trace(
+                    sizes, arrivals, rate_per_s=rate, duration_s=duration_s, seed=seed
+                )
                 tell(f"load {load:g} comes {faster:,.2g} times as fast as in the trace")
             tell(f"load {load:g}: {len(sent)} requests, {rate:.3g} per second")
             loads.append(_Load(f"{name}, load {load:g}", sent, duration_s, plan.patience_s))
@@ -252,18 +225,20 @@ def _loads(
         duration_s = max(plan.clients_s, plan.least_requests * answer_s)
         for count in plan.clients:
             patience_s = max(plan.patience_s, 2 * count * answer_s)
-            most = count + math.ceil(_MOST_SPEED_UP * duration_s / answer_s)
-            sent = back_to_back(sizes, count=most, seed=next(seeds))
+            # For eight times as many answers as the idle whole model gives one after another: a prompt that
+            # is sent twice would be in a cache.
+            most = count + math.ceil(8 * duration_s / answer_s)
+            sent = workload.back_to_back(sizes, count=most, seed=next(seeds))
             loads.append(_Load(f"{name}, {count} clients", sent, duration_s, patience_s, count))
     return loads
 
 
-def _loads_of(system: System, loads: Sequence[_Load]) -> list[_Load]:
-    """Those that say something of a system."""
-    return [each for each in loads if not each.clients or system.name != _OF_OBJECTIVES]
+def _loads_of(system: servers.System, loads: Sequence[_Load]) -> list[_Load]:
+    """Those that say something of a system: without objectives, nothing is planned."""
+    return [each for each in loads if not each.clients or system.name != f"{OURS}-no-planning"]
 
 
-def _duration(loads: Sequence[_Load], systems: Sequence[System], repetitions: int) -> str:
+def _duration(loads: Sequence[_Load], systems: Sequence[servers.System], repetitions: int) -> str:
     """How long the loads take."""
     sent = [load for system in systems for load in _loads_of(system, loads)]
     least = repetitions * sum(each.duration_s for each in sent) / 60
@@ -282,30 +257,27 @@ def _model(bench: Run[Plan]) -> tuple[Path, Checkpoint]:
     return model, Checkpoint.find(model)
 
 
-def write_outcomes(path: Path, kept: Sequence[Measured]) -> None:
+def write_outcomes(path: Path, cells: Sequence[Cell]) -> None:
     """Writes the outcome of every request, a JSON line each.
 
     Raises:
       ConfigError: it cannot be written.
     """
-    from benchmarks.traces import write_lines
-
-    write_lines(
-        path,
-        (
-            json.loads(json.dumps(one.to_json()))
-            | {"case": each.case, "system": each.system, "repetition": each.repetition}
-            for each in kept
-            for one in each.window.outcomes
-        ),
+    lines = (
+        one.to_json() | {"case": each.case, "system": each.system, "repetition": repetition}
+        for each in cells
+        for repetition, window in enumerate(each.windows)
+        for one in window.outcomes
     )
+    write_lines(path, lines)
 
 
-_PATIENCE_S = 600.0
 _ANSWER_TOKENS = 24
 
 
-def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, seed: int) -> Reference:
+def measure(
+    server: servers.Server, given: servers.Conditions, sizes: workload.Sizes, *, repeats: int, seed: int
+) -> Reference:
     """Times the whole model on our idle service.
 
     Args:
@@ -314,17 +286,19 @@ def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, se
     Raises:
       JaxllmError: a request is not answered.
     """
-    draw, ours = random.Random(seed), OurService()
+    draw, ours = random.Random(seed), servers.OurService()
     tokens = _lengths(sizes)
     requests = []
     for _ in range(repeats + 1):
         for each in tokens:
             # No prompt begins as another, so that nothing is reused.
-            request = Request(app=0, prompt=random_prompt(sizes, each, draw), answer_tokens=_ANSWER_TOKENS)
+            request = workload.Request(
+                app=0, prompt=workload.random_prompt(sizes, each, draw), answer_tokens=_ANSWER_TOKENS
+            )
             # Without an objective the whole model answers.
             requests.append(ours.message(request, None, given) | {"time_s": 0.0})
     wait_for_quiet()
-    job = {"url": server.url, "requests": requests, "clients": 1, "duration_s": 0, "patience_s": _PATIENCE_S}
+    job = {"url": server.url, "requests": requests, "clients": 1, "duration_s": 0, "patience_s": 600.0}
     found = send(job, alive=server.require_alive)
     for outcome in found:
         if outcome["error"] or outcome["tokens"] < 2:
@@ -338,12 +312,12 @@ def measure(server: Server, given: Conditions, sizes: Sizes, *, repeats: int, se
     return Reference(tokens, rising, statistics.median(tpot))
 
 
-def _lengths(sizes: Sizes) -> tuple[int, ...]:
+def _lengths(sizes: workload.Sizes) -> tuple[int, ...]:
     most = sizes.within(sizes.context_tokens, _ANSWER_TOKENS)[0]
     wanted: Sequence[int] = (
-        LEAST_PROMPT_TOKENS,
+        workload.LEAST_PROMPT_TOKENS,
         sizes.prompt_tokens // 2,
         sizes.prompt_tokens,
         2 * sizes.prompt_tokens,
     )
-    return tuple(sorted({min(max(each, LEAST_PROMPT_TOKENS), most) for each in wanted} | {most}))
+    return tuple(sorted({min(max(each, workload.LEAST_PROMPT_TOKENS), most) for each in wanted} | {most}))

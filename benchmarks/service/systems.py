@@ -4,33 +4,27 @@ Ours runs as `jaxllm serve` does without options, and an ablation changes one of
 the same weights at the same width; it is the binary `llama-server`, with as many slots as ours decodes
 together, or the one of `llama-cpp-python`, which answers one request at a time.
 
-Starts a server in a process of its own, on a port and on cores of its own, and ends it.
-
-Measures how long after its start a service gives the first token, with compiled buckets and the device's
-profile on disk.
-
-A client tries from the first moment on, as one does that has just started the service: until there is a
-socket, and then until calls are no longer refused with "loading".
+Each server has a process, a port and cores of its own. Starts of a service to its first token are timed with
+compiled buckets and the device's profile on disk. A client tries from the first moment on, as one does that
+has just started the service: until there is a socket, and then until calls are no longer refused with
+"loading".
 """
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.report import OURS, Row, row
-from benchmarks.peers.gguf_file import refusal, text_of_token
-from benchmarks.peers.llama import FORMATS, gguf_of
-from benchmarks.peers.process import PeerFailed, how_it_ended, start
+from benchmarks.peers.llama import FORMATS, gguf_of, refusal, text_of_token
+from benchmarks.peers.peer import missing_packages
+from benchmarks.peers.process import PeerFailed, Process
 from benchmarks.service.workload import APPS, Request
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
@@ -47,10 +41,6 @@ ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "no-planning": ({"levels": [100]}, "objectives order the queue, and the whole model answers"),
     "no-prefix-reuse": ({"prefix_memory": 0}, "every prompt is computed whole"),
 }
-# A biased token is never chosen.
-_NEVER = -100.0
-_LLAMA_QUANTIZER = ("llama_cpp", "gguf")
-_LLAMA_PYTHON = (*_LLAMA_QUANTIZER, "starlette_context", "pydantic_settings", "sse_starlette")
 Limits = tuple[float, float]
 
 
@@ -148,7 +138,8 @@ class OurService:
             objective, (ttft_ms, tpot_ms) = SLOS[request.app], limits_ms
             body["slo"] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms} if objective.has_limit else str(objective)
         if given.end_ids:
-            body["logit_bias"] = {str(each): _NEVER for each in given.end_ids}
+            # Such a token is never chosen.
+            body["logit_bias"] = {str(each): -100.0 for each in given.end_ids}
         return {"headers": {"Authorization": f"Bearer {given.keys[request.app]}"}, "body": body}
 
 
@@ -221,12 +212,10 @@ System = OurService | LlamaServer
 def missing(binary: Path | None) -> str | None:
     """What llama.cpp's server lacks to run here; None where it runs."""
     # The binary's weights are made by llama-cpp-python's quantizer, too.
-    needed = _LLAMA_QUANTIZER if binary else _LLAMA_PYTHON
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
-    if absent:
-        packages = "llama-cpp-python gguf" if binary else "'llama-cpp-python[server]' gguf"
-        return f"not installed: {', '.join(absent)}; pip install {packages}"
-    return None
+    server = () if binary else ("starlette_context", "pydantic_settings", "sse_starlette")
+    absent = missing_packages("llama_cpp", "gguf", *server)
+    packages = "llama-cpp-python gguf" if binary else "'llama-cpp-python[server]' gguf"
+    return absent and f"not installed: {absent}; pip install {packages}"
 
 
 def systems_of(
@@ -265,9 +254,6 @@ def keys_of(folder: Path) -> list[str]:
 
 # A first start compiles, and measures the device.
 _START_S = 1800.0
-_OK = 200
-_STOP_S = 15.0
-_LOOK_S = 0.1
 
 
 def free_port() -> int:
@@ -276,7 +262,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-class Server:
+class Server(Process):
     """A running server. A context manager; leaving it ends the process.
 
     Attributes:
@@ -306,32 +292,18 @@ class Server:
           PeerFailed: it ends, or is not ready in half an hour.
         """
         self.name, self.url = name, f"http://127.0.0.1:{port}"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
-        self._process = start(command, threads, env=dict(environment or {}), **streams)
+        super().__init__(command, threads, environment)
         try:
             if ready is not None:
-                self.wait_until(ready, lambda answer: answer.status_code == _OK)
+                self.wait_until(ready, lambda answer: answer.is_success)
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
     def require_alive(self) -> None:
         """Raises PeerFailed where the process has ended."""
-        code = self._process.poll()
-        if code is not None:
-            raise PeerFailed(f"the server of {self.name} {how_it_ended(code, self._log)}")
+        if self._process.poll() is not None:
+            raise PeerFailed(f"the server of {self.name} {self.how_it_ended()}")
 
     def peak_bytes(self) -> int | None:
         """Peak of its resident memory so far, mapped files included; None where the system does not tell."""
@@ -340,19 +312,6 @@ class Server:
     def share_bytes(self) -> int | None:
         """Its proportional share of memory now (PSS); None where the system does not tell."""
         return _kibibytes(Path(f"/proc/{self.pid}/smaps_rollup"), "Pss:")
-
-    def close(self) -> None:
-        """Ends the process, by force if it must be."""
-        if self._log.closed:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._log.close()
 
     def wait_until(self, path: str, there: "Callable[[httpx.Response], bool]") -> None:
         """Asks for a path until the answer is as it should be.
@@ -369,7 +328,7 @@ class Server:
                 with contextlib.suppress(httpx.HTTPError):
                     if there(client.get(path)):
                         return
-                time.sleep(_LOOK_S)
+                time.sleep(0.1)
         raise PeerFailed(f"the server of {self.name} was not ready within {_START_S:.0f} s ({path})")
 
 
@@ -391,9 +350,7 @@ def _kibibytes(path: Path, name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
 
 
-_AGAIN_S = 0.005
 _LATE_S = 120.0
-_BODY = json.dumps({"prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True}).encode()
 
 
 def start_rows(name: str, given: Conditions, starts: int, progress: Progress) -> list[Row]:
@@ -414,30 +371,32 @@ def start_rows(name: str, given: Conditions, starts: int, progress: Progress) ->
 
 
 def _first_token_s(given: Conditions) -> float:
+    import httpx
+
     port, ours = free_port(), OurService()
     command, environment = ours.command(given, port)
+    asked = {
+        "headers": {"Authorization": f"Bearer {given.keys[0]}"},
+        "json": {"prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True},
+    }
+
+    def has_token(client: httpx.Client) -> bool:
+        """Asks once for an answer: whether its first piece has come."""
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            client.stream("POST", "/v1/completions", **asked) as answer,
+        ):
+            return answer.is_success and any(line.startswith("data: {") for line in answer.iter_lines())
+        return False
+
     began = time.perf_counter()
-    with Server(ours.name, command, port=port, threads=given.threads, environment=environment) as server:
-        while not _has_token(port, given.keys[0]):
+    with (
+        Server(ours.name, command, port=port, threads=given.threads, environment=environment) as server,
+        httpx.Client(base_url=server.url, timeout=_LATE_S) as client,
+    ):
+        while not has_token(client):
             server.require_alive()
             if time.perf_counter() - began > _LATE_S:
                 raise PeerFailed(f"the service gave no token within {_LATE_S:.0f} s")
-            time.sleep(_AGAIN_S)
+            time.sleep(0.005)
         return time.perf_counter() - began
-
-
-def _has_token(port: int, key: str) -> bool:
-    """Asks once for an answer: whether its first piece has come."""
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(_BODY)}\r\n\r\n"
-    )
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _LATE_S) as connection:
-        connection.sendall(head.encode() + _BODY)
-        got = b""
-        while part := connection.recv(1 << 16):
-            got += part
-            if got.startswith(b"HTTP/1.1 200") and b"data: {" in got:
-                return True
-    return False

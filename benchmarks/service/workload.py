@@ -4,11 +4,6 @@ Six apps, one per objective of ELMS (arXiv 2409.09071, section 5.1), call equall
 calls continue the app's last conversation, and send all of it again, as clients of chats do. Prompts are
 random tokens: no system's speed depends on them. What a conversation was answered is drawn, too, so that what
 can be reused of it are its earlier prompts.
-
-Times the idle whole model through the service: what every system's objectives are shares of.
-
-The limits are the same milliseconds for all systems. They are taken once, at the start, from our service with
-one client, which sends prompts of several lengths without an objective.
 """
 
 import dataclasses
@@ -25,9 +20,6 @@ APPS = tuple(f"app-{number}" for number in range(1, len(SLOS) + 1))
 # The first ids of every tokenizer are special tokens.
 FIRST_TOKEN = 16
 LEAST_PROMPT_TOKENS, LEAST_ANSWER_TOKENS = 16, 4
-_MOST_REQUESTS = 100_000
-# Share of the calls that continue a conversation, and of a first prompt's length that they add.
-_FOLLOWING, _TURN = 0.5, 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +114,7 @@ def poisson(sizes: Sizes, *, rate_per_s: float, duration_s: float, seed: int) ->
     """
     draw = random.Random(seed)
     times = [draw.expovariate(rate_per_s)]
-    while times[-1] < duration_s and len(times) < _MOST_REQUESTS:
+    while times[-1] < duration_s and len(times) < 100_000:
         times.append(times[-1] + draw.expovariate(rate_per_s))
     del times[-1]
     return _requests(sizes, times, draw_lengths(sizes, len(times), draw), seed)
@@ -178,10 +170,11 @@ def _requests(sizes: Sizes, times: Sequence[float], lengths: Sequence[Lengths], 
         app = draw.randrange(len(APPS))
         said: tuple[int, ...] = ()
         new = prompt
-        if app in last and draw.random() < _FOLLOWING:
+        if app in last and draw.random() < 0.5:
             before = last[app]
             said = before.prompt + random_prompt(sizes, before.answer_tokens, draw)
-            new = max(LEAST_PROMPT_TOKENS, round(_TURN * prompt))
+            # A further turn is shorter than a first prompt.
+            new = max(LEAST_PROMPT_TOKENS, round(0.25 * prompt))
             if len(said) + new + answer > sizes.context_tokens:
                 said, new = (), prompt
         request = Request(

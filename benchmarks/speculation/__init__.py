@@ -1,9 +1,8 @@
 """`jaxllm bench speculative`: a model larger than memory, with and without drafts (LLMCad, section 4).
 
-`systems` opens ours and the baselines, `shards` narrows the target for STI, `run` times answers, `answers`
-tunes systems and has the figures of answers, `memory` measures a process in a budget, `in_memory` times
-answers without one, beside llama.cpp's, and makes a trained target as much larger than its draft as the
-papers' are.
+`systems` opens ours and the baselines, `run` times answers, `answers` tunes systems and has the figures of
+answers, `memory` measures a process in a budget, `in_memory` times answers without one, beside llama.cpp's,
+and makes a trained target as much larger than its draft as the papers' are.
 """
 
 import dataclasses
@@ -12,13 +11,7 @@ from typing import Literal
 
 import click
 
-from benchmarks.harness.bench import (
-    PHONES,
-    DataPlan,
-    devices_of,
-    parts_of,
-    sized,
-)
+from benchmarks.harness import bench as plans
 from jaxllm.option_types import Share
 
 # That a run may be limited to: name -> what is measured, for the help text.
@@ -36,56 +29,51 @@ PRESETS = {
     "ours": "ours without each technique",
     "published": "LLMCad as its paper has it, and without each technique",
 }
-SHAPE_SHARES = (0.25, 0.5, 0.75)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(DataPlan):
+class Plan(plans.DataPlan):
     """Sizes of one run; what an option asks for is said there.
 
     Attributes:
-      prompts: of each task, timed.
-      devices: that weights are read from.
       tokens: of each answer, at most.
       tried: prompts of each task that systems are tuned on; 0 does not tune.
       compared_answers: that are compared with the target's own.
-      context_tokens: of every context.
       judged: whether answers that differ from the target's are judged; without, BLD and STI are left out.
-      seed: of the choice of prompts.
     """
 
-    draft: str = sized(
+    draft: str = plans.sized(
         "draft", "A small model of the same tokenizer, which drafts; nested for the high planes of an "
         "int8-nested model.", metavar="MODEL",
     )  # fmt: skip
-    enlarge: int = sized(
+    enlarge: int = plans.sized(
         0, "Make the model N times as deep and wide by units that cancel: the same answers of a model that "
         "is much larger than its draft.", type=click.IntRange(min=2), metavar="N",
     )  # fmt: skip
-    file: Path | None = sized(
+    file: Path | None = plans.sized(
         None, "Ask the prompts of Spec-Bench's FILE instead of the tasks'; `spec-bench` finds it as "
         "prompts/spec_bench.jsonl in the folder of --data or $JAXLLM_DATA. For an encoder-decoder a FILE "
         "with a source on each line, or source and answer with a tab between, instead of its own tasks' in "
         "--data.",
         "--prompts", metavar="FILE",
     )  # fmt: skip
-    prompts: int = sized(
+    prompts: int = plans.sized(
         10, "Time N prompts of each task; intervals are over all of them.", "--count", quick=1, low=1,
         metavar="N",
     )  # fmt: skip
-    devices: tuple[str, ...] = devices_of(PHONES)
-    shares: tuple[float, ...] = sized(
+    devices: tuple[str, ...] = plans.devices_of(plans.PHONES)
+    shares: tuple[float, ...] = plans.sized(
         (0.5,), "Memory for weights, as a share of the model's.", "--budget", type=Share(above_zero=True),
         default="50%; for a shape 25%, 50% and 75%",
     )  # fmt: skip
-    parts: tuple[str, ...] = parts_of(PARTS)
-    presets: tuple[Literal["ours", "published"], ...] = sized(
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
+    presets: tuple[Literal["ours", "published"], ...] = plans.sized(
         ("ours", "published"), "Run this set of options alone beside ours ("
         + "; ".join(f"{name}: {what}" for name, what in PRESETS.items()) + ").", "--preset", default="all",
     )  # fmt: skip
-    tokens: int = sized(64, quick=24)
-    tried: int = sized(2, quick=0)
-    compared_answers: int = sized(200, quick=4)
+    tokens: int = plans.sized(64, quick=24)
+    tried: int = plans.sized(2, quick=0)
+    compared_answers: int = plans.sized(200, quick=4)
     context_tokens: int = 512
     judged: bool = True
     seed: int = 0

@@ -1,14 +1,18 @@
 """Answers of several systems to the same prompts, and their figures: times per token, likeness, intervals.
 
-Reads held-out prompts that ask for answers of some length: of our tasks, or of Spec-Bench.
+Systems are tuned as they would be in use, on prompts that are not counted. Every system that depends on
+numbers which its paper leaves open is treated alike: all candidates answer the same prompts, one after the
+other at each prompt. Of those that are about as accurate as the best, the fastest is taken. Systems that give
+the target's answers are all alike accurate.
 
-Spec-Bench (arXiv 2401.07851) is a file of JSON lines, each with a `category` and the `turns` of a
-conversation, of which the first is asked. The project has no copy of it.
+Prompts are held out and ask for answers of some length: of our tasks, or of Spec-Bench (arXiv 2401.07851), a
+file of JSON lines, each with a `category` and the `turns` of a conversation, of which the first is asked. The
+project has no copy of it.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,14 +76,14 @@ def token_ms(spent: Spent) -> float:
     return float(np.mean(means))
 
 
-def ratio_interval(ours: Spent, theirs: Spent, *, seed: int = 0) -> tuple[float, float]:
+def ratio_interval(ours: Spent, theirs: Spent) -> tuple[float, float]:
     """The middle 95 % of how many times ours is as fast, over prompts of each task drawn with replacement,
     the same ones for both systems (paired bootstrap); with one prompt of each task it is a point.
 
     Args:
       theirs: of another system's answers to the same prompts.
     """
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     sums = [np.zeros(_DRAWS), np.zeros(_DRAWS)]
     for pair in zip(ours, theirs, strict=True):
         count = len(pair[0][0])
@@ -114,12 +118,6 @@ def rouge_l(ours: Answers, target: Answers) -> list[float]:
     return [1.0 if a == b else rouge([b], a)["rougeL"] for a, b in pairs]
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The middle 95 % of means over values drawn with replacement."""
-    found = np.asarray(values)
-    return bootstrap(len(found), lambda drawn: found[drawn].mean(1))
-
-
 def spent(answers: Answers) -> Spent:
     """What the answers of each task took."""
     return [
@@ -128,35 +126,28 @@ def spent(answers: Answers) -> Spent:
     ]
 
 
-_BEGINNING_WORDS = 20
+def own_tasks(data: Path | None) -> dict[str, list[TaskExample]]:
+    """The examples of our tasks: stories to continue and to tell, sentences to shorten, chats to sum up.
+
+    Raises:
+      ConfigError: a file is missing or malformed.
+    """
+    stories = read_stories(data)
+    # Of each story the first words are given.
+    words = [each for each in (story.split(" ") for story in stories) if len(each) > 40]
+    shorten = packaged_examples("shorten") if data is None else read_compression(data, "valid")
+    chats = packaged_examples("chat summary") if data is None else read_chats(data, "valid")
+    return {
+        "story": [
+            TaskExample(user=" ".join(each[:20]), answer=" " + " ".join(each[20:]), form="text")
+            for each in words
+        ],
+        "told": [each for each in map(story_example, stories) if each is not None],
+        "shorten": list(shorten),
+        "chat summary": list(chats),
+    }
 
 
-def _continued(data: Path | None) -> Iterator[TaskExample]:
-    for story in read_stories(data):
-        words = story.split(" ")
-        if len(words) > 2 * _BEGINNING_WORDS:
-            beginning, rest = words[:_BEGINNING_WORDS], words[_BEGINNING_WORDS:]
-            yield TaskExample(user=" ".join(beginning), answer=" " + " ".join(rest), form="text")
-
-
-def _told(data: Path | None) -> Iterator[TaskExample]:
-    return (each for each in map(story_example, read_stories(data)) if each is not None)
-
-
-def _shortened(data: Path | None) -> Iterable[TaskExample]:
-    return packaged_examples("shorten") if data is None else read_compression(data, "valid")
-
-
-def _summed_up(data: Path | None) -> Iterable[TaskExample]:
-    return packaged_examples("chat summary") if data is None else read_chats(data, "valid")
-
-
-TASKS: dict[str, Callable[[Path | None], Iterable[TaskExample]]] = {
-    "story": _continued,
-    "told": _told,
-    "shorten": _shortened,
-    "chat summary": _summed_up,
-}
 # The categories of Spec-Bench, of which the others are MT-Bench's.
 _SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")
 _CHAT = "multi-turn conversation"
@@ -193,12 +184,6 @@ def source_lines(file: Path) -> dict[str, list[TaskExample]]:
     return {"sources": [TaskExample(user=each, answer="") for each in sources if each]}
 
 
-def _of_model(tokenizer: Tokenizer, data: Path | None) -> dict[str, list[TaskExample]]:
-    """The sources of the tasks that an encoder-decoder's folder names."""
-    names = chosen_tasks(tokenizer)
-    return {SOURCE_TASKS[name].called: source_examples(name, data) for name in names}
-
-
 def read_prompts(
     data: Path | None,
     tokenizer: Tokenizer,
@@ -215,18 +200,19 @@ def read_prompts(
       tokenizer: of the model that is asked.
       count: of each task; a sample that has fewer gives all of them. Tasks without any are left out.
       file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources (see
-        `source_lines`). None takes `TASKS`, or the tasks that an encoder-decoder's folder names.
+        `source_lines`). None takes `own_tasks`, or the tasks that an encoder-decoder's folder names.
 
     Raises:
       ConfigError: a file is missing or malformed, or no prompt is that short.
     """
     found = {}
-    if reads_sources(tokenizer):
-        by_task = source_lines(file) if file is not None else _of_model(tokenizer, data)
-    elif file is not None:
-        by_task = spec_bench(file)
+    if file is not None:
+        by_task = (source_lines if reads_sources(tokenizer) else spec_bench)(file)
+    elif reads_sources(tokenizer):
+        names = chosen_tasks(tokenizer)
+        by_task = {SOURCE_TASKS[name].called: source_examples(name, data) for name in names}
     else:
-        by_task = {task: list(read(data)) for task, read in TASKS.items()}
+        by_task = own_tasks(data)
     for number, (task, examples) in enumerate(by_task.items()):
         order = np.random.default_rng((seed, number)).permutation(len(examples))
         prompts: list[list[int]] = []
@@ -244,8 +230,6 @@ def read_prompts(
 
 
 ALL = "all tasks"
-# Their answers are not the target's.
-_INEXACT = (BLD, STI)
 
 
 def time_rows(case: str, answers: Mapping[str, Answers], notes: Mapping[str, str]) -> list[Row]:
@@ -269,13 +253,14 @@ def time_rows(case: str, answers: Mapping[str, Answers], notes: Mapping[str, str
 def quality_rows(case: str, answers: Mapping[str, Answers]) -> list[Row]:
     """Rouge-L of answers, the target's own being the right ones, of ours and of the systems whose answers
     differ; none where no such system was measured."""
-    judged = [name for name in _INEXACT if name in answers]
+    judged = [name for name in (BLD, STI) if name in answers]
     if not judged:
         return []
     scores = {name: rouge_l(answers[name], answers[STDPL]) for name in (OURS, *judged)}
     notes = {}
     for name, each in scores.items():
-        low, high = mean_interval(each)
+        values = np.asarray(each)
+        low, high = bootstrap(len(values), lambda drawn, values=values: values[drawn].mean(1))
         same = agreement(answers[name], answers[STDPL])
         notes[name] = f"95 % in [{low:.2f}, {high:.2f}] of {len(each)} prompts; {same:.0%} of tokens the same"
     means = {name: float(np.mean(each)) for name, each in scores.items()}
@@ -353,28 +338,22 @@ def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[
     if not notes or max(counts) < 2:
         return rows
 
-    def with_interval(row: Row) -> Row:
-        if row.baseline is None:
-            return row
-        low, high = ratio_interval(times[ours], times[row.baseline])
-        said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {sum(counts)} prompts"
-        return dataclasses.replace(row, note="; ".join(filter(None, (said, row.note))))
-
-    return list(map(with_interval, rows))
-
-
-# A candidate may be so much less accurate than the best one, in Rouge-L.
-_TOLERANCE = 0.05
+    for place, each in enumerate(rows):
+        if each.baseline is not None:
+            low, high = ratio_interval(times[ours], times[each.baseline])
+            said = f"paired 95 % in [{low:.2f}x, {high:.2f}x] of {sum(counts)} prompts"
+            rows[place] = dataclasses.replace(each, note="; ".join(filter(None, (said, each.note))))
+    return rows
 
 
 def fastest(times: Mapping[str, float], quality: Mapping[str, float]) -> str:
-    """The fastest candidate of those whose quality is within a tolerance of the best.
+    """The fastest candidate of those whose quality is within 0.05 of the best.
 
     Args:
       times: of each candidate, the less the better.
       quality: Rouge-L of each candidate.
     """
-    least = max(quality.values()) - _TOLERANCE
+    least = max(quality.values()) - 0.05
     return min((name for name in times if quality[name] >= least), key=lambda name: times[name])
 
 

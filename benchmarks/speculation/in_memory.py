@@ -4,8 +4,6 @@ llama.cpp's with a draft of 4 bits or the same small model and without.
 All systems run the same float weights at 8 bits, each in a process of its own, and answer the same prompts in
 turns. A system with settings to choose from answers the tried prompts in each, and keeps its fastest.
 
-Makes a trained model many times as large without changing its answers.
-
 The gain of drafts depends on how much smaller they are than their target, and on how well they predict it.
 The papers' targets have ten times and more the weights of their drafts, the packaged ones have not; random
 weights of any size cannot be predicted. So a trained target is enlarged: neurons and whole layers are added
@@ -23,7 +21,7 @@ import numpy as np
 from benchmarks.harness.bench import Run, TimedPlan, silent
 from benchmarks.harness.children import in_turns
 from benchmarks.harness.report import Row
-from benchmarks.models import Checkpoint, float_params
+from benchmarks.models import Checkpoint, float_params, made_once
 from benchmarks.peers import DRAFTED, OURS, PEERS, Opening
 from benchmarks.peers.peer import unavailable
 from benchmarks.peers.process import Child, opened, opening_of
@@ -35,7 +33,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.parameters import param_specs
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.host.user_cache import cache_folder
 
 NESTED, LLAMA_DRAFTED = (each.name for each in DRAFTED)
 PLAIN, LLAMA = OURS.name, PEERS["llama.cpp"].name
@@ -154,8 +151,6 @@ def _fastest(child: Child, tried: Mapping[str, Sequence[Sequence[int]]], tokens:
 
 
 _VERSION = 1
-# Added units read with half the trained deviation, so that scales of activations stay the same.
-_READS_SCALE = np.float32(0.5)
 
 
 def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Path:
@@ -172,21 +167,17 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
     """
     bundle = Bundle.open(model)
     require_decoder_alone(bundle.cfg, "enlarged models")
-    path = (
-        cache_folder() / "benchmarks" / "enlarged" / f"v{_VERSION}-{bundle.fingerprint[:16]}-{times}.jaxllm"
-    )
-    if not path.exists():
+
+    def write(path: Path) -> None:
         cfg, enlarged = enlarge(bundle.cfg, float_params(bundle), times, progress)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        name = f"{bundle.layout.name}, {times} times as deep and wide"
         write_bundle(
-            path,
-            cfg=cfg,
-            params=enlarged,
-            weights=bundle.layout.weights,
-            tokenizer=bundle.tokenizer_files(),
-            name=f"{bundle.layout.name}, {times} times as deep and wide",
-        )
-    return path
+            path, cfg=cfg, params=enlarged, weights=bundle.layout.weights,
+            tokenizer=bundle.tokenizer_files(), name=name,
+        )  # fmt: skip
+
+    name = f"v{_VERSION}-{bundle.fingerprint[:16]}-{times}.jaxllm"
+    return made_once("enlarged", name, write=write)
 
 
 def enlarge(
@@ -216,34 +207,26 @@ def enlarge(
         ffn_size=times * cfg.ffn_size,
         attention_windows=tuple(window for window in cfg.attention_windows for _ in range(times)),
     )
-    return large, _enlarged(cfg, large, params, times, progress)
-
-
-def _enlarged(
-    cfg: ModelConfig,
-    large: ModelConfig,
-    params: Mapping[str, np.ndarray],
-    times: int,
-    progress: Progress,
-) -> Iterator[tuple[str, np.ndarray]]:
     specs = param_specs(large)
-    for number, (name, spec) in enumerate(specs.items()):
-        # A generator for each: the draw of one does not depend on the others' sizes.
-        draw = np.random.default_rng((_VERSION, number))
-        if not name.startswith("layers."):
-            value = params[name]
-        else:
-            _, layer, part = name.split(".", 2)
-            origin = params[f"layers.{int(layer) // times}.{part}"]
-            if int(layer) % times:
-                value = _cancelling(part, origin, spec.shape, cfg, draw)
-            elif part.startswith("ffn.") and origin.shape != spec.shape:
-                rest = (spec.shape[0] - origin.shape[0], *spec.shape[1:])
-                value = np.concatenate([origin, _cancelling(part, origin, rest, cfg, draw)])
+
+    def enlarged() -> Iterator[tuple[str, np.ndarray]]:
+        for number, (name, spec) in enumerate(specs.items()):
+            # A generator for each: the draw of one does not depend on the others' sizes.
+            draw = np.random.default_rng((_VERSION, number))
+            if not name.startswith("layers."):
+                value = params[name]
             else:
-                value = origin
-        yield name, value
-        progress("Enlarging the model", number + 1, len(specs))
+                _, layer, part = name.split(".", 2)
+                value = origin = params[f"layers.{int(layer) // times}.{part}"]
+                if int(layer) % times:
+                    value = _cancelling(part, origin, spec.shape, cfg, draw)
+                elif part.startswith("ffn.") and origin.shape != spec.shape:
+                    rest = (spec.shape[0] - origin.shape[0], *spec.shape[1:])
+                    value = np.concatenate([origin, _cancelling(part, origin, rest, cfg, draw)])
+            yield name, value
+            progress("Enlarging the model", number + 1, len(specs))
+
+    return large, enlarged()
 
 
 def _cancelling(
@@ -255,7 +238,8 @@ def _cancelling(
     if "bias" in part or origin.ndim < 2:
         return np.zeros(shape, np.float32)
     writes = part in ("attn.o", "ffn.down")
-    deviation = np.float32(origin.std()) * (np.float32(1) if writes else _READS_SCALE)
+    # They read with half the trained deviation, so that scales of activations stay the same.
+    deviation = np.float32(origin.std()) * np.float32(1 if writes else 0.5)
     sign = np.float32(-1 if writes else 1)
     # Pairs are neighbours: neurons, the query heads of a kv-group, or else whole kv-groups.
     queries = cfg.heads // cfg.kv_heads

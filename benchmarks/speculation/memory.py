@@ -21,10 +21,9 @@ from jaxllm.serving.host.direct_io import PieceReader, aligned
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 
-CONTEXT_TOKENS = 512
-_PROMPT_TOKENS, _TOKENS = 64, 9
-# The disk is read for comparison in blocks of so many bytes; the best number of blocks at a time counts.
-_DEPTHS, _BLOCK_BYTES = (1, 2, 4, 8), 4 << 20
+_TOKENS = 9
+# The disk is read for comparison in blocks of so many bytes.
+_BLOCK_BYTES = 4 << 20
 
 
 def memory_rows(
@@ -32,7 +31,7 @@ def memory_rows(
     budgets: Sequence[int],
     progress: Progress = silent,
     *,
-    context_tokens: int = CONTEXT_TOKENS,
+    context_tokens: int = 512,
 ) -> list[Row]:
     """Memory, bytes read and time per token under several budgets.
 
@@ -61,7 +60,7 @@ def memory_rows(
 
 def disk_bytes_per_s(path: Path) -> float:
     """Bandwidth of a file read in blocks past the page cache, at the best of a few queue depths."""
-    return max(_read_once(path, depth) for depth in _DEPTHS)
+    return max(_read_once(path, depth) for depth in (1, 2, 4, 8))
 
 
 def _read_once(path: Path, depth: int) -> float:
@@ -106,7 +105,7 @@ def _answered(model: Path, budget: int, context_tokens: int) -> dict[str, float]
         raise ConfigError(f"all of the model fits into {budget:,} bytes")
     config = GenerationConfig(max_tokens=_TOKENS, ignore_eos=True)
     # Of encoder-decoders the longest source, which takes the most memory.
-    prompt = list(range(engine.options.source_tokens(engine.cfg) or _PROMPT_TOKENS))
+    prompt = list(range(engine.options.source_tokens(engine.cfg) or 64))
     counts = engine.model.streamed.counts
     engine.generate(prompt, config)
     read, began = counts.read_bytes, time.perf_counter()

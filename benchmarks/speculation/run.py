@@ -4,37 +4,16 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import Device, named_devices
 from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.models import Checkpoint
 from benchmarks.speculation import Plan
-from benchmarks.speculation.answers import (
-    ask,
-    draft_rows,
-    notes_of,
-    quality_rows,
-    read_prompts,
-    spent,
-    time_rows,
-    token_ms,
-    tuned,
-)
+from benchmarks.speculation import answers as replies
+from benchmarks.speculation import systems as rivals
 from benchmarks.speculation.in_memory import enlarged_bundle, in_memory_rows
 from benchmarks.speculation.memory import memory_rows
-from benchmarks.speculation.shards import narrow_bundles
-from benchmarks.speculation.systems import (
-    BLD,
-    NARROW_BITS,
-    STDPL,
-    STI,
-    Setting,
-    plain,
-    systems,
-    tuned_systems,
-)
 from jaxllm.bundle import Bundle
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
@@ -54,37 +33,28 @@ def shape_rows(bench: Run[Plan]) -> list[Row]:
         return memory_rows(bundle.path, budgets, bench.progress)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """Token ids of prompts, by task.
+# Token ids of prompts, by task: what systems are tuned on, and shards judged, and what is counted.
+Prompts = tuple[dict[str, list[list[int]]], dict[str, list[list[int]]]]
 
-    Attributes:
-      tried: that systems are tuned on, and shards judged.
-      timed: that are counted; none of them is in `tried`.
+
+def _prompts(plan: Plan, tokenizer: Tokenizer) -> Prompts:
+    """As many as a plan asks for; none is both tried and timed.
+
+    Raises:
+      ConfigError: a file is missing or malformed, or no task has more prompts than are tried.
     """
-
-    tried: dict[str, list[list[int]]]
-    timed: dict[str, list[list[int]]]
-
-    @classmethod
-    def read(cls, plan: Plan, tokenizer: Tokenizer) -> Self:
-        """Reads as many as a plan asks for.
-
-        Raises:
-          ConfigError: a file is missing or malformed, or no task has more prompts than are tried.
-        """
-        found = _read_prompts(plan, tokenizer, plan.prompts + plan.tried, plan.seed)
-        timed = {task: each[plan.tried :] for task, each in found.items() if each[plan.tried :]}
-        if not timed:
-            raise ConfigError(
-                f"all prompts are taken by the {plan.tried} of each task that systems are tuned on"
-            )
-        return cls(tried={task: each[: plan.tried] for task, each in found.items()}, timed=timed)
+    found = _read_prompts(plan, tokenizer, plan.prompts + plan.tried, plan.seed)
+    timed = {task: each[plan.tried :] for task, each in found.items() if each[plan.tried :]}
+    if not timed:
+        raise ConfigError(f"all prompts are taken by the {plan.tried} of each task that systems are tuned on")
+    return {task: each[: plan.tried] for task, each in found.items()}, timed
 
 
 def _read_prompts(plan: Plan, tokenizer: Tokenizer, count: int, seed: int) -> dict[str, list[list[int]]]:
     most = plan.context_tokens - plan.tokens
-    return read_prompts(plan.data, tokenizer, count=count, most_tokens=most, seed=seed, file=plan.file)
+    return replies.read_prompts(
+        plan.data, tokenizer, count=count, most_tokens=most, seed=seed, file=plan.file
+    )
 
 
 def run(bench: Run[Plan]) -> list[Row]:
@@ -108,13 +78,13 @@ def run(bench: Run[Plan]) -> list[Row]:
     target = open_model(model)
     # Small models have small windows.
     bench = bench.changed(context_tokens=min(bench.plan.context_tokens, target.cfg.window_tokens))
-    prompts = Prompts.read(bench.plan, open_tokenizer(target.tokenizer_files()))
+    tried, timed = _prompts(bench.plan, open_tokenizer(target.tokenizer_files()))
     if "in-memory" in bench.plan.parts and target.cfg.encoder is not None:
         bench.tell("without in-memory: it is of decoders alone")
     elif "in-memory" in bench.plan.parts:
-        rows += in_memory_rows(model, draft, prompts.timed, prompts.tried, bench)
+        rows += in_memory_rows(model, draft, timed, tried, bench)
     if {*bench.plan.parts} - {"in-memory"}:
-        rows += _budget_rows(target, draft, prompts, bench)
+        rows += _budget_rows(target, draft, (tried, timed), bench)
     return rows
 
 
@@ -132,12 +102,12 @@ def _budget_rows(target: Bundle, draft: Path | None, prompts: Prompts, bench: Ru
     if judged and target.cfg.encoder is not None:
         bench.tell("without STI: the shards of encoder-decoders are not judged yet")
     elif judged:
-        texts = [each for all_ in prompts.tried.values() for each in all_]
+        texts = [each for all_ in prompts[0].values() for each in all_]
         # Without tuning the middle is taken.
-        bits = NARROW_BITS if texts else NARROW_BITS[len(NARROW_BITS) // 2 :][:1]
-        narrow = narrow_bundles(target.path, bits, texts, bench.progress)
+        bits = rivals.NARROW_BITS if texts else rivals.NARROW_BITS[len(rivals.NARROW_BITS) // 2 :][:1]
+        narrow = rivals.narrow_bundles(target.path, bits, texts, bench.progress)
     for device, share in itertools.product(named_devices(plan.devices), plan.shares):
-        setting = Setting(
+        setting = rivals.Setting(
             model=target.path,
             draft=draft,
             narrow=narrow,
@@ -170,7 +140,7 @@ class _Systems:
       engines: by system.
     """
 
-    def __init__(self, setting: Setting, device: Device, prompts: Prompts, bench: Run[Plan]) -> None:
+    def __init__(self, setting: rivals.Setting, device: Device, prompts: Prompts, bench: Run[Plan]) -> None:
         plan = bench.plan
         self._setting, self._device, self._plan, self._progress = setting, device, plan, bench.progress
         self._asked = {
@@ -178,10 +148,11 @@ class _Systems:
             "ablations": "ablations" in plan.parts,
             "presets": plan.presets,
         }
-        self._prompts, self._config = prompts, GenerationConfig(max_tokens=plan.tokens)
+        self._tried, self._timed = prompts
+        self._config = GenerationConfig(max_tokens=plan.tokens)
         self.engines: dict[str, Engine] = {}
         try:
-            for name, opened in systems(**self._asked).items():
+            for name, opened in rivals.systems(**self._asked).items():
                 self.engines[name] = opened(setting)
         except BudgetExceeded:
             self.close()
@@ -196,15 +167,15 @@ class _Systems:
         rows = []
         if {*self._plan.parts} & {"systems", "ablations"}:
             how = self._tune()
-            if STI in how and twice:
-                how[STI] += "; weights quantized twice"
+            if rivals.STI in how and twice:
+                how[rivals.STI] += "; weights quantized twice"
             label = f"Measuring on {self._device.name}"
-            answers = ask(self.engines, self._prompts.timed, self._config, label, self._progress)
-            notes = notes_of(self.engines, self._device, how)
-            rows += time_rows(case, answers, notes)
+            answers = replies.ask(self.engines, self._timed, self._config, label, self._progress)
+            notes = replies.notes_of(self.engines, self._device, how)
+            rows += replies.time_rows(case, answers, notes)
             if "systems" in self._plan.parts:
-                rows += quality_rows(case, answers)
-            rows += draft_rows(self.engines, self._device, case)
+                rows += replies.quality_rows(case, answers)
+            rows += replies.draft_rows(self.engines, self._device, case)
         if "unguessable" in self._plan.parts:
             rows += self._unguessable_rows(case)
         return rows
@@ -219,14 +190,14 @@ class _Systems:
 
         The others answer the prompts that these are tuned on, too: all have learned as much when time counts.
         """
-        how, tried = {}, self._prompts.tried
-        ask(self.engines, tried, self._config, "Warming up", self._progress)
-        target = self.engines.get(STDPL, self.engines[OURS])
-        for name, candidates in tuned_systems(**self._asked).items():
-            missing = {BLD: self._setting.draft is None, STI: not self._setting.narrow}
+        how, tried = {}, self._tried
+        replies.ask(self.engines, tried, self._config, "Warming up", self._progress)
+        target = self.engines.get(rivals.STDPL, self.engines[OURS])
+        for name, candidates in rivals.tuned_systems(**self._asked).items():
+            missing = {rivals.BLD: self._setting.draft is None, rivals.STI: not self._setting.narrow}
             if missing.get(name, False) or (name in missing and not self._plan.judged):
                 continue
-            self.engines[name], how[name] = tuned(
+            self.engines[name], how[name] = replies.tuned(
                 name, candidates, self._setting, target, tried, self._config, self._progress
             )
         for each in self.engines.values():
@@ -239,11 +210,14 @@ class _Systems:
         config = dataclasses.replace(
             self._config, sampling=Sampling(temperature=5.0, seed=1), ignore_eos=True
         )
-        chosen = {OURS: self.engines[OURS], STDPL: self.engines.get(STDPL) or plain(self._setting)}
-        answers = ask(chosen, self._prompts.timed, config, "Measuring unguessable answers", self._progress)
-        if STDPL not in self.engines:
-            chosen[STDPL].close()
-        times = {name: token_ms(spent(found)) for name, found in answers.items()}
+        chosen = {
+            OURS: self.engines[OURS],
+            rivals.STDPL: self.engines.get(rivals.STDPL) or rivals.plain(self._setting),
+        }
+        answers = replies.ask(chosen, self._timed, config, "Measuring unguessable answers", self._progress)
+        if rivals.STDPL not in self.engines:
+            chosen[rivals.STDPL].close()
+        times = {name: replies.token_ms(replies.spent(found)) for name, found in answers.items()}
         case = f"{case}: unguessable"
         return compared(case, "tpot_ms", times)
 

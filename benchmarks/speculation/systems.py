@@ -13,30 +13,43 @@ may be tuned by is tried on prompts that are not counted (see `answers.tuned`).
 - BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one rejects tokens that it finds
   too unlikely; its answers differ.
 
-Tunes baselines and ablations as they would be in use, on prompts that are not counted.
-
-Every system that depends on numbers which its paper leaves open is treated alike: all candidates answer the
-same prompts, one after the other at each prompt. Of those that are about as accurate as the best, the fastest
-is taken. Systems that give the target's answers are all alike accurate.
+STI keeps a model as shards whose bitwidths are chosen one by one: all get the widest that fits, and what is
+left goes to the shards that matter most to accuracy. Here a shard is a layer's attention or its feed-forward
+block, the smallest that the kernels of all systems compute at a bitwidth of its own; embedding and head stay
+as the target has them. A shard's importance is how far the model's predictions on given texts move from the
+target's when the shard alone has as few bits as all get at first.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.bench import silent
 from benchmarks.harness.report import OURS
+from benchmarks.models import float_params, made_once
 from benchmarks.speculation import PRESETS
-from jaxllm.config import WHOLE
+from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
+from jaxllm.bundle.layout import contracted_axis
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
+from jaxllm.models.decoder import forward, logits
+from jaxllm.models.parameters import param_specs
+from jaxllm.quant import BITS, BlockedArray, dequantize, quantize, to_blocks
+from jaxllm.quant.formats import Bits
 from jaxllm.sampling import SamplerState
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.runner import Verdict
@@ -51,13 +64,8 @@ from jaxllm.speculation.tree import TokenTree
 
 PUBLISHED = "LLMCad"
 STDPL, STI, SP, BLD = "StdPL", "STI", "SP", "BLD"
-# What is tried for each system that is tuned; a run without tuning takes the middle one.
-SP_LENGTHS = (2, 4, 7)
+# Mean bits that are tried for STI; a run without tuning takes the middle.
 NARROW_BITS = (3.0, 4.0, 6.0)
-_FIXED_NODES = (4, 8, 16)
-# BLD's thresholds, to fall back and to roll back, in and around the middle of what its paper tunes in.
-_BLD_THRESHOLDS = ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
-_BLD_LENGTH = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +77,6 @@ class Setting:
       draft: a small model of its tokenizer; None for the target's own high planes.
       narrow: the target's bundles for STI, by their mean bits; empty where STI is not opened.
       weights_bytes: memory for weights, the draft's included; caches and activations come on top.
-      context_tokens: of every context.
-      storage: that weights are read from.
     """
 
     model: Path
@@ -102,26 +108,22 @@ def drafted(setting: Setting, *, published: bool = False, **speculation: Any) ->
     return Engine.open(setting.model, options=_options(setting, setting.model, options), speculation=options)
 
 
+# Without our techniques.
+_PLAIN: dict[str, Any] = {"pipelined": False, "pausing": False, "lookup": False}
+
+
 def fixed_lines(setting: Setting, length: int) -> Engine:
     """SP with drafts of `length` tokens."""
     trees = TreeShape(nodes=(length + 1,), room=length + 1, tips=1, branches=1)
-    return drafted(
-        setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, pausing=False, lookup=False
-    )
+    return drafted(setting, trees=trees, alpha=LEAST, fallback="fixed", **_PLAIN)
 
 
 def big_little(setting: Setting, fallback: float, rollback: float) -> Engine:
     """BLD: the small model goes on alone while a token has at least the probability `fallback`; the large one
     accepts a token of at most `rollback` nats."""
-    nodes = _BLD_LENGTH + 1
-    options = SpeculationOptions(
-        **setting.drafter,
-        trees=TreeShape(nodes=(nodes,), room=nodes + 1, tips=1, branches=1),
-        fallback="fixed",
-        pipelined=False,
-        pausing=False,
-        lookup=False,
-    )
+    # At most ten tokens of the small model in a line.
+    trees = TreeShape(nodes=(11,), room=12, tips=1, branches=1)
+    options = SpeculationOptions(**setting.drafter, trees=trees, fallback="fixed", **_PLAIN)
     engine_options = dataclasses.replace(_options(setting, setting.model, options), trees=options.trees)
     bundle = open_model(setting.model)
     reserved = drafter_bytes(options, setting.context_tokens, bundle.cfg)
@@ -179,19 +181,20 @@ def tuned_systems(
     """What opens each system that is tuned, by name and by what is tried; arguments as of `systems`."""
     found: dict[str, dict[str, Opener]] = {}
     if baselines:
-        found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in SP_LENGTHS}
+        found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in (2, 4, 7)}
+        # In and around the middle of what its paper tunes in.
         found[BLD] = {
             f"fallback below {fallback}, rollback above {rollback} nats": partial(
                 big_little, fallback=fallback, rollback=rollback
             )
-            for fallback, rollback in _BLD_THRESHOLDS
+            for fallback, rollback in ((0.4, 1.5), (0.4, 5.0), (0.6, 3.0), (0.8, 1.5), (0.8, 5.0))
         }
         found[STI] = {f"{bits:g} bits on average": partial(plain, narrow_bits=bits) for bits in NARROW_BITS}
     names = {"ours": OURS, "published": PUBLISHED}
     for preset in presets if ablations else ():
         found[f"{names[preset]}-no-fallback"] = {
             f"{nodes} nodes": partial(_no_fallback, nodes=nodes, published=preset == "published")
-            for nodes in _FIXED_NODES
+            for nodes in (4, 8, 16)
         }
     return found
 
@@ -244,23 +247,21 @@ class _UntilUnsure:
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; alpha, a bound for whole paths, is not used."""
-        return self._grown(sequence, root, growing.most, cache), cache
 
-    def _grown(self, sequence: Sequence[int], root: int, most: int, cache: Any) -> TokenTree:
         def longer(alpha: float, most: int) -> TokenTree:
             return self._drafter.grow(sequence, root, Growing(alpha, most), cache)[0]
 
         tree = longer(LEAST, 2)
-        while (count := int(tree.count)) <= most:
+        while (count := int(tree.count)) <= growing.most:
             whole = float(tree.confidences[count - 2]) if count > 1 else 1.0
             if count < 2 or float(tree.confidences[count - 1]) < self._fallback * whole:
                 break
-            if count == most:
-                return tree
+            if count == growing.most:
+                return tree, cache
             tree = longer(1e-30, count + 1)
             if int(tree.count) == count:
-                return tree
-        return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1)))  # pyright: ignore
+                return tree, cache
+        return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1))), cache  # pyright: ignore
 
 
 class _Lenient:
@@ -295,3 +296,167 @@ class _Lenient:
         nodes[: len(path)] = path
         cache = self._target.keep_path(cache, nodes, len(path))
         return Verdict.of(np.array(said, np.int32), len(said), path), cache, sampler
+
+
+_VERSION = 2
+# Texts are cut after so many tokens, so that one compiled step scores all of them.
+_TEXT_TOKENS = 64
+
+
+def shards_of(cfg: ModelConfig) -> dict[str, list[str]]:
+    """The names of each shard's matrices, by shard."""
+    found: dict[str, list[str]] = {}
+    for name, spec in param_specs(cfg).items():
+        if name.startswith("layers.") and spec.role != "vector":
+            found.setdefault(".".join(name.split(".")[:3]), []).append(name)
+    return found
+
+
+def plan_widths(
+    importance: Mapping[str, float], sizes: Mapping[str, int], mean_bits: float
+) -> dict[str, Bits]:
+    """Bitwidths of shards.
+
+    Args:
+      sizes: of each shard, in weights.
+      mean_bits: most bits of a weight, on average.
+
+    Raises:
+      ConfigError: the fewest bits are more.
+    """
+    first, widths = first_bits(mean_bits), dict[str, Bits]()
+    widths.update((shard, first) for shard in sizes)
+    room = (mean_bits - first) * sum(sizes.values())
+    for shard in sorted(sizes, key=lambda each: -importance[each]):
+        for bits in reversed(BITS):
+            more = (bits - widths[shard]) * sizes[shard]
+            if 0 < more <= room:
+                widths[shard] = bits
+                room -= more
+    return widths
+
+
+def first_bits(mean_bits: float) -> Bits:
+    """The bits that all shards get at first: the most that `mean_bits` has room for.
+
+    Raises:
+      ConfigError: the fewest bits are more.
+    """
+    if mean_bits < BITS[0]:
+        raise ConfigError(f"shards have {BITS[0]} bits at least, got {mean_bits:g} on average")
+    return max(bits for bits in BITS if bits <= mean_bits)
+
+
+def narrow_bundles(
+    model: Path, mean_bits: Sequence[float], texts: Sequence[Sequence[int]], progress: Progress = silent
+) -> dict[float, Path]:
+    """Bundles of a model for STI, by their mean bits of a shard's weight, made unless they are there.
+
+    Args:
+      model: a bundle.
+      mean_bits: of each bundle; bits that all shards can have are the same for all.
+      texts: token ids on which importance is measured, none of them counted otherwise.
+      progress: called with ("Measuring shards", shards done, shards in all).
+
+    Raises:
+      ConfigError: there are no texts.
+      CheckpointError: the model cannot be read.
+    """
+    with Bundle.open(_without_planes(model)) as bundle:
+        digest = hashlib.sha256(repr([list(each) for each in texts]).encode()).hexdigest()[:8]
+        shards, specs = shards_of(bundle.cfg), param_specs(bundle.cfg)
+
+        def write(path: Path, bits: float) -> None:
+            floats = float_params(bundle)
+            sizes = {shard: sum(floats[name].size for name in names) for shard, names in shards.items()}
+            importance = dict.fromkeys(shards, 0.0)
+            if bits not in BITS:
+                importance = shard_importance(bundle.cfg, floats, texts, first_bits(bits), progress)
+            widths = plan_widths(importance, sizes, bits)
+            narrowed = {
+                name: _narrowed(floats[name], widths[shard], contracted_axis(specs[name]))
+                for shard, names in shards.items()
+                for name in names
+                # What has so many bits already stays.
+                if bundle.layout.tensors[name].bits != widths[shard]
+            }
+            without = dict.fromkeys(bundle.layout.parts)
+            name = f"{bundle.layout.name}, {bits:g} bits"
+            rewrite_bundle(path, bundle, without, name=name, instead=narrowed)
+
+        found = {}
+        for bits in mean_bits:
+            # Texts count where widths are mixed.
+            name = f"v{_VERSION}-{bundle.fingerprint[:16]}-{bits:g}{'' if bits in BITS else '-' + digest}"
+            found[bits] = made_once("shards", f"{name}.jaxllm", write=partial(write, bits=bits))
+    return found
+
+
+def _without_planes(model: Path) -> Path:
+    """A bundle as it is; or where each weight lies in two planes, which no shard has, one of int8 weights
+    with the same numbers but for rounding, made unless it is there."""
+    with Bundle.open(model) as bundle:
+        if bundle.layout.weights != "int8-nested":
+            return model
+        return made_once(
+            "shards", f"v{_VERSION}-{bundle.fingerprint[:16]}-int8.jaxllm",
+            write=lambda path: write_bundle(
+                path, cfg=bundle.cfg, params=float_params(bundle).items(), weights="int8",
+                tokenizer=bundle.tokenizer_files(), name=bundle.layout.name,
+            ),
+        )  # fmt: skip
+
+
+def shard_importance(
+    cfg: ModelConfig,
+    params: Mapping[str, np.ndarray],
+    texts: Sequence[Sequence[int]],
+    bits: Bits,
+    progress: Progress = silent,
+) -> dict[str, float]:
+    """The divergence (Kullback-Leibler, nats per token) of the model's predictions where one shard alone is
+    narrowed, from those of the whole model, by shard.
+
+    Args:
+      params: in float32.
+      texts: token ids.
+
+    Raises:
+      ConfigError: there are no texts.
+    """
+    rows = [list(each[:_TEXT_TOKENS]) for each in texts if each]
+    if not rows:
+        raise ConfigError("the importance of shards is measured on texts, and there are none")
+    tokens = np.zeros((len(rows), _TEXT_TOKENS), np.int32)
+    counted = np.zeros((len(rows), _TEXT_TOKENS), bool)
+    for row, text in enumerate(rows):
+        tokens[row, : len(text)] = text
+        counted[row, : len(text)] = True
+
+    @jax.jit
+    def predictions(params: dict[str, jax.Array]) -> jax.Array:
+        hidden, _ = forward(params, jnp.asarray(tokens), cfg=cfg)
+        return jax.nn.log_softmax(logits(params, hidden, cfg=cfg))
+
+    @jax.jit
+    def divergence(params: dict[str, jax.Array], whole: jax.Array) -> jax.Array:
+        apart = jnp.sum(jnp.exp(whole) * (whole - predictions(params)), axis=-1)
+        return jnp.sum(jnp.where(counted, apart, 0.0)) / np.float32(counted.sum())
+
+    placed = {name: jnp.asarray(each) for name, each in params.items()}
+    whole, specs, found = predictions(placed), param_specs(cfg), {}
+    shards = shards_of(cfg)
+    for number, (shard, names) in enumerate(shards.items()):
+        narrowed = {
+            name: dequantize(
+                _narrowed(params[name], bits, contracted_axis(specs[name])), jnp.dtype(jnp.float32)
+            )
+            for name in names
+        }
+        found[shard] = float(divergence({**placed, **narrowed}, whole))
+        progress("Measuring shards", number + 1, len(shards))
+    return found
+
+
+def _narrowed(value: np.ndarray, bits: Bits, axis: int) -> BlockedArray:
+    return to_blocks(quantize(np.asarray(value, np.float32), bits=bits, axis=axis))

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # Of one check.
 LIMIT_S = 300
-# The checks of --quick.
-_QUICK = ("attention", "pretrain-60m")
 
 
 def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable[[], list[Row]]]":
@@ -40,12 +38,10 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
     """
     from benchmarks.train import resuming, steps
 
+    sizes = [(256, 4, 2, 64)] if tiny else [(4096, 32, 8, 128), (8192, 16, 8, 64)]
+
     def size(full: str) -> str:
         return "tiny" if tiny else full
-
-    def attending() -> "list[Row]":
-        sizes = [(256, 4, 2, 64)] if tiny else [(4096, 32, 8, 128), (8192, 16, 8, 64)]
-        return [row for each in sizes for row in steps.check_attention(*each, repetitions)]
 
     def pretrained(full: str, remat: str, optimizer: str) -> "Callable[[], list[Row]]":
         return lambda: steps.measure_pretraining(size(full), remat, optimizer, repetitions)  # pyright: ignore
@@ -55,7 +51,7 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
             return resuming.check_resuming(size("60m"), Path(folder), cpu)
 
     return {
-        "attention": attending,
+        "attention": lambda: [row for each in sizes for row in steps.check_attention(*each, repetitions)],
         "pretrain-350m": pretrained("350m", "none", "adamw"),
         "pretrain-350m-dots": pretrained("350m", "dots", "adamw"),
         "pretrain-60m": pretrained("60m", "none", "adamw"),
@@ -124,7 +120,7 @@ def train_command(
         return
     names = [name for name in checks if name.startswith(only or ("",))]
     if quick and not only:
-        names = list(_QUICK)
+        names = ["attention", "pretrain-60m"]
     if not names:
         raise click.UsageError(f"--only: choose among {', '.join(checks)}")
     words = [*["--cpu"] * cpu, "--repetitions", str(repetitions), "--quick" if quick else "--full"]

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.models import shape
 from benchmarks.train.steps import SIZES
-from jaxllm.config import WHOLE, ModelConfig, RopeConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import LEVELS
 from jaxllm.elastic.slo import PROMPT_RATIOS
 from jaxllm.training.loop.dry_run import ASSUMED_UTILIZATION, known_figures, recomputed_share
@@ -22,13 +23,9 @@ from jaxllm.training.loop.hardware import step_flops_per_token
 
 MODELS: Mapping[str, ModelConfig] = {
     # The model of the paper's figure of 68.3 hours.
-    "llama-7b": ModelConfig(
-        model_type="llama", vocab_size=32000, hidden_size=4096, layers=32, heads=32, kv_heads=32,
-        head_dim=128, ffn_size=11008, window_tokens=4096, norm_eps=1e-5, tied_head=False,
-        rope=RopeConfig(dim=128, theta=1e4),
-    ),
+    "llama-7b": shape(D=4096, L=32, N=32, K=32, H=128, F=11008),
     "llama-3.1-8b": SIZES["8b"].cfg,
-}  # fmt: skip
+}
 ROW_TOKENS = 4096
 # Of many short rows, whose prompts differ at every level and ratio.
 LABEL_UTILIZATION = 0.2

@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,11 +38,9 @@ def train_here(name: str, folder: Path) -> None:
     trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
     held_out = random_batch(dataclasses.replace(size, batch=1), seed=99)
 
-    def report(progress: object) -> None:
-        print(progress, flush=True)
-
+    report = functools.partial(print, flush=True)
+    batches, checkpoints = functools.partial(random_batch, size), folder / "checkpoints"
     try:
-        batches, checkpoints = functools.partial(random_batch, size), folder / "checkpoints"
         state = train(trainer, batches, lambda: [held_out], checkpoints, report)
     except Preempted:
         return
@@ -58,8 +55,7 @@ def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
     Args:
       cpu: whether the runs are for CPUs.
     """
-    _finished(_started(name, folder / "whole", cpu))
-    whole = _kept(folder / "whole")
+    whole = _finished(_started(name, folder / "whole", cpu), folder / "whole")
     rows = []
     for kill in (signal.SIGTERM, signal.SIGKILL):
         own = folder / kill.name
@@ -67,8 +63,7 @@ def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
         _wait_for_step(process, CHECKPOINT_STEPS + 1)
         process.send_signal(kill)
         process.communicate(timeout=_WAIT_S)
-        _finished(_started(name, own, cpu))
-        found = _kept(own)
+        found = _finished(_started(name, own, cpu), own)
         case = f"resume {name} after {kill.name}"
         pairs = [(found[each], value) for each, value in whole.items()]
         different = sum(not np.array_equal(*pair) for pair in pairs)
@@ -100,54 +95,52 @@ def _wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
     raise JaxllmError(f"the run to be killed did not reach step {step}")
 
 
-def _finished(process: "subprocess.Popen[str]") -> None:
+def _finished(process: "subprocess.Popen[str]", folder: Path) -> dict[str, np.ndarray]:
+    """The parameters that a run leaves in its folder."""
     process.communicate(timeout=_WAIT_S)
     if process.returncode:
         raise JaxllmError(f"a training run ended with {process.returncode}")
-
-
-def _kept(folder: Path) -> dict[str, np.ndarray]:
     with np.load(folder / "params.npz") as stored:
         return dict(stored)
 
 
-# Prefill and decode of 1.1 billion random weights; levels of the packaged model.
-_BENCHES: Mapping[str, Sequence[str]] = {
-    "serve-bf16": ("engine", "--shape", "1b", "--weights", "bf16", "--peer", "none", "--quick"),
-    "serve-int8": ("engine", "--shape", "1b", "--weights", "int8", "--peer", "none", "--quick"),
-    "serve-levels": ("elastic", "--only", "costs", "--quick"),
-}
-_TINY: Mapping[str, Sequence[str]] = {"serve-packaged": ("engine", "--peer", "none", "--quick")}
-_PROMPT = "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. " * 4
-_LIMIT_S = 280
-
-
 def serving_checks(tiny: bool) -> dict[str, Callable[[], list[Row]]]:
     """The checks by name; with `tiny` one bench, of the packaged model."""
-    found: dict[str, Callable[[], list[Row]]] = {}
-    for name, words in (_TINY if tiny else _BENCHES).items():
-        found[name] = lambda words=words: bench(words)
-    return found if tiny else {**found, "serve-integer-prefill": compare_integer_prefill}
+    alone = ("--peer", "none", "--quick")
+    if tiny:
+        return {"serve-packaged": functools.partial(bench, ("engine", *alone))}
+    # Prefill and decode of 1.1 billion random weights; levels of the packaged model.
+    large = ("engine", "--shape", "1b", "--weights")
+    return {
+        "serve-bf16": functools.partial(bench, (*large, "bf16", *alone)),
+        "serve-int8": functools.partial(bench, (*large, "int8", *alone)),
+        "serve-levels": functools.partial(bench, ("elastic", "--only", "costs", "--quick")),
+        "serve-integer-prefill": compare_integer_prefill,
+    }
 
 
 def bench(words: Sequence[str]) -> list[Row]:
     """The rows of ours that `jaxllm bench` prints."""
     printed = json.loads(_output_of("bench", *words, "--json"))
-    rows = (row for row in printed["rows"] if row["system"].startswith("jaxllm"))
-    return [_ours(each) for each in rows]
+    return [
+        row(
+            f"{each['case']} ({each['system']})", each["metric"], each["value"], each.get("note"),
+            unit=each["unit"],
+        )
+        for each in printed["rows"]
+        if each["system"].startswith("jaxllm")
+    ]  # fmt: skip
 
 
 def compare_integer_prefill() -> list[Row]:
     """Answers after integer prefill on two processors: the GPU as the integer one, beside the CPU."""
-    words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", _PROMPT, "--max-tokens", "20")
+    prompt = (
+        "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. " * 4
+    )
+    words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", prompt, "--max-tokens", "20")
     texts = {device: _output_of(*words, "--integer-device", device) for device in ("cpu", "gpu")}
     same = float(texts["cpu"] == texts["gpu"])
     return [row("integer prefill with --integer-device gpu", "same_answer", same, texts["gpu"].strip())]
-
-
-def _ours(printed: Mapping[str, Any]) -> Row:
-    case = f"{printed['case']} ({printed['system']})"
-    return row(case, printed["metric"], printed["value"], printed.get("note"), unit=printed["unit"])
 
 
 def _output_of(*words: str) -> str:
@@ -155,7 +148,7 @@ def _output_of(*words: str) -> str:
     shared = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.run(
         [sys.executable, "-m", "jaxllm.cli.entry", *words],
-        stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, env=shared, check=False,
+        stdout=subprocess.PIPE, text=True, timeout=280, env=shared, check=False,
     )  # fmt: skip
     if process.returncode:
         raise JaxllmError(f"`jaxllm {' '.join(words)[:100]}` ended with {process.returncode}")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness.report import Row, row
+from benchmarks.models import shape
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.elastic.ladder import Ladder
@@ -47,11 +48,8 @@ class Size:
 
 
 def _size(D: int, L: int, N: int, K: int, F: int, V: int, batch: int, row_tokens: int) -> Size:
-    cfg = ModelConfig(
-        model_type="llama", vocab_size=V, hidden_size=D, layers=L, heads=N, kv_heads=K, head_dim=D // N,
-        ffn_size=F, window_tokens=8192, norm_eps=1e-5, tied_head=False,
-        rope=RopeConfig(dim=D // N, theta=5e5),
-    )  # fmt: skip
+    more = {"window_tokens": 8192, "norm_eps": 1e-5, "rope": RopeConfig(dim=D // N, theta=5e5)}
+    cfg = shape(D=D, L=L, N=N, K=K, H=D // N, F=F, V=V, **more)
     return Size(cfg=cfg, batch=batch, row_tokens=row_tokens)
 
 

@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from benchmarks.contexts import PARTS, quality, run
 from benchmarks.contexts.quality import EIGHT, RAW, Stored, write_with_outliers
-from benchmarks.contexts.run import most_contexts, switch_rows
+from benchmarks.contexts.run import most_contexts, switch_rows, traffic_rows
 from benchmarks.contexts.switching import ABLATIONS, SYSTEMS, Switches, flush_times
-from benchmarks.contexts.traffic import traffic_rows
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import DEVICES, REAL, emulated
 from benchmarks.harness.report import OURS, Row
@@ -105,19 +104,17 @@ def test_most_contexts_are_those_before_the_first_that_are_too_many():
 
 
 def test_each_system_lacks_what_it_is_named_for():
-    ours, *others = SYSTEMS
-    assert (ours.ratio, ours.policy, ours.writing, ours.recompute) == (0.5, "lctru", "ahead", True)
-    assert ours.overlap_prompt
-    assert not any(other.overlap_prompt or other.recompute or other.policy == "lctru" for other in others)
-    assert [other.writing for other in others] == ["never", *["at-eviction"] * 3]
-    changed = [
-        {
-            name
-            for name in ("ratio", "policy", "writing", "recompute", "overlap_prompt", "attend_coded")
-            if getattr(each, name) != getattr(ours, name)
-        }
-        for each in ABLATIONS
-    ]
+    def of(system):
+        return {"attend_coded": system.attend_coded, **vars(system.options)}
+
+    ours, *others = map(of, SYSTEMS)
+    names = ("ratio", "policy", "writing", "recompute", "overlap_prompt")
+    assert [ours[name] for name in names] == [0.5, "lctru", "ahead", True, True]
+    assert not any(
+        each["overlap_prompt"] or each["recompute"] or each["policy"] == "lctru" for each in others
+    )
+    assert [each["writing"] for each in others] == ["never", *["at-eviction"] * 3]
+    changed = [{name for name, value in of(each).items() if value != ours[name]} for each in ABLATIONS]
     assert changed == [
         {"ratio"}, {"recompute"}, {"policy", "writing"}, {"overlap_prompt"}, {"attend_coded"}
     ]  # fmt: skip
@@ -166,20 +163,12 @@ def test_caches_are_restored_from_each_encoding(tiny):
 def test_cases_are_chosen_by_options(tiny, monkeypatch):
     seen = []
     monkeypatch.setattr(run, "run", lambda bench: seen.append(bench.plan) or [])
-    command = ["bench", "contexts", "-m", str(tiny), "--json"]
-    chosen = ["--contexts", "8", "--contexts", "4", "--pattern", "markov", "--device", "emmc"]
-    for options in (["--full"], [*chosen, "--full", "--only", "switching"]):
-        assert CliRunner().invoke(cli, [*command, *options], catch_exceptions=False).exit_code == 0
-    assert seen == [
-        run.Plan(),
-        run.Plan(
-            contexts=(4, 8),
-            fitting=8,
-            patterns=("markov",),
-            devices=("emmc",),
-            parts=("switching",),
-        ),
-    ]
+    chosen = ["--contexts", "6", "--contexts", "4", "--pattern", "markov", "--device", "emmc"]
+    command = ["bench", "contexts", "-m", str(tiny), "--json", "--full", "--only", "switching", *chosen]
+    assert CliRunner().invoke(cli, command, catch_exceptions=False).exit_code == 0
+    # In order, and no more of them fit than there are.
+    sizes = {"contexts": (4, 6), "fitting": 6, "patterns": ("markov",), "devices": ("emmc",)}
+    assert seen == [run.Plan(**sizes, parts=("switching",))]
 
 
 @pytest.mark.slow

@@ -7,20 +7,9 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks.elastic import costs as switching
-from benchmarks.elastic import decisions as variants
-from benchmarks.elastic.baselines import Size, of_shares
-from benchmarks.elastic.costs import Added, added_by_level
-from benchmarks.elastic.decisions import (
-    Asked,
-    Choices,
-    Variants,
-    ablations,
-    plan_times,
-    planned,
-    size_variants,
-    with_whole,
-)
+from benchmarks.elastic import baselines as switching
+from benchmarks.elastic import decisions
+from benchmarks.elastic.baselines import Added, Size, added_by_level, of_shares
 from benchmarks.elastic.run import cases, planning_rows, replay_beside_whole, replay_rows, trace_rows
 from benchmarks.harness.report import OURS
 from benchmarks.traces import Outcome
@@ -72,7 +61,7 @@ class Slow(Half):
 def trace_of(slos, tasks, right, proposer=None):
     """A trace of questions of 100 tokens of a model of two levels, and its variants, right as given."""
     proposer = proposer or Slow()
-    levels, ratios = (50, 100), with_whole(proposer.prompt_ratios)
+    levels, ratios = (50, 100), decisions.with_whole(proposer.prompt_ratios)
     # To the whole model 100 tokens take 1 s, and times shrink with both.
     profile = DeviceProfile(
         levels=levels, tokens=(1, 100), chunk_tokens=(1,), ttft_ms=((5.0, 500.0), (10.0, 1000.0)),
@@ -80,13 +69,13 @@ def trace_of(slos, tasks, right, proposer=None):
     )  # fmt: skip
     trace = [dataclasses.replace(request_of(slo), task=task) for slo, task in zip(slos, tasks, strict=True)]
     count, every = len(right), tuple(itertools.product(levels, ratios))
-    asked = Asked(
+    asked = decisions.Asked(
         trace=trace,
         questions=[Question(trace[0].example, word_prompt(100, 1))] * count,
         indices=[number % count for number in range(len(trace))],
         whole_ms=(np.full(count, 1000.0), np.full(count, 100.0)),
     )
-    ours = Variants(
+    ours = decisions.Variants(
         ttft_ms=np.array([[profile.ttft(level, int(100 * ratio)) for level, ratio in every]] * count),
         tpot_ms=np.array([[profile.tpot(level, 1) for level, _ in every]] * count),
         right=right,
@@ -102,9 +91,9 @@ def test_a_proposer_that_knows_no_whole_prompts():
     right = np.array([[False, True, False, False, False, True]])
     planner, ours, asked = trace_of(slos, ["mood"] * 2, right, Half())
     assert ours.keys[:3] == ((50, 0.25), (50, 0.5), (50, 1.0))
-    done = planned(planner, ours, asked, np.zeros(1))
+    done = decisions.planned(planner, ours, asked, np.zeros(1))
     assert (done.right.tolist(), done.met.tolist()) == ([True, True], [True, True])
-    others = ablations(ours, asked, np.zeros(1), np.zeros(1), seed=0)
+    others = decisions.ablations(ours, asked, np.zeros(1), np.zeros(1), seed=0)
     assert others["jaxllm-oracle"].right.all()
     # Without shorter prompts half the model must do, which takes too long and is wrong.
     assert others["jaxllm-model-only"].right.tolist() == [True, False]
@@ -122,9 +111,9 @@ def test_nothing_is_ahead_of_the_oracle():
     tasks = ["mood", "news"] * 200
     planner, ours, asked = trace_of(slos, tasks, draw.random((50, 6)) < 0.4)
     passes = np.full(50, 100.0)
-    found = ablations(ours, asked, passes, passes + 20.0, seed=0)
+    found = decisions.ablations(ours, asked, passes, passes + 20.0, seed=0)
     oracle = found.pop("jaxllm-oracle")
-    found[OURS] = planned(planner, ours, asked, passes)
+    found[OURS] = decisions.planned(planner, ours, asked, passes)
     for system in (OURS, "jaxllm-random", "jaxllm-fixed", "jaxllm-model-only", "jaxllm-prompt-only"):
         for share in ("right", "met", "right_and_met"):
             ahead = getattr(found[system], share) & ~getattr(oracle, share)
@@ -137,7 +126,7 @@ def test_variants_take_what_they_must():
     right = np.array([[False, False, True, False, False, False]])
     _, ours, asked = trace_of([Slo(ttft=0.5, tpot=0.5)], ["mood"], right)
     passes = np.full(1, 100.0)
-    found = ablations(ours, asked, passes, passes + 20.0, seed=0)
+    found = decisions.ablations(ours, asked, passes, passes + 20.0, seed=0)
     # The whole prompt is in time without a margin and without the tiny LM, and nothing else is right.
     assert found["jaxllm-oracle"].right_and_met.all()
     assert found["jaxllm-fixed"].right_and_met.all()
@@ -147,7 +136,7 @@ def test_variants_take_what_they_must():
     right = np.roll(right, -1)
     for share, in_time in ((0.35, True), (0.34, False)):
         _, ours, asked = trace_of([Slo(ttft=share, tpot=0.5)], ["mood"], right)
-        found = ablations(ours, asked, passes, passes + 20.0, seed=0)
+        found = decisions.ablations(ours, asked, passes, passes + 20.0, seed=0)
         assert found["jaxllm-oracle"].right_and_met.all() == in_time
 
 
@@ -157,11 +146,11 @@ def test_the_best_fixed_choices_differ_by_task_alone():
     right[0, 2] = right[1, 5] = True
     slos = [Slo(ttft=1.0, tpot=1.0)] * 4
     _, ours, asked = trace_of(slos, ["mood", "news"] * 2, right)
-    fixed = ablations(ours, asked, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
+    fixed = decisions.ablations(ours, asked, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
     assert fixed.right_and_met.all()
     # Of one task one of the two questions is answered wrong.
     _, ours, asked = trace_of(slos, ["mood"] * 4, right)
-    fixed = ablations(ours, asked, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
+    fixed = decisions.ablations(ours, asked, np.zeros(2), np.zeros(2), seed=0)["jaxllm-fixed"]
     assert fixed.right_and_met.tolist() == [False, True] * 2
 
 
@@ -179,7 +168,7 @@ def test_planning_is_the_pass_and_what_else_there_is_to_do():
     def question(tokens):
         return Question(request_of(Slo(ttft=0.5, tpot=0.5)).example, word_prompt(tokens, 1))
 
-    alone, whole = plan_times(Plans(), Plans(), [question(each) for each in passes])
+    alone, whole = decisions.plan_times(Plans(), Plans(), [question(each) for each in passes])
     assert alone.tolist() == [1.0, 2.0, 4.0]
     assert whole.tolist() == [1.5, 2.5, 4.5]
 
@@ -192,7 +181,7 @@ def test_planning_is_measured_in_the_service():
             failure=failure,
         )  # fmt: skip
 
-    asked = Asked(trace=(), questions=(), indices=[0, 1, 0, 1, 0], whole_ms=WHOLE)
+    asked = decisions.Asked(trace=(), questions=(), indices=[0, 1, 0, 1, 0], whole_ms=WHOLE)
     many = [outcome(1.0), outcome(1.0), outcome(3.0), outcome(0.0, "whole"), outcome(0.0, "failed", "long")]
     (row,) = planning_rows(many, asked, np.array([0.5, 0.5]))
     # Of 10, 20 and 10 ms; what needed no plan is not among them.
@@ -220,9 +209,9 @@ def test_a_model_of_another_tokenizer_reads_its_own_tokens(monkeypatch):
     questions = [Question.read(ours.tokenizer, TaskExample(user="how?", answer="a", options=("a", "b")))]
     own = len(prompt_tokens(theirs.tokenizer, questions[0].example).ids)
     assert own != len(questions[0].prompt.ids)
-    monkeypatch.setattr(variants, "right_answers", lambda *_: (np.array([True]), np.array([True])))
+    monkeypatch.setattr(decisions, "right_answers", lambda *_: (np.array([True]), np.array([True])))
     profiles = {id(ours): profile, id(theirs): profile}
-    found = size_variants([Size("a", ours, 100), Size("b", theirs, 100)], profiles, questions)
+    found = decisions.size_variants([Size("a", ours, 100), Size("b", theirs, 100)], profiles, questions)
     assert found.ttft_ms[0].tolist() == pytest.approx(
         [profile.ttft(100, len(questions[0].prompt.ids)), profile.ttft(100, own)]
     )
@@ -272,7 +261,7 @@ class Answering:
 
 def test_objectives_are_those_of_the_device_as_it_is():
     tight = Slo(ttft=0.5, tpot=0.5)
-    asked = Asked(trace=[request_of(tight)] * 40, questions=(), indices=[0] * 40, whole_ms=WHOLE)
+    asked = decisions.Asked(trace=[request_of(tight)] * 40, questions=(), indices=[0] * 40, whole_ms=WHOLE)
     outcomes, met = replay_beside_whole(Answering(), asked, 30)
     assert len(outcomes) == 30
     assert [outcome.failure is None for outcome in outcomes] == [n != 2 for n in range(30)]
@@ -327,8 +316,8 @@ def test_all_of_the_time_is_no_limit_and_told_apart():
     assert cases(slos) == ["<100,100>", "<50,50>", "<100,60>", "the five with a limit", "all six"]
     assert cases(slos[:1]) == ["<100,100>", "all six"]
     trace = [request_of(slo) for slo in slos]
-    asked = Asked(trace=trace, questions=[], indices=[0, 1, 2], whole_ms=WHOLE)
-    ours = Choices(np.array([True, False, True]), np.array([True, True, False]))
+    asked = decisions.Asked(trace=trace, questions=[], indices=[0, 1, 2], whole_ms=WHOLE)
+    ours = decisions.Choices.of(np.array([True, False, True]), np.array([True, True, False]))
     rows = {(row.case, row.metric): row for row in trace_rows({OURS: ours}, asked, {})}
     assert rows["trace all six", "right_and_met"].value == pytest.approx(1 / 3)
     assert rows["trace the five with a limit", "right_and_met"].value == 0

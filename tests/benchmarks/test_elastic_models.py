@@ -1,7 +1,4 @@
-"""The elastic bench on tiny models, and its command.
-
-The policies of the elastic bench, by hand.
-"""
+"""The elastic bench on tiny models, its command, and its policies by hand."""
 
 import dataclasses
 import json
@@ -12,20 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.elastic import run
-from benchmarks.elastic.baselines import elastic_shape, layer_counts, plain_models
-from benchmarks.elastic.costs import move
-from benchmarks.elastic.decisions import (
-    Asked,
-    Choices,
-    at_random,
-    largest,
-    ranked,
-    right_answers,
-)
+from benchmarks.elastic import decisions, run
+from benchmarks.elastic.baselines import elastic_shape, layer_counts, move, plain_models
 from benchmarks.elastic.run import trace_rows
 from benchmarks.harness.report import OURS, interval, lead
-from benchmarks.models import SHAPES, Shape
+from benchmarks.models import SHAPES, shape
 from jaxllm import Engine
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import elastic_parts, read_ladder, read_recovery
@@ -54,7 +42,7 @@ def elastic(tmp_path_factory):
 @pytest.mark.slow
 def test_a_shape_has_every_level_and_its_adapter_or_is_like_another_bundle(tmp_path, monkeypatch, elastic):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
-    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
+    small = shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
     monkeypatch.setitem(SHAPES, "small", small)
     path = elastic_shape("small", "int8", lambda *_: None)
     written = path.stat().st_mtime_ns
@@ -81,11 +69,11 @@ def test_questions_that_do_not_fit_are_wrong(elastic):
     examples = [TaskExample(user=user, answer="a", options=("a", "b")) for user in ("how?", "how? " * 99)]
     questions = [Question.read(engine.tokenizer, each) for each in examples]
     prompts = [branching(engine.tokenizer, each) for each in examples]
-    right, fits = right_answers(engine, questions, prompts)
+    right, fits = decisions.right_answers(engine, questions, prompts)
     assert (right[1], fits.tolist()) == (False, [True, False])
     (likely,) = score_options(engine, prompts[:1])
     assert right[0] == questions[0].is_right(likely)
-    assert right_answers(engine, questions[1:], prompts[1:])[0].tolist() == [False]
+    assert decisions.right_answers(engine, questions[1:], prompts[1:])[0].tolist() == [False]
 
 
 @pytest.mark.parametrize("weights", ["f32", "int8"])
@@ -213,10 +201,12 @@ RANKS = np.array([[1.0, 3.0, 2.0], [2.0, 1.0, 2.0]])
 
 
 def asked_for(*slos, questions=(0, 1)):
-    return Asked(trace=[request_of(each) for each in slos], questions=(), indices=questions, whole_ms=WHOLE)
+    return decisions.Asked(
+        trace=[request_of(each) for each in slos], questions=(), indices=questions, whole_ms=WHOLE
+    )
 
 
-def chosen(slo, policy=largest, variants=VARIANTS, questions=(0, 1), margin=1.0, **more):
+def chosen(slo, policy=decisions.largest, variants=VARIANTS, questions=(0, 1), margin=1.0, **more):
     asked = asked_for(*[slo] * len(questions), questions=questions)
     return asked.run(variants, policy, margin=margin, **more)
 
@@ -236,8 +226,8 @@ def chosen(slo, policy=largest, variants=VARIANTS, questions=(0, 1), margin=1.0,
         # Times per token may be taken as met.
         (1.0, 0.1, {"ignore_tpot": True}, [True, True], [True, True]),
         # Of ranked variants the first in time is taken.
-        (1.0, 1.0, {"policy": ranked(RANKS)}, [False, True], [True, True]),
-        (0.3, 1.0, {"policy": ranked(RANKS)}, [True, False], [True, True]),
+        (1.0, 1.0, {"policy": decisions.ranked(RANKS)}, [False, True], [True, True]),
+        (0.3, 1.0, {"policy": decisions.ranked(RANKS)}, [True, False], [True, True]),
     ],
 )
 def test_what_is_chosen(ttft, tpot, how, right, met):
@@ -272,7 +262,7 @@ def test_the_bound_counts_any_variant_at_the_whole_objective():
 
 
 def test_random_choices_are_in_time():
-    done = chosen(Slo(ttft=0.5, tpot=0.5), at_random(0), questions=[0] * 300)
+    done = chosen(Slo(ttft=0.5, tpot=0.5), decisions.at_random(0), questions=[0] * 300)
     assert done.met.all()
     assert 0.4 < done.right.mean() < 0.6
 
@@ -282,10 +272,10 @@ def test_what_the_context_does_not_hold_is_never_in_time():
     ttft[0] = np.inf
     ttft[1, 2] = np.inf
     some = dataclasses.replace(VARIANTS, ttft_ms=ttft, right=VARIANTS.right & np.isfinite(ttft))
-    for policy in (largest, at_random(0)):
+    for policy in (decisions.largest, decisions.at_random(0)):
         done = chosen(Slo(ttft=1.0, tpot=1.0), policy, some)
         assert (done.right[0], done.met.tolist()) == (False, [False, True])
-        assert policy is not largest or done.right.tolist() == [False, True]
+        assert policy is not decisions.largest or done.right.tolist() == [False, True]
 
 
 def test_confidence_intervals_are_of_questions_and_paired():
@@ -314,9 +304,9 @@ def test_rows_say_both_shares_and_how_far_ours_is_ahead():
     slos = [Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.5, tpot=0.5)] * 10
     questions = np.arange(20) // 2
     trace = [request_of(slo) for slo in slos]
-    asked = Asked(trace=trace, questions=(), indices=questions.tolist(), whole_ms=WHOLE)
-    ours = Choices(np.ones(20, bool), np.arange(20) % 2 == 0)
-    other = Choices(np.arange(20) % 2 == 0, np.ones(20, bool))
+    asked = decisions.Asked(trace=trace, questions=(), indices=questions.tolist(), whole_ms=WHOLE)
+    ours = decisions.Choices.of(np.ones(20, bool), np.arange(20) % 2 == 0)
+    other = decisions.Choices.of(np.arange(20) % 2 == 0, np.ones(20, bool))
     rows = trace_rows({OURS: ours, "other": other}, asked, {"other": "as it is"})
     by = {(row.case, row.metric, row.system): row for row in rows}
     assert by["trace all six", "accuracy", OURS].value == 1.0

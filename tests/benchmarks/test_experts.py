@@ -1,7 +1,4 @@
-"""The bench of mixtures larger than memory: the replay of policies by hand, its systems, its figures.
-
-The bench of Switch Transformers: its task, what it counts, and all systems at equal bytes.
-"""
+"""The bench of mixtures larger than memory: systems, policies and figures; tasks of Switch Transformers."""
 
 import dataclasses
 
@@ -10,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.experts import run as room
+from benchmarks.experts import systems as rivals
 from benchmarks.experts.nested import BASELINE, BUFFERS, LOSSES, NODES, PROMPT, text_windows, widened_folder
 from benchmarks.experts.run import Mixture, Plan, hit_ratio
 from benchmarks.experts.seq2seq import TaskPairs, by_layer, share_lost
-from benchmarks.experts.systems import EQUAL, SYSTEMS, Measured, ablations, config_of, random_mixed, widths_of
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import named_devices
 from benchmarks.harness.report import OURS, median_ratio_interval
@@ -75,14 +72,9 @@ def test_room_for_all_misses_only_once():
     assert found == pytest.approx(1 - 12 / 300)
 
 
-def test_quick_runs_on_one_storage():
-    assert Plan.quick().devices == ("tx2-ssd",)
-    assert Plan().devices[0] == "real"
-
-
 def test_wider_experts_answer_as_before(tmp_path):
     folder = write_tiny_folder(tmp_path / "folder", cfg=CFG, params=drawn_params())
-    wide = widened_folder(folder, tmp_path, 4)
+    wide = widened_folder(folder, 4)
     cfg = read_config(wide)
     assert cfg.expert_ffn_size == 4 * CFG.expert_ffn_size
     tokens = np.arange(12, dtype=np.int32)[None]
@@ -91,11 +83,14 @@ def test_wider_experts_answer_as_before(tmp_path):
         for path in (folder, wide)
     )
     np.testing.assert_allclose(np.asarray(after), np.asarray(before), rtol=1e-3, atol=1e-4)
-    assert widened_folder(folder, tmp_path, 4) == wide
+    assert widened_folder(folder, 4) == wide
     with pytest.raises(ConfigError, match="2 times and more"):
-        widened_folder(folder, tmp_path, 1)
-    mixed = random_mixed(folder, tmp_path / "mixed.jaxllm")
-    assert widths_of(mixed) == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
+        widened_folder(folder, 1)
+    rivals.write_random_mixed(folder, tmp_path / "mixed.jaxllm")
+    assert (
+        rivals.widths_of(tmp_path / "mixed.jaxllm")
+        == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
+    )
 
 
 def test_intervals_of_ratios():
@@ -122,10 +117,10 @@ def test_the_whole_bench(tmp_path):
     plan = dataclasses.replace(
         Plan.quick(), tokens=4, prompt_tokens=8, context_tokens=64, buffers=(3,), watched_tokens=20
     )
-    rows = Mixture(Run(plan=plan), folder, [mixed], tmp_path / "cache").rows()
+    rows = Mixture(Run(plan=plan), folder, [mixed]).rows()
     systems = {row.system for row in rows if row.metric == "tpot_ms"}
     with Bundle.open(mixed) as bundle:
-        assert {*SYSTEMS, EQUAL, *ablations(bundle)} <= systems
+        assert {*rivals.SYSTEMS, rivals.EQUAL, *rivals.ablations(bundle)} <= systems
     nested = [row for row in rows if row.case.startswith("nested") and row.baseline == BASELINE]
     assert len(nested) == len(LOSSES) * len(BUFFERS)
     assert all("interval" in row.note and "calls a token" in row.note for row in nested)
@@ -137,11 +132,11 @@ def test_the_whole_bench(tmp_path):
         OURS, "FIFO", "LRU", "LFU", "LFRU"
     }  # fmt: skip
     memory = {row.system: row for row in rows if row.metric == "peak_memory_bytes"}
-    assert memory.keys() == {*SYSTEMS, EQUAL}
+    assert memory.keys() == {*rivals.SYSTEMS, rivals.EQUAL}
     # Of so small a model processes differ by less than what they allocate besides.
     assert all(row.value > 0 and row.note.startswith("measured, above ") for row in memory.values())
     assert "all in memory" in memory["IO-FREE"].note
-    assert all("planned" in memory[name].note for name in (OURS, "IO-QEXP", EQUAL))
+    assert all("planned" in memory[name].note for name in (OURS, "IO-QEXP", rivals.EQUAL))
     (where,) = (each.name for each in named_devices(plan.devices))
     timed = [row for row in rows if row.metric == "tpot_ms" and row.case == where and row.system == OURS]
     assert timed
@@ -174,7 +169,7 @@ def _written(path, text):
 
 
 def test_rates_and_loads_by_hand():
-    each = Measured(prompts=4)
+    each = rivals.Measured(prompts=4)
     each.counts.update({("visits", 0): 20, ("visits", 2): 40, ("hits", 0): 5, ("loads", 0): 15})
     assert by_layer(each, 0, "hit_rate") == 0.25
     assert by_layer(each, 0, "loads_per_prompt") == 3.75
@@ -214,7 +209,7 @@ def test_models_are_asked_as_they_answer(tmp_path):
     assert asked("--shape", "switch-base-64", "--only", "systems").exit_code == 2
     assert "--data goes with --task" in asked("-m", str(path), "--data", str(tmp_path)).stderr
     with pytest.raises(ConfigError, match="no mixture of experts"):
-        config_of([path])
+        rivals.config_of([path])
 
 
 @pytest.mark.slow
@@ -222,7 +217,7 @@ def test_the_whole_bench_of_an_encoder_decoder(tmp_path, monkeypatch):
     """Systems answer the same sources, and every claim has its rows."""
     # IO-EXP and STI are opened alike; each system takes its time to compile.
     systems = OURS, "IO-FREE", "IO-QEXP"
-    monkeypatch.setattr(room, "SYSTEMS", systems)
+    monkeypatch.setattr(room.systems, "SYSTEMS", systems)
     monkeypatch.setattr("benchmarks.experts.seq2seq.SYSTEMS", systems)
     folder, mixed, recipe = tmp_path / "hf", tmp_path / "mixed.jaxllm", tiny_recipe(MODEL)
     tokenizer = pair_tokenizer(TextPairs(PAIRS, [0] * len(PAIRS)), recipe)
@@ -239,7 +234,7 @@ def test_the_whole_bench_of_an_encoder_decoder(tmp_path, monkeypatch):
         task_buffers=(0.5,), parts=("systems", "losses"),
     )  # fmt: skip
     task = TaskPairs(pairs=PAIRS)
-    rows = Mixture(Run(plan=plan), folder, [mixed], tmp_path / "cache", task=task).rows()
+    rows = Mixture(Run(plan=plan), folder, [mixed], task=task).rows()
     by_metric = {metric: {row.system for row in rows if row.metric == metric} for metric in _metrics(rows)}
     assert by_metric["tpot_ms"] == by_metric["encode_ms"] == {*systems}
     assert by_metric["rouge2"] == {*systems, "IO-EXP"}

@@ -1,9 +1,4 @@
-"""Memory, bandwidth and quiet: what is read off the machine around a measurement.
-
-Energy as counters of processor packages tell it.
-
-The options of benchmarks: values that other modules define, and runs without options.
-"""
+"""The harness: the machine, processes, rows and figures; options of benches, and runs without any."""
 
 import dataclasses
 import importlib
@@ -22,27 +17,36 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import models as shapes
-from benchmarks import service, trace_command
+from benchmarks import prepare, service, trace_command
 from benchmarks import speculation as speculative
-from benchmarks.cli import SECTIONS, bench_command
+from benchmarks.cli import SECTIONS
 from benchmarks.contexts import Plan as ContextsPlan
 from benchmarks.engine import PEERS as ENGINE_PEERS
 from benchmarks.harness import bench as options
 from benchmarks.harness import machine as quiet
 from benchmarks.harness import machine as storage
-from benchmarks.harness.bench import BasePlan, Run, sized
+from benchmarks.harness.bench import Run
 from benchmarks.harness.children import in_process, in_turns, taken_by
-from benchmarks.harness.figures import check_plot, label_bars
 from benchmarks.harness.machine import EnergyMeter, MemoryProbe, array_bytes
-from benchmarks.harness.report import Row, compared, emit, less_is_better, row, unit_of
+from benchmarks.harness.report import (
+    Row,
+    _bars,
+    check_plot,
+    compared,
+    emit,
+    less_is_better,
+    row,
+    unit_of,
+)
 from benchmarks.peers import PEERS
+from benchmarks.prepare import run as preparing
 from benchmarks.service import systems
 from benchmarks.traces import HOURS, MAX_CONTEXTS, PATTERNS
 from jaxllm.cli.main import cli
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import packaged_models
 from jaxllm.serving.host.direct_io import PAGE, aligned
-from tests.benchmarks.given_processes import filled, killed
 
 ROWS = [
     Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
@@ -146,39 +150,33 @@ def test_metrics_have_the_units_of_their_names():
     assert less == {"switch_ms", "peak_memory_bytes", "perplexity", "context_bytes_share"}
 
 
-def test_plans_are_quick_where_they_say_so():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Plan(BasePlan):
-        rounds: int = sized(5, quick=2)
-        seed: int = 7
-
-    assert (Plan(), Plan.quick()) == (Plan(rounds=5, seed=7), Plan(rounds=2, seed=7))
-    assert Run(plan=Plan()).changed(seed=3).plan == Plan(rounds=5, seed=3)
-
-
 def test_systems_take_turns_and_none_is_always_behind_the_same():
     assert [*in_turns("ab", [10, 20])] == [(0, 10, "b"), (0, 10, "a"), (1, 20, "a"), (1, 20, "b")]
 
 
 def test_what_a_process_of_its_own_finds_and_takes():
-    taken = taken_by(filled, 64 << 20, environment={"JAXLLM_THREADS": "1"})
-    assert taken.found == (64 << 20, "1")
-    assert os.environ.get("JAXLLM_THREADS") != "1"
+    taken = taken_by(np.ones, 64 << 20, np.uint8)
+    assert taken.found.nbytes == 64 << 20
+    assert in_process(os.getenv, "JAXLLM_X", environment={"JAXLLM_X": "1"}) == "1"
+    assert "JAXLLM_X" not in os.environ
     # What was there before is told apart.
     assert 60 << 20 < taken.peak_bytes < 200 << 20
     assert taken.idle_bytes > 60 << 20
     assert taken.took_s > 0
-    with pytest.raises(ConfigError, match="too few"):
-        in_process(filled, -1)
-    with pytest.raises(JaxllmError, match="killed ended with its process"):
-        in_process(killed)
+    with pytest.raises(ConfigError, match="an SLO is written like"):
+        in_process(Slo.parse, "soon")
+    with pytest.raises(JaxllmError, match="_exit ended with its process"):
+        in_process(os._exit, 1)
 
 
 @pytest.mark.parametrize("values", [[1.0, 12345.6], [-3.0, 2.0], [0.0, 0.0]])
 def test_what_is_written_behind_bars_is_inside_of_the_frame(values):
     plt = pytest.importorskip("matplotlib.pyplot")
     figure, axes = plt.subplots(figsize=(7, 2), layout="constrained")
-    label_bars(axes, axes.barh(["a prompt of many tokens, on all cores\njaxllm", "b"], values), "{:,.1f}")
+    _bars(
+        axes,
+        dict(zip([("a prompt of many tokens, on all cores", "jaxllm"), ("b", "c")], values, strict=True)),
+    )
     figure.draw_without_rendering()
     frame = axes.get_window_extent()
     boxes = [label.get_window_extent() for label in axes.texts]
@@ -258,14 +256,12 @@ def test_packages_count_and_counters_begin_anew(tmp_path):
     assert EnergyMeter.of_machine(tmp_path) is None
 
 
-NAMES = (
-    "engine", "elastic", "speculative", "contexts", "experts", "prefill", "prepare", "service", "export"
-)  # fmt: skip
+NAMES = [name for name in SECTIONS["Benchmarks"] if name != "train"]
 
 
 def test_values_are_those_of_the_modules_that_define_them():
     assert (*options.DENSE_SHAPES, *options.MIXTURE_SHAPES) == tuple(shapes.SHAPES)
-    assert options.MIXTURE_SHAPES == shapes.MIXTURES
+    assert tuple(name for name, cfg in shapes.SHAPES.items() if cfg.experts) == options.MIXTURE_SHAPES
     assert tuple(shapes.ENCODER_DECODERS) == options.SEQ2SEQ_SHAPES
     assert tuple(shapes.SWITCHES) == options.SWITCH_SHAPES
     assert {*options.PHONES, *options.BOARDS} == {*storage.DEVICES}
@@ -273,6 +269,8 @@ def test_values_are_those_of_the_modules_that_define_them():
     assert (HOURS, MAX_CONTEXTS) == (trace_command.HOURS, trace_command.MAX_CONTEXTS)
     assert tuple(PEERS) == ENGINE_PEERS
     assert (*systems.ABLATIONS, systems.LLAMA) == service.SYSTEMS
+    assert tuple(preparing.FORMATS) == prepare.Plan().kinds
+    assert tuple(preparing.SHAPES) == prepare.VOCABULARY_SHAPES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -298,15 +296,6 @@ def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
     assert bench.model.exists()
 
 
-def test_every_benchmark_is_a_command_and_its_long_run_is_asked_for_in_one_way():
-    assert tuple(SECTIONS["Benchmarks"]) == (*NAMES, "train")
-    with click.Context(bench_command) as context:
-        commands = {name: bench_command.get_command(context, name) for name in NAMES}
-    for name, command in commands.items():
-        (option,) = (each for each in command.params if each.name == "quick")
-        assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True), name
-
-
 def test_parts_that_random_weights_lack_are_left_out_aloud():
     told = []
 
@@ -328,10 +317,11 @@ def test_parts_that_random_weights_lack_are_left_out_aloud():
         ("prefill", "accuracy"),
         ("experts", "losses"),
         ("speculative", "systems"),
+        ("prepare", "perplexity"),
     ],
 )
 def test_a_part_that_random_weights_lack_cannot_be_chosen(name, part):
-    shape = "moe-1b" if name == "experts" else "110m"
+    shape = {"experts": "moe-1b", "prepare": "0.5b-128k"}.get(name, "110m")
     got = CliRunner().invoke(cli, ["bench", name, "--shape", shape, "--only", part])
     assert got.exit_code == 2
     assert "--only" in got.stderr

@@ -1,10 +1,6 @@
-"""llama.cpp as a peer: it computes with our weights, in every setting and at every width.
+"""llama.cpp as a peer: it computes with our weights, in every setting and at every width, and drafts.
 
 On one thread in this process, where a benchmark would give it one of its own.
-
-GGUF files: our parameters under llama.cpp's names and in its order.
-
-Drafts in memory: whatever a draft guesses, answers stay the same, and passes are counted.
 """
 
 import dataclasses
@@ -12,10 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.peers.drafting import DraftedLlamaSession, NestedSession
-from benchmarks.peers.gguf_file import refusal, tensor_bytes, write_gguf
-from benchmarks.peers.llama import gguf_of, open_llama
-from benchmarks.peers.ours import BLOCKS, EngineSession
+from benchmarks.peers.llama import DraftedLlamaSession, gguf_of, open_llama, refusal, tensor_bytes, write_gguf
+from benchmarks.peers.ours import BLOCKS, EngineSession, NestedSession
 from benchmarks.peers.peer import Opening
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.config import RopeConfig
@@ -97,38 +91,7 @@ def test_files_are_made_once_and_again_when_the_folder_changes(folder, tmp_path)
     assert list(alone.parent.glob("*.gguf")) == [alone]
 
 
-def written(path, cfg, params):
-    gguf = pytest.importorskip("gguf")
-    write_gguf(path, cfg, params.items(), nothing)
-    return {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
-
-
-def test_every_tensor_is_there_in_llama_cpps_order(tmp_path):
-    params = random_params(EVEN)
-    tensors = written(tmp_path / "model.gguf", EVEN, params)
-    layer = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
-    layer += ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
-    expected = {f"blk.{i}.{name}.weight" for i in range(EVEN.layers) for name in layer}
-    assert set(tensors) == expected | {"token_embd.weight", "output_norm.weight", "output.weight"}
-    np.testing.assert_array_equal(tensors["output.weight"], params["head"])
-    np.testing.assert_array_equal(tensors["blk.1.ffn_up.weight"], params["layers.1.ffn.up"])
-    # Matrices that come back to the model's width are stored by output there, by input here.
-    np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight"], params["layers.1.ffn.down"].T)
-    o = params["layers.0.attn.o"].reshape(-1, EVEN.hidden_size)
-    np.testing.assert_array_equal(tensors["blk.0.attn_output.weight"], o.T)
-    v = params["layers.0.attn.v"].reshape(-1, EVEN.hidden_size)
-    np.testing.assert_array_equal(tensors["blk.0.attn_v.weight"], v)
-    q = params["layers.0.attn.q"].reshape(EVEN.heads, 2, EVEN.head_dim // 2, EVEN.hidden_size)
-    stored = tensors["blk.0.attn_q.weight"].reshape(EVEN.heads, EVEN.head_dim // 2, 2, EVEN.hidden_size)
-    np.testing.assert_array_equal(stored[:, :, 1], q[:, 1])
-    # A tied head is written once.
-    cfg = dataclasses.replace(EVEN, tied_head=True)
-    assert "output.weight" not in written(tmp_path / "tied.gguf", cfg, random_params(cfg))
-
-
 def test_nothing_is_left_of_a_file_that_fails(tmp_path):
-    pytest.importorskip("gguf")
-
     def broken():
         yield next(iter(random_params(EVEN).items()))
         raise RuntimeError("disk on fire")

@@ -1,26 +1,13 @@
-"""Tests the models of benchmarks: folders, bundles written back as folders, and random shapes.
-
-Tasks of encoder-decoders: those that a model's folder names, held out, without an instruction.
-
-The packaged texts and questions, and those of a data folder.
-"""
+"""The models of benchmarks, packaged texts and questions, and those of a data folder."""
 
 import json
 
 import numpy as np
 import pytest
 
+from benchmarks import samples
 from benchmarks.experts.seq2seq import TaskPairs
 from benchmarks.models import SHAPES, Checkpoint, shape_folder, write_random
-from benchmarks.samples import (
-    SOURCE_TASKS,
-    chosen_tasks,
-    packaged_examples,
-    read_examples,
-    read_stories,
-    source_examples,
-    stories_file,
-)
 from benchmarks.speculation.answers import read_prompts
 from benchmarks.traces import TRACE_TASKS
 from jaxllm.bundle import Bundle
@@ -74,7 +61,7 @@ def test_a_narrow_bundle_comes_back_as_what_it_stands_for(tmp_path):
 
 @pytest.mark.parametrize(("name", "millions"), [("15m", 15.2), ("110m", 110), ("250m", 258), ("1b", 1100)])
 def test_shapes_have_the_size_of_their_names(name, millions):
-    assert parameter_count(SHAPES[name].cfg) / 1e6 == pytest.approx(millions, rel=0.02)
+    assert parameter_count(SHAPES[name]) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_random_weights_are_the_same_each_time_and_make_a_model(tmp_path):
@@ -109,20 +96,23 @@ def write_data(folder):
 
 def test_a_model_is_asked_its_own_tasks(tmp_path):
     data, tokenizer = write_data(tmp_path), Tokenizer(tiny_encdec.tokenizer(tasks=PREFIXES))
-    assert chosen_tasks(tokenizer) == list(PREFIXES)
+    assert samples.chosen_tasks(tokenizer) == list(PREFIXES)
     with pytest.raises(ConfigError, match="has no task 'summarization'; it has translation_de_to_en, short"):
-        chosen_tasks(tokenizer, ["summarization"])
+        samples.chosen_tasks(tokenizer, ["summarization"])
     with pytest.raises(ConfigError, match="names none of the tasks translation_de_to_en"):
-        chosen_tasks(Tokenizer(tiny_encdec.tokenizer(tasks={"other": "o: "})))
-    assert [each.answer for each in source_examples("translation_de_to_en", data)] == ["a dog", "two dogs"]
-    shorter = source_examples("shortening", data)
+        samples.chosen_tasks(Tokenizer(tiny_encdec.tokenizer(tasks={"other": "o: "})))
+    assert [each.answer for each in samples.source_examples("translation_de_to_en", data)] == [
+        "a dog",
+        "two dogs",
+    ]
+    shorter = samples.source_examples("shortening", data)
     assert shorter
     assert all(held_out(each.user, 0.03) and not each.system for each in shorter)
     with pytest.raises(ConfigError, match="translation de-en has no packaged sample; give --data DIR"):
-        source_examples("translation_de_to_en", None)
+        samples.source_examples("translation_de_to_en", None)
     # As LLMCad's rows: translation, summary, question answering.
     found = read_prompts(data, tokenizer, count=2, most_tokens=60, seed=0)
-    assert list(found) == [SOURCE_TASKS[name].called for name in PREFIXES]
+    assert list(found) == [samples.SOURCE_TASKS[name].called for name in PREFIXES]
     asked = tokenizer.decode(found["question (emotion)"][0])
     assert asked.startswith("emotion: i feel glad")
     pairs = TaskPairs.of_data("emotion", data, tokenizer)
@@ -131,7 +121,7 @@ def test_a_model_is_asked_its_own_tasks(tmp_path):
 
 @pytest.mark.parametrize("task", TRACE_TASKS)
 def test_every_task_of_a_trace_has_questions_with_a_right_answer_among_the_options(task):
-    examples = packaged_examples(task)
+    examples = samples.packaged_examples(task)
     assert len(examples) >= 8
     assert all(each.answer in each.options for each in examples)
     # A constant answer is no way to be right.
@@ -139,22 +129,22 @@ def test_every_task_of_a_trace_has_questions_with_a_right_answer_among_the_optio
 
 
 def test_questions_come_from_a_folder_or_from_the_package(tmp_path):
-    assert len(read_examples(("news", "emotion"), None, 3)["emotion"]) == 3
+    assert len(samples.read_examples(("news", "emotion"), None, 3)["emotion"]) == 3
     (tmp_path / "tasks" / "sst2").mkdir(parents=True)
     record = json.dumps({"text": "a film", "label": "positive"})
     (tmp_path / "tasks" / "sst2" / "valid.jsonl").write_text(record)
-    (example,) = read_examples(("sentiment",), tmp_path)["sentiment"]
+    (example,) = samples.read_examples(("sentiment",), tmp_path)["sentiment"]
     assert example.user == "a film"
     # Free answers have references.
     for task in ("shorten", "chat summary"):
-        assert all(each.references == (each.answer,) for each in packaged_examples(task))
+        assert all(each.references == (each.answer,) for each in samples.packaged_examples(task))
     with pytest.raises(ConfigError, match=r"task mood has no packaged sample.*--data DIR"):
-        read_examples(("mood",), None)
+        samples.read_examples(("mood",), None)
 
 
 def test_stories_are_whole_and_many():
-    stories = read_stories(None)
+    stories = samples.read_stories(None)
     assert len(stories) > 30
     assert all(each[-1] in '."' and "<|" not in each for each in stories)
     with pytest.raises(ConfigError, match=r"tinystories_valid\.txt: cannot be read"):
-        read_stories(stories_file(None).parent)
+        samples.read_stories(samples.stories_file(None).parent)

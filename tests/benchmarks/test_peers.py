@@ -1,11 +1,4 @@
-"""The parent's side of the protocol, against small programs that keep it or break it.
-
-The child's side: commands in, answers out, whatever the session does.
-
-The alternate, with children whose times are written down.
-
-transformers as a peer: it computes with our weights, in both of its caches.
-"""
+"""Systems in child processes: both sides of the protocol, the alternation, and transformers as a peer."""
 
 import io
 import json
@@ -248,9 +241,9 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(alternation, "wait_for_quiet", lambda: None)
 
 
-def run(*systems, prompts=((0,) * 10,), rounds=3, patience_s=60.0, **more):
-    plan = TimedPlan(prompt_tokens=(), decode_tokens=4, rounds=rounds, patience_s=patience_s)
-    return alternate(systems, prompts, plan=plan, progress=lambda *_: None, **more)
+def run(*systems, lengths=(10,), rounds=3, patience_s=60.0, **more):
+    plan = TimedPlan(prompt_tokens=lengths, decode_tokens=4, rounds=rounds, patience_s=patience_s)
+    return alternate(systems, 99, plan=plan, progress=lambda *_: None, **more)
 
 
 def test_each_phase_keeps_its_fastest_setting():
@@ -268,7 +261,7 @@ def test_each_phase_keeps_its_fastest_setting():
 def test_systems_alternate_within_each_round_and_prompt():
     log = []
     a, b = (Scripted({"x": (200.0, 1.0)}, log=log, name=name) for name in "ab")
-    run(System("a", a, ("x",)), System("b", b, ("x",)), prompts=((0,) * 10, (0,) * 20), rounds=2)
+    run(System("a", a, ("x",)), System("b", b, ("x",)), lengths=(10, 20), rounds=2)
     timed = [(name, tokens) for name, tokens, _ in log[-8:]]
     first = [("b", 10), ("a", 10), ("b", 20), ("a", 20)]
     assert timed == [*first, ("a", 10), ("b", 10), ("a", 20), ("b", 20)]

@@ -6,20 +6,10 @@ import shlex
 import click
 import pytest
 
-from benchmarks.readme import (
-    CLAIMS,
-    DATA,
-    MARK,
-    README,
-    Claim,
-    kept_rows,
-    recorded,
-    table,
-    written,
-)
+from benchmarks import readme
 from jaxllm.cli.main import cli
 
-CLAIM = Claim(
+CLAIM = readme.Claim(
     name="speed", claim="a token", command="jaxllm bench x", case="emmc: .*", metric="tpot_ms",
     rivals=("Std", "SP"), also=("Std",),
 )  # fmt: skip
@@ -30,37 +20,37 @@ def row(system, value, *, case="emmc: all", metric="tpot_ms", unit="ms", note=No
 
 
 def run_of(claim, rows):
-    return {"name": claim.name, "command": claim.command, "rows": kept_rows([claim], rows)}
+    return {"name": claim.name, "command": claim.command, "rows": readme.kept_rows([claim], rows)}
 
 
 def cells(monkeypatch, claim, rows):
     monkeypatch.setattr("benchmarks.readme.CLAIMS", (claim,))
-    return table([run_of(claim, rows)])[2].strip("| ").split(" | ")
+    return readme.table([run_of(claim, rows)])[2].strip("| ").split(" | ")
 
 
 def test_the_table_of_the_readme_is_what_was_recorded():
-    runs = recorded()
-    text = README.read_text()
-    assert text == written(text, table(runs))
+    runs = readme.recorded()
+    text = readme.README.read_text()
+    assert text == readme.written(text, readme.table(runs))
     # Every claim's run has every row that its cells are made of.
     for run in runs:
-        claims = [each for each in CLAIMS if each.name == run["name"]]
-        assert kept_rows(claims, run["rows"]) == run["rows"]
+        claims = [each for each in readme.CLAIMS if each.name == run["name"]]
+        assert readme.kept_rows(claims, run["rows"]) == run["rows"]
         assert {each.command for each in claims} == {run["command"]}
         assert {"recorded", "machine"} <= run.keys()
 
 
 def test_no_figure_stands_in_the_readme_without_its_record():
-    section = README.read_text().partition("## Results")[2].partition("\n## ")[0]
+    section = readme.README.read_text().partition("## Results")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
-    assert rows == table(recorded())
+    assert rows == readme.table(readme.recorded())
     prose = section.replace("\n".join(rows), "")
     assert not [word for word in prose.split() if word.rstrip(".,)x%").replace(".", "", 1).isdigit()]
 
 
-@pytest.mark.parametrize("command", sorted({each.command for each in CLAIMS}))
+@pytest.mark.parametrize("command", sorted({each.command for each in readme.CLAIMS}))
 def test_commands_are_those_of_the_command_line(command, tmp_path):
-    words = [str(tmp_path) if each == DATA else each for each in shlex.split(command)]
+    words = [str(tmp_path) if each == readme.DATA else each for each in shlex.split(command)]
     group: click.Command = cli
     context = click.Context(cli)
     names, options = words[1:3], words[3:]
@@ -106,17 +96,17 @@ def test_shares_and_perplexities_have_no_ratio(monkeypatch):
 def test_what_was_not_measured_is_not_recorded():
     rows = [row("jaxllm", 8.0), row("Std", 24.0)]
     with pytest.raises(click.ClickException, match="a token: SP was not measured"):
-        kept_rows([CLAIM], rows)
+        readme.kept_rows([CLAIM], rows)
     with pytest.raises(click.ClickException, match="must match one case"):
-        kept_rows([CLAIM], [*rows, row("SP", 9.0), row("SP", 9.0, case="emmc: shorten")])
+        readme.kept_rows([CLAIM], [*rows, row("SP", 9.0), row("SP", 9.0, case="emmc: shorten")])
     with pytest.raises(click.ClickException, match="has no line"):
-        written("# jaxllm", ["| a |"])
+        readme.written("# jaxllm", ["| a |"])
 
 
 def test_a_table_is_replaced_and_nothing_else():
-    text, lines = f"# jaxllm\n\n{MARK}\n\n## Limits\n\n- None.\n", ["| a |", "|---|", "| b |"]
-    once = written(text, lines)
-    assert once == f"# jaxllm\n\n{MARK}\n\n| a |\n|---|\n| b |\n\n## Limits\n\n- None.\n"
-    assert written(once, lines) == once
-    assert written(once, lines[:2]) == once.replace("| b |\n", "")
-    assert written(once, table([])) == text
+    text, lines = f"# jaxllm\n\n{readme.MARK}\n\n## Limits\n\n- None.\n", ["| a |", "|---|", "| b |"]
+    once = readme.written(text, lines)
+    assert once == f"# jaxllm\n\n{readme.MARK}\n\n| a |\n|---|\n| b |\n\n## Limits\n\n- None.\n"
+    assert readme.written(once, lines) == once
+    assert readme.written(once, lines[:2]) == once.replace("| b |\n", "")
+    assert readme.written(once, readme.table([])) == text

@@ -1,11 +1,4 @@
-"""`jaxllm bench service`, whole: real services under load, on the packaged model.
-
-Requests of the apps: times, lengths, conversations, and traces of real services.
-
-Outcomes judged by hand; their rows and figures.
-
-The load generator and servers' processes, with a server of scripted answers.
-"""
+"""`jaxllm bench service`: loads, judged outcomes, servers, and real services on the packaged model."""
 
 import dataclasses
 import json
@@ -19,15 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.harness.bench import Run
-from benchmarks.peers.gguf_file import text_of_token
+from benchmarks.peers.llama import text_of_token
 from benchmarks.peers.process import PeerFailed
-from benchmarks.service import systems
+from benchmarks.service import systems as servers
+from benchmarks.service import workload
 from benchmarks.service.load import NOT_ANSWERED, send
 from benchmarks.service.outcomes import (
     BLOCK_CALLS,
     LEAST_BLOCKS,
     Cell,
-    Measured,
     Window,
     draw,
     figures,
@@ -38,27 +31,6 @@ from benchmarks.service.outcomes import (
     said,
 )
 from benchmarks.service.run import Plan, Reference, _duration, _loads, run, write_outcomes
-from benchmarks.service.systems import (
-    ABLATIONS,
-    LLAMA,
-    Conditions,
-    LlamaServer,
-    OurService,
-    Server,
-    free_port,
-    systems_of,
-)
-from benchmarks.service.workload import (
-    APPS,
-    FIRST_TOKEN,
-    Arrivals,
-    Request,
-    Sizes,
-    back_to_back,
-    draw_lengths,
-    from_trace,
-    poisson,
-)
 from jaxllm.cli.main import cli
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError
@@ -80,17 +52,17 @@ def test_services_under_load():
     assert any("idle whole model: TTFT" in each for each in told)
     # Without objectives there is nothing to plan.
     assert {each.system for each in kept if "clients" in each.case} == {"jaxllm"}
-    outcomes = [one for each in kept for one in each.window.outcomes]
+    outcomes = [one for each in kept for window in each.windows for one in window.outcomes]
     assert outcomes
     assert all(one.answered for one in outcomes), {one.error for one in outcomes}
-    levels = {one.level for each in kept if "planning" in each.system for one in each.window.outcomes}
+    levels = {one.level for each in kept if "planning" in each.system for one in each.windows[0].outcomes}
     assert levels == {100}
     metrics = {row.metric for row in rows}
     assert {"goodput_per_s", "slo_met", "ttft_ms", "tpot_ms", "decode_tokens_per_s", "refused"} <= metrics
     assert {"peak_memory_bytes", "load_ms"} <= metrics
 
 
-SIZES = Sizes(prompt_tokens=32, answer_tokens=8, context_tokens=160, vocab_size=300)
+SIZES = workload.Sizes(prompt_tokens=32, answer_tokens=8, context_tokens=160, vocab_size=300)
 REFERENCE = Reference((16, 160), (10.0, 10.0), 10.0)
 
 
@@ -121,7 +93,7 @@ def test_loads_are_long_enough_and_their_time_is_told():
     assert 8 < many.patience_s < 16
     plan = Plan(loads=(1.0,), clients=(8,), load_s=60.0, clients_s=30.0, patience_s=30.0)
     # Without objectives there is nothing to plan: three loads in each of two repetitions.
-    said = _duration(loads_of(0, plan), [OurService(), OurService("no-planning")], 2)
+    said = _duration(loads_of(0, plan), [servers.OurService(), servers.OurService("no-planning")], 2)
     assert said.startswith("takes 5.0 minutes, at most 8.0 ")
 
 
@@ -132,36 +104,36 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         assert CliRunner().invoke(cli, ["bench", "service", *wrong]).exit_code == 2
 
 
-LENGTHS = Sizes(prompt_tokens=64, answer_tokens=16, context_tokens=256, vocab_size=300)
+LENGTHS = workload.Sizes(prompt_tokens=64, answer_tokens=16, context_tokens=256, vocab_size=300)
 
 
 def test_lengths_are_around_the_medians_and_fit_the_context():
-    lengths = draw_lengths(LENGTHS, 2000, random.Random(0))
+    lengths = workload.draw_lengths(LENGTHS, 2000, random.Random(0))
     prompts, answers = zip(*lengths, strict=True)
     assert statistics.median(prompts) == pytest.approx(64, rel=0.1)
     assert statistics.median(answers) == pytest.approx(16, rel=0.1)
     assert LENGTHS.within(1e9, 1e9) == (128, 128)
     assert LENGTHS.within(0, 0) == (16, 4)
     with pytest.raises(ConfigError, match="context of 40 tokens"):
-        Sizes(prompt_tokens=8, answer_tokens=8, context_tokens=39, vocab_size=300)
+        workload.Sizes(prompt_tokens=8, answer_tokens=8, context_tokens=39, vocab_size=300)
 
 
 def test_arrivals_have_the_rate_and_the_same_seed_gives_the_same():
-    made = poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=3)
-    assert made == poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=3)
-    assert made != poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=4)
+    made = workload.poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=3)
+    assert made == workload.poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=3)
+    assert made != workload.poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=4)
     assert len(made) == pytest.approx(1000, rel=0.15)
     times = [each.time_s for each in made]
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] < 20
-    assert {each.app for each in made} == {*range(len(APPS))} == {*range(len(SLOS))}
+    assert {each.app for each in made} == {*range(len(workload.APPS))} == {*range(len(SLOS))}
     for each in made:
         assert len(each.prompt) + each.answer_tokens <= 256
-        assert all(FIRST_TOKEN <= token < 300 for token in each.prompt)
+        assert all(workload.FIRST_TOKEN <= token < 300 for token in each.prompt)
 
 
 def test_about_half_of_the_calls_send_a_conversation_again():
-    made = back_to_back(LENGTHS, count=600, seed=0)
+    made = workload.back_to_back(LENGTHS, count=600, seed=0)
     followed, last = 0, {}
     for each in made:
         before = last.get(each.app)
@@ -177,9 +149,9 @@ def test_traces_of_azure_and_mooncake_keep_their_bursts(tmp_path):
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:15:{second:02}.0000000,{1000 + second},100" for second in (1, 2, 2, 2, 11)]
     path.write_text("\n".join(lines))
-    arrivals = Arrivals.read(path)
+    arrivals = workload.Arrivals.read(path)
     assert arrivals.times_s == [0, 1, 1, 1, 10]
-    made, faster = from_trace(LENGTHS, arrivals, rate_per_s=5, duration_s=1, seed=0)
+    made, faster = workload.from_trace(LENGTHS, arrivals, rate_per_s=5, duration_s=1, seed=0)
     assert faster == 10
     assert [each.time_s for each in made] == [0, 0.1, 0.1, 0.1, 1]
     # Their median becomes the one that was asked for.
@@ -188,7 +160,7 @@ def test_traces_of_azure_and_mooncake_keep_their_bursts(tmp_path):
     told = {"input_length": 50, "output_length": 5}
     requests = [{"timestamp": 1000 * at, "hash_ids": [0, at], **told} for at in (3, 1, 2)]
     path.write_text("\n".join(map(json.dumps, requests)))
-    assert Arrivals.read(path).times_s == [1, 2, 3]
+    assert workload.Arrivals.read(path).times_s == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -203,10 +175,10 @@ def test_traces_of_azure_and_mooncake_keep_their_bursts(tmp_path):
 def test_other_traces_are_refused(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
-        Arrivals.read(tmp_path / name)
+        workload.Arrivals.read(tmp_path / name)
 
 
-REQUEST = Request(app=3, prompt=tuple(range(16, 116)), answer_tokens=11)
+REQUEST = workload.Request(app=3, prompt=tuple(range(16, 116)), answer_tokens=11)
 
 
 def outcome(due_s=1.0, *, first_s: float | None = 1.1, last_s=2.1, tokens=11, limits=(150.0, 100.0), **more):
@@ -247,24 +219,29 @@ def test_a_window_counts_what_was_due_in_it():
     refused = outcome(4.0, error="no", status=429, first_s=None)
     window = Window(1.0, 6.0, [outcome(0.5, first_s=0.5, last_s=1.5), outcome(), late, refused])
     found = figures([window])
-    assert found["goodput_per_s"] == pytest.approx(1 / 5)
-    assert found["requests_per_s"] == pytest.approx(2 / 5)
-    assert found["slo_met"] == found["slo_met of <40,70>"] == found["refused"] == pytest.approx(1 / 3)
+    assert found["goodput_per_s", ""] == pytest.approx(1 / 5)
+    assert found["requests_per_s", ""] == pytest.approx(2 / 5)
+    assert (
+        found["slo_met", ""]
+        == found["slo_met", "app <40,70>"]
+        == found["refused", ""]
+        == pytest.approx(1 / 3)
+    )
     # Half of the tokens of the first answer, and those of the second.
-    assert found["decode_tokens_per_s"] == pytest.approx((5.5 + 11) / 5)
-    assert found["ttft_ms_p50"] == pytest.approx((100 + 4000) / 2)
-    assert (found["level"], found["kept"], found["reused"]) == (60, 0.5, 0.25)
+    assert found["decode_tokens_per_s", ""] == pytest.approx((5.5 + 11) / 5)
+    assert found["ttft_ms", "percentile 50"] == pytest.approx((100 + 4000) / 2)
+    assert (found["level", ""], found["kept", ""], found["reused", ""]) == (60, 0.5, 0.25)
     # A peer tells in the usage what its cache had.
     peer = figures([Window(1.0, 6.0, [outcome(jaxllm=None, cached_tokens=75)])])
-    assert peer["reused"] == 0.75
-    assert not {"level", "kept"} & set(peer)
-    assert "ttft_ms_p50" not in figures([Window(1.0, 6.0, [refused])])
+    assert peer["reused", ""] == 0.75
+    assert not {("level", ""), ("kept", "")} & set(peer)
+    assert ("ttft_ms", "percentile 50") not in figures([Window(1.0, 6.0, [refused])])
     # Repeated loads are judged together.
     again = figures([window, window])
-    assert all(again[name] == pytest.approx(found[name]) for name in found if "_p" not in name)
+    assert all(again[name] == pytest.approx(found[name]) for name in found if "percentile" not in name[1])
     twice = figures([window, Window(1.0, 6.0, [refused])])
-    assert twice["goodput_per_s"] == pytest.approx(1 / 10)
-    assert twice["slo_met"] == pytest.approx(1 / 4)
+    assert twice["goodput_per_s", ""] == pytest.approx(1 / 10)
+    assert twice["slo_met", ""] == pytest.approx(1 / 4)
 
 
 def test_what_is_given_up_was_waited_for():
@@ -276,8 +253,8 @@ def test_what_is_given_up_was_waited_for():
     assert not begun.met
     assert outcome(error="broken in the middle").ttft_ms == 0
     found = figures([Window(0.0, 6.0, [outcome(), begun, slow])])
-    assert found["ttft_ms_p50"] == pytest.approx(2000)
-    assert found["failed"] == pytest.approx(2 / 3)
+    assert found["ttft_ms", "percentile 50"] == pytest.approx(2000)
+    assert found["failed", ""] == pytest.approx(2 / 3)
 
 
 def windows(met, count=BLOCK_CALLS * LEAST_BLOCKS):
@@ -355,7 +332,7 @@ def test_rows_and_figures(tmp_path):
     (mine, *_, other) = memory_rows("m", {"jaxllm": [30, 10, 20], "llama-server": [10]}, {"jaxllm": 5 << 20})
     assert (mine.value, mine.ratio, other.system) == (20, 0.5, "llama-server")
     assert mine.note == "proportional share at the end 5 MB"
-    kept = [Measured("m, load 1", "jaxllm", 0, Window(0.0, 6.0, [outcome()]))]
+    kept = [Cell("m, load 1", "jaxllm", [Window(0.0, 6.0, [outcome()])])]
     draw([*rows, only], tmp_path, kept)
     assert {each.name for each in tmp_path.iterdir()} == {
         "service_goodput.png", "service_clients.png", "service_ttft.png",
@@ -374,7 +351,7 @@ runpy.run_module("tests.benchmarks.fake_server", run_name="__main__")
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("given")
-    return Conditions(
+    return servers.Conditions(
         model=folder / "model.jaxllm", floats=folder, weights="int8", threads=1, context_tokens=128,
         end_ids=(7,), folder=folder, keys=[f"key {number}" for number in range(6)],
     )  # fmt: skip
@@ -397,8 +374,8 @@ def server(given, binary):
         return Path("model.gguf")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(systems, "gguf_of", gguf)
-        with LlamaServer(binary, 4).start(given, lambda *_: None) as running:
+        patch.setattr(servers, "gguf_of", gguf)
+        with servers.LlamaServer(binary, 4).start(given, lambda *_: None) as running:
             assert made["file"] == (given.folder, "Q8_0")
             yield running
     running.close()
@@ -464,11 +441,11 @@ def test_each_is_sent_once_without_a_duration(server):
 def test_a_server_that_ends_says_why():
     command = [sys.executable, "-m", "tests.benchmarks.fake_server", "--port", "0"]
     with pytest.raises(PeerFailed, match="server of mine exited with 1; it said last: no port"):
-        Server("mine", command, port=free_port(), ready="/health", threads=1)
+        servers.Server("mine", command, port=servers.free_port(), ready="/health", threads=1)
 
 
 def test_a_server_that_dies_ends_the_load(binary):
-    with Server("mine", [str(binary), "--port", str(port := free_port())],
+    with servers.Server("mine", [str(binary), "--port", str(port := servers.free_port())],
                 port=port, ready="/health", threads=1) as own:  # fmt: skip
         own._process.kill()
         own._process.wait()
@@ -478,28 +455,30 @@ def test_a_server_that_dies_ends_the_load(binary):
 
 
 def test_systems_are_asked_in_their_own_words(given):
-    request = Request(app=3, prompt=(20, 21), answer_tokens=5)
-    message = OurService().message(request, (100.0, 10.0), given)
+    request = workload.Request(app=3, prompt=(20, 21), answer_tokens=5)
+    message = servers.OurService().message(request, (100.0, 10.0), given)
     assert message["headers"] == {"Authorization": "Bearer key 3"}
     assert message["body"]["slo"] == {"ttft_ms": 100.0, "tpot_ms": 10.0}
     assert message["body"]["logit_bias"] == {"7": -100.0}
-    assert "slo" not in OurService().message(request, None, given)["body"]
+    assert "slo" not in servers.OurService().message(request, None, given)["body"]
     # What asks for nothing is sent as it is written.
-    loose = OurService().message(dataclasses.replace(request, app=0), (float("inf"), float("inf")), given)
+    loose = servers.OurService().message(
+        dataclasses.replace(request, app=0), (float("inf"), float("inf")), given
+    )
     assert loose["body"]["slo"] == "<100,100>"
-    body = LlamaServer(Path("llama-server")).message(request, None, given)["body"]
+    body = servers.LlamaServer(Path("llama-server")).message(request, None, given)["body"]
     assert (body["prompt"], body["samplers"], body["top_k"]) == ((20, 21), ["top_k"], 1)
-    text = LlamaServer().message(request, None, given)["body"]["prompt"]
+    text = servers.LlamaServer().message(request, None, given)["body"]["prompt"]
     assert text == text_of_token(20) + text_of_token(21)
     assert len(text) == 2
 
 
 def test_systems_that_run_here(monkeypatch, binary, tmp_path):
-    monkeypatch.setattr(systems, "missing", lambda binary: None if binary else "it is not installed")
-    names = ["jaxllm", *(f"jaxllm-{each}" for each in ABLATIONS)]
+    monkeypatch.setattr(servers, "missing", lambda binary: None if binary else "it is not installed")
+    names = ["jaxllm", *(f"jaxllm-{each}" for each in servers.ABLATIONS)]
 
     def chosen(wanted=(), binary=None, cfg=TINY):
-        found, left_out = systems_of(wanted, binary, 8, cfg)
+        found, left_out = servers.systems_of(wanted, binary, 8, cfg)
         return [each.name for each in found], left_out
 
     assert chosen() == (names, ["without llama.cpp: it is not installed"])
@@ -507,7 +486,7 @@ def test_systems_that_run_here(monkeypatch, binary, tmp_path):
     assert chosen(("no-batching",)) == (["jaxllm", "jaxllm-no-batching"], [])
     assert chosen(("none",)) == (["jaxllm"], [])
     with pytest.raises(ConfigError, match="not installed"):
-        chosen((LLAMA,))
+        chosen((servers.LLAMA,))
     with pytest.raises(ConfigError, match="no such file"):
         chosen(binary=tmp_path / "nothing")
     with pytest.raises(ConfigError, match="GGUF"):

@@ -1,7 +1,4 @@
-"""The checks for accelerators run on a CPU, at sizes that nobody measures.
-
-The page of projections is what the projection prints; measured shares take the place of assumed ones.
-"""
+"""The checks for accelerators on a CPU, at sizes that nobody measures, and the projection of costs."""
 
 import dataclasses
 import json

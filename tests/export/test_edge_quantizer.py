@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from benchmarks.export.formats import quantize_folder
+from benchmarks.harness.children import Export
 from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.programs.model import open_program
@@ -16,7 +17,7 @@ pytest.importorskip("ai_edge_litert")
 
 def test_the_quantized_model_runs_as_ours_does(tflite, live, tmp_path):
     floats = tflite[0]
-    quantize_folder(floats, tmp_path / "int8")
+    quantize_folder(Export(floats, 0, 0.0), tmp_path / "int8")
     before, after = Manifest.read(floats), Manifest.read(tmp_path / "int8")
     assert (before.precision, after.precision) == ("f32", "int8")
     assert after.signatures == before.signatures
@@ -32,4 +33,4 @@ def test_what_is_no_model_is_refused(tflite, tmp_path):
     (model,) = {each.file for each in Manifest.read(broken).signatures}
     (broken / model).write_bytes(b"\0" * (broken / model).stat().st_size)
     with pytest.raises(JaxllmError, match="ai-edge-quantizer failed"):
-        quantize_folder(broken, tmp_path / "int8")
+        quantize_folder(Export(broken, 0, 0.0), tmp_path / "int8")

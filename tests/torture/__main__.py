@@ -46,7 +46,9 @@ def main(
         amounts = {only: amounts[only]}
     with tempfile.TemporaryDirectory(prefix="jaxllm-torture-") as folder:
         tally = _run(Path(folder), amounts, seed, lanes, kinds, Console(stderr=True, quiet=as_json))
-        kept = [] if keep is None else _kept(tally, keep)
+        from tests.torture.mutations import keep_regressions
+
+        kept = [] if keep is None else keep_regressions(tally, keep)
     if as_json:
         counts = {name: dict(each) for name, each in tally.counts.items()}
         print(
@@ -91,12 +93,6 @@ def _run(folder, amounts, seed, lanes, kinds, console):
             case _:
                 harm_calls(name, tally, amount)
     return tally
-
-
-def _kept(tally, folder):
-    from tests.torture.mutations import keep_regressions
-
-    return keep_regressions(tally, folder)
 
 
 def _print(tally, seed, kept):

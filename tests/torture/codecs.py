@@ -2,43 +2,14 @@
 
 import hashlib
 import json
-import sqlite3
-import struct
 import tomllib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
 from jaxllm.bundle.layout import HEADER, MAGIC
-from tests.serving.contexts.mutations import (
-    catalog_document,
-    segment_body,
-    segment_document,
-    with_catalog_document,
-    with_segment_document,
-    with_signed_blobs,
-)
-
-
-class Codec(Protocol):
-    """A format."""
-
-    def document(self, raw: bytes) -> Any:
-        """The part of a file that is a document; None where none can be read."""
-        ...
-
-    def with_document(self, raw: bytes, document: Any) -> bytes:
-        """The file with another document in its place, and checksums that fit it."""
-        ...
-
-    def body(self, raw: bytes) -> tuple[int, int]:
-        """Where the bytes that are no document begin and end."""
-        ...
-
-    def signed(self, raw: bytes) -> bytes:
-        """The file with checksums that fit its body."""
-        ...
+from tests.serving.contexts import mutations
 
 
 def sign_program(folder: Path) -> None:
@@ -64,70 +35,69 @@ def as_json(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-class Raw:
-    """Bytes of which nothing is known."""
+class Codec:
+    """A format; of this one nothing is known but bytes."""
 
-    def document(self, raw: bytes) -> Any:
+    def read(self, raw: bytes) -> Any:
+        """The part of a file that is a document; it may raise anything."""
         return None
 
+    def document(self, raw: bytes) -> Any:
+        """See `read`; None where none can be read."""
+        try:
+            return self.read(raw)
+        except Exception:
+            return None
+
     def with_document(self, raw: bytes, document: Any) -> bytes:
+        """The file with another document in its place, and checksums that fit it."""
         return raw
 
     def body(self, raw: bytes) -> tuple[int, int]:
+        """Where the bytes that are no document begin and end."""
         return 0, 0
 
     def signed(self, raw: bytes) -> bytes:
+        """The file with checksums that fit its body."""
         return raw
 
 
-class Json(Raw):
+class Json(Codec):
     """A file of one JSON value."""
 
-    def document(self, raw: bytes) -> Any:
-        try:
-            return json.loads(raw)
-        except ValueError:
-            return None
+    def read(self, raw: bytes) -> Any:
+        return json.loads(raw)
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
         return as_json(document)
 
 
-class CheckedJson(Raw):
+class CheckedJson(Codec):
     """A JSON text with its checksum beside it."""
 
-    def document(self, raw: bytes) -> Any:
-        try:
-            return json.loads(json.loads(raw)["record"])
-        except (ValueError, LookupError, TypeError):
-            return None
+    def read(self, raw: bytes) -> Any:
+        return json.loads(json.loads(raw)["record"])
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
         text = as_json(document)
         return as_json({"xxh3_128": xxhash.xxh3_128_hexdigest(text), "record": text.decode()})
 
 
-class JsonLines(Raw):
+class JsonLines(Codec):
     """A JSON value a line."""
 
-    def document(self, raw: bytes) -> Any:
-        try:
-            return [json.loads(line) for line in raw.splitlines()]
-        except ValueError:
-            return None
+    def read(self, raw: bytes) -> Any:
+        return [json.loads(line) for line in raw.splitlines()]
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
         return b"".join(as_json(each) + b"\n" for each in document)
 
 
-class Toml(Raw):
+class Toml(Codec):
     """A recipe."""
 
-    def document(self, raw: bytes) -> Any:
-        try:
-            return tomllib.loads(raw.decode())
-        except ValueError:
-            return None
+    def read(self, raw: bytes) -> Any:
+        return tomllib.loads(raw.decode())
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
         lines = (f"{json.dumps(key)} = {_toml(value)}" for key, value in document.items())
@@ -143,22 +113,19 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-class Signed(Raw):
+class Signed(Codec):
     """Bytes of which nothing is known, but that another file has their checksum."""
 
     def body(self, raw: bytes) -> tuple[int, int]:
         return 0, len(raw)
 
 
-class BundleFile(Raw):
+class BundleFile(Codec):
     """A bundle: header, segments, and the manifest, whose checksums of segments can be made right."""
 
-    def document(self, raw: bytes) -> Any:
-        try:
-            _, _, _, offset, size, _ = HEADER.unpack(raw[: HEADER.size])
-            return json.loads(raw[offset : offset + size])
-        except Exception:
-            return None
+    def read(self, raw: bytes) -> Any:
+        _, _, _, offset, size, _ = HEADER.unpack(raw[: HEADER.size])
+        return json.loads(raw[offset : offset + size])
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
         _, version, _, offset, _, _ = HEADER.unpack(raw[: HEADER.size])
@@ -180,15 +147,12 @@ class BundleFile(Raw):
         return self.with_document(raw, manifest)
 
 
-class Safetensors(Raw):
+class Safetensors(Codec):
     """The header of a safetensors file, and its tensors' bytes."""
 
-    def document(self, raw: bytes) -> Any:
+    def read(self, raw: bytes) -> Any:
         size = int.from_bytes(raw[:8], "little")
-        try:
-            return json.loads(raw[8 : 8 + size]) if size < len(raw) else None
-        except ValueError:
-            return None
+        return json.loads(raw[8 : 8 + size]) if size < len(raw) else None
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
         text = as_json(document)
@@ -198,33 +162,27 @@ class Safetensors(Raw):
         return min(len(raw), 8 + int.from_bytes(raw[:8], "little")), len(raw)
 
 
-class SegmentFile(Raw):
+class SegmentFile(Codec):
     """Chunks of a stored context."""
 
-    def document(self, raw: bytes) -> Any:
-        try:
-            return segment_document(raw)
-        except (ValueError, struct.error):
-            return None
+    def read(self, raw: bytes) -> Any:
+        return mutations.segment_document(raw)
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        return with_segment_document(raw, document)
+        return mutations.with_segment_document(raw, document)
 
     def body(self, raw: bytes) -> tuple[int, int]:
-        return (segment_body(raw), len(raw)) if self.document(raw) is not None else (0, 0)
+        return (mutations.segment_body(raw), len(raw)) if self.document(raw) is not None else (0, 0)
 
     def signed(self, raw: bytes) -> bytes:
-        return with_signed_blobs(raw)
+        return mutations.with_signed_blobs(raw)
 
 
-class CatalogFile(Raw):
+class CatalogFile(Codec):
     """The records of a store's contexts."""
 
-    def document(self, raw: bytes) -> Any:
-        try:
-            return catalog_document(raw)
-        except (ValueError, LookupError, TypeError, sqlite3.Error):
-            return None
+    def read(self, raw: bytes) -> Any:
+        return mutations.catalog_document(raw)
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        return with_catalog_document(raw, document)
+        return mutations.with_catalog_document(raw, document)

@@ -39,13 +39,9 @@ class Edit:
     at: tuple[Step, ...] = ()
     value: Any = None
 
-    def to_json(self) -> dict[str, Any]:
-        """As `from_json` takes it."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Edit":
-        """What `to_json` gave."""
+        """Of its fields, with lists for tuples."""
         return cls(**{**data, "at": tuple(data["at"])})
 
 

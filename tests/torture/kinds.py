@@ -5,20 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.torture.codecs import (
-    BundleFile,
-    CatalogFile,
-    CheckedJson,
-    Codec,
-    Json,
-    JsonLines,
-    Raw,
-    Safetensors,
-    SegmentFile,
-    Signed,
-    Toml,
-    sign_program,
-)
+from tests.torture import codecs as formats
 from tests.torture.values import ADAPTER, CONFIG, TOKENIZER
 
 
@@ -38,13 +25,13 @@ class Kind:
 
     name: str
     use: str = ""
-    codecs: Mapping[str, Codec]
+    codecs: Mapping[str, formats.Codec]
     values: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     sign: Callable[[Path], None] | None = None
     share: float = 1.0
     deep: float = 0.0
 
-    def files(self, victims: Path) -> dict[str, Codec]:
+    def files(self, victims: Path) -> dict[str, formats.Codec]:
         """The codec of each of its victim's files."""
         folder = victims / self.name
         found = {
@@ -58,14 +45,24 @@ class Kind:
 
 
 def _bundle(name: str, share: float) -> Kind:
-    return Kind(name=name, use="bundle", codecs={"model.jaxllm": BundleFile()}, share=share, deep=0.03)
+    return Kind(
+        name=name, use="bundle", codecs={"model.jaxllm": formats.BundleFile()}, share=share, deep=0.03
+    )
 
 
-_FOLDER = {"config.json": Json(), "generation_config.json": Json(), "*.safetensors": Safetensors()}
-_TOKENIZER_FILES = {"tokenizer*.json": Json(), "special_tokens_map.json": Json(), "*.jinja": Raw()}
+_FOLDER = {
+    "config.json": formats.Json(),
+    "generation_config.json": formats.Json(),
+    "*.safetensors": formats.Safetensors(),
+}
+_TOKENIZER_FILES = {
+    "tokenizer*.json": formats.Json(),
+    "special_tokens_map.json": formats.Json(),
+    "*.jinja": formats.Codec(),
+}
 _CONTEXTS = {
-    "store/catalog.sqlite": CatalogFile(),
-    "store/app-*/*/*.kv": SegmentFile(),
+    "store/catalog.sqlite": formats.CatalogFile(),
+    "store/app-*/*/*.kv": formats.SegmentFile(),
 }
 KINDS: tuple[Kind, ...] = (
     _bundle("bundle", 2.0),
@@ -80,19 +77,19 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         name="adapter", values=ADAPTER, share=1.5, deep=0.02,
-        codecs={"*.json": Json(), "*.safetensors": Safetensors()},
+        codecs={"*.json": formats.Json(), "*.safetensors": formats.Safetensors()},
     ),
     Kind(name="contexts", codecs=_CONTEXTS, share=3.0, deep=0.05),
-    Kind(name="trace", codecs={"trace.jsonl": JsonLines()}, share=1.5),
-    Kind(name="profile", codecs={"profile.json": CheckedJson()}, share=1.5),
-    Kind(name="recipe", codecs={"**/*.toml": Toml()}, share=1.0),
+    Kind(name="trace", codecs={"trace.jsonl": formats.JsonLines()}, share=1.5),
+    Kind(name="profile", codecs={"profile.json": formats.CheckedJson()}, share=1.5),
+    Kind(name="recipe", codecs={"**/*.toml": formats.Toml()}, share=1.0),
     Kind(
         name="tasks",
-        codecs={"tasks/*/*.jsonl": JsonLines(), "tasks/ui_automation/*.json": Json()},
+        codecs={"tasks/*/*.jsonl": formats.JsonLines(), "tasks/ui_automation/*.json": formats.Json()},
     ),
     Kind(
-        name="program", sign=sign_program, share=0.7, deep=0.1,
-        codecs={"*.json": Json(), "*.safetensors": Safetensors(), "**/*.stablehlo": Signed()},
+        name="program", sign=formats.sign_program, share=0.7, deep=0.1,
+        codecs={**_FOLDER, "*.json": formats.Json(), "**/*.stablehlo": formats.Signed()},
     ),
-    Kind(name="graphs", codecs={"**/*": Raw()}, share=0.1),
+    Kind(name="graphs", codecs={"**/*": formats.Codec()}, share=0.1),
 )  # fmt: skip

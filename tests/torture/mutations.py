@@ -6,10 +6,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.torture.case import Case
 from tests.torture.edits import Edit, apply_edits, draw_edits
 from tests.torture.kinds import KINDS, Kind
-from tests.torture.outcome import FAULTS, Outcome, Tally
+from tests.torture.outcome import FAULTS, Case, Outcome, Tally
 from tests.torture.process import Victim
 
 REGRESSIONS = Path(__file__).parent / "regressions"
@@ -49,7 +48,7 @@ def mutate(
             for kind, number in planned[lane::lanes]:
                 name = f"{seed}:{kind.name}:{number}"
                 edits, outcome = one_case(victims, copies, victim, kind, random.Random(name))
-                tally.add(kind.name, name, outcome, [each.to_json() for each in edits])
+                tally.add(kind.name, name, outcome, [vars(each) for each in edits])
         finally:
             victim.close()
 

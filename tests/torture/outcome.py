@@ -1,13 +1,36 @@
-"""The outcomes of torture: how each case ended, counted, and which of them are faults."""
+"""What the worker is asked to use, and the outcomes: how each case ended, counted, and which are faults."""
 
 import collections
 import dataclasses
 import threading
+from pathlib import Path
 from typing import Any, Literal
 
 Ending = Literal["ok", "refused", "uncaught", "crash", "hang", "big", "wrong"]
 # All but a right result or a refusal in our own words.
 FAULTS: tuple[Ending, ...] = ("uncaught", "crash", "hang", "big", "wrong")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One copy of a victim.
+
+    Attributes:
+      use: its name in `uses.USES`.
+      path: the copy's folder, beside those of all victims.
+      deep: whether to go all the way to an answer.
+      forged: whether checksums were made to fit what was changed, so that nobody can tell.
+    """
+
+    use: str
+    path: Path
+    deep: bool = False
+    forged: bool = False
+
+    @property
+    def victims(self) -> Path:
+        """The folder of all victims."""
+        return self.path.parent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,13 +62,8 @@ class Fault:
 
     def to_json(self) -> dict[str, Any]:
         """For a report, and for a file of regressions."""
-        return {
-            "kind": self.kind,
-            "seed": self.seed,
-            "ending": self.outcome.ending,
-            "says": self.outcome.says,
-            "case": self.case,
-        }
+        told = {"ending": self.outcome.ending, "says": self.outcome.says}
+        return {"kind": self.kind, "seed": self.seed, **told, "case": self.case}
 
 
 class Tally:

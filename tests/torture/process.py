@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.torture.case import Case
-from tests.torture.outcome import Outcome
+from tests.torture.outcome import Case, Outcome
 
 ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 60.0

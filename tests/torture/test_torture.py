@@ -7,13 +7,12 @@ import pytest
 
 from tests.serving.contexts.mutations import places
 from tests.tiny import write_tiny_bundle
-from tests.torture.case import Case
 from tests.torture.codecs import BundleFile, Json
 from tests.torture.edits import Edit, apply_edits, draw_edits, value_at
 from tests.torture.grammars import send_grammars
 from tests.torture.kinds import KINDS
 from tests.torture.mutations import REGRESSIONS, mutate, replay_regressions, use_edited
-from tests.torture.outcome import Outcome, Tally
+from tests.torture.outcome import Case, Outcome, Tally
 from tests.torture.process import Victim
 from tests.torture.victims import make_victims
 
@@ -67,7 +66,7 @@ def test_a_seed_draws_the_same_edits_and_json_keeps_them(tmp_path):
     codecs = {"a.json": Json()}
     for seed in range(50):
         first, second = (draw_edits(random.Random(seed), tmp_path, codecs, {}) for _ in range(2))
-        again = [Edit.from_json(json.loads(json.dumps(each.to_json()))) for each in first]
+        again = [Edit.from_json(json.loads(json.dumps(vars(each)))) for each in first]
         assert repr(first) == repr(second) == repr(again)
 
 

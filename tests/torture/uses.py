@@ -16,7 +16,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
-from tests.torture.case import Case
+from tests.torture.outcome import Case
 from tests.torture.victims import CONTEXT_TOKENS, FACTS, PROMPT, WITHOUT_FILES
 
 _CONFIG = GenerationConfig(max_tokens=3, ignore_eos=True)
@@ -221,15 +221,5 @@ def use_contexts(case: Case) -> None:
 
 
 USES: dict[str, Callable[[Case], None]] = {
-    "bundle": use_bundle,
-    "tokenizer": use_tokenizer,
-    "folder": use_folder,
-    "adapter": use_adapter,
-    "trace": use_trace,
-    "profile": use_profile,
-    "recipe": use_recipe,
-    "tasks": use_tasks,
-    "program": use_program,
-    "graphs": use_graphs,
-    "contexts": use_contexts,
+    name.removeprefix("use_"): use for name, use in list(globals().items()) if name.startswith("use_")
 }

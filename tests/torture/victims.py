@@ -96,17 +96,12 @@ def _write_trace(folder: Path, _: Path) -> None:
 def _write_profile(folder: Path, _: Path) -> None:
     from jaxllm.serving.elastic.profile import DeviceProfile, save_profile
 
-    profile = DeviceProfile(
-        levels=(50, 100),
-        tokens=(16, 64),
-        chunk_tokens=(16, 64),
-        ttft_ms=((1.0, 4.0), (2.0, 8.0)),
-        tpot_ms=((0.5, 0.6), (1.0, 1.2)),
-    )
+    times = {"ttft_ms": ((1.0, 4.0), (2.0, 8.0)), "tpot_ms": ((0.5, 0.6), (1.0, 1.2))}
+    profile = DeviceProfile(levels=(50, 100), tokens=(16, 64), chunk_tokens=(16, 64), **times)
     save_profile(profile, folder / "profile.json")
 
 
-def _write_recipes(folder: Path, _: Path) -> None:
+def _write_recipe(folder: Path, _: Path) -> None:
     recipes = Path(__file__).parents[2] / "training" / "recipes"
     for name in ("pretrain/draft.toml", "pretrain/family.base.toml", "elastic/family.toml"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -134,9 +129,8 @@ def _write_program(folder: Path, bundle: Path) -> None:
     from jaxllm.export.stablehlo import export_stablehlo
     from jaxllm.export.subject import read_subject
 
-    plan = ExportPlan(
-        context_tokens=CONTEXT_TOKENS, chunk_tokens=(16,), verify_tokens=(), cache_tokens=(), levels=()
-    )
+    sizes = {"context_tokens": CONTEXT_TOKENS, "chunk_tokens": (16,)}
+    plan = ExportPlan(**sizes, verify_tokens=(), cache_tokens=(), levels=())
     # Into a folder that it makes.
     folder.rmdir()
     export_stablehlo(read_subject(bundle, levels=()), folder, plan, platforms=("cpu",))
@@ -176,15 +170,6 @@ def _write_contexts(folder: Path, bundle: Path) -> dict[str, list[int]]:
 
 
 _MAKERS: dict[str, Callable[[Path, Path], object]] = {
-    **dict.fromkeys(("bundle", "elastic", "mixture", "apart", "calibrated"), _write_bundle),
-    "folder": _write_folder,
-    "tokenizer": _write_tokenizer,
-    "adapter": _write_adapter,
-    "trace": _write_trace,
-    "profile": _write_profile,
-    "recipe": _write_recipes,
-    "tasks": _write_tasks,
-    "program": _write_program,
-    "graphs": _write_graphs,
-    "contexts": _write_contexts,
+    **dict.fromkeys(("elastic", "mixture", "apart", "calibrated"), _write_bundle),
+    **{name.removeprefix("_write_"): write for name, write in list(globals().items()) if "_write_" in name},
 }

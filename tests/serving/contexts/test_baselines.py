@@ -13,10 +13,9 @@ from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.contexts.tolerance import allocate
 from jaxllm.serving.contexts.chunks import Delays
 from jaxllm.serving.contexts.layout import Database
-from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.ground.bundles import find_model
-from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.server.service import CODEC_CHUNK_TOKENS, engine_options
+from jaxllm.serving.ground.bundles import (find_model)
+from jaxllm.serving.ground.options import (EngineOptions)
+from jaxllm.serving.server.service import (CODEC_CHUNK_TOKENS, engine_options)
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, found, new, say
 
 COMPUTE = Delays(read=Delay(fixed_ms=9.0, per_unit_ms=9.0), compute=Delay(fixed_ms=0.0, per_unit_ms=1e-9))
@@ -33,9 +32,9 @@ def segments(contexts, context):
 def test_every_system_goes_on_as_one_conversation(kept, monkeypatch, system):
     """Three contexts by turns in a memory for less than two. No switch waits for the device and every call
     does: what leaves memory need not be safe from a power cut; what was said is."""
-    options = system.options("", 1, ContextOptions(folder="").storage)
     names = ("ratio", "policy", "writing", "recompute")
-    size, options = kept()._chunk_io[100].chunk_bytes(RAW), {name: getattr(options, name) for name in names}
+    size = kept()._chunk_io[100].chunk_bytes(RAW)
+    options = {name: getattr(system.options, name) for name in names}
     contexts = kept(budget_bytes=TIGHT * size, **options)
     wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
     flushed, sync, flush = [], os.fsync, Database.flush
@@ -55,17 +54,17 @@ def test_every_system_goes_on_as_one_conversation(kept, monkeypatch, system):
             how.append(answer.restoration)
     assert contexts.memory.evicted > 0
     assert any(each.read or each.computed for each in how)
-    if system.writing == "never":
+    if system.options.writing == "never":
         assert not any(each.read for each in how)
         assert not any(segments(contexts, context) for context in mine)
-    elif not system.recompute:
+    elif not system.options.recompute:
         assert not any(each.computed for each in how)
     # What was not flushed is when the store is closed: a fresh process has the text, and what was written.
     contexts = kept(**options)
     assert contexts.store.verify() == []
     there = [[bits != LOST for bits in record.bits] for record in contexts.store.records()]
-    assert all(map(all, there)) or system.writing != "ahead"
-    assert any(map(any, there)) or system.writing != "at-eviction"
+    assert all(map(all, there)) or system.options.writing != "ahead"
+    assert any(map(any, there)) or system.options.writing != "at-eviction"
     for context, turns in zip(mine, TURNS, strict=True):
         context = found(contexts, context)
         assert context.tokens[:37] == tuple(turns[0])
