@@ -128,7 +128,7 @@ def turns(models: Models) -> list[Answer]:
     """A conversation, and one whose answer stops; another beginning uses what is common."""
     engine = models.engine("int8", levels=(20, 50))
     answers = [each for config in (GREEDY, DRAWN) for each in opening.talked(engine, TURNS, config)]
-    session = opening.new_session()
+    session = opening.Session()
     first = opening.answered(engine, LONG, session=session)
     stop = dataclasses.replace(GREEDY, stop_token_ids=(first["tokens"][6],))
     return [
@@ -161,7 +161,7 @@ def adapters(models: Models, weights: str, levels: tuple[int, ...]) -> list[Answ
     bundles = models.bundles
     path, rank = bundles.elastic(weights), {"adapter_rank": 4, "levels": levels}
     with contextlib.closing(opening.open_engine(path, adapter=bundles.adapter(0), **rank)) as engine:
-        answers, session = opening.both(engine, LONG), opening.new_session()
+        answers, session = opening.both(engine, LONG), opening.Session()
         for number in (None, 1, 1, 0):
             engine.set_adapter(None if number is None else bundles.adapter(number))
             answers.append({**opening.answered(engine, LONG, session=session), "adapter": number})

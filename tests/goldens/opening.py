@@ -143,11 +143,6 @@ def chatted(engine: Engine, messages: Sequence[dict[str, str]], config: Generati
     return written(text, engine.chat(messages, config).result())
 
 
-def new_session() -> Session:
-    """A conversation that has said nothing."""
-    return Session()
-
-
 def written(prompt: str | Sequence[int], generation: Any) -> Answer:
     """What is kept of an answer."""
     answer = {

@@ -119,14 +119,6 @@ def test_one_trace_serves_every_count_and_place(cfg):
     assert int(cache.length) == 8
 
 
-def test_no_valid_count_means_all(cfg):
-    def run(tokens, valid):
-        return decoder.forward(params_of(cfg), tokens, empty_cache(cfg), cfg=cfg, valid=valid)[1].length
-
-    assert int(jit(lambda tokens: run(tokens, None))(TOKENS)) == PROMPT
-    assert int(jit(run)(TOKENS, np.int32(3))) == 3
-
-
 # What a token can see
 
 
