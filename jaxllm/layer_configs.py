@@ -7,9 +7,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from jaxllm.errors import ConfigError
 
-# Checks of the fields of configs, which raise ConfigError.
-
-
 # Bound on sizes in a config file: far above any real model, and low enough that products of two of them stay
 # far below an address space.
 MAX_DIMENSION = 1 << 24
@@ -105,9 +102,6 @@ def require_experts(cfg: Any) -> None:
     require(any(cfg.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")
 
 
-# The configuration of rotary position embeddings.
-
-
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
 
 
@@ -173,9 +167,6 @@ class RopeConfig:
             valid and len(self.factors) in (0, self.dim // 2),
             f"rope factors must be {self.dim // 2} numbers in [1e-6, 1e6], got {self.factors!r:.80}",
         )
-
-
-# The configuration of models whose layers with and without an attention window differ in more than that.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,9 +264,6 @@ def _layer_config(cfg: Any, layer: int) -> Any:
     if shares_kv(cfg, layer):
         sizes["ffn_size"] = mixed.shared_ffn_size
     return dataclasses.replace(cfg, mixed=None, **sizes)
-
-
-# The configuration of state layers: layers with a state of fixed size instead of keys and values.
 
 
 StateKind = Literal["short_conv", "delta_rule"]

@@ -35,9 +35,6 @@ def refused(make, *parts):
         assert part in message, message
 
 
-# Defaults
-
-
 def test_defaults():
     cfg = model()
     assert cfg.attention_windows == (0, 0, 0)
@@ -52,16 +49,6 @@ def test_defaults():
     )
 
 
-def test_layer_rope_is_local_where_there_is_a_window():
-    wide, local = RopeConfig(dim=16, theta=1e6), RopeConfig(dim=8)
-    cfg = model(rope=wide, local_rope=local, attention_windows=(5, 0, 1))
-    assert [cfg.layer_rope(layer) for layer in range(3)] == [local, wide, local]
-    cfg = model(rope=wide, attention_windows=(5, 0, 1))
-    assert [cfg.layer_rope(layer) for layer in range(3)] == [wide] * 3
-    cfg = model(local_rope=local, attention_windows=(5, 0, 1))
-    assert [cfg.layer_rope(layer) for layer in range(3)] == [local, None, local]
-
-
 def test_experts_fill_in_what_is_left_out():
     cfg = model(**MOE)
     assert (cfg.expert_ffn_size, cfg.normalize_expert_weights) == (12, True)
@@ -73,9 +60,6 @@ def test_experts_fill_in_what_is_left_out():
     assert not any(map(model().is_sparse, range(3)))
     one = dataclasses.replace(cfg, layers=1, attention_windows=(), sparse_layers=())
     assert one.sparse_layers == (True,)
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(
@@ -184,8 +168,6 @@ def test_scaling_fields_are_checked_only_where_they_are_used():
     assert RopeConfig(**LLAMA3, beta_fast=0.0).kind == "llama3"
     assert RopeConfig(**YARN, low_freq_factor=4.0).kind == "yarn"
 
-
-# JSON
 
 CONFIGS = {
     "defaults": model(),

@@ -18,8 +18,6 @@ from jaxllm.kernels import native, native_products
 from jaxllm.kv.states import STATES, Source, States, no_source, no_states
 from jaxllm.layer_configs import kv_layer, layer_config, shares_kv
 
-# Positions of new tokens in a sequence, and the rows of its cache that they are written to.
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

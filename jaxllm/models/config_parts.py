@@ -150,9 +150,6 @@ def write_activation(activation: Activation) -> str:
     return {"gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}.get(activation, activation)
 
 
-# Kinds of layers.
-
-
 def read_layer_types(
     reader: ConfigReader, usual: Sequence[str], allowed: tuple[str, str], of: str
 ) -> list[str]:

@@ -374,13 +374,10 @@ def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
     return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg
 
 
-# Embeddings in place of tokens', such as those of an image from an encoder.
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InputRows:
-    """Embeddings of some of T new tokens, which no token id can reproduce.
+    """Embeddings of some of T new tokens, which no token id can reproduce, such as those of an image.
 
     Attributes:
       rows: `[T, D]` float32, as the first layer's input before positions are added.

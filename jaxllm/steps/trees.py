@@ -31,9 +31,9 @@ from jaxllm.speculation.tree import (
     path_to,
 )
 
-# Drafter and target each have a cache of the sequence
-# without its last token, the root; node i of a tree is in row `length + i` of both. The accepted path moves
-# to the rows after the sequence; the rest of the tree is dropped.
+# Drafter and target each have a cache of the sequence without its last token, the root; node i of a tree is
+# in row `length + i` of both. The accepted path moves to the rows after the sequence; the rest of the tree is
+# dropped.
 
 
 @shaped(nodes="int32 T", valid="int32", B=1)

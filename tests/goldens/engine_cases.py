@@ -13,8 +13,6 @@ from tests.goldens import opening
 from tests.goldens.opening import DRAWN, GREEDY, Answer
 from tests.goldens.registry import LONG, PROMPT, STORY, TURNS, Models, case, cases
 
-# In memory
-
 
 @cases(
     {
@@ -71,9 +69,6 @@ def growing_cache(models: Models) -> list[Answer]:
             opening.answered(engine, [1, 50, 7], drawn),
             opening.answered(engine, LONG, long, sinks=4),
         ]
-
-
-# What a request asks for
 
 
 @case("request-sampling")
@@ -152,9 +147,6 @@ def chat(models: Models) -> list[Answer]:
     return [*tiny, opening.chatted(models.engine("f32", levels=(50,)), messages, DRAWN)]
 
 
-# Adapters
-
-
 @cases({"adapters-f32": ("f32", ()), "adapters-int8": ("int8", (50,))})
 def adapters(models: Models, weights: str, levels: tuple[int, ...]) -> list[Answer]:
     """Opened with one, without, with another in the middle of a conversation, and at a level."""
@@ -166,9 +158,6 @@ def adapters(models: Models, weights: str, levels: tuple[int, ...]) -> list[Answ
             engine.set_adapter(None if number is None else bundles.adapter(number))
             answers.append({**opening.answered(engine, LONG, session=session), "adapter": number})
         return [*answers, *(opening.answered(engine, LONG, DRAWN, level=level) for level in levels)]
-
-
-# Plans
 
 
 class _FirstWords:
@@ -207,9 +196,6 @@ def tiny_lm_plans(models: Models) -> list[Answer]:
         opening.called(service, text, slo=slo, max_tokens=8)
         for slo in ("<100,100>", "<70,70>", "<30,50>", "<20,20>")
     ]
-
-
-# Packaged models
 
 
 @cases(

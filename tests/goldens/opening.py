@@ -43,9 +43,6 @@ DRAWN = dataclasses.replace(
 )
 
 
-# Engines
-
-
 def open_engine(
     path: Path | str,
     *,
@@ -96,9 +93,6 @@ def drafting(drafter: str, *, model: Path | str | None = None, level: int = 0) -
     return dataclasses.replace(
         _ALWAYS, drafter="model" if lookup else drafter, model=model, level=level, lookup=lookup
     )
-
-
-# Answers
 
 
 def sampled(**changes: Any) -> GenerationConfig:
@@ -164,9 +158,6 @@ def counted(engine: Engine) -> Answer:
     return {"rounds": counts.verifications, **{name: getattr(counts, name) for name in names}}
 
 
-# Contexts
-
-
 @contextlib.contextmanager
 def open_contexts(engine: Engine, folder: Path, **options: Any) -> Iterator[Contexts]:
     """Contexts in a folder, which read what is not in memory."""
@@ -203,9 +194,6 @@ def said(
     return {**written(turn, answer), **back, "bits": list(context.record.bits)}
 
 
-# Services
-
-
 def open_service(engine: Engine, *, proposer: Any = None) -> LLMService:
     """A service whose device takes a round time for every level, so that no plan depends on a clock."""
     levels = engine.levels
@@ -229,9 +217,6 @@ def called(service: LLMService, prompt: str, **call: Any) -> Answer:
     plan = answer.plan
     planned = {"level": plan.level, "source": plan.source, "kept": plan.kept.tolist()}
     return {**written(prompt, answer), **planned, "slo": call["slo"]}
-
-
-# Programs
 
 
 def export_programs(bundle: Path, folder: Path) -> Path:

@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -62,17 +60,6 @@ def test_exactly_the_valid_rows_change(capacity, length):
             check_write(capacity, length, start, valid)
 
 
-@settings(max_examples=50)
-@given(st.data())
-def test_exactly_the_valid_rows_change_anywhere(data):
-    capacity = data.draw(st.sampled_from((16, 33)))
-    length = data.draw(st.sampled_from((4, 16, 40)))
-    start = data.draw(st.integers(0, capacity + 2))
-    valid = data.draw(st.integers(0, length))
-    dtype = data.draw(st.sampled_from((np.float32, ml_dtypes.bfloat16)))
-    check_write(capacity, length, start, valid, dtype)
-
-
 @every_variant
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_exactly_the_valid_rows_change_in_each_variant(dtype, variant):
@@ -90,9 +77,6 @@ def test_exactly_the_valid_rows_change_in_each_variant(dtype, variant):
         chex.assert_type(got, dtype)
         np.testing.assert_array_equal(got[:, :, 1 : 1 + length], new.astype(dtype))
         assert not np.any(got[:, :, 0])
-
-
-# Caches
 
 
 def test_shrinking_is_refused():

@@ -54,21 +54,6 @@ def test_stacks_are_of_layers_with_as_many_heads():
     chex.assert_type([*cache.keys, *cache.values], jnp.float16)
 
 
-@settings(max_examples=50)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
-def test_places_are_distinct_and_fill_their_stacks(heads):
-    units = tuple(LayerUnits(kv_heads=each, neurons=3) for each in heads)
-    places = stack_places(
-        dataclasses.replace(CFG, layers=len(heads), layer_units=units, attention_windows=())
-    )
-    assert len(set(places)) == len(heads)
-    for stack in {each for each, _ in places}:
-        members = [layer for layer, place in enumerate(places) if place[0] == stack]
-        assert [places[layer][1] for layer in members] == list(range(len(members)))
-        assert len({heads[layer] for layer in members}) == 1
-    assert {each for each, _ in places} == set(range(len(set(heads))))
-
-
 @every_variant
 @pytest.mark.parametrize("layer", range(5))
 def test_a_layer_is_found_by_its_number(layer, variant):

@@ -28,8 +28,6 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# Norms
-
 EPS = 0.1  # large enough to tell whether it is inside the root
 
 
@@ -72,9 +70,6 @@ def test_norms_take_their_statistics_in_float32(variant):
     np.testing.assert_array_equal(np.asarray(got, np.float32), 1.0)
 
 
-# Rotary embedding
-
-
 @every_variant
 def test_rotate_pairs_the_halves(variant):
     """Dimension i turns with i + R by the position's angle; the dimensions after 2·R stay."""
@@ -90,9 +85,6 @@ def test_rotate_pairs_the_halves(variant):
             np.testing.assert_allclose(got[0, t, :, i], turned.real, atol=1e-6)
             np.testing.assert_allclose(got[0, t, :, i + 2], turned.imag, atol=1e-6)
     np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
-
-
-# Masks
 
 
 def picture(mask):
@@ -115,8 +107,6 @@ def test_queries_past_the_keys_see_what_is_left(variant):
     mask = variant(causal_mask, static_argnums=(1, 2))
     assert picture(mask(np.array([4, 6], np.int32), 5, 3)) == ["..xxx", "....x"]
 
-
-# Attention
 
 OPTIONS = ("scale", "softcap")
 attend = jit(attention, static_argnames=OPTIONS)

@@ -115,8 +115,6 @@ def test_embed(kind, dtype, variant):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
 
 
-# Blocks of the real size
-
 WIDTH = converted.BLOCK_BYTES // (4 * 256)
 
 
@@ -130,8 +128,6 @@ def test_one_bad_row_stays_one_bad_row(value):
     assert_product(got[1:], x[1:].astype(np.float64), wide(rows).T)
     assert_product(reduced[1:], h[1:].astype(np.float64), wide(weight))
 
-
-# Memory
 
 ROWS, COLUMNS = 4096, 512
 # XLA fuses a conversion into the product with a single row.

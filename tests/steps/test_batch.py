@@ -196,9 +196,6 @@ def test_caches_stay_where_they_are():
     assert long.alias_size_in_bytes >= size
 
 
-# Levels
-
-
 def leveled(cfg, bits, shares):
     """A model by address, and its levels: of each config, counts of units `[L, 2]` and parameters."""
     stored, found = in_blocks(cfg, scaled_params(cfg), bits), []

@@ -78,9 +78,6 @@ def assert_untouched_after(cache, length):
         assert not np.any(rows[..., length:, :])
 
 
-# Prefill
-
-
 def test_prefill_gives_the_logits_of_the_last_valid_token():
     for valid in (1, 3, 5):
         expected, cache = reference(PARAMS, PADDED, empty_cache(), np.int32(valid))
@@ -96,9 +93,6 @@ def test_prefill_gives_the_logits_of_the_last_valid_token():
     chex.assert_shape(got, DIMS["BV"])
     assert not np.any(got)
     chex.assert_trees_all_equal(cache, after, strict=True)
-
-
-# Decode
 
 
 def begun(name, seed=7):
@@ -216,9 +210,6 @@ def test_a_batch_goes_on_until_every_row_has_stopped():
     stops = np.array([first[0], second[2], -1, -1], np.int32)
     ends = [next(i for i, token in enumerate(row) if token in stops) for row in (first, second)]
     assert int(run(tokens, stops)[1]) == max(ends) + 1 < BLOCK
-
-
-# Scores
 
 
 def test_scores_are_log_probabilities_of_the_targets():
