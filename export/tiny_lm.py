@@ -17,7 +17,7 @@ from jaxllm.elastic.compression import row_lengths
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.export.folder_format.signature import MASK, TOKENS, Signature
 from jaxllm.export.steps.exported import Arrays
-from jaxllm.models.encoder.parameters import Params
+from jaxllm.models.encoder.mobilebert import Params
 from jaxllm.models.tiny_lm import TlmConfig, forward_both
 from jaxllm.quant import OwnProduct, QArray, Weight
 from jaxllm.serving.elastic.tiny_lm import served_arrays

@@ -5,11 +5,20 @@ long as every other B of the same step. Shapes are known at trace time, so that 
 additional operation.
 """
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from jaxllm.errors import ConfigError
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_DTYPES = {"float": np.floating, "bool": np.bool_, "float32": np.float32, "int32": np.int32}
+# Axes whose lengths a config has.
+_CONFIG_AXES = {"D": "hidden_size", "H": "head_dim", "V": "vocab_size", "k": "experts_per_token"}
 
 
 class Axes:
@@ -54,6 +63,43 @@ class Axes:
             f"{self._step} takes {name} as [{', '.join(axes)}] {kind}{where}, got {list(np.shape(array))} "
             f"{given}"
         )
+
+
+def shaped(
+    **arguments: str | int,
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Asserts dtypes and shapes of a step's arguments where it is traced.
+
+    Arguments that have a method `check` assert their own. The lengths of D, H, V and k are those of the
+    argument `cfg`, or of the argument `of`, which has one.
+
+    Args:
+      arguments: by name of the argument, "int32", "bool", "float32" or "float" (of any width), and the shape
+        as in `Axes.check`; or by name of an axis, its length.
+    """
+
+    def decorated(step: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(step)
+        shapes = {name: each.split(" ", 1) for name, each in arguments.items() if isinstance(each, str)}
+        lengths = {name: each for name, each in arguments.items() if isinstance(each, int)}
+
+        @functools.wraps(step)
+        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            given = signature.bind(*args, **kwargs).arguments
+            cfg = given.get("cfg", getattr(given.get("of"), "cfg", None))
+            known = {axis: getattr(cfg, name, None) for axis, name in _CONFIG_AXES.items()}
+            axes = Axes(step.__name__, **{axis: each for axis, each in known.items() if each}, **lengths)
+            for name, value in given.items():
+                if name in shapes:
+                    dtype, *shape = shapes[name]
+                    axes.check(_DTYPES[dtype], *shape or [""], **{name: value})
+                elif hasattr(value, "check"):
+                    value.check(axes)
+            return step(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def _has_dtype(array: Any, dtype: Any) -> bool:

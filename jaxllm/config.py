@@ -6,7 +6,7 @@ argument of every compiled step. It does not use any checkpoint's key names: the
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import (
@@ -147,21 +147,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(isinstance(self.model_type, str), f"model_type must be text, got {self.model_type!r}")
-        for name in ("vocab_size", "hidden_size", "head_dim", "ffn_size", "window_tokens", "heads"):
-            require_int(name, getattr(self, name), 1, MAX_DIMENSION)
         require_int("layers", self.layers, 1, MAX_LAYERS)
+        require_types(self)
         require_int("kv_heads", self.kv_heads, 1, self.heads)
         require(
             self.heads % self.kv_heads == 0,
             f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
         )
-        names = get_args(Activation)
-        require(
-            self.activation in names,
-            f"activation {self.activation!r} is not supported; use {', '.join(names[:-1])} or {names[-1]}",
-        )
-        require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
-        require_types(self)
         require(
             self.activation != "clamped_swiglu" or (self.expert_bias and all(self.sparse_layers)),
             "the activation clamped_swiglu is of experts with biases alone; set expert_bias in all layers",
@@ -190,14 +182,7 @@ class ModelConfig:
         if self.experts:
             require_experts(self)
         else:
-            names = (
-                "experts_per_token",
-                "expert_ffn_size",
-                "sparse_layers",
-                "shared_expert_size",
-                "expert_bias",
-            )
-            for name in names:
+            for name in _OF_EXPERTS:
                 value = getattr(self, name)
                 require(not value, f"{name} is {value!r} but the model has no experts; set experts")
             require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
@@ -208,9 +193,6 @@ class ModelConfig:
         self._check_encoder()
 
     def _check_encoder(self) -> None:
-        require_int("relative_buckets", self.relative_buckets, 0, MAX_DIMENSION)
-        require_int("relative_distance", self.relative_distance, 0, MAX_DIMENSION)
-        require_int("expert_capacity", self.expert_capacity, 0, MAX_DIMENSION)
         if self.relative_buckets:
             require(
                 self.relative_buckets % 4 == 0 and self.relative_distance > self.relative_buckets // 2,
@@ -311,15 +293,7 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The config as a plain dict for `from_json`."""
-        data = dataclasses.asdict(self)
-        for rope in (data["rope"], data["local_rope"]):
-            if rope is not None and not rope["rotated_dim"]:
-                del rope["rotated_dim"]
-        # Omitted by default, so that older versions can read bundles of other models.
-        omitted = {name for name in _LATE_FIELDS if not data[name]}
-        if self.encoder is None:
-            omitted |= _ENCODER_DECODER_DEFAULTS.keys()
-        return {name: value for name, value in data.items() if name not in omitted}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
@@ -329,12 +303,11 @@ class ModelConfig:
           ConfigError: a key is unknown or missing, or a value is out of range.
         """
         cfg = cls._from_json(data)
-        for name, default in _ENCODER_DECODER_DEFAULTS.items():
-            value = getattr(cfg, name)
-            require(
-                cfg.encoder is not None or value == default,
-                f"{name} is {value!r} but the model has no encoder",
-            )
+        if cfg.encoder is None:
+            defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+            for name in _OF_ENCODER_DECODERS:
+                value = getattr(cfg, name)
+                require(value == defaults[name], f"{name} is {value!r} but the model has no encoder")
         return cfg
 
     @classmethod
@@ -358,14 +331,9 @@ class ModelConfig:
 
 
 _PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "states": StateConfig, "mixed": MixedLayers}
-_LATE_FIELDS = ("states", "state_layers", "attention_gate", "mixed")
-# Fields of encoder-decoders, and their values in other models.
-_ENCODER_DECODER_DEFAULTS: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelConfig)
-    if field.name
-    in (
-        "encoder", "relative_buckets", "relative_distance", "sinusoidal_positions", "embed_norm",
-        "norm_after", "final_norm", "expert_capacity",
-    )
-}  # fmt: skip
+# Fields of models with experts, and of encoder-decoders.
+_OF_EXPERTS = ("experts_per_token", "expert_ffn_size", "sparse_layers", "shared_expert_size", "expert_bias")
+_OF_ENCODER_DECODERS = (
+    "relative_buckets", "relative_distance", "sinusoidal_positions", "embed_norm", "norm_after", "final_norm",
+    "expert_capacity",
+)  # fmt: skip

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import sampling_state
-from jaxllm.axes import Axes
+from jaxllm.axes import Axes, shaped
 from jaxllm.kernels import native, native_attention
 from jaxllm.sampling_state import MAX_BIAS as MAX_BIAS
 from jaxllm.sampling_state import MAX_LOGIT_BIASES as MAX_LOGIT_BIASES
@@ -101,10 +101,10 @@ def _by_kernel(
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=plain)
 
 
+@shaped(logits="float B V")
 def largest(logits: jax.Array, *, portable: bool = False) -> jax.Array:
     """The index of each row's largest value or NaN, the first of equals, as `jnp.argmax`: `[B]` int32.
     Without kernels if `portable`."""
-    Axes("largest").check(jnp.floating, "B V", logits=logits)
 
     def in_two_passes(logits: jax.Array) -> jax.Array:
         # XLA:CPU vectorizes both passes; they take a tenth of the time of its argmax.
@@ -147,11 +147,9 @@ def gumbel_noise(
     return -jnp.log(-jnp.log(jnp.maximum(uniform, _TINY)))
 
 
+@shaped(logits="float32 B V")
 def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
     """Adds the bias and applies repetition, frequency and presence penalties to `[B, V]` logits."""
-    axes = Axes("penalize")
-    axes.check(jnp.float32, "B V", logits=logits)
-    state.check(axes)
     return sampling_state.penalize(logits, state, jnp.where)
 
 
@@ -176,6 +174,7 @@ def only_if(wanted: jax.Array, change: Callable[[jax.Array], jax.Array], logits:
     return jax.lax.cond(wanted, change, lambda x: x, logits)
 
 
+@shaped(logits="float32 B V", k="int32")
 def keep_top_k(logits: jax.Array, k: jax.Array, repeat: Repeat | None = None) -> jax.Array:
     """Keeps the `k` largest logits of each row of `[B, V]`, and those equal to the k-th.
 
@@ -184,9 +183,6 @@ def keep_top_k(logits: jax.Array, k: jax.Array, repeat: Repeat | None = None) ->
       k: int32 scalar.
       repeat: repeats a body for each bit without kernels; None for a loop, or a kernel on a CPU.
     """
-    axes = Axes("keep_top_k")
-    axes.check(jnp.float32, "B V", logits=logits)
-    axes.check(jnp.int32, "", k=k)
 
     def kernel(logits: jax.Array, k: jax.Array) -> jax.Array:
         return _words(native_attention.kth_largest(logits, k) ^ _SIGN)
@@ -199,12 +195,10 @@ def keep_top_k(logits: jax.Array, k: jax.Array, repeat: Repeat | None = None) ->
     return _keep_from(logits, least)
 
 
+@shaped(logits="float32 B V", p="float32")
 def keep_top_p(logits: jax.Array, p: jax.Array, repeat: Repeat | None = None) -> jax.Array:
     """Keeps the fewest largest logits of each row of `[B, V]` whose total probability is at least `p`, a
     float32 scalar. See `keep_top_k` for `repeat`."""
-    axes = Axes("keep_top_p")
-    axes.check(jnp.float32, "B V", logits=logits)
-    axes.check(jnp.float32, "", p=p)
     return _keep_from(logits, _threshold(logits, jax.nn.softmax(logits, axis=-1), p, repeat or by_loop))
 
 

@@ -128,7 +128,7 @@ STEPS_OF_PARAMS = {
     "decode_tokens takes token as [B] int32": (
         functools.partial(decode, block=4), ints(1, 1), CACHE, SAMPLER, BlockEnd(ints(2), ONE),
     ),
-    f"decode_step takes counts as [B, V] int32 with B = 2, V = {V}": (
+    f"decode_tokens takes counts as [B, V] int32 with B = 2, V = {V}": (
         functools.partial(decode, block=4), ints(2),
         new_cache(TINY, batch=2, tokens=32, dtype=jnp.float32), SAMPLER, BlockEnd(ints(2), ONE),
     ),

@@ -35,9 +35,6 @@ def refused(make, *parts):
         assert part in message, message
 
 
-# Defaults
-
-
 def test_defaults():
     cfg = model()
     assert cfg.attention_windows == (0, 0, 0)
@@ -52,26 +49,6 @@ def test_defaults():
     )
 
 
-def test_configs_are_values():
-    """Equal configs are one dictionary key: what is traced is found by its config."""
-    one, same = model(rope=RopeConfig(**YARN)), model(rope=RopeConfig(**YARN))
-    assert one == same
-    assert {one: 1}[same] == 1
-    assert one != model(rope=RopeConfig(**YARN, truncate=False))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.layers = 4
-
-
-def test_layer_rope_is_local_where_there_is_a_window():
-    wide, local = RopeConfig(dim=16, theta=1e6), RopeConfig(dim=8)
-    cfg = model(rope=wide, local_rope=local, attention_windows=(5, 0, 1))
-    assert [cfg.layer_rope(layer) for layer in range(3)] == [local, wide, local]
-    cfg = model(rope=wide, attention_windows=(5, 0, 1))
-    assert [cfg.layer_rope(layer) for layer in range(3)] == [wide] * 3
-    cfg = model(local_rope=local, attention_windows=(5, 0, 1))
-    assert [cfg.layer_rope(layer) for layer in range(3)] == [local, None, local]
-
-
 def test_experts_fill_in_what_is_left_out():
     cfg = model(**MOE)
     assert (cfg.expert_ffn_size, cfg.normalize_expert_weights) == (12, True)
@@ -83,9 +60,6 @@ def test_experts_fill_in_what_is_left_out():
     assert not any(map(model().is_sparse, range(3)))
     one = dataclasses.replace(cfg, layers=1, attention_windows=(), sparse_layers=())
     assert one.sparse_layers == (True,)
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(
@@ -177,7 +151,7 @@ def test_model_refusals(changes, parts):
         ({"dim": 4, "kind": None}, ("None",)),
         ({"dim": 4, "attention_factor": math.nan}, ("attention_factor", "nan")),
         ({**LLAMA3, "original_window_tokens": 0}, ("original window", "0")),
-        ({**YARN, "original_window_tokens": 0.5}, ("original window", "0.5")),
+        ({**YARN, "original_window_tokens": 0.5}, ("original_window", "0.5")),
         ({**LLAMA3, "low_freq_factor": 4.0}, ("high_freq_factor", "4.0")),
         ({**LLAMA3, "low_freq_factor": -math.inf}, ("low_freq_factor", "-inf")),
         ({**YARN, "beta_fast": 0.0}, ("beta_fast", "0.0")),
@@ -194,8 +168,6 @@ def test_scaling_fields_are_checked_only_where_they_are_used():
     assert RopeConfig(**LLAMA3, beta_fast=0.0).kind == "llama3"
     assert RopeConfig(**YARN, low_freq_factor=4.0).kind == "yarn"
 
-
-# JSON
 
 CONFIGS = {
     "defaults": model(),
@@ -277,9 +249,6 @@ def test_state_layers():
     refused(lambda: StateConfig(kind="short_conv", taps=3, key_dim=4), "key_dim of state layers")
     sizes = {"key_heads": 2, "value_heads": 3, "key_dim": 4, "value_dim": 4}
     refused(lambda: StateConfig(kind="delta_rule", taps=3, **sizes), "multiple of key heads")
-    # What most models lack, their JSON does not say.
-    rare = {"states", "state_layers", "attention_gate", "encoder", "relative_buckets", "norm_after"}
-    assert not rare & model().to_json().keys()
 
 
 @pytest.mark.parametrize(
@@ -288,14 +257,6 @@ def test_state_layers():
 def test_a_stored_decoder_has_no_fields_of_encoder_decoders(field, value):
     data = {**model().to_json(), field: value, "relative_distance": 9}
     refused(lambda: ModelConfig.from_json(data), "the model has no encoder")
-
-
-def test_json_from_before_experts():
-    data = model().to_json()
-    for name in ("experts", "sparse_layers", "normalize_expert_weights", "expert_ffn_size"):
-        del data[name]
-    del data["experts_per_token"]
-    assert ModelConfig.from_json(data) == model()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from jaxllm.files.input_files import read_json
 from jaxllm.models.config_parts import read_activation, write_activation
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.encoder.config import EncoderConfig
-from jaxllm.models.encoder.parameters import encoder_shapes
+from jaxllm.models.encoder.mobilebert import encoder_shapes
 
 # The first is the prefix of a model that was saved with a head.
 _PREFIXES = ("mobilebert.", "")

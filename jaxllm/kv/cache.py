@@ -1,6 +1,7 @@
 """The key-value cache of one batch of sequences: positions, and functions that write into it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.contexts.coded import CodedChunks
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native, native_products
-from jaxllm.kv.states import STATES, LayerState, Source, States, no_source, no_states
+from jaxllm.kv.states import STATES, Source, States, no_source, no_states
 from jaxllm.layer_configs import kv_layer, layer_config, shares_kv
-
-# Positions of new tokens in a sequence, and the rows of its cache that they are written to.
 
 
 @jax.tree_util.register_dataclass
@@ -249,19 +248,14 @@ class Past:
         """Only the layer's keys and values, `[B, K, S, H]`."""
         if self.slot is None:
             return self.keys, self.values
-        own = (
-            jax.lax.dynamic_index_in_dim(rows, self.slot, keepdims=False) for rows in (self.keys, self.values)
-        )
-        return tuple(own)  # pyright: ignore[reportReturnType]: two of them
+        index = functools.partial(jax.lax.dynamic_index_in_dim, index=self.slot, keepdims=False)
+        return index(self.keys), index(self.values)
 
     def written(self, at: TokenPositions, keys: jax.Array, values: jax.Array) -> "Past":
         """With keys and values of new tokens `[B, K, T, H]` (see `TokenPositions.write`)."""
         before = None if self.coded is None else self.coded.tokens
-        new_keys, new_values = (
-            at.write(rows, new, self.slot, before=before)
-            for rows, new in ((self.keys, keys), (self.values, values))
-        )
-        return dataclasses.replace(self, keys=new_keys, values=new_values)
+        write = functools.partial(at.write, slot=self.slot, before=before)
+        return dataclasses.replace(self, keys=write(self.keys, keys), values=write(self.values, values))
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above at trace time."""
@@ -335,13 +329,13 @@ class KVCache:
         coded = None if self.coded is None else self.coded.of_layer(layer if number is None else number)
         return Past(self.keys[stack], self.values[stack], slot, coded, source)
 
-    def state(self, layer: int, number: jax.Array | int | None, at: TokenPositions) -> LayerState:
+    def state(self, layer: int, number: jax.Array | int | None, at: TokenPositions) -> States:
         """The state of a state layer before tokens, zeros before those that begin at 0; for the other
         arguments see `past`."""
         assert self.states is not None
         return self.states.of_slot(self._slot(layer, number), at.positions[0] == 0)
 
-    def with_state(self, layer: int, number: jax.Array | int | None, state: LayerState) -> "KVCache":
+    def with_state(self, layer: int, number: jax.Array | int | None, state: States) -> "KVCache":
         """With another state of a state layer."""
         assert self.states is not None
         return dataclasses.replace(self, states=self.states.with_slot(self._slot(layer, number), state))
@@ -391,7 +385,7 @@ class KVCache:
             count = self.capacity_tokens if mass is None else mass.shape[-1]
             return np.zeros((self._batch, count), np.float32)
 
-        return self._with_mass(zeros)
+        return self.with_mass(zeros)
 
     def at_rest(self) -> "KVCache":
         """The same cache with an attention mass of zero, if it counts one, for the next request: how many
@@ -428,10 +422,10 @@ class KVCache:
             wide[:, 0] = mass
             return wide
 
-        return self._with_mass(by_node)
+        return self.with_mass(by_node)
 
-    def _with_mass(self, change: Callable[[jax.Array | np.ndarray | None], Any]) -> "KVCache":
-        """With another mass of its rows and of its chunks."""
+    def with_mass(self, change: Callable[[Any], Any]) -> "KVCache":
+        """With another mass of its rows and of its chunks, from theirs, or from None."""
         coded = self.coded
         if coded is not None and coded.mass is not None:
             coded = dataclasses.replace(coded, mass=change(coded.mass))

@@ -1,6 +1,7 @@
 """Defines the recurrent states of a cache, and keys and values of an encoder's source."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -42,37 +43,20 @@ class StateNodes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LayerState:
-    """The state of one layer.
-
-    Attributes:
-      inputs: `[B, taps - 1, C]` float32, the last inputs of the convolution; zeros before the first token.
-      matrix: `[B, heads, key_dim, value_dim]` float32; None for a convolution layer.
-      nodes: updates by a tree being verified; else None.
-    """
-
-    inputs: jax.Array
-    matrix: jax.Array | None = None
-    nodes: StateNodes | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class States:
-    """The states of all state layers of a model, in one stack.
+    """The states of all state layers of a model, in one stack; or of one layer, without the leading axis.
 
     Attributes:
-      inputs: `[n, B, taps - 1, C]` (see `LayerState`).
-      matrix: `[n, B, heads, key_dim, value_dim]`; None for convolution layers.
-      nodes: updates with a leading axis of layers, from the verification of a tree until a path of it is
-        kept.
+      inputs: `[n, B, taps - 1, C]` float32, the last inputs of the convolution; zeros before the first token.
+      matrix: `[n, B, heads, key_dim, value_dim]` float32; None for convolution layers.
+      nodes: updates by the nodes of a tree, from its verification until a path of it is kept; else None.
     """
 
     inputs: jax.Array
     matrix: jax.Array | None = None
     nodes: StateNodes | None = None
 
-    def of_slot(self, slot: jax.Array | np.integer, fresh: jax.Array) -> LayerState:
+    def of_slot(self, slot: jax.Array | np.integer, fresh: jax.Array) -> "States":
         """The state of a layer.
 
         Args:
@@ -92,15 +76,15 @@ class States:
         # Not by `where`: XLA fuses a slice into all of its uses, also after the layer's own update of the
         # stack, which then copies the whole stack. Nothing is fused with a branch.
         own = jax.lax.cond(fresh, begin, read, States(self.inputs, self.matrix))
-        return LayerState(own.inputs, own.matrix, jax.tree.map(row, self.nodes))
+        return dataclasses.replace(own, nodes=jax.tree.map(row, self.nodes))
 
-    def with_slot(self, slot: jax.Array | np.integer, state: LayerState) -> "States":
+    def with_slot(self, slot: jax.Array | np.integer, state: "States") -> "States":
         """With another state of a layer."""
 
         def put(rows: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(rows, new.astype(rows.dtype), slot, 0)
 
-        return jax.tree.map(put, self, States(state.inputs, state.matrix, state.nodes))
+        return jax.tree.map(put, self, state)
 
     def with_nodes(self, count: int) -> "States":
         """With room for the nodes of a tree."""
@@ -177,10 +161,8 @@ class SourceKV:
     def own(self) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the attending layer, `[B, K, R, H]`."""
         assert self.layer is not None
-        return tuple(  # pyright: ignore[reportReturnType]: two of them
-            jax.lax.dynamic_index_in_dim(rows, self.layer, axis=0, keepdims=False)
-            for rows in (self.keys, self.values)
-        )
+        index = functools.partial(jax.lax.dynamic_index_in_dim, index=self.layer, keepdims=False)
+        return index(self.keys), index(self.values)
 
     def with_layer(
         self, layer: jax.Array | np.integer | int, keys: jax.Array, values: jax.Array

@@ -6,7 +6,7 @@ Each part reads fields of `ModelConfig`, and writes them back.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxllm.config import Activation, ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
@@ -14,6 +14,7 @@ from jaxllm.layer_configs import StateConfig
 from jaxllm.models.config_reader import ConfigReader
 
 Fields = dict[str, Any]
+_Choice = TypeVar("_Choice")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -62,18 +63,13 @@ def keys(**named: tuple[Any, ...]) -> Part:
 
 
 def _read_key(reader: ConfigReader, key: str, default: Any, field: str) -> Any:
-    kind = _TYPES[field]
-    if kind is bool:
-        return reader.flag(key, default)
     if field in ("kv_heads", "head_dim"):
         return reader.optional_integer(key, default)
-    if kind is int:
-        return reader.integer(key, default)
     if field in _OFF_AT_ZERO:
         return reader.optional_number(key, default) or 0.0
-    if kind is float:
-        return reader.number(key, default)
-    return read_activation(reader, key, default)
+    if field == "activation":
+        return read_activation(reader, key, default)
+    return {bool: reader.flag, int: reader.integer, float: reader.number}[_TYPES[field]](key, default)
 
 
 def _written(cfg: ModelConfig, field: str) -> Any:
@@ -106,11 +102,12 @@ def fixed(**fields: Any) -> Part:
     return Part(lambda reader, found: fields)
 
 
-def only(key: str, allowed: Collection[Any], why: str) -> Part:
-    """Refuses every value of `key` but those in `allowed` (see `ConfigReader.only`)."""
+def only(key: str, allowed: Collection[Any] | Callable[[Fields], Collection[Any]], why: str) -> Part:
+    """Refuses every value of `key` but those in `allowed` (see `ConfigReader.only`), or those that it returns
+    for the fields of earlier parts."""
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
-        reader.only(key, allowed, why)
+        reader.only(key, allowed(fields) if callable(allowed) else allowed, why)
         return {}
 
     return Part(read)
@@ -128,23 +125,29 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def read_choice(reader: ConfigReader, key: str, default: str, choices: Mapping[str, _Choice]) -> _Choice:
+    """The choice named by `key`.
+
+    Raises:
+      ConfigError: there is none of this name.
+    """
+    name = reader.text(key, default)
+    if name not in choices:
+        raise ConfigError(
+            f"config key {key!r} is {name!r:.80}, which is not supported; jaxllm has {', '.join(choices)}"
+        )
+    return choices[name]
+
+
 def read_activation(reader: ConfigReader, key: str, default: str) -> Activation:
     """The feed-forward non-linearity named by `key`."""
-    name = reader.text(key, default)
-    if name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"config key {key!r} is {name!r}, which is not supported; jaxllm has {', '.join(_ACTIVATIONS)}"
-        )
-    return _ACTIVATIONS[name]
+    return read_choice(reader, key, default, _ACTIVATIONS)
 
 
 def write_activation(activation: Activation) -> str:
     """Hugging Face's name of a non-linearity; configs of gpt-oss name silu, although its experts are
     clamped."""
     return {"gelu_tanh": "gelu_pytorch_tanh", "clamped_swiglu": "silu"}.get(activation, activation)
-
-
-# Kinds of layers.
 
 
 def read_layer_types(
@@ -199,16 +202,38 @@ def write_windows(cfg: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": max(cfg.attention_windows) or None, "layer_types": types}
 
 
-def windows(default: int, slides: Callable[[int, int], bool]) -> Part:
-    """Windows of some layers: the default length, and whether layer number i of n has one by default."""
+def all_but_each(number: int, layers: int) -> list[bool]:
+    """Per layer, False for each `number`-th one, else True."""
+    return [(layer + 1) % number != 0 for layer in range(layers)]
+
+
+def every_other(reader: ConfigReader, fields: Fields) -> list[bool]:
+    """Layers 0, 2, 4 and so on, for `windows`."""
+    return [layer % 2 == 0 for layer in range(fields["layers"])]
+
+
+def windows(
+    default: int | None, slides: Callable[[ConfigReader, Fields], Sequence[bool]], *, switch: bool = False
+) -> Part:
+    """Windows of some layers.
+
+    Args:
+      default: default length in tokens.
+      slides: the architecture's usual pattern (see `read_windows`), from the config and earlier fields.
+      switch: whether windows are only used if `use_sliding_window` is true.
+    """
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
-        layers = max(fields["layers"], 0)
-        window = reader.optional_integer("sliding_window", default)
-        usual = [slides(layer, layers) for layer in range(layers)]
+        window, usual = reader.optional_integer("sliding_window", default), slides(reader, fields)
+        if switch and (not reader.flag("use_sliding_window", False) or window is None):
+            window, usual = None, [False] * len(usual)
         return {"attention_windows": read_windows(reader, window, usual)}
 
-    return Part(read, write_windows)
+    def write(cfg: ModelConfig) -> dict[str, Any]:
+        switched = {"use_sliding_window": any(cfg.attention_windows)} if switch else {}
+        return {**switched, **write_windows(cfg)}
+
+    return Part(read, write)
 
 
 def one_window(default: int | None = None, *, switch: bool = False) -> Part:
@@ -263,23 +288,20 @@ def experts(key: str, default: int) -> Part:
     return Part(read, lambda cfg: {key: cfg.experts})
 
 
-def sparse_layers(reader: ConfigReader, fields: Fields) -> Fields:
-    """`sparse_layers`: every `decoder_sparse_step`-th layer, without those of `mlp_only_layers`."""
-    step = reader.integer("decoder_sparse_step", 1)
-    if step < 1:
-        raise ConfigError(f"config key 'decoder_sparse_step' must be at least 1, got {step}; fix it")
+def _read_sparse_layers(reader: ConfigReader, fields: Fields) -> Fields:
+    # Every `decoder_sparse_step`-th layer, without those of `mlp_only_layers`.
+    step = reader.integer("decoder_sparse_step", 1, least=1)
     dense = set(reader.integers("mlp_only_layers"))
     marked = (layer not in dense and (layer + 1) % step == 0 for layer in range(fields["layers"]))
     return {"sparse_layers": tuple(marked)}
 
 
-def write_sparse_layers(cfg: ModelConfig) -> dict[str, Any]:
-    """The inverse of `sparse_layers`."""
+def _write_sparse_layers(cfg: ModelConfig) -> dict[str, Any]:
     dense = [layer for layer in range(cfg.layers) if not cfg.is_sparse(layer)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-SPARSE_LAYERS = Part(sparse_layers, write_sparse_layers)
+SPARSE_LAYERS = Part(_read_sparse_layers, _write_sparse_layers)
 
 
 # Rotary embeddings.
@@ -289,15 +311,17 @@ SPARSE_LAYERS = Part(sparse_layers, write_sparse_layers)
 # written because every version of transformers reads it.
 
 
-def rope(theta: float = 10000.0) -> Part:
-    """One rotary embedding over whole heads."""
+def rope(theta: float = 10000.0, *, usual: Mapping[str, Any] | None = None) -> Part:
+    """One rotary embedding over whole heads; `usual` is the scaling of a config without any."""
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
-        found = read_rope(reader, fields, theta=theta)
+        found = read_rope(reader, fields, theta=theta, usual=usual)
         refuse_partial(found, fields["head_dim"])
         return {"rope": found}
 
-    return Part(read, lambda cfg: write_rope(cfg.rope))
+    # Without a section the usual scaling would apply.
+    plain = {} if usual is None else {"rope_scaling": {"rope_type": "default"}}
+    return Part(read, lambda cfg: {**plain, **write_rope(cfg.rope)})
 
 
 def partial_rope(share: float = 1.0) -> Part:
@@ -321,6 +345,7 @@ def read_rope(
     *,
     theta: float = 10000.0,
     partial: float = 1.0,
+    usual: Mapping[str, Any] | None = None,
     growth: bool = False,
 ) -> RopeConfig:
     """The one rotary embedding of a model.
@@ -329,16 +354,20 @@ def read_rope(
       fields: the model's `head_dim` and `window_tokens`, the default of a scaling's original window.
       theta: default base.
       partial: default share of rotated head dimensions.
+      usual: scaling of a config without any.
       growth: whether queries may grow with the position (`llama_4_scaling_beta`).
 
     Raises:
       ConfigError: a scaling kind that is not supported, or one whose numbers are missing or wrong.
     """
-    section = sole_rope_section(reader)
-    theta = reader.number("rope_theta", theta)
-    partial = reader.number("partial_rotary_factor", partial)
+    new, old = _rope_sections(reader)
+    section = new or old or ConfigReader(usual or {})
+    # A usual scaling with a base has precedence over keys at the top level, which are refused as unknown.
+    outer = ConfigReader({}) if not (new or old) and "rope_theta" in (usual or {}) else reader
+    theta = outer.number("rope_theta", theta)
+    partial = outer.number("partial_rotary_factor", partial)
     # Phi-3 and some fine-tuned models have this key at the top level, with precedence.
-    original = reader.optional_integer("original_max_position_embeddings")
+    original = outer.optional_integer("original_max_position_embeddings")
     beta = (section.optional_number("llama_4_scaling_beta") or 0.0) if growth else 0.0
     found = read_rope_section(section, fields, theta=theta, partial=partial, original=original)
     if growth:
@@ -354,11 +383,7 @@ def read_rope(
 def read_ropes_by_layer(reader: ConfigReader, fields: Fields, full: float, sliding: float) -> Fields:
     """The rotary embeddings of full and of sliding layers, all over whole heads; `full` and `sliding` are
     their default bases."""
-    nested, scaling = reader.section("rope_parameters"), reader.section("rope_scaling")
-    if nested and scaling:
-        raise ConfigError(
-            "the config has both 'rope_parameters' and 'rope_scaling', which would mix; keep the first"
-        )
+    nested, scaling = _rope_sections(reader)
     # In the older spelling the scaling only applies to full layers.
     sections = (
         (nested.section(FULL) if nested else scaling, full),
@@ -370,15 +395,15 @@ def read_ropes_by_layer(reader: ConfigReader, fields: Fields, full: float, slidi
     return {"rope": ropes[0], "local_rope": ropes[1]}
 
 
-def sole_rope_section(reader: ConfigReader) -> ConfigReader:
-    """The object under `rope_parameters` or `rope_scaling`, empty if there is neither."""
+def _rope_sections(reader: ConfigReader) -> tuple[ConfigReader | None, ConfigReader | None]:
+    """The objects under `rope_parameters` and `rope_scaling`, one of them None."""
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if new and old:
         raise ConfigError(
             "the config has both 'rope_parameters' and 'rope_scaling', which versions of transformers read "
             "differently; keep one of them"
         )
-    return new or old or ConfigReader({})
+    return new, old
 
 
 _KINDS = ("default", "linear", "llama3", "yarn")

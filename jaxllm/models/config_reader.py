@@ -6,7 +6,7 @@ loads and gives nonsense.
 """
 
 import sys
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 from jaxllm.config import MAX_DIMENSION
@@ -67,27 +67,31 @@ class ConfigReader:
         self._known: set[str] = set()
         self._sections: list[ConfigReader] = []
 
-    def integer(self, key: str, default: int) -> int:
-        """A whole number."""
-        value = self._value(key, default)
-        valid = isinstance(value, int) and not isinstance(value, bool)
+    def integer(self, key: str, default: int, *, least: int = -MAX_DIMENSION) -> int:
+        """A whole number of at least `least`."""
+        bounds = "at most" if least < 0 else f"at least {least} and at most"
+
         # Bounded, because some values become the length of a list.
-        if not valid or abs(value) > MAX_DIMENSION:
-            raise self._wrong(key, value, f"a whole number of at most {MAX_DIMENSION}")
-        return value
+        def valid(value: Any) -> bool:
+            return type(value) is int and least <= value <= MAX_DIMENSION
+
+        return self._typed(key, default, valid, f"a whole number of {bounds} {MAX_DIMENSION}")
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
         """A whole number, or None if the key is null."""
         return None if self._value(key, default) is None else self.integer(key, default or 0)
 
-    def number(self, key: str, default: float) -> float:
-        """A finite number."""
-        value = self._value(key, default)
-        valid = isinstance(value, int | float) and not isinstance(value, bool)
-        # False for NaN and infinities; `math.isfinite` would raise for integers that no float can represent.
-        if not valid or not abs(value) <= sys.float_info.max:
-            raise self._wrong(key, value, "a finite number")
-        return float(value)
+    def number(
+        self, key: str, default: float, *, low: float = -sys.float_info.max, high: float = sys.float_info.max
+    ) -> float:
+        """A finite number in [`low`, `high`]."""
+        bounds = "" if high == sys.float_info.max else f" in [{low:g}, {high:g}]"
+
+        # False for NaN; `math.isfinite` would raise for integers that no float can represent.
+        def valid(value: Any) -> bool:
+            return type(value) in (int, float) and low <= value <= high
+
+        return float(self._typed(key, default, valid, f"a finite number{bounds}"))
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
         """A finite number, or None if the key is null."""
@@ -95,19 +99,13 @@ class ConfigReader:
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false; null means false."""
-        value = self._value(key, default)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
+        return (
+            self._typed(key, default, lambda value: isinstance(value, bool | None), "true or false") is True
+        )
 
     def text(self, key: str, default: str) -> str:
         """A string."""
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
-        return value
+        return self._typed(key, default, lambda value: isinstance(value, str), "a string")
 
     def optional_text(self, key: str) -> str | None:
         """A string, or None if the key is absent or null."""
@@ -122,28 +120,19 @@ class ConfigReader:
 
     def texts(self, key: str) -> tuple[str, ...] | None:
         """A list of strings, or None if the key is absent or null."""
-        value = self._value(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, value, "a list of strings")
-        return tuple(value)
+        found = self._list(key, lambda item: isinstance(item, str), "a list of strings")
+        return None if found is None else tuple(found)
 
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers; empty if the key is absent or null."""
-        value = self._value(key, None)
-        if value is None:
-            return ()
-        whole = isinstance(value, list) and all(type(item) is int for item in value)
-        if not whole or any(abs(item) > MAX_DIMENSION for item in value):
-            raise self._wrong(key, value, f"a list of whole numbers of at most {MAX_DIMENSION}")
-        return tuple(value)
+        wanted = f"a list of whole numbers of at most {MAX_DIMENSION}"
+        return tuple(
+            self._list(key, lambda item: type(item) is int and abs(item) <= MAX_DIMENSION, wanted) or ()
+        )
 
     def section(self, key: str) -> "ConfigReader | None":
         """A nested object, or None if the key is absent, null or empty."""
-        value = self._value(key, None)
-        if value is not None and not isinstance(value, dict):
-            raise self._wrong(key, value, "an object")
+        value = self._typed(key, None, lambda value: isinstance(value, dict | None), "an object")
         if not value:
             return None
         nested = ConfigReader(value, f"{self._path}{key}.", ignore_keys=self._ignored)
@@ -157,10 +146,6 @@ class ConfigReader:
     def keys(self) -> list[str]:
         """All keys of the object."""
         return list(self._config)
-
-    def has(self, key: str) -> bool:
-        """Whether the config has a value for `key`, other than null and an empty object."""
-        return self._config.get(key) not in (None, {})
 
     def require(self, key: str, why: str) -> None:
         """Refuses a config without `key`."""
@@ -214,8 +199,24 @@ class ConfigReader:
         self._known.add(key)
         return self._config.get(key, default)
 
-    def _wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
-        return ConfigError(f"config key {self._path + key!r} must be {wanted}, got {_short(value)}; fix it")
+    def _typed(self, key: str, default: Any, valid: Callable[[Any], bool], wanted: str) -> Any:
+        value = self._value(key, default)
+        if not valid(value):
+            name = self._path + key
+            raise ConfigError(f"config key {name!r} must be {wanted}, got {_short(value)}; fix it")
+        return value
+
+    def _list(self, key: str, valid: Callable[[Any], bool], wanted: str) -> list[Any] | None:
+        def all_valid(value: Any) -> bool:
+            return value is None or (isinstance(value, list) and all(map(valid, value)))
+
+        return self._typed(key, None, all_valid, wanted)
+
+
+def refuse_quantized(reader: ConfigReader) -> None:
+    """Raises ConfigError for the config of a quantized checkpoint."""
+    why = "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself"
+    reader.only("quantization_config", (None,), why)
 
 
 def _short(value: Any) -> str:

@@ -14,40 +14,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.axes import Axes
+from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
+from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.states import Source
+from jaxllm.models import mixed_layers
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.layer import (
-    Attend,
+    ALL_ROWS,
     InputRows,
     Rows,
     TokenOrder,
     attend_cache,
     attend_documents,
-    attend_source,
     attended,
-    chosen_experts,
     fed_forward,
-    live_rows,
     query_growth,
     rotary_by_rope,
     run_layer,
-    visiting_tokens,
 )
-from jaxllm.models.layer_stack import STACK, LayerParams, layer_of, one_by_one, over_layers
+from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.models.scanned_layers import Remat, is_stacked, remembering, run_scanned
+from jaxllm.models.relative_positions import position_bias
+from jaxllm.models.scanned_layers import Remat, is_stacked, over_layers, scan_layers
+from jaxllm.models.state_layer import cached_state_layer, document_state_layer
 from jaxllm.nn.documents import Branches, document_positions
-from jaxllm.nn.layers import by_sequence, constrained, normalize
+from jaxllm.nn.layers import Heads, by_sequence, constrained, normalize, source_attention
 from jaxllm.nn.linear import embed, to_units
 
 # A cache, or none.
 Cache = TypeVar("Cache", KVCache, None)
 
 
+@shaped(tokens="int32 B T", valid="int32")
 def forward(
     params: Params,
     tokens: jax.Array,
@@ -79,16 +81,13 @@ def forward(
             raise ConfigError("rows in place of tokens need a cache; make one")
         hidden = forward_documents(params, tokens, cfg=cfg, dtype=dtype)
         return hidden if row is None else jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1), cache
-    axes = Axes("forward", H=cfg.head_dim)
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    axes.check(jnp.int32, "", valid=valid)
-    cache.check(axes)
     count = tokens.shape[1]
     at = TokenPositions.after(cache.length, count, jnp.asarray(count, jnp.int32) if valid is None else valid)
     x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row, inputs=inputs)
     return x, dataclasses.replace(cache, length=cache.length + at.valid)
 
 
+@shaped(tokens="int32 B T")
 def forward_at(
     params: Params,
     tokens: jax.Array,
@@ -106,47 +105,33 @@ def forward_at(
       params, tokens, cache, cfg, dtype, row, inputs: see `forward`.
       at: positions of the tokens (see `forward_layer`).
     """
-    axes = Axes("forward_at", H=cfg.head_dim)
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    at.check(axes)
-    cache.check(axes)
     if inputs is not None:
-        inputs.check(axes)
         require_decoder_alone(cfg, "rows in place of tokens")
-        from jaxllm.models.mixed_layers import require_tokens_alone
-
-        require_tokens_alone(cfg)
-    valid, rowwise = at.valid if at.padded else None, at.tree is not None
-    live = valid if tokens.shape[0] == 1 else None
+        mixed_layers.require_tokens_alone(cfg)
+    rows = Rows.at(at)
+    live = rows.valid if tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
     rotaries, bias = rotary_by_rope(at.positions, cfg), position_bias(params, cfg)
-    handed = None
-    if cfg.mixed is not None:
-        from jaxllm.models import mixed_layers
-
-        handed = mixed_layers.first_handed(params, tokens, x, cfg, live_rows(x, valid), rowwise)
+    shared = None if cfg.mixed is None else mixed_layers.first_shared(params, tokens, x, cfg, rows)
 
     def layer(carry: Any, own: Params, like: int, number: jax.Array | int) -> Any:
-        (x, cache, handed), weights = carry, layer_of(own, like)
+        (x, cache, shared), weights = carry, layer_of(own, like)
         if cfg.is_state(like):
-            from jaxllm.models.state_layer import cached_state_layer
-
             x, state = cached_state_layer(weights, x, at, cache.state(like, number, at), cfg=cfg, layer=like)
-            return x, cache.with_state(like, number, state), handed
-        past, rotary = cache.past(like, number), rotaries.get(cfg.layer_rope(like))
-        if handed is None:
-            how = {"cfg": cfg, "layer": like, "order": rotary if bias is None else bias}
-            x, past, mass = forward_layer(weights, x, at, past, cache.mass, **how)
+            return x, cache.with_state(like, number, state), shared
+        order = rotaries.get(cfg.layer_rope(like)) if bias is None else bias
+        how: Any = {"cfg": cfg, "layer": like, "order": order}
+        if shared is None:
+            x, past, mass = forward_layer(weights, x, at, cache.past(like, number), cache.mass, **how)
         else:
-            from jaxllm.models import mixed_layers
+            of = mixed_layers.MixedLayer(cfg, like, number, rows)
+            attend = functools.partial(
+                attend_cache, at=at, past=cache.past(like, number), mass=cache.mass, **how
+            )
+            x, shared, (past, mass) = mixed_layers.run_layer(weights, x, shared, of, attend)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass), shared
 
-            of = mixed_layers.MixedLayer(cfg, like, number, valid, rowwise)
-            how = {"cfg": cfg, "layer": like, "at": at, "past": past, "mass": cache.mass, "order": rotary}
-            attend = functools.partial(attend_cache, **how)
-            x, handed, (past, mass) = mixed_layers.run_layer(weights, x, handed, of, attend)
-        return x, dataclasses.replace(cache.with_past(like, past), mass=mass), handed
-
-    x, cache, _ = over_layers(params, cfg, layer, (x, cache, handed))
+    x, cache, _ = over_layers(params, cfg, layer, (x, cache, shared))
     return final_normed(params, x, cfg=cfg, row=row), cache
 
 
@@ -158,15 +143,6 @@ def final_normed(
     if row is not None:
         x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg), apart=apart) if cfg.final_norm else x
-
-
-def position_bias(params: Params, cfg: ModelConfig) -> jax.Array | None:
-    """The decoder's `AttentionOptions.bias`; None without relative positions."""
-    if not cfg.relative_buckets:
-        return None
-    from jaxllm.models.relative_positions import bias_by_distance
-
-    return bias_by_distance(params, cfg)
 
 
 def embed_tokens(
@@ -229,13 +205,12 @@ def forward_layer(
     Returns:
       The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
     """
-    mixed, past, mass = _first_half(weights, x, at, past, mass, cfg=cfg, layer=layer, order=order)
-    valid = at.valid if at.padded else None
-    out, _ = fed_forward(weights, mixed, x, cfg, layer, valid=valid, rowwise=at.tree is not None)
+    mixed, past, mass = attend_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, order=order)
+    out, _ = fed_forward(weights, mixed, x, cfg, layer, rows=Rows.at(at))
     return out, past, mass
 
 
-def forward_to_experts(
+def attend_layer(
     weights: LayerParams,
     x: jax.Array,
     at: TokenPositions,
@@ -244,39 +219,20 @@ def forward_to_experts(
     *,
     cfg: ModelConfig,
     layer: int,
-    bias: jax.Array | None = None,
-) -> tuple[jax.Array, Routing, jax.Array | None, Past, jax.Array | None]:
-    """`forward_layer` of a sparse layer up to its experts.
-
-    Returns:
-      The input of the experts, the routing of the tokens, which of them visit their experts (see
-      `visiting_tokens`), the updated keys and values, and the updated mass.
-    """
-    x, past, mass = _first_half(weights, x, at, past, mass, cfg=cfg, layer=layer, order=bias)
-    routing = chosen_experts(weights, x, cfg)
-    valid = at.valid if at.padded else None
-    return x, routing, visiting_tokens(routing, cfg, valid, rowwise=at.tree is not None), past, mass
-
-
-def _first_half(
-    weights: LayerParams,
-    x: jax.Array,
-    at: TokenPositions,
-    past: Past,
-    mass: jax.Array | None,
-    *,
-    cfg: ModelConfig,
-    layer: int,
-    order: TokenOrder | None,
+    order: TokenOrder | None = None,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
-    """Attention to the cache, and to the source of an encoder-decoder."""
-    rows = Rows(at.valid if at.padded else None, at.tree is not None)
-    cached = {"cfg": cfg, "layer": layer, "at": at, "past": past, "mass": mass, "order": order}
-    x, (past, mass) = attended(weights, x, cfg, functools.partial(attend_cache, **cached), rows=rows)
+    """The first half of `forward_layer`: attention to the cache, and to the source of an encoder-decoder."""
+    cached: Any = {"cfg": cfg, "layer": layer, "at": at, "past": past, "mass": mass, "order": order}
+    attend, rows = functools.partial(attend_cache, **cached), Rows.at(at)
+    x, (past, mass) = attended(weights, x, cfg, attend, rows=rows)
     if cfg.encoder is not None:
-        assert past.source is not None
-        attend = functools.partial(attend_source, cfg=cfg, at=at, source=past.source)
-        x, source = attended(weights, x, cfg, attend, name="cross", rows=rows)
+        source = past.source
+        assert source is not None
+
+        def attend_source(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, Source]:
+            return source_attention(new.q, source, at, scale=cfg.attention_scale, used=used)
+
+        x, source = attended(weights, x, cfg, attend_source, name="cross", rows=rows)
         past = dataclasses.replace(past, source=source)
     return x, past, mass
 
@@ -307,14 +263,16 @@ def forward_documents(
     Returns:
       Hidden states after the final norm `[B, T, D]`.
     """
-    inputs = tokens, starts, branches
-    x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
+    how: Any = {"cfg": cfg, "dtype": dtype, "differentiable": differentiable}
+    carry, run = _begin_documents(params, tokens, starts, branches, **how)
     if cfg.mixed is not None:
-        x = _over_mixed_documents(params, tokens, x, starts, cfg)
-    elif STACK in params and remat == "none":
-        x = over_layers(params, cfg, lambda x, own, like, _: run(own, x, like=like)[0], x)
-    else:
-        x, _ = _layer_by_layer(params, x, run, cfg, remat)
+        if is_stacked(params):
+            raise ConfigError(
+                f"layers that share keys and values ({cfg.model_type}) are not trained in stacks; train on a "
+                "CPU"
+            )
+        remat = "none"
+    x, _ = over_layers(params, cfg, lambda *of: run(*of)[0], carry, remat=remat)
     return final_normed(params, x, cfg=cfg)
 
 
@@ -339,15 +297,16 @@ def forward_documents_with_routing(
     """
     if not cfg.experts or cfg.mixed is not None:
         raise ConfigError("no routing without experts, nor with mixed layers; call forward_documents")
-    inputs = tokens, starts, None
-    x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
-    x, routings = _layer_by_layer(params, x, run, cfg, remat)
+    how: Any = {"cfg": cfg, "dtype": dtype, "differentiable": differentiable}
+    carry, run = _begin_documents(params, tokens, starts, None, **how)
+    (x, _), routings = scan_layers(params, cfg, run, carry, remat)
     return final_normed(params, x, cfg=cfg), jax.tree.map(lambda *layers: jnp.concatenate(layers), *routings)
 
 
-# One layer over documents: (its parameters, input `[B, T, D]`, like=an equal layer) -> output, and routing if
-# it is sparse.
-_DocumentLayer = Callable[..., tuple[jax.Array, Routing | None]]
+# Input `[B, T, D]` of a layer over documents, and values of mixed layers.
+_Carry = tuple[jax.Array, mixed_layers.SharedKV | None]
+# A layer over documents, for `scan_layers`, whose output is its routing if it is sparse.
+_DocumentLayer = Callable[[_Carry, Params, int, Any], tuple[_Carry, Routing | None]]
 
 
 def _begin_documents(
@@ -359,7 +318,7 @@ def _begin_documents(
     cfg: ModelConfig,
     dtype: DTypeLike,
     differentiable: bool,
-) -> tuple[jax.Array, _DocumentLayer]:
+) -> tuple[_Carry, _DocumentLayer]:
     """The first layer's input, and the function of a layer."""
     require_decoder_alone(cfg, "forward passes over whole documents")
     if branches is not None:
@@ -369,32 +328,13 @@ def _begin_documents(
     if branches is not None:
         branches.check(axes)
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
-    positions, attending = _attending_documents(starts, branches, cfg)
-
-    def run(own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]:
-        if cfg.is_state(like):
-            from jaxllm.models.state_layer import document_state_layer
-
-            how = {"cfg": cfg, "layer": like, "differentiable": differentiable}
-            x, routing = document_state_layer(layer_of(own, like), x, starts, **how)
-            return constrained(x, "residual"), routing
-        weights, attend = layer_of(own, like), attending(like)
-        x, _, routing = run_layer(weights, x, cfg, like, attend, differentiable=differentiable)
-        return constrained(x, "residual"), routing
-
-    return constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual"), run
-
-
-def _attending_documents(
-    starts: jax.Array, branches: Branches | None, cfg: ModelConfig
-) -> tuple[jax.Array, Callable[[int], Attend[None]]]:
-    """Positions of the tokens of documents, and the attention of each layer."""
     positions = document_positions(starts, branches)
     rotaries = rotary_by_rope(positions, cfg)
 
-    def attending(like: int) -> Attend[None]:
-        rope = cfg.layer_rope(like)
-        return functools.partial(
+    def run(carry: _Carry, own: Params, like: int, number: Any) -> tuple[_Carry, Routing | None]:
+        x, shared = carry
+        weights, rope = layer_of(own, like), cfg.layer_rope(like)
+        attend = functools.partial(
             attend_documents,
             cfg=cfg,
             rotary=rotaries.get(rope),
@@ -403,47 +343,22 @@ def _attending_documents(
             branches=branches,
             window=cfg.attention_windows[like],
         )
+        if shared is not None:
+            of = mixed_layers.MixedLayer(cfg, like, number, ALL_ROWS)
+            return mixed_layers.run_layer(weights, x, shared, of, attend)[:2], None
+        if cfg.is_state(like):
+            how: Any = {"cfg": cfg, "layer": like, "differentiable": differentiable}
+            x, routing = document_state_layer(weights, x, starts, **how)
+        else:
+            x, _, routing = run_layer(weights, x, cfg, like, attend, differentiable=differentiable)
+        return (constrained(x, "residual"), None), routing
 
-    return positions, attending
-
-
-def _over_mixed_documents(
-    params: Params, tokens: jax.Array, x: jax.Array, starts: jax.Array | None, cfg: ModelConfig
-) -> jax.Array:
-    """All layers that differ in size over documents."""
-    if is_stacked(params):
-        raise ConfigError(
-            f"layers that share keys and values ({cfg.model_type}) are not trained in stacks; train on a CPU"
-        )
-    from jaxllm.models import mixed_layers
-
-    starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
-    _, attending = _attending_documents(starts, None, cfg)
-
-    def layer(carry: Any, own: Params, like: int, number: jax.Array | int) -> Any:
-        of = mixed_layers.MixedLayer(cfg, like, number)
-        x, handed = carry
-        return mixed_layers.run_layer(layer_of(own, like), x, handed, of, attending(like))[:2]
-
-    handed = mixed_layers.first_handed(params, tokens, x, cfg, None, rowwise=False)
-    return over_layers(params, cfg, layer, (x, handed))[0]
+    x = constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual")
+    mixed = cfg.mixed is not None
+    return (x, mixed_layers.first_shared(params, tokens, x, cfg, ALL_ROWS) if mixed else None), run
 
 
-def _layer_by_layer(
-    params: Params, x: jax.Array, run: _DocumentLayer, cfg: ModelConfig, remat: Remat
-) -> tuple[jax.Array, list[Routing]]:
-    """The last layer's output, and the routings of sparse layers, each with a leading axis of layers;
-    `remat`: see `forward_documents`."""
-    if is_stacked(params):
-        return run_scanned(params, cfg, run, x, remat)
-    routings: list[Routing] = []
-    for layer, own in enumerate(one_by_one(params, cfg)):
-        # `jax.checkpoint` saves every argument, so a layer only gets its own parameters.
-        x, routing = remembering(functools.partial(run, like=layer), remat)(own, x)
-        routings += [] if routing is None else [jax.tree.map(lambda part: part[None], routing)]
-    return x, routings
-
-
+@shaped(hidden="float ... D")
 def logits(
     params: Params,
     hidden: jax.Array,
@@ -455,7 +370,6 @@ def logits(
 ) -> jax.Array:
     """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` and `live` see
     `linear.py`, for `apart` `by_sequence`."""
-    Axes("logits", D=cfg.hidden_size).check(jnp.floating, "... D", hidden=hidden)
     bias = LayerParams(params, "").vector("head_bias")
     out = to_units(hidden, params[head_name(cfg)], bias, rowwise=rowwise, live=live).astype(jnp.float32)
     if cfg.logit_scale != 1.0:

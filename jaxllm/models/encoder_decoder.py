@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllm.axes import Axes
+from jaxllm.axes import shaped
 from jaxllm.config import ModelConfig
-from jaxllm.experts.routing import Routing
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.states import Source
 from jaxllm.models.decoder import embed_tokens, final_normed
-from jaxllm.models.layer import Attend, Rows, attended, chosen_experts, run_layer, visiting_tokens
-from jaxllm.models.layer_stack import layer_of, over_layers
+from jaxllm.models.layer import Attend, Rows, run_layer
+from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import ENCODER, Params
-from jaxllm.models.relative_positions import bias_both_ways
+from jaxllm.models.relative_positions import position_bias
+from jaxllm.models.scanned_layers import over_layers
 from jaxllm.nn.documents import BLOCK_TOKENS, source_self_attention
 from jaxllm.nn.layers import Heads
 from jaxllm.nn.linear import to_units
@@ -57,13 +57,13 @@ def encode(
     """
     x, bias = begin_encoder(params, tokens, valid, cfg=cfg, dtype=dtype)
 
-    def layer(x: jax.Array, own: Params, like: int, number: jax.Array | int) -> jax.Array:
-        del number
+    def layer(x: jax.Array, own: Params, like: int, _: jax.Array | int) -> jax.Array:
         return encoder_layer(own, x, bias, valid, cfg=cfg, layer=like, block_tokens=block_tokens)
 
     return final_normed(params, over_layers(params, cfg, layer, x), cfg=cfg)
 
 
+@shaped(tokens="int32 B T", valid="int32")
 def begin_encoder(
     params: Params, tokens: jax.Array, valid: jax.Array, *, cfg: ModelConfig, dtype: DTypeLike = jnp.float32
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -73,13 +73,10 @@ def begin_encoder(
       The first layer's input `[B, T, D]`; and the bias of all layers' scores, `[K, G, 2·T-1]` float32 (see
       `source_self_attention`), None without relative positions.
     """
-    axes = Axes("begin_encoder")
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    axes.check(jnp.int32, "", valid=valid)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     live = valid if tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
-    return x, bias_both_ways(params, tokens.shape[1], cfg)
+    return x, position_bias(params, cfg, both_ways=tokens.shape[1])
 
 
 def encoder_layer(
@@ -101,25 +98,18 @@ def encoder_layer(
       valid, block_tokens: see `encode`.
       layer: index of the layer, or of an equal one.
     """
-    attend = _attending(bias, valid, cfg, block_tokens)
-    # A single token is valid.
-    several = valid if x.shape[1] > 1 else None
-    return run_layer(layer_of(params, layer), x, cfg, layer, attend, valid=several)[0]
+    attend = source_attending(bias, valid, cfg, block_tokens)
+    return run_layer(layer_of(params, layer), x, cfg, layer, attend, rows=source_rows(x, valid))[0]
 
 
-def encoder_to_experts(
-    params: Params, x: jax.Array, bias: jax.Array | None, valid: jax.Array, *, cfg: ModelConfig, layer: int
-) -> tuple[jax.Array, Routing, jax.Array | None]:
-    """`encoder_layer` of a sparse layer up to its experts: their input, the routing of the tokens, and which
-    of them visit their expert (see `visiting_tokens`)."""
-    weights, attend = layer_of(params, layer), _attending(bias, valid, cfg, BLOCK_TOKENS)
-    several = valid if x.shape[1] > 1 else None
-    x, _ = attended(weights, x, cfg, attend, rows=Rows(several))
-    routing = chosen_experts(weights, x, cfg)
-    return x, routing, visiting_tokens(routing, cfg, several, rowwise=False)
+def source_rows(x: jax.Array, valid: jax.Array) -> Rows:
+    """Rows of `x` `[B, T, D]` of an encoder: a single token is valid."""
+    return Rows(valid if x.shape[1] > 1 else None)
 
 
-def _attending(bias: jax.Array | None, valid: jax.Array, cfg: ModelConfig, block_tokens: int) -> Attend[None]:
+def source_attending(
+    bias: jax.Array | None, valid: jax.Array, cfg: ModelConfig, block_tokens: int = BLOCK_TOKENS
+) -> Attend[None]:
     """The attention of a layer of the encoder (see `encoder_layer`)."""
 
     def attend(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, None]:

@@ -69,7 +69,7 @@ _MIXED_REFUSALS: dict[Room, str] = {
 def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
     """Why a feature does not support a model; None if it does."""
     if cfg.encoder is not None and room in _ENCODER_DECODER_REFUSALS:
-        return decoder_alone_refusal(cfg, room, _ENCODER_DECODER_REFUSALS[room])
+        return _decoder_alone_refusal(cfg, room, _ENCODER_DECODER_REFUSALS[room])
     for applies, refusals, kind in (
         (cfg.states is not None, _STATE_REFUSALS, "state layers"),
         (cfg.mixed is not None, _MIXED_REFUSALS, "layers of two sizes that share keys and values"),
@@ -93,8 +93,7 @@ def require_room(cfg: ModelConfig, room: Room) -> None:
         raise ConfigError(reason)
 
 
-def decoder_alone_refusal(cfg: ModelConfig, what: str, instead: str = "take a decoder alone") -> str:
-    """Why `what`, such as "plain models", does not support an encoder-decoder, and the alternative."""
+def _decoder_alone_refusal(cfg: ModelConfig, what: str, instead: str) -> str:
     return f"{what}: not for encoder-decoders yet, and {cfg.model_type} is one; {instead}"
 
 
@@ -105,7 +104,7 @@ def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a de
       ConfigError: the model has an encoder.
     """
     if cfg.encoder is not None:
-        raise ConfigError(decoder_alone_refusal(cfg, what, instead))
+        raise ConfigError(_decoder_alone_refusal(cfg, what, instead))
 
 
 def _levels(cfg: ModelConfig) -> str | None:

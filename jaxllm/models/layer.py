@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.kv.states import Source
 from jaxllm.models.layer_stack import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import (
@@ -24,7 +24,6 @@ from jaxllm.nn.layers import (
     normalize,
     rotary_cos_sin,
     rotate,
-    source_attention,
 )
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
 
@@ -43,12 +42,23 @@ class Rows:
     """Rows of a layer's products.
 
     Attributes:
-      valid: number of valid ones, an int32 scalar (see `run_layer`); None for all.
-      alone: whether each is computed as if it were alone (`rowwise`, see `linear.py`).
+      valid: int32 scalar; the first `valid` of the T tokens are valid: outputs of the others are undefined.
+        For several sequences of one token each it is the number of valid sequences. None: all.
+      rowwise: see `linear.py`.
     """
 
     valid: jax.Array | None = None
-    alone: bool = False
+    rowwise: bool = False
+
+    @classmethod
+    def at(cls, at: TokenPositions) -> "Rows":
+        """Those of new tokens of a cache; nodes of a tree are batch-invariant."""
+        return cls(at.valid if at.padded else None, at.tree is not None)
+
+    def live(self, x: jax.Array) -> jax.Array | None:
+        """The number of rows of `x` `[B, T, D]` that products compute; None for all, as of several sequences
+        of several tokens."""
+        return self.valid if 1 in x.shape[:2] else None
 
 
 ALL_ROWS = Rows()
@@ -61,19 +71,13 @@ def run_layer(
     layer: int,
     attend: Attend[Kept],
     *,
-    valid: jax.Array | None = None,
+    rows: Rows = ALL_ROWS,
     differentiable: bool = False,
-    rowwise: bool = False,
 ) -> tuple[jax.Array, Kept, Routing | None]:
-    """One layer of `x` `[B, T, D]`: its output, the state from `attend`, and the routing if it is sparse.
-
-    The first `valid` of the T tokens, an int32 scalar, are valid: outputs of the others are undefined. For
-    several sequences of one token each it is the number of valid sequences. For `rowwise` see `linear.py`.
-    """
+    """One layer of `x` `[B, T, D]`: its output, the state from `attend`, and the routing if it is sparse."""
     before = x
-    x, kept = attended(weights, x, cfg, attend, rows=Rows(valid, rowwise))
-    how = {"valid": valid, "differentiable": differentiable, "rowwise": rowwise}
-    mixed, routing = fed_forward(weights, x, before, cfg, layer, **how)
+    x, kept = attended(weights, x, cfg, attend, rows=rows)
+    mixed, routing = fed_forward(weights, x, before, cfg, layer, rows=rows, differentiable=differentiable)
     return mixed, kept, routing
 
 
@@ -84,32 +88,28 @@ def fed_forward(
     cfg: ModelConfig,
     layer: int,
     *,
-    valid: jax.Array | None = None,
+    rows: Rows = ALL_ROWS,
     differentiable: bool = False,
-    rowwise: bool = False,
 ) -> tuple[jax.Array, Routing | None]:
     """The second half of a layer: feed-forward block or experts of `x` `[B, T, D]`, and the routing if it is
-    sparse. `before` is the layer's input; for the other arguments see `run_layer`."""
-    live, routing = live_rows(x, valid), None
-    if cfg.is_sparse(layer) and rowwise and x.shape[0] > 1:
+    sparse. `before` is the layer's input."""
+    routing = None
+    if cfg.is_sparse(layer) and rows.rowwise and x.shape[0] > 1:
         # Sequences visit different experts, and which of them share a product must not show.
-        mixed = by_sequence(lambda x: _experts(weights, x, cfg)[0], x, apart=True)
+        mixed = by_sequence(
+            lambda x: _experts(weights, x, cfg, chosen_experts(weights, x, cfg)), x, apart=True
+        )
     elif cfg.is_sparse(layer):
         routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
-        visiting = visiting_tokens(routing, cfg, valid, rowwise=rowwise)
-        mixed, _ = _experts(weights, x, cfg, routing, live=visiting, differentiable=differentiable)
+        visiting = visiting_tokens(routing, cfg, rows)
+        mixed = _experts(weights, x, cfg, routing, live=visiting, differentiable=differentiable)
     else:
-        mixed = dense_block(weights, before if cfg.parallel_blocks else x, cfg, rowwise, live)
+        mixed = dense_block(weights, before if cfg.parallel_blocks else x, cfg, rows)
         mixed = x + mixed if cfg.parallel_blocks else mixed
     if cfg.post_norms:
-        mixed = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), live, rowwise=rowwise)
+        norm = weights.norm("ffn_post_norm", cfg)
+        mixed = add_normed(x, mixed, norm, rows.live(x), rowwise=rows.rowwise)
     return (normalize(mixed, weights.norm("ffn_norm", cfg)) if cfg.norm_after else mixed), routing
-
-
-def live_rows(x: jax.Array, valid: jax.Array | None) -> jax.Array | None:
-    """The number of rows of `x` `[B, T, D]` that products compute, if the first `valid` of the T tokens are
-    valid, or of the B sequences if T is 1: for several sequences of several tokens all."""
-    return valid if 1 in x.shape[:2] else None
 
 
 def attended(
@@ -126,13 +126,12 @@ def attended(
     """The first half of a layer: attention, and the state from `attend`.
 
     Args:
-      weights, x, cfg, attend: see `run_layer`.
+      weights, x, cfg, attend, rows: see `run_layer`.
       name: "attn", or "cross" for attention to a source, for which only queries are new.
       heads: inputs of attention; None for those of the layer's own products of x.
-      rows: rows of x.
       drop: changes the output before x is added.
     """
-    live, rowwise, (groups, _) = live_rows(x, rows.valid), rows.alone, weights.used
+    live, rowwise, (groups, _) = rows.live(x), rows.rowwise, weights.used
     shared: dict[str, Any] = {"used": groups, "rowwise": rowwise, "live": live}
     gate: list[jax.Array] = []
     if heads is None:
@@ -210,13 +209,6 @@ def attend_cache(
     return out, (past, mass)
 
 
-def attend_source(
-    new: Heads, used: UsedUnits | None, *, cfg: ModelConfig, at: TokenPositions, source: Source
-) -> tuple[jax.Array, Source]:
-    """Attention to a source (see `source_attention`)."""
-    return source_attention(new.q, source, at, scale=cfg.attention_scale, used=used)
-
-
 def attend_documents(
     new: Heads,
     used: UsedUnits | None,
@@ -279,8 +271,7 @@ def dense_block(
     weights: LayerParams,
     x: jax.Array,
     cfg: ModelConfig,
-    rowwise: bool,
-    live: jax.Array | None,
+    rows: Rows = ALL_ROWS,
     drop: Drop | None = None,
 ) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between, or
@@ -298,31 +289,31 @@ def dense_block(
     )
     norm = weights.pre_norm("attn_norm" if cfg.parallel_blocks else "ffn_norm", cfg)
     _, used = weights.used
-    shared: dict[str, Any] = {"used": used, "rowwise": rowwise, "live": live}
     add_input = not cfg.post_norms and not cfg.parallel_blocks and drop is None
-    return feed_forward(x, norm, block, add_input=add_input, **shared)
+    how: dict[str, Any] = {"used": used, "rowwise": rows.rowwise, "live": rows.live(x)}
+    return feed_forward(x, norm, block, add_input=add_input, **how)
 
 
 def _experts(
     weights: LayerParams,
     x: jax.Array,
     cfg: ModelConfig,
-    routing: Routing | None = None,
+    routing: Routing,
     *,
     live: jax.Array | None = None,
     differentiable: bool = False,
-) -> tuple[jax.Array, Routing]:
-    """Mixture of experts of `x` `[B, T, D]`, and the routing; x is added here unless a norm comes between."""
-    from jaxllm.experts.mixture import mixture
-
+) -> jax.Array:
+    """Mixture of experts of `x` `[B, T, D]`; x is added here unless a norm comes between."""
     norm = weights.norm("ffn_norm", cfg)
-    if routing is None:
-        routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
     how = {"add_input": not cfg.post_norms, "live": live, "differentiable": differentiable}
     out = mixture(x, norm, routing, expert_block(weights, cfg), **how)
-    if cfg.shared_expert_size:
-        out = out + _shared_expert(weights, x, cfg)
-    return out, routing
+    if not cfg.shared_expert_size:
+        return out
+    # An expert that all tokens visit, times its score.
+    up, down, gate = (weights[f"shared.{part}"] for part in ("up", "down", "gate"))
+    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation)
+    (score,) = normed_to_units(x, norm, [weights["shared.score"]], [None])
+    return out + jax.nn.sigmoid(score) * feed_forward(x, norm, block, add_input=False)
 
 
 def expert_block(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
@@ -341,15 +332,6 @@ def expert_biases(weights: LayerParams) -> dict[str, Any]:
     return {f"{part}_bias": weights.vector(f"expert_{part}_bias") for part in ("up", "down", "gate")}
 
 
-def _shared_expert(weights: LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Output of the expert that all tokens `x` `[B, T, D]` visit, times its score."""
-    norm = weights.norm("ffn_norm", cfg)
-    up, down, gate = (weights[f"shared.{part}"] for part in ("up", "down", "gate"))
-    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation)
-    (score,) = normed_to_units(x, norm, [weights["shared.score"]], [None])
-    return jax.nn.sigmoid(score) * feed_forward(x, norm, block, add_input=False)
-
-
 def chosen_experts(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, *, differentiable: bool = False
 ) -> Routing:
@@ -365,16 +347,14 @@ def chosen_experts(
     )
 
 
-def visiting_tokens(
-    routing: Routing, cfg: ModelConfig, valid: jax.Array | None, *, rowwise: bool
-) -> jax.Array | None:
-    """Mask of the tokens that visit their experts, `[T]` or `[B, T]` bool: of the first `valid` ones (None
-    for all) each, unless as many earlier tokens as an expert's capacity visit the same. Nodes of a tree
-    (`rowwise`) have no earlier tokens, so that the capacity is never exceeded. None if all visit."""
-    if valid is None:
+def visiting_tokens(routing: Routing, cfg: ModelConfig, rows: Rows) -> jax.Array | None:
+    """Mask of the tokens that visit their experts, `[T]` or `[B, T]` bool: each valid one, unless as many
+    earlier tokens as an expert's capacity visit the same. Nodes of a tree (`rowwise`) have no earlier tokens,
+    so that the capacity is never exceeded. None if all visit."""
+    if rows.valid is None:
         return None
-    real = jnp.arange(routing.ids.shape[1], dtype=jnp.int32) < valid
-    return within_capacity(routing, real, cfg) if cfg.expert_capacity and not rowwise else real
+    real = jnp.arange(routing.ids.shape[1], dtype=jnp.int32) < rows.valid
+    return within_capacity(routing, real, cfg) if cfg.expert_capacity and not rows.rowwise else real
 
 
 def within_capacity(routing: Routing, real: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -394,13 +374,10 @@ def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
     return dataclasses.replace(cfg, expert_capacity=most) if cfg.expert_capacity else cfg
 
 
-# Embeddings in place of tokens', such as those of an image from an encoder.
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InputRows:
-    """Embeddings of some of T new tokens, which no token id can reproduce.
+    """Embeddings of some of T new tokens, which no token id can reproduce, such as those of an image.
 
     Attributes:
       rows: `[T, D]` float32, as the first layer's input before positions are added.

@@ -1,4 +1,4 @@
-"""The parameters of layers: one by one, by address or stacked, and a loop over them.
+"""The parameters of layers: one by one, by address or stacked.
 
 Layers are equal if their configs, and the names, types and shapes of their parameters are. A step has code
 for each run of equal layers, or of a repeated pattern of layers (`LayerRun`), instead of code for each layer.
@@ -13,8 +13,8 @@ are stacked (`jaxllm.kernels.converted`).
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from jaxllm.quant.parts import StackedArray, StackEntry, new_stack, placed, take
 # Name of the parameter with the layers: a `LayerStack` or `StackedLayers`; in a step of one layer a
 # `LayerAt` or `StackedLayer`, in a step of some layers `LayersAt`.
 STACK = "layers"
-Carry = TypeVar("Carry")
 
 
 class LayerParams:
@@ -354,47 +353,17 @@ def layer_of(params: Params, layer: int) -> LayerParams:
     return found.params if one else LayerParams(params, f"layers.{layer}.")
 
 
+def params_of_layer(params: Params, layer: int) -> Params:
+    """The parameters of one layer, for `layer_of`."""
+    stack: Any = params.get(STACK)
+    if isinstance(stack, LayerStack | StackedLayers):
+        return {STACK: stack.at(layer)}  # pyright: ignore[reportReturnType]
+    return {name: each for name, each in params.items() if name.startswith(f"layers.{layer}.")}
+
+
 def one_by_one(params: Params, cfg: ModelConfig) -> Iterator[Params]:
     """The parameters of each layer, for `layer_of`."""
-    stack: Any = params.get(STACK)
-    for layer in range(cfg.layers):
-        if isinstance(stack, LayerStack | StackedLayers):
-            yield {STACK: stack.at(layer)}  # pyright: ignore[reportReturnType]
-        else:
-            prefix = f"layers.{layer}."
-            yield {name: each for name, each in params.items() if name.startswith(prefix)}
-
-
-def over_layers(
-    params: Params,
-    cfg: ModelConfig,
-    body: Callable[[Carry, Params, int, jax.Array | int], Carry],
-    carry: Carry,
-) -> Carry:
-    """Runs `body` for each layer, in order.
-
-    Args:
-      params: parameters of the model, with all its layers under `STACK`, or separate.
-      body: function of (its result for the layer before, parameters for `layer_of`, a layer that equals
-        this one, its number), where only the number may be unknown at trace time.
-      carry: initial value for the first layer.
-    """
-    stack: Any = params.get(STACK)
-    if not isinstance(stack, LayerStack | StackedLayers):
-        for layer in range(cfg.layers):
-            carry = body(carry, params, layer, layer)
-        return carry
-    for run in layer_runs(stack.alike):
-
-        def pattern(index: jax.Array | int, carry: Carry, run: LayerRun = run) -> Carry:
-            for like in range(run.first, run.first + run.period):
-                number = like + index * run.period
-                own: Any = {STACK: stack.at(like, jnp.asarray(number, jnp.int32))}
-                carry = body(carry, own, like, number)
-            return carry
-
-        carry = pattern(0, carry) if run.repeats == 1 else jax.lax.fori_loop(0, run.repeats, pattern, carry)
-    return carry
+    return (params_of_layer(params, layer) for layer in range(cfg.layers))
 
 
 def first_alike(keys: Iterable[Any]) -> tuple[int, ...]:
@@ -448,17 +417,14 @@ def _experts_agree(params: Mapping[str, Weight]) -> bool:
     return all(len(each) == 1 for each in formats)
 
 
-class _Factor:
-    """Stands for a factor of an adapter."""
-
-
-_FACTOR = _Factor()
+# Stands for a factor of an adapter.
+_FACTOR: Any = object()
 
 
 def _without_ranks(weight: Any) -> Any:
     if not isinstance(weight, Adapted):
         return weight
-    return dataclasses.replace(weight, base=_without_ranks(weight.base), left=_FACTOR, right=_FACTOR)  # pyright: ignore
+    return dataclasses.replace(weight, base=_without_ranks(weight.base), left=_FACTOR, right=_FACTOR)
 
 
 def _form_of(params: Mapping[str, Weight]) -> Any:

@@ -207,26 +207,24 @@ def padded(cfg: ModelConfig, adapter: Adapter, targets: tuple[str, ...], rank: i
         )
     full = {}
     for name in names:
-        for part, shape, axis in zip(
-            ("left", "right"), adapter_shapes(cfg, name, rank), (-1, -2), strict=True
-        ):
-            whole = np.zeros(shape, np.float32)
-            given = adapter.get(f"{name}.{part}")
-            if given is not None:
-                own = given.shape[axis]
-                if own > rank:
-                    raise ConfigError(
-                        f"the adapter has rank {own} but the engine was opened for at most {rank}; open it "
-                        "with a higher adapter_rank"
-                    )
-                space = (..., slice(own)) if axis == -1 else (..., slice(own), slice(None))
-                if whole[space].shape != given.shape:
-                    raise ConfigError(
-                        f"the adapter's {name}.{part} is {list(given.shape)}, the model's is "
-                        f"{list(whole[space].shape)}; it belongs to another model"
-                    )
-                whole[space] = given
-            full[f"{name}.{part}"] = whole
+        left, right = adapter_shapes(cfg, name, rank)
+        for key, shape, axis in ((f"{name}.left", left, -1), (f"{name}.right", right, -2)):
+            full[key] = np.zeros(shape, np.float32)
+            if key not in adapter:
+                continue
+            given, expected = adapter[key], list(shape)
+            expected[axis] = given.shape[axis]
+            if expected[axis] > rank:
+                raise ConfigError(
+                    f"the adapter has rank {expected[axis]} but the engine was opened for at most {rank}; "
+                    "open it with a higher adapter_rank"
+                )
+            if expected != list(given.shape):
+                raise ConfigError(
+                    f"the adapter's {key} is {list(given.shape)}, the model's is {expected}; it belongs to "
+                    "another model"
+                )
+            full[key][tuple(map(slice, expected))] = given
     return full
 
 

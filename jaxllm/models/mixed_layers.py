@@ -15,16 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import route
 from jaxllm.layer_configs import layer_config, shares_kv
-from jaxllm.models.layer import (
-    Attend,
-    Kept,
-    Rows,
-    attended,
-    dense_block,
-    expert_block,
-    fed_forward,
-    live_rows,
-)
+from jaxllm.models.layer import Attend, Kept, Rows, attended, dense_block, expert_block, fed_forward
 from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import Heads, Norm, activate, by_sequence, normalize
@@ -35,26 +26,17 @@ Pair = tuple[jax.Array, jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HandedOn:
+class SharedKV:
     """Values passed between layers besides the residual stream.
 
     Attributes:
-      sliding, full: keys and values `[B, T, K, H]` of the new tokens, of the last layer of its kind that
-        has any.
+      pairs: keys and values `[B, T, K, H]` of the new tokens, by whether layers have a window, of the last
+        layer of this kind that has any.
       inputs: `[B, T, L, P]`, the tokens' inputs of each layer; None if layers have none.
     """
 
-    sliding: Pair
-    full: Pair
+    pairs: dict[bool, Pair]
     inputs: jax.Array | None
-
-    def of(self, slides: bool) -> Pair:
-        """Keys and values of layers with a window, or without."""
-        return self.sliding if slides else self.full
-
-    def with_pair(self, slides: bool, pair: Pair) -> "HandedOn":
-        """With other keys and values of one kind of layers."""
-        return dataclasses.replace(self, **{"sliding" if slides else "full": pair})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +46,12 @@ class MixedLayer:
     Attributes:
       like: the layer, or an equal one.
       number: its number, for its inputs.
-      valid: number of valid tokens, int32 scalar; None for all.
-      rowwise: see `linear.py`.
     """
 
     cfg: ModelConfig
     like: int
     number: jax.Array | int
-    valid: jax.Array | None = None
-    rowwise: bool = False
+    rows: Rows
 
     @property
     def slides(self) -> bool:
@@ -93,29 +72,27 @@ def require_tokens_alone(cfg: ModelConfig) -> None:
         )
 
 
-def first_handed(
-    params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, live: jax.Array | None, rowwise: bool
-) -> HandedOn:
-    """The first layer's `HandedOn`, given embeddings `x` `[B, T, D]`."""
+def first_shared(params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, rows: Rows) -> SharedKV:
+    """The first layer's `SharedKV`, given embeddings `x` `[B, T, D]`."""
 
-    def none(layers: list[int]) -> Pair:
+    def none(slides: bool) -> Pair:
         # Without layers of a kind, these are not used.
-        own: ModelConfig = layer_config(cfg, layers[0]) if layers else cfg
-        rows = jnp.zeros((*tokens.shape, own.kv_heads, own.head_dim), x.dtype)
-        return rows, rows
+        likes = (each for each in range(cfg.layers) if (cfg.attention_windows[each] > 0) == slides)
+        own: ModelConfig = layer_config(cfg, next(likes, 0))
+        zeros = jnp.zeros((*tokens.shape, own.kv_heads, own.head_dim), x.dtype)
+        return zeros, zeros
 
-    slides = [layer for layer in range(cfg.layers) if cfg.attention_windows[layer]]
-    others = [layer for layer in range(cfg.layers) if not cfg.attention_windows[layer]]
-    return HandedOn(none(slides), none(others), _layer_inputs(params, tokens, x, cfg, live, rowwise))
+    pairs = {slides: none(slides) for slides in (False, True)}
+    return SharedKV(pairs, _layer_inputs(params, tokens, x, cfg, rows))
 
 
 def _layer_inputs(
-    params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, live: jax.Array | None, rowwise: bool
+    params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, rows: Rows
 ) -> jax.Array | None:
     """The inputs of all layers `[B, T, L, P]`: of each token an embedding, and a normalized product of
     `x`."""
     assert cfg.mixed is not None
-    size = cfg.mixed.layer_input_size
+    size, live, rowwise = cfg.mixed.layer_input_size, rows.live(x), rows.rowwise
     if not size:
         return None
     shape = (*tokens.shape, cfg.layers, size)
@@ -127,37 +104,39 @@ def _layer_inputs(
 
 
 def run_layer(
-    weights: LayerParams, x: jax.Array, handed: HandedOn, of: MixedLayer, attend: Attend[Kept]
-) -> tuple[jax.Array, HandedOn, Kept]:
+    weights: LayerParams, x: jax.Array, shared: SharedKV, of: MixedLayer, attend: Attend[Kept]
+) -> tuple[jax.Array, SharedKV, Kept]:
     """One layer of `x` `[B, T, D]`: its output, values for later layers, and the state from `attend`."""
-    cfg, live = of.cfg, live_rows(x, of.valid)
-    how = {"live": live, "rowwise": of.rowwise}
-    new, handed = _heads(weights, x, handed, of, live)
-    x, kept = attended(weights, x, cfg, attend, heads=new, rows=Rows(of.valid, of.rowwise))
+    cfg, rows, live, rowwise = of.cfg, of.rows, of.rows.live(x), of.rows.rowwise
+    how = {"live": live, "rowwise": rowwise}
+    heads, shared = _heads(weights, x, shared, of)
+    x, kept = attended(weights, x, cfg, attend, heads=heads, rows=rows)
     own: ModelConfig = layer_config(cfg, of.like)
     if cfg.experts:
-        x = add_normed(x, _dense_and_experts(weights, x, own, of), weights.norm("ffn_post_norm", cfg), **how)
+        x = add_normed(
+            x, _dense_and_experts(weights, x, own, rows), weights.norm("ffn_post_norm", cfg), **how
+        )
     else:
-        x, _ = fed_forward(weights, x, x, own, of.like, valid=of.valid, rowwise=of.rowwise)
-    if handed.inputs is not None:
-        given = jax.lax.dynamic_index_in_dim(handed.inputs, of.number, axis=2, keepdims=False)
+        x, _ = fed_forward(weights, x, x, own, of.like, rows=rows)
+    if shared.inputs is not None:
+        given = jax.lax.dynamic_index_in_dim(shared.inputs, of.number, axis=2, keepdims=False)
         gate = to_units(x, weights["layer_input.gate"], **how)
 
         def gated(gate: jax.Array, given: jax.Array) -> jax.Array:
             return activate(gate, cfg.activation) * given
 
-        added = from_units(by_sequence(gated, gate, given, apart=of.rowwise), weights["layer_input.o"], **how)
-        x = add_normed(x, added, weights.norm("layer_input_norm", cfg), live, rowwise=of.rowwise)
+        added = from_units(by_sequence(gated, gate, given, apart=rowwise), weights["layer_input.o"], **how)
+        x = add_normed(x, added, weights.norm("layer_input_norm", cfg), **how)
     scale = weights.vector("output.scale")
     assert scale is not None
-    return x * scale.astype(x.dtype), handed, kept
+    return x * scale.astype(x.dtype), shared, kept
 
 
-def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, of: MixedLayer) -> jax.Array:
+def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, rows: Rows) -> jax.Array:
     """The sum of a feed-forward block and of experts of `x` `[B, T, D]`, each normalized."""
 
     def normed(name: str, out: jax.Array) -> jax.Array:
-        return normalize(out, weights.norm(f"{name}_post_norm", own), apart=of.rowwise)
+        return normalize(out, weights.norm(f"{name}_post_norm", own), apart=rows.rowwise)
 
     scale, factors = weights.vector("router_norm.scale"), weights.vector("router_output.scale")
     assert scale is not None
@@ -170,36 +149,28 @@ def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, of:
         norm=Norm(scale * np.asarray(own.hidden_size**-0.5, scale.dtype), None, own.norm_eps),
     )
     routing = dataclasses.replace(routing, weights=routing.weights * factors[routing.ids])
-    real = None if of.valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < of.valid
+    real = None if rows.valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < rows.valid
     out = mixture(x, weights.norm("experts_norm", own), routing, expert_block(weights, own), live=real)
-    dense = dense_block(weights, x, own, of.rowwise, live_rows(x, of.valid))
-    return normed("dense", dense) + normed("experts", out)
+    return normed("dense", dense_block(weights, x, own, rows)) + normed("experts", out)
 
 
-def _heads(
-    weights: LayerParams, x: jax.Array, handed: HandedOn, of: MixedLayer, live: jax.Array | None
-) -> tuple[Heads, HandedOn]:
+def _heads(weights: LayerParams, x: jax.Array, shared: SharedKV, of: MixedLayer) -> tuple[Heads, SharedKV]:
     """Inputs of attention, and values for later layers, including the layer's keys and values, if any."""
-    cfg, mixed = of.cfg, of.cfg.mixed
+    cfg, mixed, rowwise = of.cfg, of.cfg.mixed, of.rows.rowwise
     assert mixed is not None
     names = ["q"] if shares_kv(cfg, of.like) else ["q", "k", "v"]
     if mixed.keys_as_values and not of.slides:
         names = names[:2]
-    q, *own = normed_to_units(
-        x,
-        weights.norm("attn_norm", cfg),
-        [weights[f"attn.{name}"] for name in names],
-        [None] * len(names),
-        live=live,
-        rowwise=of.rowwise,
-    )
+    matrices, norm = [weights[f"attn.{name}"] for name in names], weights.norm("attn_norm", cfg)
+    how = {"live": of.rows.live(x), "rowwise": rowwise}
+    q, *own = normed_to_units(x, norm, matrices, [None] * len(names), **how)
     if own:
         k, v = own[0], own[-1]
         # Values are normalized without a scale.
         ones = Norm(jnp.ones(v.shape[-1], jnp.float32), None, cfg.norm_eps)
-        k = normalize(k, weights.norm("attn.k_norm", cfg), apart=of.rowwise)
-        v = normalize(v, ones, apart=of.rowwise)
-        handed = handed.with_pair(of.slides, (k.astype(x.dtype), v.astype(x.dtype)))
-    k, v = handed.of(of.slides)
+        k = normalize(k, weights.norm("attn.k_norm", cfg), apart=rowwise).astype(x.dtype)
+        v = normalize(v, ones, apart=rowwise).astype(x.dtype)
+        shared = dataclasses.replace(shared, pairs={**shared.pairs, of.slides: (k, v)})
+    k, v = shared.pairs[of.slides]
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
-    return Heads(normalize(q, weights.norm("attn.q_norm", cfg), apart=of.rowwise), k, v), handed
+    return Heads(normalize(q, weights.norm("attn.q_norm", cfg), apart=rowwise), k, v), shared

@@ -203,13 +203,12 @@ def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> Specs:
 
 
 def _short_conv_specs(states: StateConfig, width: int) -> Specs:
-    specs = _vectors(conv=(width, states.taps), conv_bias=(width,))
+    specs = _vectors(conv=(width, states.taps), **({"conv_bias": (width,)} if states.bias else {}))
     for name in ("input_gate", "output_gate", "value", "o"):
         specs[name] = ParamSpec((width, width), "from_units" if name == "o" else "to_units")
-        specs |= _vectors(**{f"{name}_bias": (width,)})
-    return (
-        specs if states.bias else {name: spec for name, spec in specs.items() if not name.endswith("_bias")}
-    )
+        if states.bias:
+            specs[f"{name}_bias"] = ParamSpec((width,), "vector")
+    return specs
 
 
 def _delta_rule_specs(states: StateConfig, width: int) -> Specs:

@@ -9,20 +9,15 @@ from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 
 
-def bias_both_ways(params: Params, count: int, cfg: ModelConfig) -> jax.Array | None:
-    """The bias of `source_self_attention` of an encoder, for `count` tokens."""
+def position_bias(params: Params, cfg: ModelConfig, both_ways: int = 0) -> jax.Array | None:
+    """The decoder's `AttentionOptions.bias`; or with `both_ways` above 0 an encoder's bias for so many tokens
+    (see `source_self_attention`). None without relative positions."""
     if not cfg.relative_buckets:
         return None
-    distance = jnp.arange(1 - count, count, dtype=jnp.int32)
-    bias = position_biases(params, distance, cfg, both_ways=True)
-    return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
-
-
-def bias_by_distance(params: Params, cfg: ModelConfig) -> jax.Array:
-    """The decoder's `AttentionOptions.bias`, of a model with relative positions."""
-    # All tokens at least as far as `relative_distance` share a bucket.
-    behind = jnp.arange(-cfg.relative_distance, 1, dtype=jnp.int32)
-    bias = position_biases(params, behind, cfg, both_ways=False)
+    # All earlier tokens at least as far as `relative_distance` share a bucket.
+    first, end = (1 - both_ways, both_ways) if both_ways else (-cfg.relative_distance, 1)
+    distance = jnp.arange(first, end, dtype=jnp.int32)
+    bias = position_biases(params, distance, cfg, both_ways=both_ways > 0)
     return bias.T.reshape(cfg.kv_heads, cfg.group, -1)
 
 

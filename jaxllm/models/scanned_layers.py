@@ -1,4 +1,4 @@
-"""Stacks the parameters of equal layers for training, and runs documents through them in one loop.
+"""A pass over all layers, in loops where they are equal, and stacks of equal layers for training.
 
 A step of many layers has the code of one: tracing, lowering and compiling take as long for 32 layers as for
 2, and an optimizer updates one array per kind of parameter. Layers are equal if their units, windows,
@@ -10,7 +10,6 @@ with a leading axis of layers (see `LayerRun`); unique layers keep their names. 
 named like a parameter, such as an adapter or an optimizer's moments.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -20,13 +19,24 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.layer_stack import LayerRun, first_alike, kinds_of, layer_runs, within_layer
+from jaxllm.models.layer_stack import (
+    STACK,
+    LayerRun,
+    LayerStack,
+    StackedLayers,
+    first_alike,
+    kinds_of,
+    layer_runs,
+    params_of_layer,
+    within_layer,
+)
+from jaxllm.models.parameters import Params
 
 # Saved activations of the backward pass: all; results of products with weights; each layer's input.
 Remat = Literal["none", "dots", "full"]
-REMATS = ("none", "dots", "full")
 STACKS = "stacks."
 Kept = TypeVar("Kept")
+Carry = TypeVar("Carry")
 
 
 def scan_runs(cfg: ModelConfig) -> list[LayerRun]:
@@ -102,52 +112,87 @@ def remembering(step: Callable[..., Kept], remat: Remat, *, in_loop: bool = Fals
     return jax.checkpoint(step, policy=policy, prevent_cse=not in_loop)
 
 
-def run_scanned(
-    params: Mapping[str, Any],
+def over_layers(
+    params: Params,
     cfg: ModelConfig,
-    run: Callable[..., tuple[jax.Array, Any]],
-    x: jax.Array,
-    remat: Remat,
-) -> tuple[jax.Array, list[Any]]:
-    """Runs documents through all layers.
+    body: Callable[[Carry, Params, int, Any], Carry],
+    carry: Carry,
+    *,
+    remat: Remat = "none",
+) -> Carry:
+    """Runs `body` for each layer, in order.
 
     Args:
-      params: parameters of the model, its layers in stacks.
-      run: function of (a layer's parameters by name, its input `[B, T, D]`, `like=`, an equal layer) that
-        returns its output, and its routing or None.
-      x: `[B, T, D]`, the first layer's input.
-      remat: residuals of the backward pass.
+      params: parameters of the model, its layers separate, in stacks, or all of them under `STACK`.
+      body: function of (its result for the layer before, parameters for `layer_of`, a layer that equals
+        this one, its number), where only the number may be unknown at trace time; None in stacks for
+        training.
+      carry: initial value for the first layer.
+      remat: residuals of each layer for the backward pass.
+    """
+    stack: Any = params.get(STACK)
+    if remat != "none" or not isinstance(stack, LayerStack | StackedLayers):
+        return scan_layers(params, cfg, lambda *of: (body(*of), None), carry, remat)[0]
+    for run in layer_runs(stack.alike):
+
+        def pattern(index: jax.Array | int, carry: Carry, run: LayerRun = run) -> Carry:
+            for like in range(run.first, run.first + run.period):
+                number = like + index * run.period
+                own: Any = {STACK: stack.at(like, jnp.asarray(number, jnp.int32))}
+                carry = body(carry, own, like, number)
+            return carry
+
+        carry = pattern(0, carry) if run.repeats == 1 else jax.lax.fori_loop(0, run.repeats, pattern, carry)
+    return carry
+
+
+def scan_layers(
+    params: Params,
+    cfg: ModelConfig,
+    body: Callable[[Carry, Params, int, Any], tuple[Carry, Any]],
+    carry: Carry,
+    remat: Remat = "none",
+) -> tuple[Carry, list[Any]]:
+    """`over_layers` of a `body` that also returns a layer's output, or None.
 
     Returns:
-      The last layer's output, and the routings, each stacked over layers in order.
+      The last layer's carry, and the outputs of layers that have one, each stacked over layers in order.
     """
-    routings: list[Any] = []
-    for each in scan_runs(cfg):
-        if each.repeats == 1:
-            own = _of_prefix(params, f"layers.{each.first}.")
-            x, routing = remembering(functools.partial(run, like=each.first), remat)(own, x)
-            routings += [] if routing is None else [jax.tree.map(lambda part: part[None], routing)]
+    outputs: list[Any] = []
+
+    def run_one(carry: Carry, own: Params, like: int, *, in_loop: bool) -> tuple[Carry, Any]:
+        def step(carry: Carry, own: Params) -> tuple[Carry, Any]:
+            return body(carry, own, like, None if in_loop else like)
+
+        # `jax.checkpoint` saves every argument, so a layer only gets its own parameters.
+        return remembering(step, remat, in_loop=in_loop)(carry, own)
+
+    def pattern(carry: Carry, stacks: Mapping[int, Params]) -> tuple[Carry, list[Any]]:
+        found = []
+        for like, own in stacks.items():
+            carry, output = run_one(carry, own, like, in_loop=True)
+            found += [] if output is None else [output]
+        return carry, found
+
+    single = [LayerRun(layer, 1, 1) for layer in range(cfg.layers)]
+    for run in scan_runs(cfg) if is_stacked(params) else single:
+        if run.repeats == 1:
+            carry, output = run_one(carry, params_of_layer(params, run.first), run.first, in_loop=False)
+            outputs += [] if output is None else [jax.tree.map(lambda part: part[None], output)]
             continue
-        likes = range(each.first, each.first + each.period)
-        stacks = {like: _of_prefix(params, f"{STACKS}{like}.") for like in likes}
-
-        def pattern(x: jax.Array, rows: Mapping[int, Any]) -> tuple[jax.Array, list[Any]]:
-            found = []
-            for like, own in rows.items():
-                named = {f"layers.{like}.{within_layer(name)}": part for name, part in own.items()}
-                step = remembering(functools.partial(run, like=like), remat, in_loop=True)
-                x, routing = step(named, x)
-                found += [] if routing is None else [routing]
-            return x, found
-
-        x, found = jax.lax.scan(pattern, x, stacks)
-        if found:
-            routings.append(jax.tree.map(_in_order, *found))
-    return x, routings
+        likes = range(run.first, run.first + run.period)
+        carry, found = jax.lax.scan(pattern, carry, {like: _of_stack(params, like) for like in likes})
+        outputs += [jax.tree.map(_in_order, *found)] if found else []
+    return carry, outputs
 
 
-def _of_prefix(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {name: each for name, each in params.items() if name.startswith(prefix)}
+def _of_stack(params: Params, like: int) -> dict[str, Any]:
+    """The parameters of a stack, with the names of its first layer."""
+    return {
+        f"layers.{like}.{within_layer(name)}": each
+        for name, each in params.items()
+        if name.startswith(f"{STACKS}{like}.")
+    }
 
 
 def _in_order(*rows: jax.Array) -> jax.Array:

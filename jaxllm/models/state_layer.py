@@ -12,6 +12,7 @@ and of a delta rule, with k key heads, v value heads and g = v/k:
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import TokenPositions
-from jaxllm.kv.states import LayerState, StateNodes, no_states
+from jaxllm.kv.states import StateNodes, States, no_states
 from jaxllm.layer_configs import StateConfig
-from jaxllm.models.layer import fed_forward, live_rows
+from jaxllm.models.layer import ALL_ROWS, Rows, fed_forward
 from jaxllm.models.layer_stack import LayerParams
 from jaxllm.nn.layers import normalize
 from jaxllm.nn.linear import from_units, normed_to_units, to_units
@@ -39,34 +40,29 @@ from jaxllm.nn.states import (
 _LENGTH_EPS = 1e-6
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateTokens:
     """Tokens that update states.
 
     Attributes:
-      valid: int32 scalar, number of valid tokens; None if all are.
-      live, rowwise: see `linear.py`.
       starts: `[B, T]` int32, per token the index where its document begins; None for one sequence.
       ancestors: `[T, T]` bool, ancestors of tree nodes, including themselves; None for one sequence.
     """
 
-    valid: jax.Array | None = None
-    live: jax.Array | None = None
+    rows: Rows = ALL_ROWS
     starts: jax.Array | None = None
     ancestors: jax.Array | None = None
-    rowwise: bool = dataclasses.field(metadata={"static": True}, default=False)
 
 
 def cached_state_layer(
     weights: LayerParams,
     x: jax.Array,
     at: TokenPositions,
-    state: LayerState,
+    state: States,
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[jax.Array, LayerState]:
+) -> tuple[jax.Array, States]:
     """A state layer over new tokens.
 
     Args:
@@ -82,15 +78,13 @@ def cached_state_layer(
     Raises:
       ConfigError: the positions are those of a part of a tree, or of recomputed tokens.
     """
-    tree, valid = at.tree, at.valid if at.padded else None
+    tree, rows = at.tree, Rows.at(at)
     whole = tree is not None and state.nodes is not None and tree.mask.shape == (x.shape[1],) * 2
     if not at.consecutive and not whole:
         raise ConfigError(f"the states of {cfg.model_type} take one token after another, or a whole tree")
-    ancestors = None if tree is None else tree.mask
-    rowwise = tree is not None
-    tokens = StateTokens(valid, live_rows(x, valid), ancestors=ancestors, rowwise=rowwise)
+    tokens = StateTokens(rows, ancestors=None if tree is None else tree.mask)
     mixed, state = mixed_by_state(weights, x, state, tokens, cfg=cfg)
-    return fed_forward(weights, mixed, x, cfg, layer, valid=valid, rowwise=rowwise)[0], state
+    return fed_forward(weights, mixed, x, cfg, layer, rows=rows)[0], state
 
 
 def document_state_layer(
@@ -104,15 +98,14 @@ def document_state_layer(
 ) -> tuple[jax.Array, Routing | None]:
     """A state layer of whole documents `[B, T, D]`: the next layer's input, and the routing if it is sparse;
     for `starts` see `StateTokens`."""
-    before = jax.tree.map(lambda each: each[0], no_states(cfg, x.shape[0]))
-    state = LayerState(before.inputs, before.matrix)
+    state = jax.tree.map(lambda each: each[0], no_states(cfg, x.shape[0]))
     mixed, _ = mixed_by_state(weights, x, state, StateTokens(starts=starts), cfg=cfg)
     return fed_forward(weights, mixed, x, cfg, layer, differentiable=differentiable)
 
 
 def mixed_by_state(
-    weights: LayerParams, x: jax.Array, state: LayerState, tokens: StateTokens, *, cfg: ModelConfig
-) -> tuple[jax.Array, LayerState]:
+    weights: LayerParams, x: jax.Array, state: States, tokens: StateTokens, *, cfg: ModelConfig
+) -> tuple[jax.Array, States]:
     """The input of the feed-forward block of `x` `[B, T, D]`, and the state after the tokens.
 
     Args:
@@ -123,24 +116,16 @@ def mixed_by_state(
     mix = _short_conv if cfg.states.kind == "short_conv" else _delta_rule
     out, state = mix(weights, x, state, tokens, cfg)
     bias = weights.vector("state.o_bias")
-    out = out.astype(x.dtype)
-    how = {"live": tokens.live, "rowwise": tokens.rowwise}
-    return from_units(out, weights["state.o"], bias, residual=x, **how), state
+    how = {"live": tokens.rows.live(x), "rowwise": tokens.rows.rowwise}
+    return from_units(out.astype(x.dtype), weights["state.o"], bias, residual=x, **how), state
 
 
 def _short_conv(
-    weights: LayerParams, x: jax.Array, state: LayerState, tokens: StateTokens, cfg: ModelConfig
-) -> tuple[jax.Array, LayerState]:
+    weights: LayerParams, x: jax.Array, state: States, tokens: StateTokens, cfg: ModelConfig
+) -> tuple[jax.Array, States]:
     """Output gate · convolution(input gate · value), `[B, T, D]` (LFM2, arXiv 2511.23404)."""
     names = ("input_gate", "output_gate", "value")
-    input_gate, output_gate, value = normed_to_units(
-        x,
-        weights.norm("state_norm", cfg),
-        [weights[f"state.{name}"] for name in names],
-        [weights.vector(f"state.{name}_bias") for name in names],
-        live=tokens.live,
-        rowwise=tokens.rowwise,
-    )
+    input_gate, output_gate, value = _products(weights, x, names, tokens, cfg)
     out, state = _convolved(weights, input_gate * value, state, tokens)
     bias = weights.vector("state.conv_bias")
     out = out if bias is None else out + bias
@@ -148,27 +133,20 @@ def _short_conv(
 
 
 def _delta_rule(
-    weights: LayerParams, x: jax.Array, state: LayerState, tokens: StateTokens, cfg: ModelConfig
-) -> tuple[jax.Array, LayerState]:
+    weights: LayerParams, x: jax.Array, state: States, tokens: StateTokens, cfg: ModelConfig
+) -> tuple[jax.Array, States]:
     """The gated delta rule of all heads, normalized and gated, `[B, T, k, g·value_dim]`."""
     states = cfg.states
     assert states is not None
-    norm, batch = weights.norm("state_norm", cfg), x.shape[:2]
-    *mixed, gate = normed_to_units(
-        x,
-        norm,
-        [weights[f"state.{name}"] for name in ("q", "k", "v", "gate")],
-        [None] * 4,
-        live=tokens.live,
-        rowwise=tokens.rowwise,
-    )
-    flat = jnp.concatenate([each.reshape(*batch, -1) for each in mixed], axis=-1)
+    *mixed, gate = _products(weights, x, ("q", "k", "v", "gate"), tokens, cfg)
+    flat = jnp.concatenate([each.reshape(*x.shape[:2], -1) for each in mixed], axis=-1)
     flat, state = _convolved(weights, flat, state, tokens)
-    of = _delta_inputs(weights, jax.nn.silu(flat), normalize(x, norm), tokens, states)
+    normed = normalize(x, weights.norm("state_norm", cfg))
+    of = _delta_inputs(weights, jax.nn.silu(flat), normed, tokens, states)
     assert state.matrix is not None
     if tokens.ancestors is None:
         out, matrix = gated_delta_rule(of, state.matrix, tokens.starts)
-        state = LayerState(state.inputs, matrix)
+        state = dataclasses.replace(state, matrix=matrix)
     else:
         assert state.nodes is not None
         out = tree_delta_rule(of, state.matrix, tokens.ancestors)
@@ -179,13 +157,27 @@ def _delta_rule(
     return out.reshape(gate.shape), state
 
 
+def _products(
+    weights: LayerParams, x: jax.Array, names: Sequence[str], tokens: StateTokens, cfg: ModelConfig
+) -> list[jax.Array]:
+    """The first products of a layer, of the normalized input, by the names of their matrices."""
+    return normed_to_units(
+        x,
+        weights.norm("state_norm", cfg),
+        [weights[f"state.{name}"] for name in names],
+        [weights.vector(f"state.{name}_bias") for name in names],
+        live=tokens.rows.live(x),
+        rowwise=tokens.rows.rowwise,
+    )
+
+
 def _convolved(
-    weights: LayerParams, x: jax.Array, state: LayerState, tokens: StateTokens
-) -> tuple[jax.Array, LayerState]:
+    weights: LayerParams, x: jax.Array, state: States, tokens: StateTokens
+) -> tuple[jax.Array, States]:
     """The convolution of a layer, and the state with its inputs, of a tree as nodes."""
     kernel = weights.vector("state.conv")
     assert kernel is not None
-    valid = jnp.asarray(x.shape[1], jnp.int32) if tokens.valid is None else tokens.valid
+    valid = jnp.asarray(x.shape[1], jnp.int32) if tokens.rows.valid is None else tokens.rows.valid
     if tokens.ancestors is None:
         out, inputs = short_convolution(x, state.inputs, kernel, valid, tokens.starts)
         return out, dataclasses.replace(state, inputs=inputs)
@@ -213,18 +205,13 @@ def _delta_inputs(
     assert rate is not None
     log_decay = -jnp.exp(rate.astype(jnp.float32)) * jax.nn.softplus(step + bias)
     correction, v = jax.nn.sigmoid(score), v.reshape(*batch, -1, states.value_dim)
-    if tokens.valid is not None:
-        real = (jnp.arange(batch[1], dtype=jnp.int32) < tokens.valid)[:, None]
+    if tokens.rows.valid is not None:
+        real = (jnp.arange(batch[1], dtype=jnp.int32) < tokens.rows.valid)[:, None]
         # Selected, because products leave undefined values in padding.
         log_decay, correction = jnp.where(real, log_decay, 0), jnp.where(real, correction, 0)
         k, v = jnp.where(real[..., None], k, 0), jnp.where(real[..., None], v, 0)
-    return DeltaInputs(
-        q=q * np.float32(states.key_dim**-0.5),
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        correction=correction,
-    )
+    q = q * np.float32(states.key_dim**-0.5)
+    return DeltaInputs(q=q, k=k, v=v, log_decay=log_decay, correction=correction)
 
 
 def _of_length_one(x: jax.Array) -> jax.Array:

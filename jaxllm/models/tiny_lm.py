@@ -4,7 +4,7 @@ ratio.
 ELMS (arXiv 2409.09071), section 3.3, dual-head TLM: the score head gives every token a keep score; the
 decision head predicts, from the request's SLO, whose marks are tokens before the prompt, the level and the
 share of the prompt to use. The heads share the encoder's bottom layers and have separate top layers, so
-that training one leaves the other unchanged. Parameters have the names of `encoder/parameters` in a flat
+that training one leaves the other unchanged. Parameters have the names of `encoder/mobilebert.py` in a flat
 dict:
 
     embed.*, layers.{i}.*                      shared by both, i < shared layers
@@ -26,11 +26,12 @@ from jax.typing import DTypeLike
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import require, require_int
 from jaxllm.models.encoder.config import EncoderConfig
-from jaxllm.models.encoder.forward import embed_tokens, encode_layers
-from jaxllm.models.encoder.parameters import (
+from jaxllm.models.encoder.mobilebert import (
     Params,
     Shape,
+    embed_tokens,
     embedding_shapes,
+    encode_layers,
     encoder_shapes,
     init_values,
     layer_shapes,
@@ -118,31 +119,21 @@ def tlm_from_encoder(encoder_params: Params, cfg: TlmConfig, key: jax.Array) -> 
       ConfigError: the parameters belong to another encoder.
     """
     shapes = encoder_shapes(cfg.encoder)
-    if wrong := encoder_params.keys() ^ shapes.keys():
-        raise ConfigError(f"the encoder's parameters and its config disagree on {min(wrong)}; give its own")
-    for name, shape in shapes.items():
-        if tuple(encoder_params[name].shape) != shape:
-            raise ConfigError(
-                f"the encoder's parameter {name} has shape {list(encoder_params[name].shape)} but the config "
-                f"implies {list(shape)}; give its own"
-            )
+    given = {name: tuple(each.shape) for name, each in encoder_params.items()}
+    if wrong := sorted(name for name, _ in given.items() ^ shapes.items()):
+        name = wrong[0]
+        raise ConfigError(
+            f"the encoder's parameters and its config disagree on {name}, whose shapes are {given.get(name)} "
+            f"and {shapes.get(name)}; give its own"
+        )
     outputs = {name: shape for head in HEADS for name, shape in _output_shapes(cfg, head).items()}
     fresh = init_values(outputs, key)
-    sources = {name: name for name in tlm_shapes(cfg)}
-    for head in HEADS:
-        sources |= _encoder_names(cfg, head)
+    sources = {name: name.removeprefix("score.").removeprefix("decide.") for name in tlm_shapes(cfg)}
     # Copies, because a training step donates its buffers, and a buffer can be donated only once.
     return {
         name: fresh[name] if name in fresh else jax.tree.map(jnp.array, encoder_params[source])
         for name, source in sources.items()
     }
-
-
-def head_encoder(params: Params, cfg: TlmConfig, head: Head) -> dict[str, Weight]:
-    """The whole encoder of one head, shared and own layers, under the names of `encoder_shapes`."""
-    place = {name: name for name in encoder_shapes(cfg.encoder)}
-    place |= {name: own for own, name in _encoder_names(cfg, head).items()}
-    return {name: params[where] for name, where in place.items()}
 
 
 def grow_vocabulary(
@@ -165,11 +156,7 @@ def grow_vocabulary(
     Raises:
       ConfigError: `extra` exceeds the embedding size, or the word embedding is quantized.
     """
-    size = cfg.encoder.embedding_size
-    whole = isinstance(extra, int) and not isinstance(extra, bool) and 1 <= extra <= size
-    require(
-        whole, f"extra tokens must be a whole number in [1, {size}], the size of an embedding, got {extra!r}"
-    )
+    require_int("extra tokens", extra, 1, cfg.encoder.embedding_size)
     embedding = _float_embedding(params)
     grown = {**params, "embed.tokens": jnp.concatenate([embedding, _orthogonal_rows(embedding, extra, key)])}
     encoder = dataclasses.replace(cfg.encoder, vocab_size=cfg.encoder.vocab_size + extra)
@@ -290,9 +277,3 @@ def _output_shapes(cfg: TlmConfig, head: Head) -> dict[str, Shape]:
         shapes[f"{head}.{name}"] = (size, cfg.encoder.hidden_size)
         shapes[f"{head}.{name}_bias"] = (size,)
     return shapes
-
-
-def _encoder_names(cfg: TlmConfig, head: Head) -> dict[str, str]:
-    """Names of the parameters of a head's own layers -> their names in an encoder."""
-    names = [name for layer in cfg.own_layers for name in layer_shapes(cfg.encoder, f"layers.{layer}.")]
-    return {f"{head}.{name}": name for name in names}

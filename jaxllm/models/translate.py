@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.config_parts import Fields, Part
-from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.config_reader import ConfigReader, refuse_quantized
 from jaxllm.models.parameters import ENCODER, ParamSpec, param_specs
 
 
@@ -108,7 +108,7 @@ class Tensor:
         parts = [params[name] if self.expert is None else params[name][self.expert] for name in self.params]
         if self.stacked:
             together = np.stack([np.asarray(part) for part in parts], 2 if self.alternating else 1)
-            whole = together.reshape(*self._stacked_rows(specs), *width)
+            whole = together.reshape(len(together), -1, *width)
             return np.ascontiguousarray(whole.swapaxes(-1, -2) if self.transposed else whole)
         blocks = [np.asarray(part).reshape(-1, *width) for part in parts]
         if self.interleaved:
@@ -126,10 +126,6 @@ class Tensor:
         whole = whole[:, None] if self.depthwise else whole
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
-    def _stacked_rows(self, specs: Mapping[str, ParamSpec]) -> tuple[int, int]:
-        experts = specs[self.params[0]].shape[0]
-        return experts, sum(self._rows(name, specs) for name in self.params)
-
     def _head_dim(self, specs: Mapping[str, ParamSpec]) -> int:
         return specs[self.params[0].rsplit(".", 1)[0] + ".k"].shape[1]
 
@@ -142,38 +138,26 @@ class Tensor:
         return math.prod(shape if _is_vector(param) else shape[:-1])
 
 
-def linears(names: Mapping[str, str], *, turned: bool = False) -> tuple[Tensor, ...]:
-    """The tensors of linear layers, with their biases where a model has them.
+def tensors(names: Mapping[str, str], *, turned: bool = False, **options: Any) -> tuple[Tensor, ...]:
+    """The tensors of linear layers and of norms, with their biases where a model has them.
 
     Args:
-      names: names of the layers in the checkpoint -> our parameters.
+      names: names in the checkpoint -> our parameter (a norm's ends with "norm"), or several that are blocks
+        of its rows, separated by spaces.
       turned: whether matrices are stored `[in, out]`, as GPT-2's are.
+      options: further options of all these tensors.
     """
-    return tuple(
-        tensor
-        for name, param in names.items()
-        for tensor in (
-            Tensor(f"{name}.weight", (param,), transposed=param.endswith((".o", ".down")) != turned),
-            Tensor(f"{name}.bias", (f"{param}_bias",)),
+    found: list[Tensor] = []
+    for name, params in names.items():
+        norm = params.endswith("norm")
+        weights, biases = (
+            tuple(each + ending for each in params.split())
+            for ending in ((".scale", ".bias") if norm else ("", "_bias"))
         )
-    )
-
-
-def norms(names: Mapping[str, str], **options: bool) -> tuple[Tensor, ...]:
-    """The tensors of norms, with their biases where a model has them.
-
-    Args:
-      names: names of the norms in the checkpoint -> ours.
-      options: options of a `Tensor` for their scales.
-    """
-    return tuple(
-        tensor
-        for name, ours in names.items()
-        for tensor in (
-            Tensor(f"{name}.weight", (f"{ours}.scale",), **options),
-            Tensor(f"{name}.bias", (f"{ours}.bias",)),
-        )
-    )
+        transposed = not norm and params.endswith((".o", ".down")) != turned
+        found.append(Tensor(f"{name}.weight", weights, transposed=transposed, **options))
+        found.append(Tensor(f"{name}.bias", biases, **options))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,11 +217,7 @@ class Architecture:
         """
         reader = ConfigReader(config, path, ignore_keys=ignore_keys)
         reader.only("model_type", (self.model_type,), "this is the translation of one model_type")
-        reader.only(
-            "quantization_config",
-            (None,),
-            "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself",
-        )
+        refuse_quantized(reader)
         reader.only("pruned_heads", (None, {}), "all heads of a layer have to be there")
         fields: Fields = {"model_type": self.model_type}
         for part in self.parts:
@@ -291,9 +271,11 @@ class Architecture:
                         continue
                     params = tuple(f"{lead}layers.{layer}.{name}" for name in tensor.params)
                     # `layer_tensors` lists all possible tensors; `specs` has those of this layer.
-                    if params[0] in specs and tensor.gated in (None, side.gated_ffn):
-                        name = prefix.format(layer) + tensor.name
-                        found += _by_expert(dataclasses.replace(tensor, name=name, params=params), side)
+                    if params[0] not in specs or tensor.gated not in (None, side.gated_ffn):
+                        continue
+                    for expert in range(side.experts) if "{expert}" in tensor.name else (None,):
+                        name = prefix.format(layer) + tensor.name.format(expert=expert)
+                        found.append(dataclasses.replace(tensor, name=name, params=params, expert=expert))
         return found
 
 
@@ -308,15 +290,6 @@ def heads_of(rows: np.ndarray, parts: int, part: int, head_dim: int) -> np.ndarr
     """From rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
     split = rows.reshape(-1, parts, head_dim, *rows.shape[1:])
     return split[:, part].reshape(-1, *rows.shape[1:])
-
-
-def _by_expert(tensor: Tensor, cfg: ModelConfig) -> list[Tensor]:
-    if "{expert}" not in tensor.name:
-        return [tensor]
-    return [
-        dataclasses.replace(tensor, name=tensor.name.format(expert=expert), expert=expert)
-        for expert in range(cfg.experts)
-    ]
 
 
 def _is_vector(param: str) -> bool:

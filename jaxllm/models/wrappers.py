@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures import ARCHITECTURES, architecture
-from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.config_reader import ConfigReader, refuse_quantized
 
 # Keys of text models that describe how images enter, or that only training reads.
 _INERT_TEXT_KEYS = frozenset(
@@ -125,60 +125,40 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
       ConfigError: the model_type or that of the text model is not supported, or a key is unknown, malformed
         or not supported.
     """
-    model_type = config.get("model_type")
+    model_type, text = config.get("model_type"), config.get("text_config")
+    # A malformed config may have a list there, which no dict can look up.
     wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
     if wrapper is None:
-        _refuse_unknown_wrapper(config)
+        if isinstance(text, dict) and not (isinstance(model_type, str) and model_type in ARCHITECTURES):
+            raise ConfigError(
+                f"the multimodal model_type {model_type!r:.80}, with the text model "
+                f"{text.get('model_type')!r:.80}, is not supported; supported are {', '.join(WRAPPERS)}: "
+                "use a checkpoint of one of these, or the text model as a folder of its own"
+            )
         return architecture(model_type).config_from_hf(config, ignore_keys=ignore_keys)
     reader = ConfigReader(config, ignore_keys=ignore_keys)
-    reader.only(
-        "quantization_config",
-        (None,),
-        "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself",
-    )
-    text = _text_config(config)
+    refuse_quantized(reader)
+    if not isinstance(text, dict) or not text:
+        raise ConfigError(
+            f"config key 'text_config' must be the text model's config, got {text!r:.80}; take config.json "
+            "as its authors published it"
+        )
+    kept = {key: value for key, value in text.items() if key not in _INERT_TEXT_KEYS}
+    plain = {**wrapper.text_defaults, **kept}
     if config.get("tie_word_embeddings") is not None:
         # The wrapper's key has precedence over the text model's.
-        text["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
-    inert = {*wrapper.keys, "text_config", "vision_config"}
-    reader.finish(inert_keys=inert)
+        plain["tie_word_embeddings"] = reader.flag("tie_word_embeddings", False)
+    reader.finish(inert_keys={*wrapper.keys, "text_config", "vision_config"})
     named = ConfigReader(text, _SECTION).text("model_type", next(iter(wrapper.text_types)))
     if named not in wrapper.text_types:
         raise ConfigError(
             f"{model_type} with the text model {named[:80]!r} is not supported; supported with "
             f"{', '.join(wrapper.text_types)}: use a checkpoint with that text model"
         )
-    family = architecture(wrapper.text_types[named])
-    plain = {**wrapper.text_defaults, **_without_image_keys(text), "model_type": family.model_type}
-    return family.config_from_hf(plain, ignore_keys=ignore_keys, path=_SECTION)
-
-
-def _refuse_unknown_wrapper(config: Mapping[str, Any]) -> None:
-    model_type, text = config.get("model_type"), config.get("text_config")
-    # A malformed config may have a list there, which no dict can look up.
-    known = isinstance(model_type, str) and model_type in ARCHITECTURES
-    if isinstance(text, dict) and not known:
-        raise ConfigError(
-            f"the multimodal model_type {model_type!r:.80}, with the text model "
-            f"{text.get('model_type')!r:.80}, is not supported; supported are {', '.join(WRAPPERS)}: use a "
-            "checkpoint of one of these, or the text model as a folder of its own"
-        )
-
-
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config")
-    if not isinstance(text, dict) or not text:
-        raise ConfigError(
-            f"config key 'text_config' must be the text model's config, got {text!r:.80}; take config.json "
-            "as its authors published it"
-        )
-    return dict(text)
-
-
-def _without_image_keys(text: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {key: value for key, value in text.items() if key not in _INERT_TEXT_KEYS}
     for name in ("rope_parameters", "rope_scaling"):
         section = plain.get(name)
         if isinstance(section, dict):
             plain[name] = {key: value for key, value in section.items() if key not in _TEXT_ROPE_KEYS}
-    return plain
+    family = architecture(wrapper.text_types[named])
+    plain["model_type"] = family.model_type
+    return family.config_from_hf(plain, ignore_keys=ignore_keys, path=_SECTION)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.kernels import fused_attention as kernel
 from jaxllm.kernels.fused_attention import fused_attention, log_fallback
-from jaxllm.nn.layers import MASKED, AttentionOptions, attention, causal_mask
+from jaxllm.nn.layers import MASKED, AttentionOptions, attention, attention_by, causal_mask
 
 # Queries per block on the XLA path: keys after a block are left out of its product. Sequences of more blocks
 # than `UNROLLED_BLOCKS` use larger ones in a loop, whose code does not grow, and which attend to all keys.
@@ -122,21 +122,13 @@ def _by_xla(
     window = options.window
     mask = document_mask(starts, window, branches)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    tokens, outs = q.shape[1], []
+    tokens, outs, attend = q.shape[1], [], attention_by(options)
     for first in range(0, tokens, BLOCK):
         last = min(tokens, first + BLOCK)
         # The window of a branch reaches back by positions, which are not indices in the sequence.
         oldest = max(0, first + 1 - window) if window and branches is None else 0
-        part = attention(
-            q[:, first:last],
-            keys[:, :, oldest:last],
-            values[:, :, oldest:last],
-            mask[:, first:last, oldest:last],
-            scale=options.scale,
-            softcap=options.softcap,
-            sink_logits=options.sink_logits,
-        )
-        outs.append(part)
+        seen = slice(oldest, last)
+        outs.append(attend(q[:, first:last], keys[:, :, seen], values[:, :, seen], mask[:, first:last, seen]))
     return jnp.concatenate(outs, axis=1)
 
 
@@ -159,8 +151,7 @@ def _in_loop(
         # Some queries of the last block may be padding, and attend as the last token does.
         rows = jnp.minimum(first + jnp.arange(LOOP_BLOCK, dtype=jnp.int32), jnp.int32(tokens - 1))
         mask = document_mask(starts, options.window, branches, rows)
-        scale, softcap, sinks = options.scale, options.softcap, options.sink_logits
-        return attention(q, keys, values, mask, scale=scale, softcap=softcap, sink_logits=sinks)
+        return attention_by(options)(q, keys, values, mask)
 
     padded = jnp.pad(q, ((0, 0), (0, blocks * LOOP_BLOCK - tokens)) + ((0, 0),) * 3)
     parts = padded.reshape(q.shape[0], blocks, LOOP_BLOCK, *q.shape[2:]).swapaxes(0, 1)

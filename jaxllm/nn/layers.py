@@ -194,10 +194,10 @@ def attention(
       `[B, T, K, G, H]` in q's dtype.
     """
     options = AttentionOptions(scale=scale, softcap=softcap, sink_logits=sink_logits)
-    return _attends(options)(q, k, v, mask)
+    return attention_by(options)(q, k, v, mask)
 
 
-def _attends(options: "AttentionOptions") -> Attend:
+def attention_by(options: "AttentionOptions") -> Attend:
     """`attention` with these options."""
     return lambda q, k, v, mask: _weighted(v, _weights(q, k, mask, options), q)
 
@@ -353,7 +353,7 @@ def cached_attention(
         if options.bias is not None:
             visible = _biased(options.bias, at, visible)
         if branches:
-            return over_used_prefix(_attends(options), q, keys, values, visible, at.used_rows), past, mass
+            return over_used_prefix(attention_by(options), q, keys, values, visible, at.used_rows), past, mass
         weights = _weights(q, keys, visible, options)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid

@@ -149,7 +149,7 @@ def to_units(
         return native_products.to_units(rows, [weight], rowwise=rowwise, **options)[0]
 
     def by_xla(rows: jax.Array, weight: Weight, options: _Options) -> jax.Array:
-        return _to_units_by_xla(rows, weight, options["step"])
+        return _product(rows, weight, options["step"], axis=1)
 
     options: _Options = {"used": used, "step": step, "live": live}
     if in_blocks(weight):
@@ -220,7 +220,7 @@ def from_units(
 
     def by_xla(h: jax.Array, weight: Weight, residual: jax.Array | None, options: _Options) -> jax.Array:
         h = h if options["used"] is None else options["used"].only(h, len(batch))
-        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, options["step"])
+        out = _product(h.reshape(-1, math.prod(units)), weight, options["step"], axis=0)
         return out if residual is None else residual.reshape(out.shape) + out
 
     options: _Options = {"used": used, "step": step, "live": live}
@@ -340,77 +340,43 @@ def _stored(weight: Weight) -> Weight:
     return weight.base if isinstance(weight, Adapted) else weight
 
 
-def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
-    """Activations `[M, D]` times a weight `[*U, D]`: `[M, prod(U)]`."""
-    width = weight.shape[-1]
-    if isinstance(weight, OwnProduct):
-        return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -1)
-    if isinstance(weight, Adapted):
-        low = _to_units_by_xla(rows, weight.right)
-        return _to_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, _as_matrix(weight.left))
-    if step is not None:
-        if native_products.in_integers(weight):
-            return native_products.rows_product(rows, _flat(taken(weight)), step)
-        rows = native_products.rounded(rows, step)
-
-    def whole(rows: jax.Array, weight: Weight) -> jax.Array:
-        return dense_product(rows, dequantize(weight, rows.dtype).reshape(-1, width), 1)
-
-    def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
-        return converted.rows_product(rows, _flat(weight))
-
-    if isinstance(weight, BlockedArray):
-        return whole(rows, weight)
-    return _product(rows, weight, whole=whole, by_blocks=by_blocks)
-
-
-def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
-    """Activations `[M, prod(U)]` times a weight `[*U, D]`: `[M, D]`."""
+def _product(rows: jax.Array, weight: Weight, step: jax.Array | None = None, *, axis: int) -> jax.Array:
+    """XLA's product of activations with a weight `[*U, D]`: over its last axis (1), `[M, D]` -> `[M,
+    prod(U)]`, or over its units (0), `[M, prod(U)]` -> `[M, D]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     if isinstance(weight, OwnProduct):
-        return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
-    if isinstance(weight, Prefix) and not weight.axis:
+        return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), axis - 2)
+    if isinstance(weight, Prefix) and not weight.axis and not axis:
         # The weight stays whole and shared; activations of missing units are zero.
         missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
-        return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step)
+        return _product(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step, axis=0)
     if isinstance(weight, Adapted):
-        low = _to_units_by_xla(rows, _as_matrix(weight.left))
-        return _from_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, weight.right)
+        # `OwnProduct` has this shape already.
+        left = weight.left
+        left = left if isinstance(left, OwnProduct) else taken(left).reshape(left.shape[0], -1)
+        first, second = (weight.right, left) if axis else (left, weight.right)
+        low = _product(rows, first, axis=1)
+        return _product(rows, weight.base, step, axis=axis) + _product(low, second, axis=0)
     if step is not None:
+        if native_products.in_integers(weight) and axis:
+            return native_products.rows_product(rows, _flat(taken(weight)), step)
         if native_products.in_integers(weight):
             return native_products.reduction_product(rows, taken(weight), step)
         rows = native_products.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
-        return dense_product(rows, dequantize(weight, rows.dtype).reshape(-1, width), 0)
+        return dense_product(rows, dequantize(weight, rows.dtype).reshape(-1, width), axis)
 
     def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
+        if axis:
+            return converted.rows_product(rows, _flat(weight))
         if isinstance(weight, QArray) and weight.ndim == 3:
             return converted.stacked_reduction_product(rows.reshape(-1, *units), weight)
         return converted.reduction_product(rows, _flat(weight))
 
-    if isinstance(weight, BlockedArray):
-        return whole(rows, weight)
-    return _product(rows, weight, whole=whole, by_blocks=by_blocks)
-
-
-def _as_matrix(side: jax.Array | OwnProduct) -> jax.Array | OwnProduct:
-    """An adapter's left factor `[r, *U]` as `[r, prod(U)]`, the shape that `OwnProduct` needs."""
-    return side if isinstance(side, OwnProduct) else taken(side).reshape(side.shape[0], -1)
-
-
-def _product(
-    rows: jax.Array,
-    weight: Weight,
-    *,
-    whole: Callable[[jax.Array, Weight], jax.Array],
-    by_blocks: Callable[[jax.Array, Weight], jax.Array],
-) -> jax.Array:
-    """Computes the product by the path for this weight and the platform that the step is compiled for."""
     stored_as_is = isinstance(weight, jax.Array | StackedArray) and weight.dtype == rows.dtype
-    if stored_as_is or converted.fits_one_block(weight, rows.dtype):
-        return whole(rows, weight)
-    return on_platform(by_blocks, whole, (rows, weight))
+    in_one = isinstance(weight, BlockedArray) or stored_as_is or converted.fits_one_block(weight, rows.dtype)
+    return whole(rows, weight) if in_one else on_platform(by_blocks, whole, (rows, weight))
 
 
 def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.kv.states import LayerState, StateNodes, States
+from jaxllm.kv.states import States
 
 # Both accept tokens `[B, T, ...]` with the state before them, and return outputs and the state after the
 # first `valid` tokens: the rest is padding, which changes no state. Everything is float32. With `starts`
@@ -239,26 +239,20 @@ def after_path(states: States, path: jax.Array, count: jax.Array) -> States:
     """
     # The layers do not depend on each other: together they are a batch.
     lead = states.inputs.shape[:2]
-    flat = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), states)
-    after = _after_path(LayerState(flat.inputs, flat.matrix), flat.nodes, path, count)
-    after = jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), after)
-    return States(after.inputs, after.matrix)
+    after = _after_path(jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), states), path, count)
+    return jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), after)
 
 
-def _after_path(state: LayerState, nodes: StateNodes, path: jax.Array, count: jax.Array) -> LayerState:
+def _after_path(state: States, path: jax.Array, count: jax.Array) -> States:
     real = jnp.arange(len(path), dtype=jnp.int32) < count
 
     def on_path(each: jax.Array) -> jax.Array:
         return jnp.where(real.reshape(1, -1, *(1,) * (each.ndim - 2)), each[:, path], 0)
 
-    along: StateNodes = jax.tree.map(on_path, nodes)
+    along = jax.tree.map(on_path, state.nodes)
     no_kernel = np.zeros((along.inputs.shape[-1], state.inputs.shape[1] + 1), np.float32)
     _, inputs = short_convolution(along.inputs, state.inputs, jnp.asarray(no_kernel), count)
     if state.matrix is None:
-        return LayerState(inputs)
-    assert along.k is not None
-    assert along.v is not None
-    assert along.log_decay is not None
-    assert along.correction is not None
+        return States(inputs)
     tokens = DeltaInputs(along.k, along.k, along.v, along.log_decay, along.correction)
-    return LayerState(inputs, gated_delta_rule(tokens, state.matrix)[1])
+    return States(inputs, gated_delta_rule(tokens, state.matrix)[1])

@@ -19,9 +19,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import PARAMETER, UsedUnits, of_rows, only_of_rows
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
-from jaxllm.models.layer import attend_cache, rotary_by_rope, run_layer
-from jaxllm.models.layer_stack import STACK, LayerStack, layer_of, over_layers
+from jaxllm.models.layer import Rows, attend_cache, rotary_by_rope, run_layer
+from jaxllm.models.layer_stack import STACK, LayerStack, layer_of
 from jaxllm.models.parameters import Params, head_name
+from jaxllm.models.scanned_layers import over_layers
 from jaxllm.nn.layers import Heads
 from jaxllm.nn.linear import in_blocks
 from jaxllm.quant import Adapted
@@ -201,7 +202,7 @@ def _row_logits(
         weights = layer_of(own, like)
         if units is not None:
             weights = weights.using(of_rows(units[:, number]))
-        x, kept, _ = run_layer(weights, x, cfg, like, attend, valid=live, rowwise=True)
+        x, kept, _ = run_layer(weights, x, cfg, like, attend, rows=Rows(live, rowwise=True))
         changed = (
             dataclasses.replace(cache.with_past(like, past), mass=mass)
             for cache, (past, mass) in zip(caches, kept, strict=True)

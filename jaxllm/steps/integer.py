@@ -6,19 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllm.axes import Axes
+from jaxllm.axes import shaped
 from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.shadow import PRODUCTS
 from jaxllm.int8_prefill.subgraphs import IntegerLayer, calibration_of
 from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
-from jaxllm.models.layer_stack import layer_of, over_layers
+from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
+from jaxllm.models.scanned_layers import over_layers
 
 # A layer's results, the cache, and the counts of outliers so far.
 _Carry = tuple[jax.Array, KVCache, jax.Array]
 
 
+@shaped(tokens="int32 B T", valid="int32", last="bool", B=1)
 def prefill_integer_chunk(
     params: Params,
     tokens: jax.Array,
@@ -41,11 +43,6 @@ def prefill_integer_chunk(
       channels with outliers of each of `PRODUCTS`, `[L, 4]` int32, zero for layers without a shadow; and the
       cache.
     """
-    axes = Axes("prefill_integer_chunk", B=1, H=cfg.head_dim)
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    axes.check(jnp.int32, "", valid=valid)
-    axes.check(jnp.bool_, "", last=last)
-    cache.check(axes)
     at = TokenPositions.after(cache.length, tokens.shape[1], valid)
 
     def layer(carry: _Carry, own: Params, like: int, number: jax.Array | int) -> _Carry:

@@ -6,19 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.axes import Axes
+from jaxllm.axes import shaped
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import ChunkFormat
 from jaxllm.kernels.native_call import PARAMETER, value
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.states import SourceKV
-from jaxllm.models.decoder import final_normed, forward_layer, logits, position_bias
+from jaxllm.models.decoder import final_normed, forward_layer, logits
 from jaxllm.models.layer import rotary_by_rope, with_room
 from jaxllm.models.layer_stack import STACK, LayersAt, layer_of
 from jaxllm.models.parameters import Params
+from jaxllm.models.relative_positions import position_bias
 
 
+@shaped(x="float 1 T D", rows="int32 n")
 def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final
     norm, if there is one.
@@ -28,12 +30,10 @@ def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfi
       x: `[1, T, D]`, the last layer's output.
       rows: `[n]` int32, indices among the T tokens.
     """
-    axes = Axes("final_rows", D=cfg.hidden_size)
-    axes.check(jnp.floating, "1 T D", x=x)
-    axes.check(jnp.int32, "n", rows=rows)
     return final_normed(params, x[0, rows], cfg=cfg)
 
 
+@shaped(hidden="float n D")
 def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     """Logits `[n, v]` float32 for v tokens of the vocabulary.
 
@@ -41,7 +41,6 @@ def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
       head: the rows `[v, D]` of these tokens, named like the whole head, and their biases `[v]`, if any.
       hidden: `[n, D]`, see `final_rows`.
     """
-    Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
     return logits(head, hidden, cfg=cfg, rowwise=True)
 
@@ -66,6 +65,7 @@ def load_cache(
     return load_chunks(cache, range(cache.layers), sources, bits, form=form, heads=heads)
 
 
+@shaped(x="float B T D", B=1)
 def restore_layer(
     params: Params,
     x: jax.Array,
@@ -91,7 +91,6 @@ def restore_layer(
     Returns:
       The next layer's input, keys and values.
     """
-    check_layer("restore_layer", x, at, past, cfg)
     past = loaded_layer(params, past, chunks, layer)
     x, past, _ = one_layer(params, x, at, past, None, cfg=with_room(cfg, x.shape[1]), layer=layer)
     return x, past
@@ -139,6 +138,7 @@ def last_logits(params: Params, x: jax.Array, row: jax.Array, *, cfg: ModelConfi
     return logits(params, final_rows(params, x, row, cfg=cfg), cfg=cfg)
 
 
+@shaped(x="float B T D", B=1)
 def one_layer(
     params: Params,
     x: jax.Array,
@@ -151,17 +151,8 @@ def one_layer(
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """`decoder.forward_layer` of the parameters of one layer (see `layer_of`), and "relative_positions" if
     the model has them."""
-    check_layer("one_layer", x, at, past, cfg)
     weights, bias = layer_of(params, layer), position_bias(params, cfg)
     return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, order=bias)
-
-
-def check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
-    """Asserts the shapes of the arguments of a step over one layer of one sequence."""
-    axes = Axes(step, B=1, D=cfg.hidden_size, H=cfg.head_dim)
-    axes.check(jnp.floating, "B T D", x=x)
-    at.check(axes)
-    past.check(axes)
 
 
 def loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) -> Past:
@@ -173,15 +164,11 @@ def loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) ->
     )
 
 
-# Defines the step of consecutive layers in separate weight tables, such as prefetched layers.
-#
-# A pure function of static shapes, as in `layers.py`.
-
-
 # A layer's input, keys and values, and the attention mass.
 _Carry = tuple[jax.Array, Past, jax.Array | None]
 
 
+@shaped(x="float B T D", count="int32", B=1)
 def consecutive_layers(
     params: Params,
     x: jax.Array,
@@ -209,11 +196,6 @@ def consecutive_layers(
     Returns:
       The next layer's input, `past` with keys and values of all of them, and the mass.
     """
-    axes = Axes("consecutive_layers", B=1, D=cfg.hidden_size, H=cfg.head_dim)
-    axes.check(jnp.floating, "B T D", x=x)
-    axes.check(jnp.int32, "", count=count)
-    at.check(axes)
-    past.check(axes)
     layers: Any = params[STACK]
     assert isinstance(layers, LayersAt)
     bias = position_bias(params, cfg)
@@ -223,27 +205,18 @@ def consecutive_layers(
     def run(number: jax.Array, carry: _Carry) -> _Carry:
         x, first, mass = carry
         own: Any = {**params, STACK: layers.at(number)}
-        here = _of_later_layer(first, number)
-        x, here, mass = forward_layer(layer_of(own, layer), x, at, here, mass, **how)
-        return x, _of_layer_of(first, here), mass
+        x, here, mass = forward_layer(layer_of(own, layer), x, at, _layers_on(first, number), mass, **how)
+        return x, _layers_on(here, -number), mass
 
     return jax.lax.fori_loop(0, count, run, (x, past, mass))
 
 
-def _of_later_layer(past: Past, number: jax.Array) -> Past:
-    """Keys and values of the layer `number` layers after that of `past`, in the same stack."""
+def _layers_on(past: Past, count: jax.Array) -> Past:
+    """`past`, labelled as that of the layer `count` layers after it, in the same stack."""
     assert past.slot is not None
     # Who streams weights attends to no coded chunks.
     assert past.coded is None
     source = past.source
     if isinstance(source, SourceKV):
-        source = source.in_layer(jnp.asarray(source.layer) + number)
-    return dataclasses.replace(past, slot=past.slot + number, source=source)
-
-
-def _of_layer_of(first: Past, past: Past) -> Past:
-    """`past` of another layer of the same stack, relabelled as that of the layer of `first`."""
-    source = past.source
-    if isinstance(source, SourceKV) and isinstance(first.source, SourceKV):
-        source = dataclasses.replace(source, layer=first.source.layer)
-    return dataclasses.replace(past, slot=first.slot, source=source)
+        source = source.in_layer(jnp.asarray(source.layer) + count)
+    return dataclasses.replace(past, slot=past.slot + count, source=source)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.axes import Axes
+from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.decoder import (
@@ -29,6 +29,7 @@ from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 SCORE_BLOCK = 128
 
 
+@shaped(tokens="int32 B T", valid="int32", last="bool")
 def prefill_chunk(
     params: Params,
     tokens: jax.Array,
@@ -52,11 +53,6 @@ def prefill_chunk(
     Returns:
       Logits `[B, V]` float32 after the last valid token (zeros unless `last`), and the cache.
     """
-    axes = Axes("prefill_chunk", H=cfg.head_dim)
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    axes.check(jnp.int32, "", valid=valid)
-    axes.check(jnp.bool_, "", last=last)
-    cache.check(axes)
     row = valid - 1
     hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, row=row, inputs=inputs, dtype=dtype)
     final = hidden[:, 0]
@@ -70,6 +66,7 @@ def prefill_chunk(
     return out, cache
 
 
+@shaped(token="int32 B")
 def decode_step(
     params: Params,
     token: jax.Array,
@@ -80,10 +77,6 @@ def decode_step(
     dtype: DTypeLike,
 ) -> tuple[jax.Array, KVCache, SamplerState]:
     """Runs one token per sequence, `[B]` int32, and samples the next: ids `[B]`, cache, sampler."""
-    axes = Axes("decode_step", H=cfg.head_dim, V=cfg.vocab_size)
-    axes.check(jnp.int32, "B", token=token)
-    cache.check(axes)
-    sampler.check(axes)
     hidden, cache = forward(params, token[:, None], cache, cfg=cfg, dtype=dtype)
     token, sampler = sample(logits(params, hidden[:, 0], cfg=cfg), sampler)
     return token, cache, sampler
@@ -108,6 +101,7 @@ class BlockEnd:
         axes.check(jnp.int32, "", limit=self.limit)
 
 
+@shaped(token="int32 B")
 def decode_tokens(
     params: Params,
     token: jax.Array,
@@ -136,9 +130,6 @@ def decode_tokens(
       sequence has reached a stop token or `NO_TOKEN`), the cache with all but the last token, and the
       sampler.
     """
-    axes = Axes("decode_tokens")
-    axes.check(jnp.int32, "B", token=token)
-    end.check(axes)
     batch = token.shape[0]
     rows = jnp.full((batch, block), -1, jnp.int32)
     running = jnp.ones(batch, jnp.bool_)
@@ -160,6 +151,7 @@ def decode_tokens(
     return rows, done, cache, sampler
 
 
+@shaped(tokens="int32 B T", targets="int32 B T", valid="int32")
 def score_chunk(
     params: Params,
     tokens: jax.Array,
@@ -176,16 +168,13 @@ def score_chunk(
       `[B, T]` float32 natural logarithms, `[B, T]` int32 greedy next tokens (both undefined for padding),
       and the cache.
     """
-    axes = Axes("score_chunk", H=cfg.head_dim)
-    axes.check(jnp.int32, "B T", tokens=tokens, targets=targets)
-    axes.check(jnp.int32, "", valid=valid)
-    cache.check(axes)
     hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
     scores = jax.nn.log_softmax(logits(params, hidden, cfg=cfg), axis=-1)
     best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0], best, cache
 
 
+@shaped(tokens="int32 B T", valid="int32")
 def embed_chunk(
     params: Params,
     tokens: jax.Array,
@@ -200,21 +189,17 @@ def embed_chunk(
     Returns:
       `[B, D]` float32, and the cache.
     """
-    axes = Axes("embed_chunk", H=cfg.head_dim)
-    axes.check(jnp.int32, "B T", tokens=tokens)
-    axes.check(jnp.int32, "", valid=valid)
-    cache.check(axes)
     hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
     # Selected, not multiplied: hidden states of padding may be anything.
     real = (jnp.arange(tokens.shape[1], dtype=jnp.int32) < valid)[None, :, None]
     return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), jnp.float32(0)), axis=1), cache
 
 
+@shaped(tokens="int32 B T", starts="int32 B T")
 def route_documents(
     params: Params, tokens: jax.Array, starts: jax.Array, *, cfg: ModelConfig, dtype: DTypeLike
 ) -> jax.Array:
     """The experts `[L_sparse, B, T, k]` int32 that tokens `[B, T]` of packed documents visit, best first."""
-    Axes("route_documents").check(jnp.int32, "B T", tokens=tokens, starts=starts)
     _, routing = forward_documents_with_routing(
         params, tokens, starts, cfg=cfg, dtype=dtype, differentiable=False
     )
@@ -243,6 +228,7 @@ class ScoredTokens:
         axes.check(jnp.int32, "", count=self.count)
 
 
+@shaped(tokens="int32 B T", starts="int32 B T")
 def score_branches(
     params: Params,
     tokens: jax.Array,
@@ -264,10 +250,6 @@ def score_branches(
     Returns:
       `[P]` float32 natural logarithms; zeros after the last block with a valid target.
     """
-    axes = Axes("score_branches")
-    axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
-    branches.check(axes)
-    scored.check(axes)
     hidden = forward_documents(params, tokens, starts, branches, cfg=cfg, dtype=dtype, differentiable=False)
     hidden = hidden.reshape(-1, hidden.shape[-1])
 

@@ -2,25 +2,26 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.axes import Axes
+from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import Tiles, no_visits, run_stored, run_tile, sum_visits, tiles_and_weights
-from jaxllm.experts.routing import Routing
 from jaxllm.kernels.native_products import StoredExperts
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
-from jaxllm.models import encoder_decoder
-from jaxllm.models.decoder import forward_to_experts, position_bias
-from jaxllm.models.layer import chosen_experts, expert_biases, with_room
+from jaxllm.models import decoder
+from jaxllm.models.encoder_decoder import source_attending, source_rows
+from jaxllm.models.layer import Rows, attended, chosen_experts, expert_biases, visiting_tokens, with_room
 from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params
+from jaxllm.models.relative_positions import position_bias
 from jaxllm.nn.linear import FeedForward
-from jaxllm.steps.layers import check_layer, loaded_layer
+from jaxllm.steps.layers import loaded_layer
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +65,7 @@ class SparseLayer:
     loss: float = 0.0
 
 
+@shaped(x="float B T D", B=1)
 def attend_layer(
     params: Params,
     next_routers: Sequence[Params],
@@ -74,7 +76,7 @@ def attend_layer(
     *,
     of: SparseLayer,
 ) -> tuple[AtExperts, jax.Array, Past, jax.Array | None]:
-    """A sparse layer up to its experts (see `decoder.forward_to_experts`).
+    """A sparse layer up to its experts.
 
     The next routers are applied to this layer's hidden states: the residual stream changes so little from
     layer to layer that their choices are mostly those of the next layers.
@@ -88,24 +90,24 @@ def attend_layer(
     Returns:
       The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
     """
-    cfg = of.cfg
-    check_layer("attend_layer", x, at, past, cfg)
-    weights, bias, count = layer_of(params, of.layer), position_bias(params, cfg), x.shape[1]
-    how = {"cfg": cfg, "layer": of.layer, "bias": bias}
-    x, routing, visiting, past, mass = forward_to_experts(weights, x, at, past, mass, **how)
+    cfg, weights, count = of.cfg, layer_of(params, of.layer), x.shape[1]
+    how: Any = {"cfg": cfg, "layer": of.layer, "order": position_bias(params, cfg)}
+    x, past, mass = decoder.attend_layer(weights, x, at, past, mass, **how)
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
     real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
     sums = jnp.sum(jnp.where(real, jnp.stack(following), 0.0), axis=1)
-    tokens, out = _at_experts(x, routing, visiting, of, sums / jnp.sum(real, dtype=jnp.float32))
+    tokens, out = _at_experts(weights, x, Rows.at(at), of, sums / jnp.sum(real, dtype=jnp.float32))
     return tokens, out, past, mass
 
 
 def _at_experts(
-    x: jax.Array, routing: Routing, visiting: jax.Array | None, of: SparseLayer, ahead: jax.Array
+    weights: LayerParams, x: jax.Array, rows: Rows, of: SparseLayer, ahead: jax.Array
 ) -> tuple[AtExperts, jax.Array]:
     """The tokens before the experts, and a buffer for the outputs of all tiles."""
+    routing = chosen_experts(weights, x, of.cfg)
+    visiting = visiting_tokens(routing, of.cfg, rows)
     tiles, weights = tiles_and_weights(routing, of.cfg.experts, live=visiting, loss=of.loss)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
@@ -125,9 +127,9 @@ def attend_encoder(
     Returns:
       The tokens before the experts, and a buffer for the outputs of all tiles.
     """
-    how = {"cfg": of.cfg, "layer": of.layer}
-    x, routing, visiting = encoder_decoder.encoder_to_experts(params, x, bias, valid, **how)
-    return _at_experts(x, routing, visiting, of, jnp.zeros((ahead, of.cfg.experts), jnp.float32))
+    weights, rows = layer_of(params, of.layer), source_rows(x, valid)
+    x, _ = attended(weights, x, of.cfg, source_attending(bias, valid, of.cfg), rows=rows)
+    return _at_experts(weights, x, rows, of, jnp.zeros((ahead, of.cfg.experts), jnp.float32))
 
 
 def attend_restored(
@@ -147,6 +149,7 @@ def attend_restored(
     return tokens, out, past
 
 
+@shaped(number="int32")
 def expert_tile(
     expert: Params,
     norm: Params,
@@ -165,9 +168,6 @@ def expert_tile(
       number: index of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
     """
-    axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
-    tokens.check(axes)
-    axes.check(jnp.int32, "", number=number)
     # An expert's number plus E denotes only its high plane.
     chosen = tokens.tiles.expert[number] % np.int32(cfg.experts)
     beside = LayerParams(norm, "")
@@ -179,6 +179,7 @@ def expert_tile(
     return run_tile(rows, beside.norm("ffn_norm", cfg), tokens.tiles, number, out, block)
 
 
+@shaped(actions="int32 m")
 def stored_tiles(
     weights: StoredExperts,
     norm: Params,
@@ -199,17 +200,14 @@ def stored_tiles(
       out: the outputs of all tiles so far; donated.
       begun: partial results of begun tiles; donated.
     """
-    axes = Axes("stored_tiles", D=cfg.hidden_size, k=cfg.experts_per_token)
-    tokens.check(axes)
-    axes.check(jnp.int32, "m", actions=actions)
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
     before = out, begun
     return run_stored(rows, scale, tokens.tiles, actions, weights, before, activation=cfg.activation)
 
 
+@shaped()
 def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
     """The layer's output `[1, T, D]`: the weighted sum of its experts' outputs and the residual."""
-    tokens.check(Axes("combine_experts"))
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     return sum_visits(out, tokens.tiles, tokens.weights, rows).reshape(tokens.x.shape)

@@ -1,4 +1,5 @@
-"""Steps of token trees: growth, verification, and the update of both caches (LLMCad, arXiv 2309.04255)."""
+"""Steps of token trees: growth, verification, and the update of both caches (LLMCad, arXiv 2309.04255,
+sections 3.2 and 3.3)."""
 
 import dataclasses
 from typing import Self
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.axes import Axes
+from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
 from jaxllm.models.decoder import forward_at, logits
@@ -30,13 +31,12 @@ from jaxllm.speculation.tree import (
     path_to,
 )
 
-# Defines the steps of token trees: verification, and the update of both caches (`drafting` grows trees).
-#
-# LLMCad (arXiv 2309.04255, sections 3.2 and 3.3). Drafter and target each have a cache of the sequence
-# without its last token, the root; node i of a tree is in row `length + i` of both. The accepted path moves
-# to the rows after the sequence; the rest of the tree is dropped.
+# Drafter and target each have a cache of the sequence without its last token, the root; node i of a tree is
+# in row `length + i` of both. The accepted path moves to the rows after the sequence; the rest of the tree is
+# dropped.
 
 
+@shaped(nodes="int32 T", valid="int32", B=1)
 def read_nodes(
     params: Params,
     tree: TokenTree,
@@ -59,17 +59,13 @@ def read_nodes(
     Returns:
       Logits `[T, V]` float32 after each node, undefined after padding, and the cache.
     """
-    axes = Axes("read_nodes", B=1, H=cfg.head_dim)
-    tree.check(axes)
-    axes.check(jnp.int32, "T", nodes=nodes)
-    axes.check(jnp.int32, "", valid=valid)
-    cache.check(axes)
     rows = TreePositions(base=cache.length, rows=cache.length + nodes, mask=tree.ancestors[nodes])
     at = TokenPositions(positions=cache.length + tree.depths[nodes], valid=valid, tree=rows)
     hidden, cache = forward_at(params, tree.tokens[nodes][None], cache, at, cfg=cfg, dtype=dtype)
     return logits(params, hidden, cfg=cfg, rowwise=True, live=valid)[0], cache
 
 
+@shaped(nodes="int32 P", count="int32", B=1)
 def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     """Moves a path of the tree to the end of the cache's sequence, and drops the rest of the tree.
 
@@ -79,22 +75,15 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
       nodes: `[P]` int32, ascending.
       count: int32 scalar; the first `count` nodes are kept.
     """
-    axes = Axes("keep_path", B=1)
-    cache.check(axes)
-    axes.check(jnp.int32, "P", nodes=nodes)
-    axes.check(jnp.int32, "", count=count)
 
     def summed(mass: jax.Array) -> jax.Array:
         # Entry 0 is the sequence's; dropped nodes get an index out of range, which is ignored.
         at = jnp.where(jnp.arange(nodes.shape[0]) < count, nodes + 1, mass.shape[1])
         kept = jnp.zeros(mass.shape[1], mass.dtype).at[0].set(1.0).at[at].set(1.0, mode="drop")
-        return (mass * kept[:, None]).sum(1)
+        return (jnp.asarray(mass) * kept[:, None]).sum(1)
 
     if cache.mass is not None and cache.mass.ndim == 3:
-        coded = cache.coded
-        if coded is not None and coded.mass is not None:
-            coded = dataclasses.replace(coded, mass=summed(jnp.asarray(coded.mass)))
-        cache = dataclasses.replace(cache, mass=summed(cache.mass), coded=coded)
+        cache = cache.with_mass(summed)
     if cache.states is not None:
         cache = dataclasses.replace(cache, states=after_path(cache.states, nodes, count))
     return dataclasses.replace(_moved(cache, nodes, count), length=cache.length + count)
@@ -128,6 +117,7 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     return dataclasses.replace(cache, keys=keys, values=values, mass=mass)
 
 
+@shaped(limit="int32", B=1)
 def verify(
     params: Params,
     tree: TokenTree,
@@ -151,19 +141,11 @@ def verify(
       the target's own token); `count`, an int32 scalar of at least 1; the path's nodes `[M]`, of which the
       first `count` are kept in the cache; the cache; and the sampler after them.
     """
-    axes = Axes("verify", B=1, H=cfg.head_dim, V=cfg.vocab_size)
-    tree.check(axes)
-    cache.check(axes)
-    sampler.check(axes)
-    axes.check(jnp.int32, "", limit=limit)
     nodes = jnp.arange(tree.room, dtype=jnp.int32)
     if cache.mass is not None:
         # The accepted nodes are known only after the forward pass.
         by_node = [(0, 0), (0, tree.room), (0, 0)]
-        coded = cache.coded
-        if coded is not None and coded.mass is not None:
-            coded = dataclasses.replace(coded, mass=jnp.pad(jnp.asarray(coded.mass)[:, None], by_node))
-        cache = dataclasses.replace(cache, mass=jnp.pad(cache.mass[:, None], by_node), coded=coded)
+        cache = cache.with_mass(lambda mass: jnp.pad(jnp.asarray(mass)[:, None], by_node))
     if cache.states is not None:
         cache = dataclasses.replace(cache, states=cache.states.with_nodes(tree.room))
     out, cache = read_nodes(params, tree, nodes, tree.count, cache, cfg=cfg, dtype=dtype)
@@ -171,6 +153,7 @@ def verify(
     return tokens, count, path, keep_path(cache, path, count), sampler
 
 
+@shaped(limit="int32")
 def settle(
     tree: TokenTree, logits: jax.Array, sampler: SamplerState, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, SamplerState]:
@@ -179,7 +162,6 @@ def settle(
     Returns:
       Tokens, their count, the path's nodes, and the sampler.
     """
-    Axes("settle").check(jnp.int32, "", limit=limit)
     chosen = choices(tree, logits, sampler)
     last = deepest(tree, accepted_nodes(tree, chosen))
     path, count = path_to(tree, last)
@@ -191,6 +173,7 @@ def settle(
     return tokens, count, path, dataclasses.replace(sampler, counts=counts, drawn=sampler.drawn + count)
 
 
+@shaped(fed="bool M", path="int32 P", count="int32", token="int32", B=1)
 def follow(
     cache: KVCache, tree: TokenTree, fed: jax.Array, path: jax.Array, count: jax.Array, token: jax.Array
 ) -> tuple[KVCache, TokenTree, jax.Array, jax.Array]:
@@ -212,12 +195,6 @@ def follow(
       `fed`; and the number of the path's last nodes that the cache lacks (int32 scalar): the drafter must run
       these tokens before the root.
     """
-    axes = Axes("follow", B=1)
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", fed=fed)
-    axes.check(jnp.int32, "P", path=path)
-    axes.check(jnp.int32, "", count=count, token=token)
-    cache.check(axes)
     index = jnp.arange(path.shape[0], dtype=jnp.int32)
     kept = (
         jnp.zeros(tree.room, jnp.bool_).at[jnp.where(index < count, path, tree.room)].set(True, mode="drop")
@@ -234,6 +211,7 @@ def follow(
     return dataclasses.replace(cache, length=cache.length + read), grown, fed_then, count - read
 
 
+@shaped(fed="bool M", most="int32", B=1)
 def prune(
     cache: KVCache, tree: TokenTree, fed: jax.Array, most: jax.Array
 ) -> tuple[KVCache, TokenTree, jax.Array, jax.Array]:
@@ -249,11 +227,6 @@ def prune(
       The cache with the rows of kept nodes; their tree; its `fed`, without nodes that have lost all
       children; and `[M]` int32, the new index of each node, -1 for dropped ones.
     """
-    axes = Axes("prune", B=1)
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", fed=fed)
-    axes.check(jnp.int32, "", most=most)
-    cache.check(axes)
     # A parent is at least as confident as its children, and comes before them.
     order = jnp.argsort(jnp.where(tree.used, -tree.confidences, 1.0), stable=True)
     kept = jnp.zeros(tree.room, jnp.bool_).at[order].set(jnp.arange(tree.room) < most) & tree.used
@@ -289,9 +262,6 @@ def _subtree(
     )
     found = jax.tree.map(lambda some, none: jnp.where(count > 0, some, none), part, alone)
     return found, there & fed[order]
-
-
-# Defines the step that grows token trees (LLMCad, arXiv 2309.04255, sections 3.2 and 3.3).
 
 
 @jax.tree_util.register_dataclass
@@ -346,6 +316,7 @@ class DraftEnd:
         axes.check(jnp.int32, "n", stop_ids=self.stop_ids)
 
 
+@shaped(fed="bool M", B=1)
 def draft(
     params: Params,
     tree: TokenTree,
@@ -368,12 +339,6 @@ def draft(
     Returns:
       The tree, `fed`, the cache, and the number of runs of the drafter (int32 scalar).
     """
-
-    axes = Axes("draft", B=1, H=cfg.head_dim)
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", fed=fed)
-    end.check(axes)
-    cache.check(axes)
 
     def ended(tree: TokenTree, fed: jax.Array) -> jax.Array:
         """Nodes after which nothing is added."""

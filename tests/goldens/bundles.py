@@ -1,7 +1,6 @@
 """The tiny models of which goldens are kept, each written when it is first asked for."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -78,39 +77,32 @@ class Bundles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.elastic = functools.cache(self._elastic)
-        self.deep = functools.cache(self._deep)
-        self.draft = functools.cache(self._draft)
-        self.shallow = functools.cache(self._shallow)
-        self.mixture = functools.cache(self._mixture)
-        self.calibrated = functools.cache(self._calibrated)
-        self.adapter = functools.cache(self._adapter)
 
     def _write(self, name: str, weights: WeightFormat, cfg: ModelConfig, **more: object) -> Path:
-        more = {"params": sharp(cfg), **more}
-        return write_tiny_bundle(self.folder / f"{name}.jaxllm", weights, cfg=cfg, **more)  # type: ignore[arg-type]
+        path, more = self.folder / f"{name}.jaxllm", {"params": sharp(cfg), **more}
+        return path if path.exists() else write_tiny_bundle(path, weights, cfg=cfg, **more)  # type: ignore[arg-type]
 
-    def _elastic(self, weights: WeightFormat) -> Path:
+    def elastic(self, weights: WeightFormat) -> Path:
         """With levels 20, 50 and 100, of which 50 has an adapter of its own, and with a tiny LM."""
         parts = {**_elastic_parts(CFG), **tiny_lm_parts(_tiny_lm())}
         return self._write(f"elastic-{weights}", weights, CFG, parts=parts)
 
-    def _deep(self, weights: WeightFormat) -> Path:
+    def deep(self, weights: WeightFormat) -> Path:
         """The same with more layers."""
         return self._write(f"deep-{weights}", weights, DEEP, parts=_elastic_parts(DEEP))
 
-    def _draft(self, of: Literal["elastic", "deep"]) -> Path:
+    def draft(self, of: Literal["elastic", "deep"]) -> Path:
         """The first layer of a model, right now and then."""
         cfg = CFG if of == "elastic" else DEEP
         whole = sharp(cfg)
         params = {name: whole[name] for name in param_specs(DRAFT)}
         return self._write(f"draft-{of}", "int8", DRAFT, params=params)
 
-    def _shallow(self) -> Path:
+    def shallow(self) -> Path:
         """Of one layer, to be exported."""
         return self._write("shallow", "f32", DRAFT, parts=_elastic_parts(DRAFT))
 
-    def _mixture(self, weights: WeightFormat) -> Path:
+    def mixture(self, weights: WeightFormat) -> Path:
         """With experts of 2, 4 and 8 bits, stored apart."""
         draw = np.random.default_rng(0)
         bits = draw.choice([2, 4, 8], (sum(MIXTURE.sparse_layers), MIXTURE.experts))
@@ -120,13 +112,14 @@ class Bundles:
         parts = expert_parts(count_paths(ids, MIXTURE.experts), tokens=tokens)
         return self._write(f"mixture-{weights}", weights, MIXTURE, parts=parts, expert_bits=bits)
 
-    def _calibrated(self) -> Path:
+    def calibrated(self) -> Path:
         """With outliers, and a shadow in one of two layers."""
         return self._write("calibrated", "int8", TINY, params=outlying(), parts=prefill_parts(calibrated()))
 
-    def _adapter(self, seed: int) -> Path:
+    def adapter(self, seed: int) -> Path:
         """A low-rank adapter of `elastic`."""
         lora = LoraConfig(rank=4, alpha=16) if seed == 0 else _RECOVERED
         folder = self.folder / f"adapter-{seed}"
-        write_adapter(folder, CFG, lora, random_adapter(CFG, lora, seed))
+        if not folder.exists():
+            write_adapter(folder, CFG, lora, random_adapter(CFG, lora, seed))
         return folder

@@ -13,8 +13,6 @@ from tests.goldens import opening
 from tests.goldens.opening import DRAWN, GREEDY, Answer
 from tests.goldens.registry import LONG, PROMPT, STORY, TURNS, Models, case, cases
 
-# In memory
-
 
 @cases(
     {
@@ -73,9 +71,6 @@ def growing_cache(models: Models) -> list[Answer]:
         ]
 
 
-# What a request asks for
-
-
 @case("request-sampling")
 def sampling(models: Models) -> list[Answer]:
     engine, ask = models.engine("int8", levels=(20, 50)), opening.sampled
@@ -128,7 +123,7 @@ def turns(models: Models) -> list[Answer]:
     """A conversation, and one whose answer stops; another beginning uses what is common."""
     engine = models.engine("int8", levels=(20, 50))
     answers = [each for config in (GREEDY, DRAWN) for each in opening.talked(engine, TURNS, config)]
-    session = opening.new_session()
+    session = opening.Session()
     first = opening.answered(engine, LONG, session=session)
     stop = dataclasses.replace(GREEDY, stop_token_ids=(first["tokens"][6],))
     return [
@@ -152,23 +147,17 @@ def chat(models: Models) -> list[Answer]:
     return [*tiny, opening.chatted(models.engine("f32", levels=(50,)), messages, DRAWN)]
 
 
-# Adapters
-
-
 @cases({"adapters-f32": ("f32", ()), "adapters-int8": ("int8", (50,))})
 def adapters(models: Models, weights: str, levels: tuple[int, ...]) -> list[Answer]:
     """Opened with one, without, with another in the middle of a conversation, and at a level."""
     bundles = models.bundles
     path, rank = bundles.elastic(weights), {"adapter_rank": 4, "levels": levels}
     with contextlib.closing(opening.open_engine(path, adapter=bundles.adapter(0), **rank)) as engine:
-        answers, session = opening.both(engine, LONG), opening.new_session()
+        answers, session = opening.both(engine, LONG), opening.Session()
         for number in (None, 1, 1, 0):
             engine.set_adapter(None if number is None else bundles.adapter(number))
             answers.append({**opening.answered(engine, LONG, session=session), "adapter": number})
         return [*answers, *(opening.answered(engine, LONG, DRAWN, level=level) for level in levels)]
-
-
-# Plans
 
 
 class _FirstWords:
@@ -207,9 +196,6 @@ def tiny_lm_plans(models: Models) -> list[Answer]:
         opening.called(service, text, slo=slo, max_tokens=8)
         for slo in ("<100,100>", "<70,70>", "<30,50>", "<20,20>")
     ]
-
-
-# Packaged models
 
 
 @cases(

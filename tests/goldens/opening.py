@@ -43,9 +43,6 @@ DRAWN = dataclasses.replace(
 )
 
 
-# Engines
-
-
 def open_engine(
     path: Path | str,
     *,
@@ -98,9 +95,6 @@ def drafting(drafter: str, *, model: Path | str | None = None, level: int = 0) -
     )
 
 
-# Answers
-
-
 def sampled(**changes: Any) -> GenerationConfig:
     """A drawn answer with other sampling."""
     return dataclasses.replace(GREEDY, sampling=Sampling(**{"temperature": 0.8, "seed": 7, **changes}))
@@ -143,11 +137,6 @@ def chatted(engine: Engine, messages: Sequence[dict[str, str]], config: Generati
     return written(text, engine.chat(messages, config).result())
 
 
-def new_session() -> Session:
-    """A conversation that has said nothing."""
-    return Session()
-
-
 def written(prompt: str | Sequence[int], generation: Any) -> Answer:
     """What is kept of an answer."""
     answer = {
@@ -167,9 +156,6 @@ def counted(engine: Engine) -> Answer:
     counts = engine.speculation.counts
     names = ("nodes", "accepted", "tokens", "plain_tokens")
     return {"rounds": counts.verifications, **{name: getattr(counts, name) for name in names}}
-
-
-# Contexts
 
 
 @contextlib.contextmanager
@@ -208,9 +194,6 @@ def said(
     return {**written(turn, answer), **back, "bits": list(context.record.bits)}
 
 
-# Services
-
-
 def open_service(engine: Engine, *, proposer: Any = None) -> LLMService:
     """A service whose device takes a round time for every level, so that no plan depends on a clock."""
     levels = engine.levels
@@ -234,9 +217,6 @@ def called(service: LLMService, prompt: str, **call: Any) -> Answer:
     plan = answer.plan
     planned = {"level": plan.level, "source": plan.source, "kept": plan.kept.tolist()}
     return {**written(prompt, answer), **planned, "slo": call["slo"]}
-
-
-# Programs
 
 
 def export_programs(bundle: Path, folder: Path) -> Path:

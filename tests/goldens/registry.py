@@ -37,7 +37,6 @@ class Models:
         self._folder, self._count = folder, 0
         self._exits = contextlib.ExitStack()
         self._opened = functools.cache(self._open)
-        self.programs = functools.cache(self._programs)
 
     def engine(self, weights: str, codec: str = "", levels: tuple[int, ...] = ()) -> Engine:
         """The elastic model in memory, with some levels."""
@@ -60,8 +59,10 @@ class Models:
         engine = opening.open_engine(path, levels=levels, kv_codec=codec)
         return self._exits.enter_context(contextlib.closing(engine))
 
-    def _programs(self) -> Path:
-        return opening.export_programs(self.bundles.shallow(), self._folder / "programs")
+    def programs(self) -> Path:
+        """The folder of exported programs."""
+        folder = self._folder / "programs"
+        return folder if folder.exists() else opening.export_programs(self.bundles.shallow(), folder)
 
 
 Case = Callable[[Models], list[Answer]]

@@ -15,8 +15,6 @@ from tests.goldens.registry import FEW_WORDS, LONG, PROMPT, TURNS, Models, case,
 
 ROOT = Path(__file__).parents[2]
 
-# Weights from storage
-
 
 @cases({"streamed-f32": ("f32", ()), "streamed-int8": ("int8", (50,)), "streamed-int4": ("int4", ())})
 def streamed(models: Models, weights: str, levels: tuple[int, ...]) -> list[Answer]:
@@ -52,9 +50,6 @@ def experts_streamed(models: Models, predictor: str) -> list[Answer]:
         ]
 
 
-# Integer prefill
-
-
 @case("prefill-one_processor")
 def one_processor(models: Models) -> list[Answer]:
     with contextlib.closing(opening.open_engine(models.bundles.calibrated(), prefill="one")) as engine:
@@ -79,9 +74,6 @@ def two_processors(models: Models) -> list[Answer]:
 def prefilled(engine: Engine) -> list[Answer]:
     """Prompts of chunks that are full and not, and a conversation."""
     return [*opening.both(engine, LONG), *opening.talked(engine, TURNS, GREEDY)]
-
-
-# Drafts
 
 
 @cases(
@@ -111,9 +103,6 @@ def drafts(models: Models, drafter: str, streamed: str) -> list[Answer]:
         stop = dataclasses.replace(GREEDY, stop_token_ids=(answers[0]["tokens"][10],))
         answers.append(opening.answered(engine, PROMPT, stop))
         return [*answers, *opening.talked(engine, TURNS[:2], GREEDY), opening.counted(engine)]
-
-
-# Contexts
 
 
 @cases(
@@ -176,9 +165,6 @@ def streamed_contexts(models: Models) -> list[Answer]:
         answers = [opening.said(one, TURNS[0]), opening.said(two, TURNS[2])]
         opening.forget_resident(opened)
         return [*answers, opening.said(one, TURNS[1])]
-
-
-# Exported programs
 
 
 @cases({"programs-whole": (100,), "programs-level_50": (50,)})

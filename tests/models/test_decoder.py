@@ -47,9 +47,6 @@ def empty_cache(cfg):
     return new_cache(cfg, batch=BATCH, tokens=CAPACITY, dtype=jnp.float32)
 
 
-# Chunks
-
-
 def compositions(total, largest):
     if total == 0:
         yield ()
@@ -117,36 +114,6 @@ def test_one_trace_serves_every_count_and_place(cfg):
         chex.assert_trees_all_equal_shapes_and_dtypes(after, cache)
         cache = after
     assert int(cache.length) == 8
-
-
-def test_no_valid_count_means_all(cfg):
-    def run(tokens, valid):
-        return decoder.forward(params_of(cfg), tokens, empty_cache(cfg), cfg=cfg, valid=valid)[1].length
-
-    assert int(jit(lambda tokens: run(tokens, None))(TOKENS)) == PROMPT
-    assert int(jit(run)(TOKENS, np.int32(3))) == 3
-
-
-# What a token can see
-
-
-def test_tokens_after_do_not_matter(cfg):
-    changed = TOKENS.copy()
-    changed[:, 5:] = (changed[:, 5:] + 1) % V
-    before, after = (whole_of(cfg)(params_of(cfg), tokens) for tokens in (TOKENS, changed))
-    np.testing.assert_array_equal(after[:, :5], before[:, :5])
-    assert np.abs(after[:, 5:] - before[:, 5:]).max(-1).min() > 1e-3
-
-
-def test_rows_of_a_batch_are_strangers(cfg):
-    changed = TOKENS.copy()
-    changed[1] = (changed[1] + 1) % V
-    before, after = (whole_of(cfg)(params_of(cfg), tokens) for tokens in (TOKENS, changed))
-    np.testing.assert_array_equal(after[0], before[0])
-    assert not np.allclose(after[1], before[1])
-
-
-# Experts
 
 
 @pytest.mark.parametrize("name", ["experts", "some-experts"])

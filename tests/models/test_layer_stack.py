@@ -33,8 +33,6 @@ from tests.kernels.drawing import placed
 from tests.kernels.switching import fall_back, needs_native
 from tests.quick_jit import jit
 
-# Runs
-
 
 def run(first, period, repeats):
     return LayerRun(first, period, repeats)
@@ -91,8 +89,6 @@ def test_runs_are_all_layers_in_order(kinds):
         if one in again and other in again:
             assert alike[one.first] != alike[other.first]
 
-
-# Models by address
 
 GEMMA3 = dataclasses.replace(
     QWEN3, model_type="gemma3_text", layers=8, post_norms=True, attention_windows=(5, 5, 0, 5, 5, 0, 5, 5),
@@ -167,9 +163,6 @@ def test_layers_by_address_are_the_layers(name, bits):
     expected, got = steps(params, TOKENS, cfg=cfg), steps(addressed, TOKENS, cfg=cfg)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-# The loop
 
 
 @needs_native

@@ -149,14 +149,3 @@ def test_an_expert_starts_as_a_block_of_its_own():
     assert np.std(made["experts.gate"]) == pytest.approx(64**-0.5, rel=0.05)
     assert np.std(made["experts.down"]) == pytest.approx((2 * 2 * 96) ** -0.5, rel=0.05)
     assert np.std(made["router"]) == pytest.approx(64**-0.5, rel=0.2)
-
-
-def test_initial_parameters_follow_the_key_and_the_dtype():
-    made = jax.eval_shape(functools.partial(init_params, PLAIN, dtype=jnp.bfloat16), jax.random.key(0))
-    chex.assert_trees_all_equal_shapes_and_dtypes(made, specified(PLAIN, jnp.bfloat16))
-
-    def head(seed):
-        return parameters.init_param(PLAIN, "head", jax.random.key(seed), jnp.float32)
-
-    np.testing.assert_array_equal(head(5), head(5))
-    assert not np.array_equal(head(5), head(6))

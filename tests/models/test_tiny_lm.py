@@ -14,11 +14,10 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.models import tiny_lm as tlm
 from jaxllm.models.encoder.config import EncoderConfig
-from jaxllm.models.encoder.forward import encode
-from jaxllm.models.encoder.parameters import encoder_shapes
-from jaxllm.models.tiny_lm import TlmConfig, grow_vocabulary, head_encoder, tlm_from_encoder, tlm_shapes
+from jaxllm.models.encoder.mobilebert import encoder_shapes
+from jaxllm.models.tiny_lm import TlmConfig, grow_vocabulary, tlm_from_encoder, tlm_shapes
 from jaxllm.quant import quantize
-from tests.models.encoder.tiny import MOBILE, front_mask, params_of, random_values, tokens_of
+from tests.models.encoder.tiny import MOBILE, encode, front_mask, params_of, random_values, tokens_of
 from tests.quick_jit import jit
 
 TLM = TlmConfig(
@@ -34,7 +33,9 @@ def random_params():
     return random_values(tlm_shapes(TLM))
 
 
-# Parameters
+def head_encoder(params, head):
+    """The whole encoder of one head, shared and own layers."""
+    return {name: params.get(f"{head}.{name}", params.get(name)) for name in encoder_shapes(TLM.encoder)}
 
 
 def test_shapes():
@@ -54,18 +55,11 @@ def test_shapes():
     assert count == sum(map(math.prod, encoder_shapes(TLM.encoder).values())) + outputs
 
 
-# Forward
-
-
 def test_heads_are_encoders():
     """Each one what its whole encoder and its output compute, and both at once what they compute apart."""
     params = random_params()
-    hidden = {
-        head: np.asarray(
-            jit(functools.partial(encode, cfg=TLM.encoder))(head_encoder(params, TLM, head), TOKENS, MASK)
-        )
-        for head in tlm.HEADS
-    }
+    run = jit(functools.partial(encode, cfg=TLM.encoder))
+    hidden = {head: np.asarray(run(head_encoder(params, head), TOKENS, MASK)) for head in tlm.HEADS}
     assert np.abs(hidden["score"] - hidden["decide"]).mean() > 0.1
     keep, (model, prompt) = both(params, TOKENS, MASK)
     expected = hidden["score"] @ params["score.keep"][0] + params["score.keep_bias"][0]
@@ -91,17 +85,12 @@ def test_training_one_head_leaves_the_other():
     assert not {name for name in moved if name.startswith("decide.")}
 
 
-# From an encoder
-
-
 def test_both_heads_begin_as_the_encoder():
     trained = {name: jnp.asarray(value) for name, value in params_of(TLM.encoder).items()}
     params = tlm_from_encoder(trained, TLM, KEY)
     chex.assert_trees_all_equal_shapes_and_dtypes(params, random_params())
     for head in tlm.HEADS:
-        again = head_encoder(params, TLM, head)
-        assert list(again) == list(encoder_shapes(TLM.encoder))
-        chex.assert_trees_all_equal(again, trained, strict=True)
+        chex.assert_trees_all_equal(head_encoder(params, head), trained, strict=True)
     # Buffers of their own: a step that is given all of them may write into each.
     pointers = [value.unsafe_buffer_pointer() for value in params.values()]
     assert len(set(pointers)) == len(pointers)
@@ -116,9 +105,6 @@ def test_other_encoders_are_refused():
     del trained["embed.types"]
     with pytest.raises(ConfigError, match=r"disagree on embed\.types"):
         tlm_from_encoder(trained, TLM, KEY)
-
-
-# Marks
 
 
 def test_new_rows_are_orthogonal():
@@ -152,9 +138,6 @@ def test_marks_that_are_refused():
     table = quantize(random_params()["embed.tokens"], bits=8, axis=-1)
     with pytest.raises(ConfigError, match="quantized"):
         grow_vocabulary({**random_params(), "embed.tokens": table}, TLM, 2, KEY)
-
-
-# Config
 
 
 def test_json():

@@ -1,5 +1,7 @@
 """Every product, with every kind of weight, is numpy's on the weight it stands for, in little memory."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels import converted
-from jaxllm.nn.linear import embed, from_units, to_units
-from jaxllm.quant import Bfloat16Bits, dequantize, quantize
+from jaxllm.nn.linear import dense_product, embed, from_units, to_units
+from jaxllm.quant import Bfloat16Bits, quantize
 from tests.quant.plain import wide
 from tests.quick_jit import jit
 from tests.variants import every_variant
@@ -113,8 +115,6 @@ def test_embed(kind, dtype, variant):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
 
 
-# Blocks of the real size
-
 WIDTH = converted.BLOCK_BYTES // (4 * 256)
 
 
@@ -128,8 +128,6 @@ def test_one_bad_row_stays_one_bad_row(value):
     assert_product(got[1:], x[1:].astype(np.float64), wide(rows).T)
     assert_product(reduced[1:], h[1:].astype(np.float64), wide(weight))
 
-
-# Memory
 
 ROWS, COLUMNS = 4096, 512
 # XLA fuses a conversion into the product with a single row.
@@ -156,15 +154,6 @@ def test_converted_weight_is_never_whole_in_memory(kind, door, units, big):
     assert temporary_bytes(door, x, weight) < DENSE_BYTES / 4
 
 
-def test_the_measure_sees_a_whole_conversion(big):
-    weight = stored("int8", big, -1)
-
-    def naive(x, weight):
-        return x @ dequantize(weight, jnp.dtype(jnp.float32)).T
-
-    assert temporary_bytes(naive, np.zeros((TOKENS, COLUMNS), np.float32), weight) >= DENSE_BYTES
-
-
 def test_dense_weights_are_read_in_place(big):
     x = np.zeros((TOKENS, COLUMNS), np.float32)
     assert temporary_bytes(to_units, x, jnp.asarray(big)) < DENSE_BYTES / 100
@@ -185,3 +174,39 @@ def test_layers_share_their_temporary_memory():
 
     # One layer's inner activations more would be too many.
     assert chain(5) < chain(1) + tokens * units * 4
+
+
+# In bfloat16, products and their gradients round once, and ask for float32 sums
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["first axis", "last axis"])
+def half_case(request):
+    """An axis; activations, a matrix and a gradient in bfloat16."""
+    sizes = (80, 64), (64, 48) if request.param == 0 else (48, 64), (80, 48)
+    return request.param, *(jnp.asarray(normal(*size, seed=i), jnp.bfloat16) for i, size in enumerate(sizes))
+
+
+def test_a_half_product_is_that_of_float32_rounded_once(half_case):
+    axis, *sides = half_case
+
+    def with_gradients(rows, matrix, gradient):
+        out, back = jax.vjp(lambda rows, matrix: dense_product(rows, matrix, axis), rows, matrix)
+        return (out, *back(gradient))
+
+    wide = with_gradients(*(side.astype(jnp.float32) for side in sides))
+    for found, wanted in zip(with_gradients(*sides), wide, strict=True):
+        assert found.dtype == jnp.bfloat16
+        # A sum in another order may round to the neighbour.
+        np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-2)
+
+
+def test_each_half_product_is_summed_in_float32(half_case):
+    axis, rows, matrix, gradient = half_case
+
+    def loss(rows, matrix):
+        return jnp.vdot(dense_product(rows, matrix, axis).astype(jnp.float32), gradient.astype(jnp.float32))
+
+    found = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(rows, matrix))
+    # The value and both gradients; the loss itself is a product of vectors.
+    assert not re.search(r"bf16\[[\d,]*\] = dot_general", found)
+    assert len(re.findall(r":f32\[\d+,\d+\] = dot_general", found)) == 3

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoints.mobilebert_folder import read_encoder, write_encoder
-from jaxllm.models.encoder.forward import encode
-from jaxllm.models.encoder.parameters import encoder_shapes
+from jaxllm.models.encoder.mobilebert import encoder_shapes
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,7 +15,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from tests.models.encoder.tiny import CONFIGS, MOBILE, front_mask, params_of, random_values
+from tests.models.encoder.tiny import CONFIGS, MOBILE, encode, front_mask, params_of, random_values
 from tests.quick_jit import jit
 from tests.tiny_hf import quiet
 
@@ -27,20 +26,16 @@ LENGTHS = (9, 4, 1)
 MASK = front_mask(LENGTHS, COUNT)
 # Ids of real tokens are not the padding's.
 TOKENS = np.where(MASK, np.random.default_rng(1).integers(1, MOBILE.vocab_size, MASK.shape), PAD).astype("i4")
-TYPES = np.random.default_rng(2).integers(0, 2, MASK.shape, dtype=np.int32)
 
 
-def our_hidden(cfg, params, mask=MASK, types=TYPES):
-    return np.asarray(jit(functools.partial(encode, cfg=cfg))(params, TOKENS, mask, types=types))
+def our_hidden(cfg, params):
+    return np.asarray(jit(functools.partial(encode, cfg=cfg))(params, TOKENS, MASK))
 
 
-def their_hidden(model, tokens=TOKENS, mask=MASK, types=TYPES):
+def their_hidden(model, tokens=TOKENS, mask=MASK):
     with torch.no_grad():
-        return model(
-            torch.from_numpy(tokens).long(),
-            attention_mask=torch.from_numpy(mask).long(),
-            token_type_ids=torch.from_numpy(types).long(),
-        ).last_hidden_state.numpy()
+        ids, mask = (torch.from_numpy(each).long() for each in (tokens, mask))
+        return model(ids, attention_mask=mask).last_hidden_state.numpy()
 
 
 def load(folder):
@@ -78,7 +73,7 @@ def test_padding_is_what_a_row_alone_does_not_have(tmp_path):
     write_encoder(tmp_path, MOBILE, params_of(MOBILE))
     model, got = load(tmp_path), our_hidden(MOBILE, params_of(MOBILE))
     for row, length in enumerate(LENGTHS):
-        alone = (each[row : row + 1, :length] for each in (TOKENS, MASK, TYPES))
+        alone = (each[row : row + 1, :length] for each in (TOKENS, MASK))
         assert np.abs(got[row, :length] - their_hidden(model, *alone)[0]).max() < TOLERANCE
 
 

@@ -82,10 +82,12 @@ def stops(*ids):
     return np.array([*ids, *[-1] * (STOPS - len(ids))], np.int32)
 
 
-def check(cfg, params, rows, ends):
-    """Decodes rows together and alone; `ends` has each row's stop ids and limit, 0 for padding."""
+def check(cfg, params, rows, ends, levels=None, units=None):
+    """Decodes rows together and alone; `ends` has each row's stop ids and limit, 0 for padding, `levels` its
+    parameters, if they are others."""
     tokens, caches, samplers = zip(*rows, strict=True)
-    end = RowLimits(np.stack([each for each, _ in ends]), np.array([limit for _, limit in ends], np.int32))
+    limits = np.array([limit for _, limit in ends], np.int32)
+    end = RowLimits(np.stack([each for each, _ in ends]), limits, units)
     found, counts, after, states = together(cfg)(params, np.array(tokens), caches, samplers, end)
     for row, (token, cache, sampler) in enumerate(rows):
         if ends[row][1] == 0:
@@ -95,7 +97,7 @@ def check(cfg, params, rows, ends):
             chex.assert_trees_all_equal(states[row], sampler)
             continue
         end = BlockEnd(ends[row][0], np.int32(ends[row][1]))
-        one = alone(cfg)(params, token[None], cache, sampler, end)
+        one = alone(cfg)(params if levels is None else levels[row], token[None], cache, sampler, end)
         chex.assert_trees_all_equal((found[row], counts[row], after[row], states[row]), (one[0][0], *one[1:]))
     return found, counts, after, states
 
@@ -111,13 +113,6 @@ def test_a_row_among_others_is_the_row_alone(name, bits):
     rows = [begun(cfg, params, 2), begun(cfg, params, 3), padding(cfg)]
     found, *_ = check(cfg, params, rows, [(stops(), BLOCK), (stops(), 4), (stops(), 0)])
     assert len({*found[:2].ravel().tolist()}) > 3
-
-
-@pytest.mark.slow
-def test_eight_rows():
-    cfg, params = model("llama", 8)
-    rows = [begun(cfg, params, row) for row in range(8)]
-    check(cfg, params, rows, [(stops(), 1 + row % BLOCK) for row in range(8)])
 
 
 @pytest.fixture
@@ -201,9 +196,6 @@ def test_caches_stay_where_they_are():
     assert long.alias_size_in_bytes >= size
 
 
-# Levels
-
-
 def leveled(cfg, bits, shares):
     """A model by address, and its levels: of each config, counts of units `[L, 2]` and parameters."""
     stored, found = in_blocks(cfg, scaled_params(cfg), bits), []
@@ -231,17 +223,9 @@ def test_rows_of_different_levels_share_products(name, bits):
     levels = leveled(cfg, bits, (1.0, 0.5, 0.3))
     assert all(can_mix_levels(params) for _, params in levels)
     rows = [begun(cfg, params, row) for row, (_, params) in enumerate(levels)]
-    tokens, caches, samplers = zip(*rows, strict=True)
-    units = np.stack([counts for counts, _ in levels])
-    most = np.array([BLOCK, 4, BLOCK], np.int32)
-    limits = RowLimits(np.stack([stops()] * 3), most, units)
-    for _, params in (levels[0], levels[2]):
-        found, counts, after, states = together(cfg)(params, np.array(tokens), caches, samplers, limits)
-        for row, (_, own) in enumerate(levels):
-            end = BlockEnd(stops(), most[row])
-            one = alone(cfg)(own, tokens[row][None], caches[row], samplers[row], end)
-            got = (found[row], counts[row], after[row], states[row])
-            chex.assert_trees_all_equal(got, (one[0][0], *one[1:]))
+    units, own = np.stack([counts for counts, _ in levels]), [params for _, params in levels]
+    for params in (own[0], own[2]):
+        found, *_ = check(cfg, params, rows, [(stops(), limit) for limit in (BLOCK, 4, BLOCK)], own, units)
     assert len({*found.ravel().tolist()}) > 4
 
 

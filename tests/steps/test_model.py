@@ -78,9 +78,6 @@ def assert_untouched_after(cache, length):
         assert not np.any(rows[..., length:, :])
 
 
-# Prefill
-
-
 def test_prefill_gives_the_logits_of_the_last_valid_token():
     for valid in (1, 3, 5):
         expected, cache = reference(PARAMS, PADDED, empty_cache(), np.int32(valid))
@@ -96,19 +93,6 @@ def test_prefill_gives_the_logits_of_the_last_valid_token():
     chex.assert_shape(got, DIMS["BV"])
     assert not np.any(got)
     chex.assert_trees_all_equal(cache, after, strict=True)
-
-
-def test_prefill_in_chunks_is_prefill_at_once():
-    expected, whole = prefill(PARAMS, PADDED, np.int32(5), np.True_, empty_cache())
-    for split in range(1, 5):
-        _, cache = prefill(PARAMS, PADDED, np.int32(split), np.False_, empty_cache())
-        rest = np.roll(PADDED, -split, axis=1)
-        got, cache = prefill(PARAMS, rest, np.int32(5 - split), np.True_, cache)
-        np.testing.assert_allclose(got, expected, atol=1e-5)
-        assert_same_cache(cache, whole)
-
-
-# Decode
 
 
 def begun(name, seed=7):
@@ -181,21 +165,6 @@ def test_one_trace_serves_every_limit_and_every_sampling(compiles):
         assert count() == (number == 0)
 
 
-def test_block_size_is_not_the_answer_s_business():
-    """Another compiled block, not only another limit."""
-    other = jit(functools.partial(decode_tokens, **FIXED, block=4))
-    expected, *_ = answer_by_steps("sampled", 4)
-    token, cache, sampler = begun("sampled")
-    rows, count, *_ = other(PARAMS, token, cache, sampler, BlockEnd(NO_STOPS, np.int32(4)))
-    assert rows.tolist() == [expected]
-    assert int(count) == 4
-
-
-def test_seeds_give_different_answers():
-    for name, different in (("sampled", 4), ("greedy", 1)):
-        assert len({tuple(answer_by_steps(name, 8, seed)[0]) for seed in range(4)}) == different
-
-
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_decoding_ends_at_a_stop_token(name):
     """On device, with the stop token as the last of the answer and not yet in the cache."""
@@ -243,9 +212,6 @@ def test_a_batch_goes_on_until_every_row_has_stopped():
     assert int(run(tokens, stops)[1]) == max(ends) + 1 < BLOCK
 
 
-# Scores
-
-
 def test_scores_are_log_probabilities_of_the_targets():
     targets = np.random.default_rng(2).integers(0, V, PADDED.shape, dtype=np.int32)
     logits, expected_cache = reference(PARAMS, PADDED, empty_cache(), np.int32(5))
@@ -259,35 +225,3 @@ def test_scores_are_log_probabilities_of_the_targets():
     assert np.std(got[0, :5]) > 0.5
     assert_same_cache(cache, expected_cache)
     assert_untouched_after(cache, 5)
-
-
-def test_scores_are_a_distribution_and_in_chunks_those_at_once():
-    total = np.zeros(5)
-    for token in range(V):
-        got, *_ = score(PARAMS, PADDED, np.full_like(PADDED, token), np.int32(5), empty_cache())
-        total += np.exp(np.asarray(got, np.float64)[0, :5])
-    np.testing.assert_allclose(total, 1, atol=1e-5)
-    targets = np.random.default_rng(2).integers(0, V, PADDED.shape, dtype=np.int32)
-    whole, best, expected = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
-    for split in range(1, 5):
-        first, first_best, cache = score(PARAMS, PADDED, targets, np.int32(split), empty_cache())
-        rest = (np.roll(each, -split, axis=1) for each in (PADDED, targets))
-        second, second_best, cache = score(PARAMS, *rest, np.int32(5 - split), cache)
-        got = np.concatenate([first[:, :split], second[:, : 5 - split]], axis=1)
-        np.testing.assert_allclose(got, whole[:, :5], atol=1e-5)
-        likeliest = np.concatenate([first_best[:, :split], second_best[:, : 5 - split]], axis=1)
-        np.testing.assert_array_equal(likeliest, best[:, :5])
-        assert_same_cache(cache, expected)
-
-
-def test_padding_at_the_end_of_a_full_cache_overwrites_nothing():
-    """The last chunk of a prompt that fills the cache reaches past its end."""
-    tokens = np.random.default_rng(4).integers(0, V, (1, CAPACITY), dtype=np.int32)
-    whole, expected = reference(PARAMS, tokens, empty_cache(), np.int32(CAPACITY))
-    cache = empty_cache()
-    for at in range(0, CAPACITY, 7):
-        part = np.resize(tokens[:, at : at + 7], (1, 7))
-        valid = min(7, CAPACITY - at)
-        logits, cache = prefill(PARAMS, part, np.int32(valid), np.bool_(at + 7 >= CAPACITY), cache)
-    assert_same_cache(cache, expected)
-    np.testing.assert_allclose(logits, whole[:, -1], atol=1e-5)

@@ -327,7 +327,7 @@ def _fed_forward(
     Served targets come one token at a time and never exceed a capacity.
     """
     if not cfg.is_sparse(layer):
-        out = dense_block(weights, x, cfg, False, None, functools.partial(drop, place=place))
+        out = dense_block(weights, x, cfg, drop=functools.partial(drop, place=place))
         return x + drop(out, place=place + 1), []
     routing = chosen_experts(weights, x, cfg, differentiable=True)
     experts = expert_block(weights, cfg)

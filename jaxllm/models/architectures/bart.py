@@ -11,106 +11,85 @@ from typing import Any
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.models.config_parts import (
-    Fields,
-    Part,
-    only,
-    read_activation,
-    split_heads,
-    write_activation,
-)
+from jaxllm.models.config_parts import Fields, Part, fixed, keys, only, split_heads
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, Tensor, tensors
 
 
-def _keys(vocab_size: int, **own: Any) -> Part:
+def _keys(vocab_size: int, **own: Any) -> tuple[Part, ...]:
     """The keys of the family: with the class's default of `vocab_size`, and `own`, the fields in which its
     members differ."""
-
-    def read(reader: ConfigReader, fields: Fields) -> Fields:
-        hidden = reader.integer("d_model", 1024)
-        shared: Fields = {
-            "vocab_size": reader.integer("vocab_size", vocab_size),
-            "hidden_size": hidden,
-            "window_tokens": reader.integer("max_position_embeddings", 1024),
-            "activation": read_activation(reader, "activation_function", "gelu"),
-            "gated_ffn": False,
-            "norm": "layer",
-            # PyTorch's default, which these models use without a config key.
-            "norm_eps": 1e-5,
-            "embed_scale": hidden**0.5 if reader.flag("scale_embedding", False) else 1.0,
-            **dict.fromkeys(("qkv_bias", "o_bias", "ffn_bias"), True),
-            **own,
-        }
-
-        def side(name: str) -> Fields:
-            heads = reader.integer(f"{name}_attention_heads", 16)
-            return {
-                **shared,
-                "layers": reader.integer(f"{name}_layers", 12),
-                "heads": heads,
-                "kv_heads": heads,
-                "head_dim": split_heads(hidden, heads),
-                "ffn_size": reader.integer(f"{name}_ffn_dim", 4096),
-            }
-
-        encoder = ModelConfig(model_type=fields["model_type"], tied_head=True, **side("encoder"))
-        tied = reader.flag("tie_word_embeddings", True)
-        return {**side("decoder"), "encoder": encoder, "tied_head": tied, "head_bias": True}
-
-    return Part(read, _write)
+    plain = keys(
+        vocab_size=(vocab_size, "vocab_size"),
+        d_model=(1024, "hidden_size"),
+        decoder_layers=(12, "layers"),
+        decoder_attention_heads=(16, "heads"),
+        decoder_ffn_dim=(4096, "ffn_size"),
+        max_position_embeddings=(1024, "window_tokens"),
+        activation_function=("gelu", "activation"),
+    )
+    # PyTorch's default epsilon, which these models use without a config key.
+    shared: Fields = {"gated_ffn": False, "norm": "layer", "norm_eps": 1e-5, **own}
+    shared |= dict.fromkeys(("qkv_bias", "o_bias", "ffn_bias"), True)
+    tied = keys(tie_word_embeddings=(True, "tied_head"))
+    return plain, fixed(**shared), Part(_read_encoder, _write_encoder), tied, fixed(head_bias=True)
 
 
-def _write(cfg: ModelConfig) -> dict[str, Any]:
-    assert cfg.encoder is not None
-    written: dict[str, Any] = {
-        "is_encoder_decoder": True,
-        "vocab_size": cfg.vocab_size,
-        "d_model": cfg.hidden_size,
-        "max_position_embeddings": cfg.window_tokens,
-        "activation_function": write_activation(cfg.activation),
-        "scale_embedding": cfg.embed_scale != 1.0,
-        "tie_word_embeddings": cfg.tied_head,
+def _read_encoder(reader: ConfigReader, fields: Fields) -> Fields:
+    hidden, heads = fields["hidden_size"], reader.integer("encoder_attention_heads", 16)
+    scale = hidden**0.5 if reader.flag("scale_embedding", False) else 1.0
+    sizes: Fields = {
+        "layers": reader.integer("encoder_layers", 12),
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": split_heads(hidden, heads),
+        "ffn_size": reader.integer("encoder_ffn_dim", 4096),
     }
-    for name, side in (("encoder", cfg.encoder), ("decoder", cfg)):
-        sizes = {"layers": side.layers, "attention_heads": side.heads, "ffn_dim": side.ffn_size}
-        written |= {f"{name}_{key}": size for key, size in sizes.items()}
-    return written
+    encoder = ModelConfig(**{**fields, **sizes, "embed_scale": scale, "tied_head": True})
+    return {"encoder": encoder, "embed_scale": scale}
+
+
+def _write_encoder(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.encoder is not None
+    return {
+        "is_encoder_decoder": True,
+        "scale_embedding": cfg.embed_scale != 1.0,
+        "encoder_layers": cfg.encoder.layers,
+        "encoder_attention_heads": cfg.encoder.heads,
+        "encoder_ffn_dim": cfg.encoder.ffn_size,
+    }
 
 
 def _attention(name: str, ours: str) -> tuple[Tensor, ...]:
-    return (
-        *norms({f"{name}_layer_norm": f"{ours}_norm"}),
-        *linears({f"{name}.{part}_proj": f"{ours}.{part}" for part in "qkv"}),
-        *linears({f"{name}.out_proj": f"{ours}.o"}),
-    )
+    products = {f"{name}.{part}_proj": f"{ours}.{part}" for part in "qkv"}
+    return tensors({f"{name}_layer_norm": f"{ours}_norm", **products, f"{name}.out_proj": f"{ours}.o"})
 
 
-_FEED_FORWARD = norms({"final_layer_norm": "ffn_norm"}) + linears({"fc1": "ffn.up", "fc2": "ffn.down"})
+SELF_ATTENTION = _attention("self_attn", "attn")
+FEED_FORWARD = tensors({"final_layer_norm": "ffn_norm", "fc1": "ffn.up", "fc2": "ffn.down"})
 _SIDES = {"encoder": "encoder.", "decoder": ""}
+
+
+def _of_sides(names: dict[str, str]) -> dict[str, str]:
+    return {f"{side}.{name}": ours + own for side, ours in _SIDES.items() for name, own in names.items()}
+
+
 BART = Architecture(
     model_type="bart",
     class_name="BartForConditionalGeneration",
     parts=(
         only("is_encoder_decoder", (True,), "an encoder without a decoder gives no text"),
-        _keys(50265, learned_positions=True, embed_norm=True, norm_after=True, final_norm=False),
+        *_keys(50265, learned_positions=True, embed_norm=True, norm_after=True, final_norm=False),
     ),
     top_tensors=(
         Tensor("shared.weight", ("embed.tokens",)),
-        *(
-            tensor
-            for side, ours in _SIDES.items()
-            for tensor in (
-                # Two rows of padding.
-                Tensor(f"{side}.embed_positions.weight", (f"{ours}embed.positions",), skip_rows=2),
-                *norms({f"{side}.layernorm_embedding": f"{ours}embed.norm"}),
-                *norms({f"{side}.layer_norm": f"{ours}final_norm"}),
-            )
-        ),
+        # Two rows of padding.
+        *tensors(_of_sides({"embed_positions": "embed.positions"}), skip_rows=2),
+        *tensors(_of_sides({"layernorm_embedding": "embed.norm", "layer_norm": "final_norm"})),
         Tensor("lm_head.weight", ("head",), in_body=False),
         Tensor("final_logits_bias", ("head_bias",), in_body=False, one_row=True),
     ),
-    layer_tensors=_attention("self_attn", "attn") + _attention("encoder_attn", "cross") + _FEED_FORWARD,
+    layer_tensors=SELF_ATTENTION + _attention("encoder_attn", "cross") + FEED_FORWARD,
     layer_prefix="decoder.layers.{}.",
     inert_keys=frozenset(
         {
@@ -122,21 +101,15 @@ BART = Architecture(
     buffers=("encoder.version", "decoder.version"),
     # Both sides have the one token embedding.
     copies={f"{side}.embed_tokens.weight": "embed.tokens" for side in _SIDES},
-    encoder_tensors=_attention("self_attn", "attn") + _FEED_FORWARD,
+    encoder_tensors=SELF_ATTENTION + FEED_FORWARD,
     encoder_prefix="encoder.layers.{}.",
 )  # fmt: skip
 MBART = dataclasses.replace(
     BART,
     model_type="mbart",
     class_name="MBartForConditionalGeneration",
-    parts=(BART.parts[0], _keys(50265, learned_positions=True, embed_norm=True)),
+    parts=(BART.parts[0], *_keys(50265, learned_positions=True, embed_norm=True)),
 )
-
-
-def _one_vocabulary(reader: ConfigReader, fields: Fields) -> Fields:
-    vocabulary = (None, fields["vocab_size"])
-    reader.only("decoder_vocab_size", vocabulary, "encoder and decoder share one vocabulary")
-    return {}
 
 
 def _positions(cfg: ModelConfig) -> np.ndarray:
@@ -157,8 +130,12 @@ MARIAN = dataclasses.replace(
             (True,),
             "encoder and decoder have to share one token embedding",
         ),
-        _keys(58101, sinusoidal_positions=True, norm_after=True, final_norm=False),
-        Part(_one_vocabulary),
+        *_keys(58101, sinusoidal_positions=True, norm_after=True, final_norm=False),
+        only(
+            "decoder_vocab_size",
+            lambda fields: (None, fields["vocab_size"]),
+            "encoder and decoder share one vocabulary",
+        ),
     ),
     computed={f"{side}.embed_positions.weight": _positions for side in _SIDES},
 )

@@ -8,29 +8,28 @@ one full one, and a rotary embedding for each kind of layer.
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
-from jaxllm.models.architectures.llama import ATTENTION_BIAS, LLAMA_ATTENTION, LLAMA_FFN, llama_keys
+from jaxllm.models.architectures.llama import ATTENTION_BIAS, HEAD, LLAMA_ATTENTION, LLAMA_FFN, llama_keys
 from jaxllm.models.config_parts import (
     Fields,
     Part,
+    all_but_each,
+    every_other,
     fixed,
     keys,
     only,
     read_ropes_by_layer,
-    read_windows,
     rope,
     windows,
     write_rope,
-    write_windows,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, norms
+from jaxllm.models.translate import Architecture, tensors
 
 _CAUSAL = only("use_bidirectional_attention", (None, False), "the decoder attends to past tokens alone")
-_TOP = (
-    Tensor("embed_tokens.weight", ("embed.tokens",)),
-    Tensor("norm.weight", ("final_norm.scale",), plus_one=True),
-    Tensor("lm_head.weight", ("head",), in_body=False),
+GEMMA_TOP = (
+    *tensors({"embed_tokens": "embed.tokens"}),
+    *tensors({"norm": "final_norm"}, plus_one=True),
+    *HEAD,
 )
 
 
@@ -57,9 +56,9 @@ GEMMA = Architecture(
         Part(_read_scale),
         ATTENTION_BIAS,
     ),
-    top_tensors=_TOP,
+    top_tensors=GEMMA_TOP,
     layer_tensors=(
-        *norms({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}, plus_one=True),
+        *tensors({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}, plus_one=True),
         *LLAMA_ATTENTION,
         *LLAMA_FFN,
     ),
@@ -79,28 +78,21 @@ def gemma_keys(**defaults: Any) -> Part:
 
 
 def _read_scales(reader: ConfigReader, fields: Fields) -> Fields:
-    scalar = reader.number("query_pre_attn_scalar", 256)
-    if scalar <= 0 or fields["hidden_size"] < 1:
-        raise ConfigError(
-            "config keys 'query_pre_attn_scalar' and 'hidden_size' must be positive, got "
-            f"{scalar} and {fields['hidden_size']}; fix them"
-        )
-    return {"attention_scale": scalar**-0.5, "embed_scale": fields["hidden_size"] ** 0.5}
+    scalar = reader.number("query_pre_attn_scalar", 256, low=1e-6, high=1e6)
+    return {"attention_scale": scalar**-0.5, "embed_scale": max(fields["hidden_size"], 0) ** 0.5}
 
 
 _SCALES = Part(_read_scales, lambda cfg: {"query_pre_attn_scalar": round(cfg.attention_scale**-2)})
 # Older configs have `hidden_act` as well; transformers only reads `hidden_activation`.
 GEMMA_INERT_KEYS = frozenset({"hidden_act"})
-_LAYER = (
-    *norms({"input_layernorm": "attn_norm"}, plus_one=True),
-    *LLAMA_ATTENTION,
-    *norms({f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"}, plus_one=True),
-    *norms(
-        {"post_attention_layernorm": "attn_post_norm", "pre_feedforward_layernorm": "ffn_norm"}, plus_one=True
-    ),
-    *LLAMA_FFN,
-    *norms({"post_feedforward_layernorm": "ffn_post_norm"}, plus_one=True),
-)
+GEMMA_NORMS = {
+    "input_layernorm": "attn_norm",
+    **{f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"},
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "ffn_post_norm",
+}
+_LAYER = tensors(GEMMA_NORMS, plus_one=True) + LLAMA_ATTENTION + LLAMA_FFN
 GEMMA2 = Architecture(
     model_type="gemma2",
     class_name="Gemma2ForCausalLM",
@@ -115,32 +107,28 @@ GEMMA2 = Architecture(
             attn_logit_softcapping=(50.0, "attention_softcap"),
             final_logit_softcapping=(30.0, "logit_softcap"),
         ),
-        windows(4096, lambda layer, layers: layer % 2 == 0),
+        windows(4096, every_other),
     ),
-    top_tensors=_TOP,
+    top_tensors=GEMMA_TOP,
     layer_tensors=_LAYER,
     inert_keys=GEMMA_INERT_KEYS,
 )
 
 
-def _read_gemma3_layers(reader: ConfigReader, fields: Fields) -> Fields:
-    bases = reader.number("rope_theta", 1e6), reader.number("rope_local_base_freq", 1e4)
+def _gemma3_slides(reader: ConfigReader, fields: Fields) -> list[bool]:
     # The key has an underscore if transformers 5 wrote it.
-    pattern = reader.integer("_sliding_window_pattern", 6)
-    pattern = reader.integer("sliding_window_pattern", pattern)
-    if pattern < 1:
-        raise ConfigError(f"config key 'sliding_window_pattern' must be at least 1, got {pattern}")
-    slides = [(layer + 1) % pattern != 0 for layer in range(fields["layers"])]
-    window = reader.optional_integer("sliding_window", 4096)
-    return {
-        **read_ropes_by_layer(reader, fields, *bases),
-        "attention_windows": read_windows(reader, window, slides),
-    }
+    pattern = reader.integer("_sliding_window_pattern", 6, least=1)
+    return all_but_each(reader.integer("sliding_window_pattern", pattern, least=1), fields["layers"])
 
 
-def _write_gemma3_layers(cfg: ModelConfig) -> dict[str, Any]:
+def _read_gemma3_ropes(reader: ConfigReader, fields: Fields) -> Fields:
+    bases = reader.number("rope_theta", 1e6), reader.number("rope_local_base_freq", 1e4)
+    return read_ropes_by_layer(reader, fields, *bases)
+
+
+def _write_gemma3_ropes(cfg: ModelConfig) -> dict[str, Any]:
     local = {} if cfg.local_rope is None else {"rope_local_base_freq": cfg.local_rope.theta}
-    return {**write_windows(cfg), **write_rope(cfg.rope), **local}
+    return {**write_rope(cfg.rope), **local}
 
 
 GEMMA3_TEXT = Architecture(
@@ -156,9 +144,10 @@ GEMMA3_TEXT = Architecture(
         _SCALES,
         fixed(post_norms=True, qk_norm=True),
         keys(final_logit_softcapping=(None, "logit_softcap")),
-        Part(_read_gemma3_layers, _write_gemma3_layers),
+        Part(_read_gemma3_ropes, _write_gemma3_ropes),
+        windows(4096, _gemma3_slides),
     ),
-    top_tensors=_TOP,
+    top_tensors=GEMMA_TOP,
     layer_tensors=_LAYER,
     inert_keys=GEMMA_INERT_KEYS,
 )

@@ -6,8 +6,8 @@ from typing import Any
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import MixedLayers, shares_kv
-from jaxllm.models.architectures.gemma import GEMMA_INERT_KEYS, gemma_keys
-from jaxllm.models.architectures.llama import LLAMA_ATTENTION, LLAMA_FFN, LLAMA_TOP, QK_NORMS
+from jaxllm.models.architectures.gemma import GEMMA_INERT_KEYS, GEMMA_NORMS, gemma_keys
+from jaxllm.models.architectures.llama import LLAMA_ATTENTION, LLAMA_FFN, LLAMA_TOP
 from jaxllm.models.config_parts import (
     FULL,
     SLIDING,
@@ -22,7 +22,7 @@ from jaxllm.models.config_parts import (
     write_windows,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, Tensor, tensors
 
 _PROPORTIONAL = "proportional"
 
@@ -171,30 +171,35 @@ GEMMA4_TEXT = Architecture(
         fixed(attention_scale=1.0, qk_norm=True, post_norms=True),
     ),
     top_tensors=(
-        LLAMA_TOP[0],
-        Tensor("embed_tokens_per_layer.weight", ("embed.layer_inputs",)),
-        Tensor("per_layer_model_projection.weight", ("embed.input_projection",)),
-        Tensor("per_layer_projection_norm.weight", ("embed.input_norm.scale",)),
-        *LLAMA_TOP[1:],
+        *LLAMA_TOP,
+        *tensors(
+            {
+                "embed_tokens_per_layer": "embed.layer_inputs",
+                "per_layer_model_projection": "embed.input_projection",
+                "per_layer_projection_norm": "embed.input_norm",
+            }
+        ),
     ),
     layer_tensors=(
-        *norms({"input_layernorm": "attn_norm"}),
+        *tensors(GEMMA_NORMS),
         *LLAMA_ATTENTION,
-        *QK_NORMS,
-        *norms({"post_attention_layernorm": "attn_post_norm", "pre_feedforward_layernorm": "ffn_norm"}),
         *LLAMA_FFN,
-        *norms({"post_feedforward_layernorm": "ffn_post_norm"}),
-        *linears({"per_layer_input_gate": "layer_input.gate", "per_layer_projection": "layer_input.o"}),
-        *norms({"post_per_layer_input_norm": "layer_input_norm"}),
+        *tensors(
+            {
+                "per_layer_input_gate": "layer_input.gate",
+                "per_layer_projection": "layer_input.o",
+                "post_per_layer_input_norm": "layer_input_norm",
+                "router.proj": "router",
+                "pre_feedforward_layernorm_2": "experts_norm",
+                "post_feedforward_layernorm_1": "dense_post_norm",
+                "post_feedforward_layernorm_2": "experts_post_norm",
+            }
+        ),
         Tensor("layer_scalar", ("output.scale",)),
         Tensor("router.scale", ("router_norm.scale",)),
-        Tensor("router.proj.weight", ("router",)),
         Tensor("router.per_expert_scale", ("router_output.scale",)),
-        *norms({"pre_feedforward_layernorm_2": "experts_norm"}),
         Tensor("experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
         Tensor("experts.down_proj", ("experts.down",), stacked=True, transposed=True),
-        *norms({"post_feedforward_layernorm_1": "dense_post_norm"}),
-        *norms({"post_feedforward_layernorm_2": "experts_post_norm"}),
     ),
     inert_keys=GEMMA_INERT_KEYS,
     unread=_unread,

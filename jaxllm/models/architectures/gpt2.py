@@ -3,10 +3,11 @@
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
+from jaxllm.models.architectures.bart import FEED_FORWARD, SELF_ATTENTION
+from jaxllm.models.architectures.llama import HEAD
 from jaxllm.models.config_parts import Fields, Part, fixed, keys, only
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, tensors
 
 _BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
 _SHARED: dict[str, Any] = {"gated_ffn": False, "norm": "layer", "learned_positions": True}
@@ -44,20 +45,18 @@ GPT2 = Architecture(
         Part(_read_sizes, _write_sizes),
         fixed(**_SHARED, **_BIASES),
     ),
-    top_tensors=(
-        Tensor("wte.weight", ("embed.tokens",)),
-        Tensor("wpe.weight", ("embed.positions",)),
-        *norms({"ln_f": "final_norm"}),
-        Tensor("lm_head.weight", ("head",), in_body=False),
-    ),
+    top_tensors=tensors({"wte": "embed.tokens", "wpe": "embed.positions", "ln_f": "final_norm"}) + HEAD,
     # Linear layers are stored as `[in, out]` (Conv1D), transposed against all other architectures.
-    layer_tensors=(
-        *norms({"ln_1": "attn_norm"}),
-        Tensor("attn.c_attn.weight", ("attn.q", "attn.k", "attn.v"), transposed=True),
-        Tensor("attn.c_attn.bias", ("attn.q_bias", "attn.k_bias", "attn.v_bias")),
-        *linears({"attn.c_proj": "attn.o"}, turned=True),
-        *norms({"ln_2": "ffn_norm"}),
-        *linears({"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"}, turned=True),
+    layer_tensors=tensors(
+        {
+            "ln_1": "attn_norm",
+            "attn.c_attn": "attn.q attn.k attn.v",
+            "attn.c_proj": "attn.o",
+            "ln_2": "ffn_norm",
+            "mlp.c_fc": "ffn.up",
+            "mlp.c_proj": "ffn.down",
+        },
+        turned=True,
     ),
     layer_prefix="h.{}.",
     prefixes=("transformer.", ""),
@@ -72,20 +71,6 @@ GPT2 = Architecture(
     # The causal mask, which older checkpoints contain.
     buffers=(".attn.bias", ".attn.masked_bias"),
 )  # fmt: skip
-
-
-def _read_embedding(reader: ConfigReader, fields: Fields) -> Fields:
-    embedding, hidden = reader.optional_integer("word_embed_proj_dim"), fields["hidden_size"]
-    if embedding not in (None, hidden):
-        raise ConfigError(
-            f"config key 'word_embed_proj_dim' is {embedding} and hidden_size is {hidden}; projected "
-            "embeddings (opt-350m) are not implemented: use another OPT size"
-        )
-    return {}
-
-
-def _write_embedding(cfg: ModelConfig) -> dict[str, Any]:
-    return {"word_embed_proj_dim": cfg.hidden_size, "do_layer_norm_before": True}
 
 
 # The 350m model, with norms after each block and narrower embeddings, is refused.
@@ -107,23 +92,20 @@ OPT = Architecture(
             enable_bias=(True, *_BIASES),
             tie_word_embeddings=(True, "tied_head"),
         ),
-        Part(_read_embedding, _write_embedding),
+        only(
+            "word_embed_proj_dim",
+            lambda fields: (None, fields["hidden_size"]),
+            "projected embeddings (opt-350m) are not implemented; use another OPT size",
+        ),
         # PyTorch's default epsilon, which OPT uses without a config key.
         fixed(**_SHARED, norm_eps=1e-5),
     ),
     top_tensors=(
-        Tensor("embed_tokens.weight", ("embed.tokens",)),
+        *tensors({"embed_tokens": "embed.tokens", "final_layer_norm": "final_norm"}),
         # Two rows of padding.
-        Tensor("embed_positions.weight", ("embed.positions",), skip_rows=2),
-        *norms({"final_layer_norm": "final_norm"}),
-        Tensor("lm_head.weight", ("head",), in_body=False),
+        *tensors({"embed_positions": "embed.positions"}, skip_rows=2),
+        *HEAD,
     ),
-    layer_tensors=(
-        *norms({"self_attn_layer_norm": "attn_norm"}),
-        *linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"}),
-        *linears({"self_attn.out_proj": "attn.o"}),
-        *norms({"final_layer_norm": "ffn_norm"}),
-        *linears({"fc1": "ffn.up", "fc2": "ffn.down"}),
-    ),
+    layer_tensors=SELF_ATTENTION + FEED_FORWARD,
     prefixes=("model.decoder.", "decoder.", ""),
 )

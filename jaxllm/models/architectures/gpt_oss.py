@@ -1,25 +1,9 @@
 """gpt-oss: experts with biases and a clamped gate, a sink logit per head, a sliding window in every other
 layer."""
 
-from typing import Any
-
-from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.llama import LLAMA_ATTENTION, LLAMA_NORMS, LLAMA_TOP, llama_keys
-from jaxllm.models.config_parts import (
-    Fields,
-    Part,
-    experts,
-    fixed,
-    keys,
-    only,
-    read_rope_section,
-    refuse_partial,
-    sole_rope_section,
-    windows,
-    write_rope,
-)
-from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.config_parts import every_other, experts, fixed, keys, only, rope, windows
+from jaxllm.models.translate import Architecture, Tensor, tensors
 from jaxllm.nn.layers import CLAMP, CLAMPED_SLOPE
 
 _ROPE = {
@@ -30,18 +14,6 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-
-
-def _read_rope(reader: ConfigReader, fields: Fields) -> Fields:
-    section, theta = sole_rope_section(reader), reader.number("rope_theta", 150000.0)
-    found = read_rope_section(section if section.keys() else ConfigReader(_ROPE), fields, theta=theta)
-    refuse_partial(found, fields["head_dim"])
-    return {"rope": found}
-
-
-def _write_rope(cfg: ModelConfig) -> dict[str, Any]:
-    # Without a section the class scales.
-    return {"rope_scaling": {"rope_type": "default"}, **write_rope(cfg.rope)}
 
 
 _BOTH = ("experts.gate", "experts.up")
@@ -58,22 +30,21 @@ GPT_OSS = Architecture(
             num_attention_heads=64, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072,
             rms_norm_eps=1e-5,
         ),
-        Part(_read_rope, _write_rope),
+        rope(150000.0, usual=_ROPE),
         experts("num_local_experts", 128),
         keys(
             attention_bias=(True, "qkv_bias", "o_bias"),
             num_experts_per_tok=(4, "experts_per_token"),
         ),
         fixed(activation="clamped_swiglu", sink_logits=True, expert_bias=True),
-        windows(128, lambda layer, layers: layer % 2 == 0),
+        windows(128, every_other),
     ),
     top_tensors=LLAMA_TOP,
     layer_tensors=(
         *LLAMA_NORMS,
         *LLAMA_ATTENTION,
         Tensor("self_attn.sinks", ("attn.sink_logits",)),
-        Tensor("mlp.router.weight", ("router",)),
-        Tensor("mlp.router.bias", ("router_bias",)),
+        *tensors({"mlp.router": "router"}),
         Tensor("mlp.experts.gate_up_proj", _BOTH, stacked=True, alternating=True, transposed=True),
         Tensor("mlp.experts.gate_up_proj_bias", _BIASES, stacked=True, alternating=True),
         Tensor("mlp.experts.down_proj", ("experts.down",), stacked=True),

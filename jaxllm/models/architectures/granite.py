@@ -8,7 +8,6 @@ divided by r², so that embeddings times e / r account for it exactly.
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from jaxllm.models.architectures.llama import (
     ATTENTION_BIAS,
     LLAMA_ATTENTION,
@@ -20,16 +19,12 @@ from jaxllm.models.architectures.llama import (
 )
 from jaxllm.models.config_parts import FULL, Fields, Part, only, rope
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.translate import Architecture, tensors
 
 
 def _read_multipliers(reader: ConfigReader, fields: Fields) -> Fields:
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-    multipliers = {key: reader.number(key, 1.0) for key in names}
-    for key, value in multipliers.items():
-        if not 1e-6 <= value <= 1e6:
-            raise ConfigError(f"config key {key!r} must be in [1e-6, 1e6], got {value}; fix it")
-    embedding, residual, attention, logits = multipliers.values()
+    embedding, residual, attention, logits = (reader.number(key, 1.0, low=1e-6, high=1e6) for key in names)
     return {
         "norm_eps": fields["norm_eps"] / residual**2,
         "embed_scale": embedding / residual,
@@ -99,8 +94,9 @@ GRANITEMOEHYBRID = Architecture(
     layer_tensors=(
         *LLAMA_NORMS,
         *LLAMA_ATTENTION,
-        Tensor("shared_mlp.input_linear.weight", ("ffn.gate", "ffn.up")),
-        Tensor("shared_mlp.output_linear.weight", ("ffn.down",), transposed=True),
+        *tensors(
+            {"shared_mlp.input_linear": "ffn.gate ffn.up", "shared_mlp.output_linear": "ffn.down"}
+        ),
     ),
     # Of Mamba layers and experts, which the model does not have.
     inert_keys=frozenset(

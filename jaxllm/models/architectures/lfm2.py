@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import StateConfig
+from jaxllm.models.architectures.llama import HEAD
 from jaxllm.models.config_parts import (
     FULL,
     Fields,
@@ -17,7 +17,7 @@ from jaxllm.models.config_parts import (
     write_state_layers,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, Tensor, tensors
 
 _CONV = "conv"
 
@@ -27,14 +27,12 @@ def _read_ffn_size(reader: ConfigReader) -> int:
     size = reader.integer("intermediate_size", 12288)
     size = reader.integer("block_ff_dim", size)
     multiplier = reader.optional_number("block_ffn_dim_multiplier", 1.0)
-    multiple = reader.integer("block_multiple_of", 256)
+    multiple = reader.integer("block_multiple_of", 256, least=1)
     if not reader.flag("block_auto_adjust_ff_dim", True):
         return size
     size = 2 * size // 3
     if multiplier is None:
         return size
-    if multiple < 1:
-        raise ConfigError(f"config key 'block_multiple_of' must be positive, got {multiple}; fix it")
     return -(-int(multiplier * size) // multiple) * multiple
 
 
@@ -82,26 +80,25 @@ LFM2 = Architecture(
         Part(_read_layers, _write_layers),
         fixed(qk_norm=True),
     ),
-    top_tensors=(
-        Tensor("embed_tokens.weight", ("embed.tokens",)),
-        Tensor("embedding_norm.weight", ("final_norm.scale",)),
-        Tensor("lm_head.weight", ("head",), in_body=False),
-    ),
+    top_tensors=tensors({"embed_tokens": "embed.tokens", "embedding_norm": "final_norm"}) + HEAD,
     layer_tensors=(
-        *norms({"operator_norm": "attn_norm"}),
-        *norms({"operator_norm": "state_norm"}),
-        *linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"}),
-        *linears({"self_attn.out_proj": "attn.o"}),
-        *norms({"self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm"}),
-        Tensor("conv.in_proj.weight", ("state.input_gate", "state.output_gate", "state.value")),
-        Tensor("conv.in_proj.bias", ("state.input_gate_bias", "state.output_gate_bias", "state.value_bias")),
+        *tensors({"operator_norm": "attn_norm"}),
+        *tensors(
+            {
+                "operator_norm": "state_norm",
+                **{f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"},
+                "self_attn.out_proj": "attn.o",
+                **{f"self_attn.{part}_layernorm": f"attn.{part}_norm" for part in "qk"},
+                "conv.in_proj": "state.input_gate state.output_gate state.value",
+                "conv.out_proj": "state.o",
+                "ffn_norm": "ffn_norm",
+                "feed_forward.w1": "ffn.gate",
+                "feed_forward.w3": "ffn.up",
+                "feed_forward.w2": "ffn.down",
+            }
+        ),
         Tensor("conv.conv.weight", ("state.conv",), depthwise=True),
         Tensor("conv.conv.bias", ("state.conv_bias",)),
-        *linears({"conv.out_proj": "state.o"}),
-        *norms({"ffn_norm": "ffn_norm"}),
-        *linears(
-            {"feed_forward.w1": "ffn.gate", "feed_forward.w3": "ffn.up", "feed_forward.w2": "ffn.down"}
-        ),
     ),
     # Keys of the authors' own code; they repeat other keys, or describe the initialization.
     inert_keys=frozenset(

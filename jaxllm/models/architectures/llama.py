@@ -4,9 +4,9 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.config_parts import Fields, Part, keys, read_windows, rope, write_windows
+from jaxllm.models.config_parts import Fields, Part, all_but_each, keys, rope, windows
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, tensors
 
 # The keys with their fields, and the defaults of Llama's class.
 _KEYS: dict[str, tuple[Any, str]] = {
@@ -35,17 +35,14 @@ def llama_keys(*, activation_key: str = "hidden_act", **defaults: Any) -> Part:
 ATTENTION_BIAS = keys(attention_bias=(False, "qkv_bias", "o_bias"))
 MLP_BIAS = keys(mlp_bias=(False, "ffn_bias"))
 
-LLAMA_TOP = (
-    Tensor("embed_tokens.weight", ("embed.tokens",)),
-    Tensor("norm.weight", ("final_norm.scale",)),
-    Tensor("lm_head.weight", ("head",), in_body=False),
-)
-LLAMA_ATTENTION = linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkvo"})
-LLAMA_FFN = linears({f"mlp.{part}_proj": f"ffn.{part}" for part in ("gate", "up", "down")})
-LLAMA_NORMS = norms({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"})
+HEAD = tensors({"lm_head": "head"}, in_body=False)
+LLAMA_TOP = tensors({"embed_tokens": "embed.tokens", "norm": "final_norm"}) + HEAD
+LLAMA_ATTENTION = tensors({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkvo"})
+LLAMA_FFN = tensors({f"mlp.{part}_proj": f"ffn.{part}" for part in ("gate", "up", "down")})
+LLAMA_NORMS = tensors({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"})
 LLAMA_LAYER = LLAMA_NORMS + LLAMA_ATTENTION + LLAMA_FFN
 # Of every head's queries and keys.
-QK_NORMS = norms({f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"})
+QK_NORMS = tensors({f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"})
 
 LLAMA = Architecture(
     model_type="llama",
@@ -59,34 +56,22 @@ LLAMA = Architecture(
 
 
 def _read_smollm3_layers(reader: ConfigReader, fields: Fields) -> Fields:
-    """`rope_layers` from `no_rope_layers`, which has 1 for layers with a rotary embedding; the others may
-    have a window."""
+    """`rope_layers` from `no_rope_layers`, which has 1 for layers with a rotary embedding."""
     layers = max(fields["layers"], 0)
-    every = reader.integer("no_rope_layer_interval", 4)
-    if every < 1:
-        raise ConfigError(f"config key 'no_rope_layer_interval' must be at least 1, got {every}; fix it")
-    usual = tuple(int((layer + 1) % every != 0) for layer in range(layers))
+    usual = all_but_each(reader.integer("no_rope_layer_interval", 4, least=1), layers)
     flags = reader.integers("no_rope_layers") or usual
     if len(flags) != layers or not set(flags) <= {0, 1}:
         raise ConfigError(
             f"config key 'no_rope_layers' must be {layers} times 0 or 1, one per layer, got {flags!r:.80}"
         )
-    window = reader.optional_integer("sliding_window")
-    if not reader.flag("use_sliding_window", False):
-        window = None
-    windows = read_windows(reader, window, [window is not None and not flag for flag in flags])
-    return {"rope_layers": tuple(map(bool, flags)), "attention_windows": windows}
+    return {"rope_layers": tuple(map(bool, flags))}
 
 
 def _write_smollm3_layers(cfg: ModelConfig) -> dict[str, Any]:
-    return {
-        "no_rope_layers": [int(flag) for flag in cfg.rope_layers or (True,) * cfg.layers],
-        "use_sliding_window": any(cfg.attention_windows),
-        **write_windows(cfg),
-    }
+    return {"no_rope_layers": [int(flag) for flag in cfg.rope_layers or (True,) * cfg.layers]}
 
 
-# Without rotary embedding in every fourth layer.
+# Without rotary embedding in every fourth layer, which may have a window.
 SMOLLM3 = Architecture(
     model_type="smollm3",
     class_name="SmolLM3ForCausalLM",
@@ -97,6 +82,7 @@ SMOLLM3 = Architecture(
         ),
         rope(2e6),
         Part(_read_smollm3_layers, _write_smollm3_layers),
+        windows(None, lambda reader, fields: [not each for each in fields["rope_layers"]], switch=True),
         ATTENTION_BIAS,
         MLP_BIAS,
     ),

@@ -16,7 +16,7 @@ from jaxllm.models.config_parts import (
     rope_parameters,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.translate import Architecture, tensors
 
 MISTRAL = Architecture(
     model_type="mistral",
@@ -45,9 +45,7 @@ _ROPE = {
 
 
 def _read_growing_rope(reader: ConfigReader, fields: Fields) -> Fields:
-    given = reader.has("rope_parameters") or reader.has("rope_scaling")
-    source = reader if given else ConfigReader({"rope_parameters": _ROPE})
-    found = read_rope(source, fields, theta=1e6, growth=True)
+    found = read_rope(reader, fields, theta=1e6, usual=_ROPE, growth=True)
     refuse_partial(found, fields["head_dim"])
     return {"rope": found}
 
@@ -95,9 +93,13 @@ MIXTRAL = Architecture(
     layer_tensors=(
         *LLAMA_NORMS,
         *LLAMA_ATTENTION,
-        Tensor("block_sparse_moe.gate.weight", ("router",)),
-        Tensor("block_sparse_moe.experts.{expert}.w1.weight", ("experts.gate",)),
-        Tensor("block_sparse_moe.experts.{expert}.w3.weight", ("experts.up",)),
-        Tensor("block_sparse_moe.experts.{expert}.w2.weight", ("experts.down",), transposed=True),
+        *tensors(
+            {
+                "block_sparse_moe.gate": "router",
+                "block_sparse_moe.experts.{expert}.w1": "experts.gate",
+                "block_sparse_moe.experts.{expert}.w3": "experts.up",
+                "block_sparse_moe.experts.{expert}.w2": "experts.down",
+            }
+        ),
     ),
 )

@@ -19,6 +19,7 @@ from jaxllm.models.config_parts import (
     SLIDING,
     Fields,
     Part,
+    all_but_each,
     experts,
     fixed,
     keys,
@@ -30,17 +31,12 @@ from jaxllm.models.config_parts import (
     write_windows,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, norms
+from jaxllm.models.translate import Architecture, tensors
 
 _OLMO_KEYS = llama_keys(vocab_size=50304, rms_norm_eps=1e-5)
 _POST_NORMS_ONLY: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True}
-_LAYER = (
-    *LLAMA_ATTENTION,
-    *QK_NORMS,
-    *norms({"post_attention_layernorm": "attn_post_norm"}),
-    *LLAMA_FFN,
-    *norms({"post_feedforward_layernorm": "ffn_post_norm"}),
-)
+_POST_NORMS = {"post_attention_layernorm": "attn_post_norm", "post_feedforward_layernorm": "ffn_post_norm"}
+_LAYER = LLAMA_ATTENTION + QK_NORMS + LLAMA_FFN + tensors(_POST_NORMS)
 OLMO2 = Architecture(
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
@@ -70,7 +66,7 @@ OLMO3 = Architecture(
         Part(_read_ropes, _write_ropes),
         ATTENTION_BIAS,
         fixed(**_POST_NORMS_ONLY, joint_qk_norm=True),
-        windows(4096, lambda layer, layers: (layer + 1) % 4 != 0),
+        windows(4096, lambda reader, fields: all_but_each(4, fields["layers"])),
     ),
     top_tensors=LLAMA_TOP,
     layer_tensors=_LAYER,
@@ -107,9 +103,7 @@ def _exaone4_slides(reader: ConfigReader, layers: int, window: int | None) -> li
     if window is None or not pattern:
         return [False] * layers
     if isinstance(pattern, int):
-        if pattern < 1:
-            raise ConfigError(f"config key 'sliding_window_pattern' must be at least 1, got {pattern}")
-        return [(layer + 1) % pattern != 0 for layer in range(layers)]
+        return all_but_each(reader.integer("sliding_window_pattern", 4, least=1), layers)
     if not set(pattern) <= {"L", "G"}:
         raise ConfigError(
             f"config key 'sliding_window_pattern' is {pattern!r:.80}; give a number, or letters L and G"

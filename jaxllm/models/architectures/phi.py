@@ -4,17 +4,10 @@ part of each head or of neighbouring dimensions."""
 import dataclasses
 
 from jaxllm.errors import ConfigError
-from jaxllm.models.architectures.llama import (
-    LLAMA_ATTENTION,
-    LLAMA_FFN,
-    LLAMA_LAYER,
-    LLAMA_NORMS,
-    LLAMA_TOP,
-    llama_keys,
-)
+from jaxllm.models.architectures.llama import HEAD, LLAMA_LAYER, LLAMA_NORMS, LLAMA_TOP, llama_keys
 from jaxllm.models.config_parts import Fields, Part, fixed, keys, one_window, only, partial_rope, rope
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, tensors
 
 # Phi-1, Phi-1.5 and Phi-2: one layer norm, which attention and the feed-forward block both read, and biases
 # everywhere, also of the head.
@@ -40,16 +33,15 @@ PHI = Architecture(
         fixed(gated_ffn=False, norm="layer", qkv_bias=True, o_bias=True, ffn_bias=True),
         fixed(parallel_blocks=True, head_bias=True),
     ),
-    top_tensors=(
-        Tensor("embed_tokens.weight", ("embed.tokens",)),
-        *norms({"final_layernorm": "final_norm"}),
-        Tensor("lm_head.weight", ("head",), in_body=False),
-        Tensor("lm_head.bias", ("head_bias",), in_body=False),
-    ),
-    layer_tensors=(
-        *norms({"input_layernorm": "attn_norm"}),
-        *linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"}),
-        *linears({"self_attn.dense": "attn.o", "mlp.fc1": "ffn.up", "mlp.fc2": "ffn.down"}),
+    top_tensors=tensors({"embed_tokens": "embed.tokens", "final_layernorm": "final_norm"}) + HEAD,
+    layer_tensors=tensors(
+        {
+            "input_layernorm": "attn_norm",
+            **{f"self_attn.{part}_proj": f"attn.{part}" for part in "qkv"},
+            "self_attn.dense": "attn.o",
+            "mlp.fc1": "ffn.up",
+            "mlp.fc2": "ffn.down",
+        }
     ),
     inert_keys=frozenset({"embd_pdrop", "resid_pdrop"}),
 )
@@ -82,10 +74,14 @@ PHI3 = Architecture(
     top_tensors=LLAMA_TOP,
     layer_tensors=(
         *LLAMA_NORMS,
-        Tensor("self_attn.qkv_proj.weight", ("attn.q", "attn.k", "attn.v")),
-        Tensor("self_attn.o_proj.weight", ("attn.o",), transposed=True),
-        Tensor("mlp.gate_up_proj.weight", ("ffn.gate", "ffn.up")),
-        Tensor("mlp.down_proj.weight", ("ffn.down",), transposed=True),
+        *tensors(
+            {
+                "self_attn.qkv_proj": "attn.q attn.k attn.v",
+                "self_attn.o_proj": "attn.o",
+                "mlp.gate_up_proj": "ffn.gate ffn.up",
+                "mlp.down_proj": "ffn.down",
+            }
+        ),
     ),
 )  # fmt: skip
 
@@ -112,17 +108,8 @@ STABLELM = Architecture(
         partial_rope(0.25),
         fixed(norm="layer"),
     ),
-    top_tensors=(
-        Tensor("embed_tokens.weight", ("embed.tokens",)),
-        *norms({"norm": "final_norm"}),
-        Tensor("lm_head.weight", ("head",), in_body=False),
-    ),
-    layer_tensors=(
-        *norms({"input_layernorm": "attn_norm"}),
-        *LLAMA_ATTENTION,
-        *norms({"post_attention_layernorm": "ffn_norm"}),
-        *LLAMA_FFN,
-    ),
+    top_tensors=LLAMA_TOP,
+    layer_tensors=LLAMA_LAYER,
 )
 
 _PAIRED = ("attn.q", "attn.q_bias", "attn.k", "attn.k_bias")

@@ -3,7 +3,6 @@ head's query and key, and optional sliding windows."""
 
 from typing import Any
 
-from jaxllm.config import ModelConfig
 from jaxllm.models.architectures.llama import (
     ATTENTION_BIAS,
     LLAMA_LAYER,
@@ -14,18 +13,16 @@ from jaxllm.models.architectures.llama import (
 from jaxllm.models.config_parts import (
     SPARSE_LAYERS,
     Fields,
-    Part,
     experts,
     fixed,
     keys,
     one_window,
     only,
-    read_windows,
     rope,
-    write_windows,
+    windows,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor
+from jaxllm.models.translate import Architecture, tensors
 
 _DENSE_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -41,29 +38,12 @@ _MOE_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _switched_window(reader: ConfigReader) -> tuple[int | None, int]:
-    """The window, None unless it is switched on, and `max_window_layers`."""
-    window, first = reader.optional_integer("sliding_window", 4096), reader.integer("max_window_layers", 28)
-    return window if reader.flag("use_sliding_window", False) else None, first
+def _upper_layers(reader: ConfigReader, fields: Fields) -> list[bool]:
+    first = reader.integer("max_window_layers", 28)
+    return [layer >= first for layer in range(fields["layers"])]
 
 
-def _read_upper_windows(reader: ConfigReader, fields: Fields) -> Fields:
-    """Full up to `max_window_layers`, sliding from there on if switched on."""
-    window, first = _switched_window(reader)
-    slides = [window is not None and layer >= first for layer in range(fields["layers"])]
-    return {"attention_windows": read_windows(reader, window, slides)}
-
-
-def _write_upper_windows(cfg: ModelConfig) -> dict[str, Any]:
-    first = next((layer for layer, window in enumerate(cfg.attention_windows) if window), cfg.layers)
-    return {
-        "use_sliding_window": any(cfg.attention_windows),
-        "max_window_layers": first,
-        **write_windows(cfg),
-    }
-
-
-_UPPER_WINDOWS = Part(_read_upper_windows, _write_upper_windows)
+_UPPER_WINDOWS = windows(4096, _upper_layers, switch=True)
 QWEN2 = Architecture(
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
@@ -85,12 +65,9 @@ QWEN3 = Architecture(
     layer_tensors=LLAMA_LAYER + QK_NORMS,
 )
 
-SEPARATE_EXPERTS = (
-    Tensor("mlp.experts.{expert}.gate_proj.weight", ("experts.gate",)),
-    Tensor("mlp.experts.{expert}.up_proj.weight", ("experts.up",)),
-    Tensor("mlp.experts.{expert}.down_proj.weight", ("experts.down",), transposed=True),
-)
-QWEN_MOE_LAYER = (*LLAMA_LAYER, *QK_NORMS, Tensor("mlp.gate.weight", ("router",)), *SEPARATE_EXPERTS)
+_PARTS = ("gate", "up", "down")
+SEPARATE_EXPERTS = {f"mlp.experts.{{expert}}.{part}_proj": f"experts.{part}" for part in _PARTS}
+QWEN_MOE_LAYER = (*LLAMA_LAYER, *QK_NORMS, *tensors({"mlp.gate": "router", **SEPARATE_EXPERTS}))
 # Experts in all or some layers, and an optional sliding window for all layers.
 QWEN3_MOE = Architecture(
     model_type="qwen3_moe",
@@ -120,24 +97,16 @@ QWEN3_MOE = Architecture(
 )
 
 
-def _read_lower_windows(reader: ConfigReader, fields: Fields) -> Fields:
-    """Every second of the lower layers slides if switched on, as transformers has it."""
-    window, first = _switched_window(reader)
-    layers = range(max(fields["layers"], 0))
-    slides = [window is not None and layer % 2 == 0 and layer < first for layer in layers]
-    return {"attention_windows": read_windows(reader, window, slides)}
+def _some_lower_layers(reader: ConfigReader, fields: Fields) -> list[bool]:
+    """Every second of the lower layers, as transformers has it."""
+    first = reader.integer("max_window_layers", 28)
+    return [layer % 2 == 0 and layer < first for layer in range(fields["layers"])]
 
 
-def _write_lower_windows(cfg: ModelConfig) -> dict[str, Any]:
-    return {"use_sliding_window": any(cfg.attention_windows), **write_windows(cfg)}
-
-
-SHARED_EXPERT = (
-    Tensor("mlp.shared_expert_gate.weight", ("shared.score",)),
-    Tensor("mlp.shared_expert.gate_proj.weight", ("shared.gate",)),
-    Tensor("mlp.shared_expert.up_proj.weight", ("shared.up",)),
-    Tensor("mlp.shared_expert.down_proj.weight", ("shared.down",), transposed=True),
-)
+SHARED_EXPERT = {
+    "mlp.shared_expert_gate": "shared.score",
+    **{f"mlp.shared_expert.{part}_proj": f"shared.{part}" for part in _PARTS},
+}
 # Qwen1.5-MoE as well: with a shared expert for all tokens, multiplied by a separate score.
 QWEN2_MOE = Architecture(
     model_type="qwen2_moe",
@@ -145,7 +114,7 @@ QWEN2_MOE = Architecture(
     parts=(
         llama_keys(**_MOE_DEFAULTS, intermediate_size=5632, num_attention_heads=16, num_key_value_heads=16),
         rope(),
-        Part(_read_lower_windows, _write_lower_windows),
+        windows(4096, _some_lower_layers, switch=True),
         experts("num_experts", 60),
         keys(
             qkv_bias=(True, "qkv_bias"),
@@ -157,5 +126,5 @@ QWEN2_MOE = Architecture(
         SPARSE_LAYERS,
     ),
     top_tensors=LLAMA_TOP,
-    layer_tensors=QWEN_MOE_LAYER + SHARED_EXPERT,
+    layer_tensors=QWEN_MOE_LAYER + tensors(SHARED_EXPERT),
 )

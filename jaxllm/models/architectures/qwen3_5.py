@@ -4,14 +4,15 @@ an output gate."""
 from typing import Any
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import StateConfig
+from jaxllm.models.architectures.gemma import GEMMA_TOP
 from jaxllm.models.architectures.llama import ATTENTION_BIAS, LLAMA_FFN, llama_keys
 from jaxllm.models.architectures.qwen import SEPARATE_EXPERTS, SHARED_EXPERT
 from jaxllm.models.config_parts import (
     FULL,
     Fields,
     Part,
+    all_but_each,
     experts,
     fixed,
     keys,
@@ -21,7 +22,7 @@ from jaxllm.models.config_parts import (
     write_state_layers,
 )
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, Tensor, tensors
 
 _LINEAR = "linear_attention"
 _STATE_KEYS = {
@@ -34,19 +35,16 @@ _STATE_KEYS = {
 
 
 def _read_states(reader: ConfigReader, fields: Fields) -> Fields:
-    every = reader.integer("full_attention_interval", 4)
-    if every < 1:
-        raise ConfigError(f"config key 'full_attention_interval' must be at least 1, got {every}; fix it")
-    types = [_LINEAR if (layer + 1) % every else FULL for layer in range(max(fields["layers"], 0))]
+    linear = all_but_each(reader.integer("full_attention_interval", 4, least=1), fields["layers"])
+    types = [_LINEAR if each else FULL for each in linear]
     sizes: Fields = {field: reader.integer(key, size) for key, (field, size) in _STATE_KEYS.items()}
     states = StateConfig(kind="delta_rule", **sizes)
     return read_state_layers(reader, _LINEAR, types, states)
 
 
 def _write_states(cfg: ModelConfig) -> dict[str, Any]:
-    sizes = (
-        {} if cfg.states is None else {key: getattr(cfg.states, of) for key, (of, _) in _STATE_KEYS.items()}
-    )
+    states = cfg.states
+    sizes = {} if states is None else {key: getattr(states, of) for key, (of, _) in _STATE_KEYS.items()}
     return {**sizes, **write_state_layers(cfg, _LINEAR)}
 
 
@@ -60,28 +58,33 @@ _PARTS = (
     Part(_read_states, _write_states),
     fixed(qk_norm=True, attention_gate=True),
 )
-_TOP = (
-    Tensor("embed_tokens.weight", ("embed.tokens",)),
-    Tensor("norm.weight", ("final_norm.scale",), plus_one=True),
-    Tensor("lm_head.weight", ("head",), in_body=False),
-)
 # Of all layers, but for feed-forward blocks.
 _LAYER = (
-    *norms({"input_layernorm": "attn_norm"}, plus_one=True),
-    *norms({"input_layernorm": "state_norm", "post_attention_layernorm": "ffn_norm"}, plus_one=True),
-    Tensor("self_attn.q_proj.weight", ("attn.q", "attn.gate"), by_head=True),
-    Tensor("self_attn.q_proj.bias", ("attn.q_bias", "attn.gate_bias"), by_head=True),
-    *linears({f"self_attn.{part}_proj": f"attn.{part}" for part in "kvo"}),
-    *norms({f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"}, plus_one=True),
-    Tensor("linear_attn.in_proj_qkv.weight", ("state.q", "state.k", "state.v")),
-    Tensor("linear_attn.in_proj_z.weight", ("state.gate",)),
-    Tensor("linear_attn.in_proj_b.weight", ("state.correction",)),
+    *tensors({"input_layernorm": "attn_norm"}, plus_one=True),
+    *tensors(
+        {
+            "input_layernorm": "state_norm",
+            "post_attention_layernorm": "ffn_norm",
+            **{f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"},
+        },
+        plus_one=True,
+    ),
+    *tensors({"self_attn.q_proj": "attn.q attn.gate"}, by_head=True),
+    *tensors(
+        {
+            **{f"self_attn.{part}_proj": f"attn.{part}" for part in "kvo"},
+            "linear_attn.in_proj_qkv": "state.q state.k state.v",
+            "linear_attn.in_proj_z": "state.gate",
+            "linear_attn.in_proj_b": "state.correction",
+            "linear_attn.norm": "state.norm",
+            "linear_attn.out_proj": "state.o",
+        }
+    ),
+    # Not by `tensors`: a bias of it would have the name of the decay's.
     Tensor("linear_attn.in_proj_a.weight", ("state.decay",)),
     Tensor("linear_attn.conv1d.weight", ("state.conv",), depthwise=True),
     Tensor("linear_attn.dt_bias", ("state.decay_bias",)),
     Tensor("linear_attn.A_log", ("state.decay_log",)),
-    Tensor("linear_attn.norm.weight", ("state.norm.scale",)),
-    Tensor("linear_attn.out_proj.weight", ("state.o",), transposed=True),
 )
 # Layers that predict further tokens are not read; states are computed in float32 anyway.
 _INERT_KEYS = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
@@ -96,7 +99,7 @@ QWEN3_5_TEXT = Architecture(
     model_type="qwen3_5_text",
     class_name="Qwen3_5ForCausalLM",
     parts=(*_CHECKS, llama_keys(**_DEFAULTS, intermediate_size=12288, num_key_value_heads=4), *_PARTS),
-    top_tensors=_TOP,
+    top_tensors=GEMMA_TOP,
     layer_tensors=_LAYER + LLAMA_FFN,
     inert_keys=_INERT_KEYS,
 )
@@ -124,15 +127,14 @@ QWEN3_5_MOE_TEXT = Architecture(
         ),
         *_PARTS,
     ),
-    top_tensors=_TOP,
+    top_tensors=GEMMA_TOP,
     layer_tensors=(
         *_LAYER,
-        Tensor("mlp.gate.weight", ("router",)),
+        *tensors({"mlp.gate": "router", **SHARED_EXPERT}),
         # As its authors write them, and as transformers does.
         Tensor("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
         Tensor("mlp.experts.down_proj", ("experts.down",), stacked=True, transposed=True),
-        *SEPARATE_EXPERTS,
-        *SHARED_EXPERT,
+        *tensors(SEPARATE_EXPERTS),
     ),
     inert_keys=_INERT_KEYS,
 )

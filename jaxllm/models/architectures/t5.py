@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.config import Activation, ModelConfig
-from jaxllm.errors import ConfigError
-from jaxllm.models.config_parts import Fields, Part, only
+from jaxllm.models.config_parts import Fields, Part, keys, only, read_choice
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.translate import Architecture, Tensor, linears, norms
+from jaxllm.models.translate import Architecture, Tensor, tensors
 
 _DEFAULTS = {"vocab_size": 32128, "d_model": 512, "d_ff": 2048, "num_heads": 8, "num_layers": 6}
 # T5 has no maximum sequence length; configs have the training length, or nothing.
@@ -38,7 +37,7 @@ _ENCODER_DECODER = only("is_encoder_decoder", (True,), "an encoder without a dec
 
 def _keys(
     kind: str, scaled: Callable[[ConfigReader], bool], *, kind_key: str = "feed_forward_proj", **defaults: int
-) -> Part:
+) -> tuple[Part, Part]:
     """The keys of the family.
 
     Args:
@@ -50,35 +49,22 @@ def _keys(
     known = {**_DEFAULTS, **defaults}
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
-        name = reader.text(kind_key, kind)
-        if name not in _FEED_FORWARDS:
-            raise ConfigError(
-                f"config key {kind_key!r} is {name!r:.80}, which is not supported; jaxllm has "
-                f"{', '.join(_FEED_FORWARDS)}"
-            )
-        gated, activation = _FEED_FORWARDS[name]
-        hidden, heads, layers = (
-            reader.integer(key, known[key]) for key in ("d_model", "num_heads", "num_layers")
-        )
+        gated, activation = read_choice(reader, kind_key, kind, _FEED_FORWARDS)
+        heads, layers = (reader.integer(key, known[key]) for key in ("num_heads", "num_layers"))
         shared: Fields = {
-            "vocab_size": reader.integer("vocab_size", known["vocab_size"]),
-            "hidden_size": hidden,
+            **fields,
             "heads": heads,
             "kv_heads": heads,
             "head_dim": reader.integer("d_kv", 64),
-            "ffn_size": reader.integer("d_ff", known["d_ff"]),
             "window_tokens": reader.optional_integer("n_positions") or _TRAINED_TOKENS,
             "activation": activation,
             "gated_ffn": gated,
-            "norm_eps": reader.number("layer_norm_epsilon", 1e-6),
             "attention_scale": 1.0,
-            "relative_buckets": reader.integer("relative_attention_num_buckets", 32),
-            "relative_distance": reader.integer("relative_attention_max_distance", 128),
         }
         others = reader.optional_integer("num_decoder_layers", known.get("num_decoder_layers")) or layers
         tied = scaled(reader)
-        encoder = ModelConfig(model_type=fields["model_type"], **shared, layers=layers, tied_head=True)
-        scale = hidden**-0.5 if tied else 1.0
+        encoder = ModelConfig(**shared, layers=layers, tied_head=True)
+        scale = fields["hidden_size"] ** -0.5 if tied else 1.0
         return {**shared, "encoder": encoder, "layers": others, "tied_head": tied, "logit_scale": scale}
 
     def write(cfg: ModelConfig) -> dict[str, Any]:
@@ -86,23 +72,25 @@ def _keys(
         kinds = {kind: name for name, kind in reversed(_FEED_FORWARDS.items())}
         return {
             "is_encoder_decoder": True,
-            "vocab_size": cfg.vocab_size,
-            "d_model": cfg.hidden_size,
             "d_kv": cfg.head_dim,
-            "d_ff": cfg.ffn_size,
             "num_heads": cfg.heads,
             "num_layers": cfg.encoder.layers,
             "num_decoder_layers": cfg.layers,
             "n_positions": cfg.window_tokens,
             # None if the family has no such block.
             kind_key: kinds.get((cfg.gated_ffn, cfg.activation)),
-            "layer_norm_epsilon": cfg.norm_eps,
-            "relative_attention_num_buckets": cfg.relative_buckets,
-            "relative_attention_max_distance": cfg.relative_distance,
             "tie_word_embeddings": cfg.tied_head,
         }
 
-    return Part(read, write)
+    plain = keys(
+        vocab_size=(known["vocab_size"], "vocab_size"),
+        d_model=(known["d_model"], "hidden_size"),
+        d_ff=(known["d_ff"], "ffn_size"),
+        layer_norm_epsilon=(1e-6, "norm_eps"),
+        relative_attention_num_buckets=(32, "relative_buckets"),
+        relative_attention_max_distance=(128, "relative_distance"),
+    )
+    return plain, Part(read, write)
 
 
 def _scaled(reader: ConfigReader) -> bool:
@@ -118,19 +106,18 @@ def _never_scaled(reader: ConfigReader) -> bool:
 
 def _attention(layer: int, name: str, ours: str) -> tuple[Tensor, ...]:
     """The tensors of one attention of a layer, and of its norm."""
-    products = linears({f"layer.{layer}.{name}.{part}": f"{ours}.{part}" for part in "qkvo"})
-    return norms({f"layer.{layer}.layer_norm": f"{ours}_norm"}) + products
+    products = {f"layer.{layer}.{name}.{part}": f"{ours}.{part}" for part in "qkvo"}
+    return tensors({f"layer.{layer}.layer_norm": f"{ours}_norm", **products})
 
 
 def _feed_forward(layer: int, block: str = "DenseReluDense") -> tuple[Tensor, ...]:
     """The tensors of a feed-forward block, plain or gated, and of its norm."""
     lead = f"layer.{layer}.{block}"
+    norm = {f"layer.{layer}.layer_norm": "ffn_norm"}
     return (
-        *norms({f"layer.{layer}.layer_norm": "ffn_norm"}),
-        Tensor(f"{lead}.wi_0.weight", ("ffn.gate",)),
-        Tensor(f"{lead}.wi_1.weight", ("ffn.up",), gated=True),
-        Tensor(f"{lead}.wi.weight", ("ffn.up",), gated=False),
-        Tensor(f"{lead}.wo.weight", ("ffn.down",), transposed=True),
+        *tensors({**norm, f"{lead}.wi_0": "ffn.gate", f"{lead}.wo": "ffn.down"}),
+        *tensors({f"{lead}.wi_1": "ffn.up"}, gated=True),
+        *tensors({f"{lead}.wi": "ffn.up"}, gated=False),
     )
 
 
@@ -142,15 +129,16 @@ T5 = Architecture(
     class_name="T5ForConditionalGeneration",
     parts=(
         _ENCODER_DECODER,
-        _keys("relu", _scaled),
+        *_keys("relu", _scaled),
         Part(lambda reader, fields: {}, lambda cfg: {"scale_decoder_outputs": cfg.tied_head}),
     ),
     top_tensors=(
         Tensor("shared.weight", ("embed.tokens",)),
         Tensor(f"encoder.{_BIASES}", ("encoder.relative_positions",)),
-        *norms({"encoder.final_layer_norm": "encoder.final_norm"}),
         Tensor(f"decoder.{_BIASES}", ("relative_positions",)),
-        *norms({"decoder.final_layer_norm": "final_norm"}),
+        *tensors(
+            {"encoder.final_layer_norm": "encoder.final_norm", "decoder.final_layer_norm": "final_norm"}
+        ),
         Tensor("lm_head.weight", ("head",)),
     ),
     layer_tensors=_DECODER_ATTENTION + _feed_forward(2),
@@ -170,7 +158,7 @@ MT5 = dataclasses.replace(
     class_name="MT5ForConditionalGeneration",
     parts=(
         _ENCODER_DECODER,
-        _keys("gated-gelu", _never_scaled, vocab_size=250112, d_ff=1024, num_heads=6, num_layers=8),
+        *_keys("gated-gelu", _never_scaled, vocab_size=250112, d_ff=1024, num_heads=6, num_layers=8),
     ),
 )
 
@@ -220,12 +208,8 @@ def _write_switch(cfg: ModelConfig) -> dict[str, Any]:
 def _experts(layer: int) -> tuple[Tensor, ...]:
     lead = f"layer.{layer}.mlp."
     expert = lead + "experts.expert_{expert}."
-    return (
-        *_feed_forward(layer, "mlp"),
-        Tensor(f"{lead}router.classifier.weight", ("router",)),
-        Tensor(f"{expert}wi.weight", ("experts.up",)),
-        Tensor(f"{expert}wo.weight", ("experts.down",), transposed=True),
-    )
+    experts = {f"{expert}wi": "experts.up", f"{expert}wo": "experts.down"}
+    return _feed_forward(layer, "mlp") + tensors({f"{lead}router.classifier": "router", **experts})
 
 
 SWITCH_TRANSFORMERS = dataclasses.replace(
@@ -237,7 +221,7 @@ SWITCH_TRANSFORMERS = dataclasses.replace(
         only("router_bias", (None, False), "routers with biases are not implemented"),
         only("router_ignore_padding_tokens", (None, False), "there are no padding tokens here to ignore"),
         only("router_dtype", ("float32",), "routers compute in float32, for which the paper asks"),
-        _keys(
+        *_keys(
             "relu",
             lambda reader: reader.flag("tie_word_embeddings", True),
             kind_key="dense_act_fn",

@@ -7,7 +7,7 @@ without bottlenecks. Checkpoints are read by `checkpoints/mobilebert_folder.py`.
 import dataclasses
 from typing import Any, Literal
 
-from jaxllm.config import MAX_DIMENSION, MAX_LAYERS, Activation
+from jaxllm.config import MAX_LAYERS, Activation
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import require, require_int, require_types
 
@@ -56,44 +56,21 @@ class EncoderConfig:
     type_vocab_size: int = 2
 
     def __post_init__(self) -> None:
-        require(
-            self.model_type == "mobilebert", f"model_type must be mobilebert, got {self.model_type!r:.80}"
-        )
-        for name in (
-            "vocab_size", "embedding_size", "hidden_size", "heads", "ffn_size", "window_tokens",
-            "type_vocab_size",
-        ):  # fmt: skip
-            require_int(name, getattr(self, name), 1, MAX_DIMENSION)
-        require_int("layers", self.layers, 1, MAX_LAYERS)
-        require_int("bottleneck_size", self.bottleneck_size, 0, MAX_DIMENSION)
-        require_int("ffn_blocks", self.ffn_blocks, 1, MAX_FFN_BLOCKS)
         require_types(self)
-        require(self.norm in ("no_norm", "layer"), f"norm must be no_norm or layer, got {self.norm!r:.80}")
-        require(
-            self.activation in ("silu", "gelu", "gelu_tanh", "relu"),
-            f"activation {self.activation!r:.80} is not supported; use silu, gelu, gelu_tanh or relu",
-        )
+        require_int("type_vocab_size", self.type_vocab_size, 1)
+        require_int("layers", self.layers, 1, MAX_LAYERS)
+        require_int("ffn_blocks", self.ffn_blocks, 1, MAX_FFN_BLOCKS)
+        require(self.activation != "clamped_swiglu", "the activation clamped_swiglu is of experts alone")
         require(0 < self.norm_eps <= 1, f"norm_eps must be a number in (0, 1], got {self.norm_eps!r:.80}")
         require(
             self.width % self.heads == 0,
             f"the width within a layer ({self.width}) must be a multiple of heads ({self.heads})",
         )
-        self._check_bottleneck()
-
-    def _check_bottleneck(self) -> None:
-        either = self.share_bottleneck + self.bottleneck_attention
-        if self.bottleneck_size:
-            require(
-                either == 1,
-                f"with a bottleneck either share_bottleneck or bottleneck_attention must be true, got "
-                f"{self.share_bottleneck} and {self.bottleneck_attention}",
-            )
-        else:
-            require(
-                not either,
-                "share_bottleneck and bottleneck_attention need a bottleneck, but bottleneck_size "
-                "is 0; set it, or leave them false",
-            )
+        require(
+            self.share_bottleneck + self.bottleneck_attention == (self.bottleneck_size > 0),
+            "with bottleneck_size above 0 either share_bottleneck or bottleneck_attention must be true, else "
+            f"neither; got {self.bottleneck_size}, {self.share_bottleneck}, {self.bottleneck_attention}",
+        )
 
     @property
     def width(self) -> int:

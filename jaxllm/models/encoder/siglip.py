@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation
-from jaxllm.layer_configs import MAX_DIMENSION, require, require_int, require_types
+from jaxllm.layer_configs import require, require_types
 from jaxllm.nn.layers import Norm, activate, attention, normalize
 from jaxllm.nn.linear import to_units
 
@@ -42,11 +42,6 @@ class ImageEncoderConfig:
     row_size: int
 
     def __post_init__(self) -> None:
-        for name in (
-            "image_size", "patch_size", "channels", "hidden_size", "ffn_size", "layers", "heads", "shuffle",
-            "row_size",
-        ):  # fmt: skip
-            require_int(f"{name} of the image encoder", getattr(self, name), 1, MAX_DIMENSION)
         require_types(self)
         require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         require(

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from jaxllm.models.encoder.config import EncoderConfig
-from jaxllm.models.encoder.parameters import encoder_shapes
+from jaxllm.models.encoder.mobilebert import embed_tokens, encode_layers, encoder_shapes
 
 MOBILE = EncoderConfig(
     vocab_size=23, embedding_size=6, hidden_size=16, layers=2, heads=2, ffn_size=12, window_tokens=11,
@@ -51,6 +51,12 @@ def random_values(shapes, seed=0):
 @functools.cache
 def params_of(cfg):
     return random_values(encoder_shapes(cfg))
+
+
+def encode(params, tokens, mask, *, cfg, **how):
+    """Hidden states of whole sequences."""
+    hidden = embed_tokens(params, tokens, mask, cfg=cfg, **how)
+    return encode_layers(params, hidden, mask, cfg=cfg, layers=range(cfg.layers))
 
 
 def tokens_of(cfg, batch, count, seed=1):

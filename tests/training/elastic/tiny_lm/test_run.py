@@ -21,7 +21,7 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, marks, marks_of
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import tiny_lm as tlm
-from jaxllm.models.encoder.parameters import encoder_shapes, init_values
+from jaxllm.models.encoder.mobilebert import encoder_shapes, init_values
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import prompt_tokens
