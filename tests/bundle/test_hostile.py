@@ -376,11 +376,7 @@ HOSTILE_TOKENIZERS = {
     "empty": b"",
     "not UTF-8": b'"\xff\xfe"',
     "nested": b"[" * 200_000,
-    "a list": b"[]",
-    "more keys": b'{"tokenizer_json": "{}", "auto_map": "evil.py"}',
     "null": b'{"tokenizer_json": null}',
-    "text as id": b'{"tokenizer_json": "{}", "eos_ids": ["</s>"]}',
-    "number as special": b'{"tokenizer_json": "{}", "special": {"bos_token": 1}}',
 }
 
 
