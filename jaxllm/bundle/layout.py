@@ -20,7 +20,7 @@ from jaxllm.quant import BITS, GROUPS, PANEL, blocked_shapes
 from jaxllm.quant.nested import NESTED_GROUP
 
 SUFFIX = ".jaxllm"
-VERSION = 2
+VERSION = 1
 MAGIC = b"JAXLLM\r\n"  # \r\n reveals a text-mode copy of the file
 HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
