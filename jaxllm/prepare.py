@@ -81,7 +81,10 @@ def prepare(
         quantized = checkpoint.quantization is not None
         if has_images(checkpoint):
             images, values = read_image_encoder(checkpoint)
-            found = StoredImageEncoder(cfg=images, input=read_image_input(checkpoint), params=values)
+            try:
+                found = StoredImageEncoder(cfg=images, input=read_image_input(checkpoint), params=values)
+            except ConfigError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
             parts = {**image_encoder_parts(found), **parts}
     if apart and quantized:
         raise CheckpointError(
