@@ -11,11 +11,12 @@ import numpy as np
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
 from jaxllm.bundle.images import StoredImageEncoder, image_encoder_parts
 from jaxllm.bundle.writer import Kept
+from jaxllm.checkpoints.encoder_folders import has_images, read_image_encoder, read_image_input
 from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.checkpoints.huggingface import Checkpoint
-from jaxllm.checkpoints.smolvlm_folder import has_images, read_image_encoder, read_image_input
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.features import require_room
 from jaxllm.models.parameters import parameter_count, sparse_layers
 from jaxllm.quant import QArray
 from jaxllm.quant.weights import RowParts
@@ -79,17 +80,19 @@ def prepare(
         cfg, tokenizer, params, form, keeps = _read_folder(checkpoint, weights)
         quantized = checkpoint.quantization is not None
         if has_images(checkpoint):
-            parts = {**_image_parts(checkpoint), **parts}
+            images, values = read_image_encoder(checkpoint)
+            try:
+                found = StoredImageEncoder(cfg=images, input=read_image_input(checkpoint), params=values)
+            except ConfigError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
+            parts = {**image_encoder_parts(found), **parts}
     if apart and quantized:
         raise CheckpointError(
             f"{folder}: experts of quantized checkpoints are stored separately in a second step: prepare it "
             "without --expert-bits, then the bundle with them"
         )
-    if apart and not cfg.experts:
-        raise ConfigError(
-            f"{folder} is no mixture of experts: there are none to store apart; prepare it "
-            "without --expert-bits"
-        )
+    if apart:
+        require_room(cfg, "experts apart")
     total = parameter_count(cfg)
 
     def counted() -> Iterator[tuple[str, _Stored | Kept]]:
@@ -113,16 +116,6 @@ def prepare(
         )
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-
-
-def _image_parts(checkpoint: Checkpoint) -> dict[str, Part]:
-    """The image encoder of a SmolVLM folder, and the splits of its images."""
-    cfg, params = read_image_encoder(checkpoint, widened=False)
-    try:
-        found = StoredImageEncoder(cfg=cfg, input=read_image_input(checkpoint), params=params)
-    except ConfigError as error:
-        raise CheckpointError(f"{checkpoint.folder}: {error}") from error
-    return image_encoder_parts(found)
 
 
 def _read_folder(checkpoint: Checkpoint, weights: WeightFormat | None) -> _Source:

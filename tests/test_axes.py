@@ -17,7 +17,8 @@ from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration
 from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models import decoder
-from jaxllm.quant import contracted_rows, unpack
+from jaxllm.quant import contracted_rows
+from jaxllm.quant.formats import unpack
 from jaxllm.sampling import (
     Sampling,
     filtered,

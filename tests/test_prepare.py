@@ -143,7 +143,7 @@ def cut_weights(folder: Path) -> None:
 
 # One of each kind: `tests/checkpoints` has the others.
 DAMAGE: dict[str, tuple[str, Any]] = {
-    "another vocabulary": ("config.json implies [300, 64]", lambda f: edit_config(f, vocab_size=300)),
+    "another vocabulary": ("BF16 of shape [300, 64]", lambda f: edit_config(f, vocab_size=300)),
     "more layers": ("lacks", lambda f: edit_config(f, num_hidden_layers=3)),
     "unknown model": ("model_type 'llama9' is not supported", lambda f: edit_config(f, model_type="llama9")),
     "no config": ("config.json is missing", lambda f: (f / "config.json").unlink()),
@@ -164,27 +164,6 @@ def test_folders_that_do_not_fit_together(tmp_path: Path, folder: Path, part: st
     message = str(caught.value)
     assert part in message
     assert "\n" not in message
-    assert names(tmp_path) == ["model"]
-
-
-def test_an_existing_bundle_survives_a_failure(tmp_path: Path, folder: Path) -> None:
-    out = tmp_path / "out"
-    prepare(folder, out)
-    before = out.read_bytes()
-    cut_weights(folder)
-    with pytest.raises(CheckpointError):
-        prepare(folder, out)
-    assert out.read_bytes() == before
-    assert names(tmp_path) == ["model", "out"]
-
-
-def test_an_interrupt_leaves_nothing(tmp_path: Path, folder: Path) -> None:
-    def interrupt(stage: str, done: int, total: int) -> None:
-        if 2 * done > total:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(folder, tmp_path / "out", progress=interrupt)
     assert names(tmp_path) == ["model"]
 
 
@@ -289,17 +268,6 @@ def test_a_matrix_in_parts_is_stored_as_one(
     assert len(list(quant_weights.part_rows(61, cfg.hidden_size))) == 4
     prepare(folder, tmp_path / "parts.jaxllm", weights=weights)
     assert (tmp_path / "parts.jaxllm").read_bytes() == (tmp_path / "whole.jaxllm").read_bytes()
-
-
-def test_a_part_that_is_not_finite_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_weights, "PART_NUMBERS", 16 * TINY.hidden_size)
-    params = random_params(TINY)
-    params["embed.tokens"] = params["embed.tokens"].copy()
-    params["embed.tokens"][40, 3] = np.nan
-    folder = write_tiny_folder(tmp_path / "model", params=params)
-    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight .* NaN"):
-        prepare(folder, tmp_path / "m.jaxllm")
-    assert not (tmp_path / "m.jaxllm").exists()
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int4-all"])

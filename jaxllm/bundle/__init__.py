@@ -21,8 +21,7 @@ from jaxllm.bundle.reader import Bundle
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
-    from jaxllm.bundle.apart import expert_widths, lay_experts_apart
-    from jaxllm.bundle.writer import rewrite_bundle, write_bundle
+    from jaxllm.bundle.writer import expert_widths, lay_experts_apart, rewrite_bundle, write_bundle
 
 __all__ = [
     "EXPERT_BITS",
@@ -43,11 +42,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports the writer of bundles when it is first used: a start only reads, and should not wait for it."""
-    if name in ("expert_widths", "lay_experts_apart"):
-        from jaxllm.bundle import apart
-
-        return getattr(apart, name)
-    if name in ("rewrite_bundle", "write_bundle"):
+    if name in ("expert_widths", "lay_experts_apart", "rewrite_bundle", "write_bundle"):
         from jaxllm.bundle import writer
 
         return getattr(writer, name)

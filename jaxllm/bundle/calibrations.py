@@ -9,7 +9,6 @@ import numpy as np
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.parts import Fields, PartFormat
 from jaxllm.bundle.reader import Bundle
-from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import WIDTHS, find_codec
 from jaxllm.contexts.tolerance import PARTS, Candidate, ContextCalibration
 from jaxllm.errors import ConfigError
@@ -161,63 +160,43 @@ def expert_parts(
 
 
 def copied_parts(bundle: Bundle) -> dict[str, Part]:
-    """The part of a bundle with statistics of its experts, for another bundle of the same model.
+    """The part of a bundle with statistics of its experts, if there is one, for another bundle of the same
+    model.
+
+    Raises:
+      BundleError: its checksum is wrong.
+    """
+    part = bundle.load_part(_EXPERTS.name)
+    return {} if part is None else {_EXPERTS.name: part}
+
+
+def read_path_counts(bundle: Bundle) -> PathCounts:
+    """The statistics of activation paths of the decoder; empty if there are none.
+
+    Raises:
+      BundleError: the statistics are corrupt, or belong to another model.
+    """
+    found, cfg = _EXPERTS.read(bundle), bundle.cfg
+    return PathCounts.none(layers=sum(cfg.sparse_layers), experts=cfg.experts) if found is None else found[0]
+
+
+def read_token_experts(bundle: Bundle) -> TokenExperts:
+    """The statistics of tokens' experts of the decoder; empty if there are none.
 
     Raises:
       BundleError: see `read_path_counts`.
     """
-    counts, tokens = _statistics(bundle, encoder=False)
-    encoder = None if bundle.cfg.encoder is None else _statistics(bundle, encoder=True)
-    return expert_parts(counts, expert_facts(bundle), tokens, encoder=encoder)
+    found, cfg = _EXPERTS.read(bundle), bundle.cfg
+    return TokenExperts.none(sum(cfg.sparse_layers), cfg.experts_per_token) if found is None else found[1]
 
 
-def read_path_counts(bundle: Bundle, *, encoder: bool = False) -> PathCounts:
-    """The statistics of activation paths of the decoder, or of the `encoder`; empty ones for a bundle without
-    them.
-
-    Raises:
-      BundleError: the statistics are corrupt, or belong to another model.
-    """
-    return _statistics(bundle, encoder=encoder)[0]
-
-
-def read_token_experts(bundle: Bundle, *, encoder: bool = False) -> TokenExperts:
-    """The statistics of tokens' experts of the decoder, or of the `encoder`; empty ones for a bundle without
-    them.
-
-    Raises:
-      BundleError: the statistics are corrupt, or belong to another model.
-    """
-    return _statistics(bundle, encoder=encoder)[1]
-
-
-def _statistics(bundle: Bundle, *, encoder: bool) -> Statistics:
-    side = bundle.cfg.encoder if encoder else bundle.cfg
-    if side is None:
-        raise ConfigError(f"{bundle.cfg.model_type} has no encoder, and no statistics of one")
-    sides = _EXPERTS.read(bundle)
-    if sides is not None and (found := sides[encoder]) is not None:
-        return found
-    sparse = sum(side.sparse_layers)
-    counts = PathCounts.none(layers=sparse, experts=side.experts)
-    return counts, TokenExperts.none(sparse, side.experts_per_token)
-
-
-def _read_experts(bundle: Bundle, fields: Fields) -> tuple[Statistics, Statistics | None]:
-    """The statistics of the decoder, and of the encoder if there are any."""
-    arrays = fields.rest()
-    own = {name.removeprefix(ENCODER): each for name, each in arrays.items() if name.startswith(ENCODER)}
-    decoder = {name: each for name, each in arrays.items() if not name.startswith(ENCODER)}
-    side = bundle.cfg.encoder
-    return _side(bundle.cfg, decoder), None if side is None or not own else _side(side, own)
-
-
-def _side(cfg: ModelConfig, arrays: Mapping[str, np.ndarray]) -> Statistics:
-    sparse = sum(cfg.sparse_layers)
-    return (
-        PathCounts.from_arrays(arrays, layers=sparse, experts=cfg.experts),
-        TokenExperts.from_arrays(arrays, layers=sparse, experts=cfg.experts, choices=cfg.experts_per_token),
-    )
+def _read_experts(bundle: Bundle, fields: Fields) -> Statistics:
+    """The statistics of the decoder; those of an encoder are only copied."""
+    cfg, arrays = bundle.cfg, fields.rest()
+    arrays = {name: each for name, each in arrays.items() if not name.startswith(ENCODER)}
+    shape = {"layers": sum(cfg.sparse_layers), "experts": cfg.experts}
+    tokens = TokenExperts.from_arrays(arrays, **shape, choices=cfg.experts_per_token)
+    return PathCounts.from_arrays(arrays, **shape), tokens
 
 
 _EXPERTS = PartFormat(

@@ -20,7 +20,7 @@ from jaxllm.quant import BITS, GROUPS, PANEL, blocked_shapes
 from jaxllm.quant.nested import NESTED_GROUP
 
 SUFFIX = ".jaxllm"
-VERSION = 2
+VERSION = 1
 MAGIC = b"JAXLLM\r\n"  # \r\n reveals a text-mode copy of the file
 HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
@@ -181,7 +181,8 @@ class Layout:
         """
         try:
             layout = cls(
-                name=_printable(manifest["name"]),
+                # For a terminal: without control characters and lone surrogates.
+                name="".join(each if each.isprintable() else "?" for each in str(manifest["name"])),
                 weights=manifest["weights"],
                 cfg=ModelConfig.from_json(manifest["model"]),
                 segments={each["name"]: _read_segment(each) for each in manifest["segments"]},
@@ -237,11 +238,6 @@ def check_header(path: Path, header: bytes, size: int) -> tuple[int, int, bytes]
             "copy the file again or prepare it again"
         )
     return offset, length, digest
-
-
-def _printable(name: Any) -> str:
-    """A model's name for a terminal: without control characters and lone surrogates."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(name))
 
 
 def _read_segment(entry: dict[str, Any]) -> Segment:
@@ -343,32 +339,19 @@ def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
         return False
     if tensor.axis != contracted_axis(spec) or tensor.group not in (0, *GROUPS)[tensor.bits != 8 :]:
         return False
-    nested = tensor.low is not None
+    nested, bits, group = tensor.low is not None, tensor.bits, tensor.group
     data, scale = blocked_shapes(
-        spec.shape,
-        bits=tensor.bits,
-        group=tensor.group,
-        axis=tensor.axis,
-        nested=nested,
-        minima=tensor.minima,
+        spec.shape, bits=bits, group=group, axis=tensor.axis, nested=nested, minima=tensor.minima
     )
+    wanted = [("int8" if bits == 8 else "uint8", data), ("float16" if group else "float32", scale)]
     if nested:
-        packed = (tensor.data, tensor.low, tensor.scale)
-        return (
-            (tensor.bits, tensor.group) == (4, NESTED_GROUP)
-            and all(each is not None and each.dtype == "uint8" for each in packed)
-            and [each.shape for each in tensor.extents] == [data, scale, data]
-        )
-    return (
-        tensor.data.shape == data
-        and tensor.data.dtype == ("int8" if tensor.bits == 8 else "uint8")
-        and tensor.scale.shape == scale
-        and tensor.scale.dtype == ("float16" if tensor.group else "float32")
-    )
+        wanted = [("uint8", each) for each in (data, scale, data)]
+    found = [(each.dtype, each.shape) for each in tensor.extents]
+    return found == wanted and (not nested or (bits, group) == (4, NESTED_GROUP))
 
 
-# Locates some rows of an embedding or head matrix, to read them without the rest if it is too large for
-# memory. Quantized rows are stored and read by panels.
+# Some rows of an embedding or head matrix are read without the rest if it is too large for memory. Quantized
+# rows are stored and read by panels.
 
 
 def row_step(matrix: Tensor) -> int:
@@ -408,18 +391,16 @@ def rows_alone(matrix: Tensor, extents: Sequence[Extent]) -> Tensor:
     return dataclasses.replace(matrix, data=extents[0], scale=extents[1] if len(extents) > 1 else None)
 
 
-# Keeps a file open, and detects changes of it in place.
-#
-# A mapped file is read when its pages are touched. So a change in place changes results, and a truncation
-# ends the process (SIGBUS) at the next touch. Writers of this project never do either: they write another
-# file and rename it, and processes that have the old file open continue with it. `require_unchanged`
-# detects changes by other writers; it costs a few microseconds, and is called before and after every use.
-# It cannot detect a truncation between the check and the use, nor a change whose writer resets the file's
-# modification time.
-
-
 class OpenedFile:
-    """An open file, with its size and modification time when it was opened."""
+    """An open file, with its size and modification time when it was opened, which detects changes in place.
+
+    A mapped file is read when its pages are touched. So a change in place changes results, and a truncation
+    ends the process (SIGBUS) at the next touch. Writers of this project never do either: they write another
+    file and rename it, and processes that have the old file open continue with it. `require_unchanged`
+    detects changes by other writers; it costs a few microseconds, and is called before and after every use.
+    It cannot detect a truncation between the check and the use, nor a change whose writer resets the file's
+    modification time.
+    """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         """Keeps `file` open until this object is collected; the caller may close its own handle."""

@@ -16,6 +16,8 @@ from jaxllm.errors import BundleError, CheckpointError, ConfigError
 
 FLOATS = ("float32", "bfloat16", "float16")
 Value = TypeVar("Value")
+# The largest number of an array that has bounds.
+_HIGH = 1e30
 
 
 class Fields:
@@ -29,10 +31,8 @@ class Fields:
         self.facts: Mapping[str, Any] = part.facts
         self._arrays = dict(part.arrays)
 
-    def array(
-        self, name: str, dtype: str, shape: tuple[int, ...], *, low: float | None = None, high: float = 1e30
-    ) -> np.ndarray:
-        """Takes the array `name` of a dtype and shape, whose numbers are finite, or in [low, high].
+    def array(self, name: str, dtype: str, shape: tuple[int, ...], *, low: float | None = None) -> np.ndarray:
+        """Takes the array `name` of a dtype and shape, whose numbers are finite, or in [low, 1e30].
 
         Raises:
           KeyError: there is no such array.
@@ -44,8 +44,8 @@ class Fields:
                 f"{name} must be {dtype} {list(shape)}, got {found.dtype.name} {list(found.shape)}"
             )
         # The comparison is false for NaN.
-        if low is not None and not ((found >= low) & (found <= high)).all():
-            raise ConfigError(f"{name} are not all in [{low:g}, {high:g}]")
+        if low is not None and not ((found >= low) & (found <= _HIGH)).all():
+            raise ConfigError(f"{name} are not all in [{low:g}, {_HIGH:g}]")
         if low is None and not np.isfinite(found).all():
             raise ConfigError(f"{name} holds NaN or infinity")
         return found
@@ -58,11 +58,6 @@ class Fields:
         """Takes all other arrays, unchecked."""
         rest, self._arrays = self._arrays, {}
         return rest
-
-    def require_all_taken(self) -> None:
-        """Raises ConfigError if an array was not taken."""
-        if self._arrays:
-            raise ConfigError(f"it holds {min(self._arrays)}, which nothing reads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +91,8 @@ class PartFormat(Generic[Value]):
         fields = Fields(Part(self.facts(bundle)) if part is None else part)
         try:
             value = self.make(bundle, fields)
-            fields.require_all_taken()
+            if others := fields.rest():
+                raise ConfigError(f"it holds {min(others)}, which nothing reads")
         except BundleError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:

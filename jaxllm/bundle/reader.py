@@ -114,7 +114,9 @@ class Bundle:
         Raises:
           BundleError: its checksum is wrong, or it is no tokenizer.
         """
-        raw = self._segment_bytes("tokenizer")
+        self.verify_segment("tokenizer")
+        segment = self.layout.segments["tokenizer"]
+        raw = self._bytes(segment.offset, segment.size_bytes)
         try:
             return TokenizerFiles.from_json(json.loads(bytes(raw)))
         except (CheckpointError, ValueError, RecursionError) as error:
@@ -143,14 +145,14 @@ class Bundle:
         """Checks the segments of all parameters; see `load`."""
         self._verify(self._weight_segments(), on_segment)
 
-    def verify(self, *, on_segment: Progress | None = None) -> None:
+    def verify(self) -> None:
         """Reads the whole file and checks every segment, also those that were checked before; see `load`."""
-        self._verify(list(self.layout.segments), on_segment, again=True)
+        for name in self.layout.segments:
+            self._verified.discard(name)
+            self.verify_segment(name)
 
-    def _verify(self, names: Sequence[str], on_segment: Progress | None, *, again: bool = False) -> None:
+    def _verify(self, names: Sequence[str], on_segment: Progress | None) -> None:
         for name in names:
-            if again:
-                self._verified.discard(name)
             self.verify_segment(name)
             if on_segment is not None:
                 on_segment(name, self.layout.segments[name].size_bytes)
@@ -169,14 +171,12 @@ class Bundle:
           stacked: whether the arrays of layers are entries of stacks (`StackEntry`), one for each array of
             layers stored in the same formats. They are copied one layer at a time.
         """
-        names = param_specs(self.cfg)
-        if not stacked:
-            return {name: jax.tree.map(_put, self._weight(name)) for name in names}
         found: dict[str, Any] = {}
-        for layers in self._equal_layers():
+        for layers in self._equal_layers() if stacked else ():
             found |= stack_entries({prefix: partial(self._layer, prefix) for prefix in layers})
         return {
-            name: found[name] if name in found else jax.tree.map(_put, self._weight(name)) for name in names
+            name: found[name] if name in found else jax.tree.map(_put, self._weight(name))
+            for name in param_specs(self.cfg)
         }
 
     def load_all_but_experts(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
@@ -195,24 +195,20 @@ class Bundle:
 
     def _weight(self, name: str) -> Weight:
         """A parameter as host arrays; separately stored experts are joined to one weight."""
+        stored = self._stored_names(name)
         parts = [
-            _of_host(self.layout.tensors[each], self.layout.specs[each].shape, self._view)
-            for each in self._stored_names(name)
+            _of_host(self.layout.tensors[each], self.layout.specs[each].shape, self._view) for each in stored
         ]
-        if not self._apart(name):
+        if stored == [name]:
             return parts[0]
         in_blocks = all(isinstance(each, BlockedArray) for each in parts)
         # Native kernels read each matrix in place; other paths have code per form, over stacks.
         return Apart(tuple(parts)) if in_blocks else by_form(parts, np.stack)
 
-    def _apart(self, name: str) -> bool:
-        return self.layout.experts_apart and ".experts." in name
-
     def _stored_names(self, name: str) -> list[str]:
         """The names of the tensors of a parameter."""
-        if not self._apart(name):
-            return [name]
-        return [expert_parameter(name, each) for each in range(self.cfg.experts)]
+        apart = self.layout.experts_apart and ".experts." in name
+        return [expert_parameter(name, each) for each in range(self.cfg.experts)] if apart else [name]
 
     def _layer(self, prefix: str) -> dict[str, Weight]:
         """The parameters of one layer as host arrays, by their names within it."""
@@ -333,11 +329,6 @@ class Bundle:
                 f"{self.path}: segment {name!r} is corrupt (checksum {actual}, expected "
                 f"{wanted}); copy the file again or prepare it again"
             )
-
-    def _segment_bytes(self, name: str) -> memoryview:
-        self.verify_segment(name)
-        segment = self.layout.segments[name]
-        return self._bytes(segment.offset, segment.size_bytes)
 
     def _bytes(self, offset: int, size: int) -> memoryview:
         if self._data is None:

@@ -66,14 +66,9 @@ class TinyLm:
         require_parameters(tlm_shapes(self.cfg), self.params)
 
 
-def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
-    """The part of a bundle with a tiny LM, for `write_bundle`.
-
-    Args:
-      tiny: the tiny LM.
-      facts: further facts, for display.
-    """
-    own = {
+def tiny_lm_parts(tiny: TinyLm) -> dict[str, Part]:
+    """The part of a bundle with a tiny LM, for `write_bundle`."""
+    facts = {
         "config": tiny.cfg.to_json(),
         "levels": list(tiny.levels),
         "prompt_ratios": list(tiny.prompt_ratios),
@@ -84,7 +79,7 @@ def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[
     arrays = {name: np.asarray(tiny.params[name]) for name in tlm_shapes(tiny.cfg)}
     if tiny.tokenizer is not None:
         arrays[_TOKENIZER] = np.frombuffer(json.dumps(tiny.tokenizer.to_json()).encode(), np.uint8)
-    return {_TINY_LM.name: Part({**(facts or {}), **own}, arrays)}
+    return {_TINY_LM.name: Part(facts, arrays)}
 
 
 def _check_classes(what: str, values: Any, count: int, kinds: tuple[type, ...], most: int) -> None:

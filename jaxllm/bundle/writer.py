@@ -2,14 +2,17 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import xxhash
@@ -28,23 +31,23 @@ from jaxllm.bundle.layout import (
     part_segment,
     segment_of,
 )
+from jaxllm.bundle.levels import read_ladder
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
-from jaxllm.models.features import require_room
-from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs, sparse_layers
-from jaxllm.quant import BlockedArray, QArray, nested_blocks, quantize, to_blocks
+from jaxllm.models.features import require_room, room_refusal
+from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs, sparse_layers, specs_apart
+from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, nested_blocks, quantize, to_blocks
+from jaxllm.quant.parts import nested_entry
 from jaxllm.quant.weights import RowParts, all_finite, part_rows
 from jaxllm.text.tokenizer import TokenizerFiles
 from jaxllm.version import __version__
 
-# Gives parameters the form in which a bundle stores them: quantized by their role, or unchanged.
-
-
 # A parameter as stored.
 Stored = np.ndarray | BlockedArray
+_FLOAT_BITS = {"float32": 32, "float16": 32, "bfloat16": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,9 @@ def stored_form(
         return _blocks(value)
     if isinstance(value, Kept):
         value, width = value.value, 16 if value.value.dtype == ml_dtypes.bfloat16 else 32
-    bits = 32 if spec.role == "vector" else width or _width(spec, weights)
+    floats, wide = {"f32": 32, "bf16": 16}, ("int8", "int8-nested")
+    narrow = 8 if weights in wide or (weights != "int4-all" and spec.role == "embed") else 4
+    bits = 32 if spec.role == "vector" else width or floats.get(weights, narrow)
     # Embedding and head stay int8: drafts by 4-bit ones are much worse.
     if weights == "int8-nested" and bits == 8 and spec.role != "embed":
         return nested_blocks(np.asarray(value, np.float32), contracted_axis(spec))
@@ -97,17 +102,6 @@ def _blocks(weight: QArray) -> BlockedArray:
         part = jax.tree.map(lambda array, at=slice(first, last): array[at], weight)
         parts.append(dataclasses.replace(to_blocks(part), shape=weight.shape))
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-
-
-def _width(spec: ParamSpec, weights: WeightFormat) -> int:
-    floats = {"f32": 32, "bf16": 16}
-    if weights in floats:
-        return floats[weights]
-    wide = weights in ("int8", "int8-nested") or (weights in ("int4", "int4-min") and spec.role == "embed")
-    return 8 if wide else 4
-
-
-# Writes bundles: parameters one by one, quantized by their role or unchanged, and the manifest last.
 
 
 def write_bundle(
@@ -144,12 +138,13 @@ def write_bundle(
     """
     if weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
-    pairs = (
-        _sorted_pairs(cfg, cast(Mapping[str, np.ndarray], params)) if isinstance(params, Mapping) else params
-    )
+    if isinstance(params, Mapping):
+        # In the order of the file; those that are not the model's are last.
+        places = {name: place for place, name in enumerate(param_specs(cfg))}
+        params = sorted(params.items(), key=lambda pair: places.get(pair[0], len(places)))
     with _written(path) as writer:
         writer.tokenizer(tokenizer)
-        for param, spec, value, width in _in_file_order(cfg, pairs, expert_bits):
+        for param, spec, value, width in _in_file_order(cfg, params, expert_bits):
             parts_of = value.parts if isinstance(value, RowParts) else (value,)
             try:
                 writer.parameter(param, (stored_form(each, spec, weights, width) for each in parts_of))
@@ -178,7 +173,7 @@ def rewrite_bundle(
       name: display name of the model; the source's by default.
       instead: weights that replace those of the same names; they may have fewer bits.
       weights: all weights in their stored formats, in the order of `specs_apart`, to store a mixture's
-        experts separately (see `apart.py`); None for the source's own.
+        experts separately; None for the source's own.
 
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.
@@ -196,12 +191,6 @@ def rewrite_bundle(
         writer.finish(name or layout.name, layout.cfg, layout.weights, experts_apart=apart)
 
 
-def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-    """Parameters in the order of the file; those that are not the model's are last."""
-    places = {name: place for place, name in enumerate(param_specs(cfg))}
-    return sorted(params.items(), key=lambda pair: places.get(pair[0], len(places)))
-
-
 def _in_file_order(
     cfg: ModelConfig, params: Iterable[tuple[str, Any]], expert_bits: np.ndarray | None
 ) -> Iterator[tuple[str, ParamSpec, np.ndarray, int]]:
@@ -212,7 +201,12 @@ def _in_file_order(
     widths = {} if expert_bits is None else widths_by_layer(cfg, expert_bits)
     stacks: dict[str, np.ndarray] = {}
     specs = param_specs(cfg)
-    for (param, spec), (given, value) in _paired(specs, params):
+    for item, pair in itertools.zip_longest(specs.items(), params):
+        if pair is None:
+            raise ConfigError(f"parameter {item[0]} is missing")
+        if item is None:
+            raise ConfigError(f"parameter {pair[0]} is not part of the model")
+        (param, spec), (given, value) = item, pair
         if given != param or tuple(value.shape) != spec.shape:
             raise ConfigError(
                 f"expected parameter {param} of shape {spec.shape}, got {given} of shape {tuple(value.shape)}"
@@ -248,18 +242,84 @@ def widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[str, list
     return dict(zip(sparse, expert_bits.astype(int).tolist(), strict=True))
 
 
-def _paired(
-    specs: dict[str, ParamSpec], params: Iterable[tuple[str, np.ndarray]]
-) -> Iterator[tuple[tuple[str, ParamSpec], tuple[str, np.ndarray]]]:
-    given = iter(params)
-    for item in specs.items():
-        pair = next(given, None)
-        if pair is None:
-            raise ConfigError(f"parameter {item[0]} is missing")
-        yield item, pair
-    extra = next(given, None)
-    if extra is not None:
-        raise ConfigError(f"parameter {extra[0]} is not part of the model")
+def expert_widths(bundle: Bundle) -> np.ndarray:
+    """The bitwidths `[L_sparse, E]` of a mixture's experts; 16 and 32 are floats."""
+    cfg, apart = bundle.cfg, bundle.layout.experts_apart
+    found = []
+    for layer in sparse_layers(cfg):
+        up = f"{layer}experts.up"
+        names = [expert_parameter(up, each) for each in range(cfg.experts)] if apart else [up] * cfg.experts
+        tensors = [bundle.layout.tensors[name] for name in names]
+        found.append([each.width or _FLOAT_BITS[each.data.dtype] for each in tensors])
+    return np.array(found, np.int8)
+
+
+def lay_experts_apart(
+    path: str | os.PathLike[str],
+    source: Bundle,
+    expert_bits: np.ndarray,
+    parts: Mapping[str, Part] | None = None,
+    *,
+    name: str = "",
+) -> None:
+    """Rewrites a bundle with its experts stored separately, each with its own bit width, so that they can be
+    read individually; all other weights stay byte for byte, and so do experts that already have their width.
+    8-bit experts of a nested bundle are nested, each plane in a separate segment.
+
+    Args:
+      path: path of the new file; it may replace the source.
+      source: an open bundle of a mixture, its experts together or apart.
+      expert_bits: `[L_sparse, E]` int, none above the expert's present bitwidth.
+      parts: see `rewrite_bundle`.
+      name: display name of the model; the source's by default.
+
+    Raises:
+      BundleError: the source is corrupt, or the file cannot be written.
+      ConfigError: the model is no such mixture, or a bitwidth is above the present one.
+    """
+    cfg = source.cfg
+    reason = room_refusal(cfg, "experts apart")
+    if reason is None and read_ladder(source) is not None:
+        reason = "experts of a model with levels cannot be stored apart; keep them together"
+    if reason is not None:
+        raise ConfigError(f"{source.path}: {reason}")
+    widths, own = widths_by_layer(cfg, expert_bits), expert_widths(source)
+    if np.any(expert_bits > own):
+        raise ConfigError(
+            f"{source.path} has experts of {int(own.min())} bits: wider ones would be larger, not better; "
+            "give no larger width, or the Hugging Face folder"
+        )
+    own_of = dict(zip(widths, own.tolist(), strict=True))
+
+    # Those of one layer.
+    @functools.lru_cache(maxsize=3)
+    def stack(name: str) -> np.ndarray | QArray | BlockedArray:
+        column = source.stored(name)
+        return from_blocks(column) if isinstance(column, BlockedArray) and not column.nested else column
+
+    def entry(name: str, expert: int) -> Stored:
+        """One matrix `[R, C]` as the stack stores it."""
+        column = stack(name)
+        if isinstance(column, BlockedArray):
+            return nested_entry(column, expert)
+        one = jax.tree.map(lambda part: part[expert], column)
+        return to_blocks(one) if isinstance(one, QArray) else one
+
+    def stored(name: str, spec: ParamSpec) -> Stored:
+        if ".experts." not in name:
+            return source.stored(name)
+        layer, which = name.split("experts.")
+        expert, part = which.split(".")
+        at = int(expert)
+        mine = source.stored(name) if source.layout.experts_apart else entry(f"{layer}experts.{part}", at)
+        if widths[layer][at] == own_of[layer][at]:
+            return mine
+        floats = jnp.asarray(mine) if isinstance(mine, np.ndarray) else from_blocks(mine)
+        value = np.asarray(dequantize(floats, jnp.dtype(jnp.float32)))
+        return stored_form(value, spec, source.layout.weights, widths[layer][at])
+
+    weights = ((each, stored(each, spec)) for each, spec in specs_apart(cfg).items())
+    rewrite_bundle(path, source, parts or {}, name=name, weights=weights)
 
 
 @contextlib.contextmanager

@@ -5,66 +5,55 @@ mathematics are refused, as `config_reader.py` does for Hugging Face's configs.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile, Keys
+from jaxllm.checkpoints.gguf_file import TEXT, GgufArray, GgufFile, GgufTensor
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.architectures import architecture
+from jaxllm.models.config_reader import ConfigReader
 
 # Keys of an architecture without effect on logits, or that repeat facts of tensors.
 _INERT = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 
 
-class Metadata(Keys):
-    """Typed look-ups of one architecture's keys."""
+class Metadata(ConfigReader):
+    """The keys of a file's architecture, without its name; an array with one equal number per layer is that
+    number. A key without a default is required.
 
-    def __init__(self, file: GgufFile) -> None:
-        """Reads `file`.
+    Attributes:
+      tensors: the tensors of the file.
+    """
 
-        Raises:
-          CheckpointError: the file does not name its architecture.
-        """
-        name = file.metadata.get("general.architecture")
-        if not isinstance(name, str):
-            raise CheckpointError(f"{file.path} does not say which architecture it has; download it again")
-        super().__init__(file, f"{name}.")
-        self.architecture = name
+    def __init__(self, file: GgufFile, name: str, ignore_keys: Collection[str] = ()) -> None:
+        """Reads the keys of the architecture `name`."""
+        prefix = f"{name}."
+        keys = {key: _one_number(value) for key, value in file.metadata.items() if key.startswith(prefix)}
+        super().__init__(
+            {key.removeprefix(prefix): value for key, value in keys.items()}, prefix, ignore_keys=ignore_keys
+        )
+        self.tensors = file.tensors
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; for an array with one equal number per layer, that number."""
-        value = self.find(key, (int, GgufArray), "a whole number", default)
-        if isinstance(value, GgufArray):
-            numbers = set(value.numbers()) if 0 < value.count < 1 << 16 else set()
-            if len(numbers) != 1:
-                raise ConfigError(
-                    f"{self.file.path}: {self.architecture}.{key} differs from layer to layer, which is not "
-                    "supported; take another model"
-                )
-            value = numbers.pop()
-        return self._required(key, value)
+        """A whole number."""
+        return super().integer(key, self._default(key, default))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number."""
-        return float(self._required(key, self.find(key, (int, float), "a number", default)))
+        """A finite number."""
+        return super().number(key, self._default(key, default))
 
-    def finish(self, ignore_keys: Collection[str]) -> None:
-        """Refuses keys of the architecture that were not read."""
-        prefix = f"{self.architecture}."
-        for key in self.file.metadata:
-            ours = key.startswith(prefix) and key.removeprefix(prefix) not in _INERT
-            if ours and key not in self.read and key not in ignore_keys:
-                raise ConfigError(
-                    f"{self.file.path}: the metadata key {key!r:.80} is not understood and may change the "
-                    f"model's mathematics; if you know that it does not, pass --ignore-config-key {key:.80}"
-                )
+    def _default(self, key: str, default: Any) -> Any:
+        if default is None:
+            self.require(key, "download the file again")
+        return default
 
-    def _required(self, key: str, value: Any) -> Any:
-        if value is None:
-            name = f"{self.architecture}.{key}"
-            raise ConfigError(f"{self.file.path} lacks the metadata key {name!r}; download it again")
+
+def _one_number(value: Any) -> Any:
+    if not isinstance(value, GgufArray) or value.kind == TEXT or not 0 < value.count < 1 << 16:
         return value
+    numbers = set(value.numbers())
+    return numbers.pop() if len(numbers) == 1 else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +78,20 @@ def read_gguf_config(file: GgufFile, *, ignore_keys: Collection[str] = ()) -> Mo
       ConfigError: its architecture is not supported, or a key is missing, unknown, malformed or refused.
       CheckpointError: the file lacks its embedding.
     """
-    metadata = Metadata(file)
-    family = family_of(metadata.architecture)
-    keys = {**_shape(metadata), **family.keys(metadata)}
-    _check_counts(file, keys)
-    metadata.finish(ignore_keys)
-    mixture = family.model_type == "llama" and metadata.integer("expert_count", 0)
-    model_type = "mixtral" if mixture else family.model_type
-    cfg = architecture(model_type).config_from_hf({**keys, "model_type": model_type})
-    return _with_factors(cfg, file)
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{file.path} does not say which architecture it has; download it again")
+    family, metadata = family_of(name), Metadata(file, name, ignore_keys)
+    try:
+        keys = {**_shape(metadata), **family.keys(metadata)}
+        _check_counts(keys, metadata.tensors)
+        mixture = family.model_type == "llama" and metadata.integer("expert_count", 0)
+        metadata.finish(inert_keys=_INERT)
+        model_type = "mixtral" if mixture else family.model_type
+        cfg = architecture(model_type).config_from_hf({**keys, "model_type": model_type})
+        return _with_factors(cfg, file)
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"{file.path}: {error}") from error
 
 
 def family_of(name: str) -> GgufFamily:
@@ -116,41 +110,34 @@ def family_of(name: str) -> GgufFamily:
 
 def _shape(m: Metadata) -> dict[str, Any]:
     """The keys of all architectures."""
-    tensors = m.file.tensors
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{m.file.path} lacks the tensor token_embd.weight; download it again")
+    if "token_embd.weight" not in m.tensors:
+        raise CheckpointError("the file lacks the tensor token_embd.weight; download it again")
     hidden, heads = m.integer("embedding_length"), m.integer("attention.head_count")
     head_dim = m.integer("attention.key_length", hidden // max(heads, 1))
     if m.integer("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(f"{m.file.path} has values of another size than keys, which is not supported")
+        raise ConfigError("values of another size than keys are not supported")
     return {
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": m.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": m.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": m.integer("attention.head_count_kv", heads),
         "intermediate_size": m.integer("feed_forward_length"),
         "max_position_embeddings": m.integer("context_length"),
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "tie_word_embeddings": "output.weight" not in m.tensors,
         **_rope(m, head_dim),
     }
 
 
-def _check_counts(file: GgufFile, keys: dict[str, Any]) -> None:
+def _check_counts(keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
     """Refuses numbers of layers and experts that contradict the tensors, before anything of that size is
     made."""
     layers, experts = keys["num_hidden_layers"], keys.get("num_experts", keys.get("num_local_experts", 0))
-    if not 1 <= layers <= len(file.tensors):
-        raise ConfigError(
-            f"{file.path} says that it has {layers} layers, and has {len(file.tensors)} tensors; download it "
-            "again"
-        )
-    routers = {each.shape[0] for name, each in file.tensors.items() if name.endswith(".ffn_gate_inp.weight")}
+    if not 1 <= layers <= len(tensors):
+        raise ConfigError(f"{layers} layers cannot be in {len(tensors)} tensors; download the file again")
+    routers = {each.shape[0] for name, each in tensors.items() if name.endswith(".ffn_gate_inp.weight")}
     if experts and routers != {experts}:
-        raise ConfigError(
-            f"{file.path} says that it has {experts} experts, which its routers do not have; download it "
-            "again"
-        )
+        raise ConfigError(f"its routers do not have {experts} experts; download the file again")
 
 
 def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
@@ -167,8 +154,8 @@ def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
         attention = m.number("rope.scaling.attn_factor", 1.0)
         if attention != 1.0:
             raise ConfigError(
-                f"{m.file.path}: rope.scaling.attn_factor is {attention}; jaxllm supports only 1: take the "
-                "model's Hugging Face folder"
+                f"rope.scaling.attn_factor is {attention}; jaxllm supports only 1: take the model's Hugging "
+                "Face folder"
             )
         keys["rope_scaling"] = {
             "rope_type": "yarn",
@@ -180,8 +167,8 @@ def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
             keys["rope_scaling"]["original_max_position_embeddings"] = original
     elif kind not in ("none", "linear"):
         raise ConfigError(
-            f"{m.file.path}: the rope scaling {kind!r:.80} is not supported; jaxllm reads none, linear and "
-            "yarn from GGUF files: take a file without it"
+            f"the rope scaling {kind!r:.80} is not supported; jaxllm reads none, linear and yarn from GGUF "
+            "files: take a file without it"
         )
     return keys
 
@@ -193,8 +180,8 @@ def _with_factors(cfg: ModelConfig, file: GgufFile) -> ModelConfig:
         return cfg
     if stored.kind != "F32" or cfg.rope is None or stored.shape != (cfg.rope.dim // 2,):
         raise CheckpointError(
-            f"{file.path}: rope_freqs.weight is {stored.kind} of shape {list(stored.shape)}, which the "
-            "model's rotary embedding does not take; download it again"
+            f"rope_freqs.weight is {stored.kind} of shape {list(stored.shape)}, which the model's rotary "
+            "embedding does not accept; download the file again"
         )
     factors = tuple(stored.data.reshape(-1).view("<f4").astype(float).tolist())
     return dataclasses.replace(cfg, rope=dataclasses.replace(cfg.rope, factors=factors))
@@ -205,19 +192,14 @@ def _rms(m: Metadata) -> dict[str, Any]:
 
 
 def _biased(m: Metadata, name: str) -> bool:
-    return f"blk.0.{name}.bias" in m.file.tensors
+    return f"blk.0.{name}.bias" in m.tensors
 
 
 def _llama(m: Metadata) -> dict[str, Any]:
-    keys = _rms(m)
-    if m.integer("expert_count", 0):
-        keys |= {
-            "num_local_experts": m.integer("expert_count"),
-            "num_experts_per_tok": m.integer("expert_used_count"),
-        }
-        return keys
-    m.integer("expert_used_count", 0)
-    return {**keys, "attention_bias": _biased(m, "attn_output"), "mlp_bias": _biased(m, "ffn_up")}
+    experts, used = m.integer("expert_count", 0), m.integer("expert_used_count", 0)
+    if experts:
+        return {**_rms(m), "num_local_experts": experts, "num_experts_per_tok": used}
+    return {**_rms(m), "attention_bias": _biased(m, "attn_output"), "mlp_bias": _biased(m, "ffn_up")}
 
 
 def _experts(m: Metadata, *, normalized: bool) -> dict[str, Any]:
@@ -229,16 +211,14 @@ def _experts(m: Metadata, *, normalized: bool) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(m: Metadata) -> dict[str, Any]:
-    return {**_experts(m, normalized=True), "moe_intermediate_size": m.integer("expert_feed_forward_length")}
+def _qwen_moe(m: Metadata, *, normalized: bool) -> dict[str, Any]:
+    size = m.integer("expert_feed_forward_length")
+    return {**_experts(m, normalized=normalized), "moe_intermediate_size": size}
 
 
 def _qwen2_moe(m: Metadata) -> dict[str, Any]:
-    return {
-        **_experts(m, normalized=False),
-        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length"),
-    }
+    shared = m.integer("expert_shared_feed_forward_length")
+    return {**_qwen_moe(m, normalized=False), "shared_expert_intermediate_size": shared}
 
 
 def _olmoe(m: Metadata) -> dict[str, Any]:
@@ -259,10 +239,6 @@ def _gpt_oss(m: Metadata) -> dict[str, Any]:
         "sliding_window": m.integer("attention.sliding_window"),
         "attention_bias": _biased(m, "attn_q"),
     }
-
-
-def _gemma(m: Metadata) -> dict[str, Any]:
-    return {**_rms(m), "hidden_act": "gelu_pytorch_tanh"}
 
 
 def _later_gemma(m: Metadata, largest_layers: int) -> dict[str, Any]:
@@ -290,8 +266,8 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
 
 
 def _phi3(m: Metadata) -> dict[str, Any]:
-    if scaled := {name for name in m.file.tensors if name.startswith("rope_factors_")}:
-        raise ConfigError(f"{m.file.path} has {min(scaled)}: longrope is not supported; take the 4k model")
+    if scaled := {name for name in m.tensors if name.startswith("rope_factors_")}:
+        raise ConfigError(f"it has {min(scaled)}: longrope is not supported; take the 4k model")
     return {**_rms(m), "sliding_window": m.integer("attention.sliding_window", 0) or None}
 
 
@@ -319,11 +295,11 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen2": GgufFamily("qwen2", _rms),
     "qwen2moe": GgufFamily("qwen2_moe", _qwen2_moe),
     "qwen3": GgufFamily("qwen3", _rms),
-    "qwen3moe": GgufFamily("qwen3_moe", _qwen3_moe),
+    "qwen3moe": GgufFamily("qwen3_moe", lambda m: _qwen_moe(m, normalized=True)),
     "olmo2": GgufFamily("olmo2", _rms),
     "olmoe": GgufFamily("olmoe", _olmoe),
     "gpt-oss": GgufFamily("gpt_oss", _gpt_oss),
-    "gemma": GgufFamily("gemma", _gemma),
+    "gemma": GgufFamily("gemma", lambda m: {**_rms(m), "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": GgufFamily("gemma2", _gemma2),
     "gemma3": GgufFamily("gemma3_text", _gemma3),
     "phi2": GgufFamily("phi", lambda m: {**_layer_norms(m), "tie_word_embeddings": False}),

@@ -1,4 +1,14 @@
-"""Reads GGUF files: metadata, tensors, and their blocks as our weights."""
+"""Reads GGUF files: metadata, tensors, and their blocks as our weights.
+
+No length in a file is trusted. The `gguf` package reads headers as well, but trusts their counts (a count of
+2**60 never ends) and makes several objects per element of an array: only its types of blocks are used here.
+
+Blocks of Q8_0, Q4_0, Q4_1 and MXFP4 are converted bit for bit, floats exactly. A block of 32 values has one
+float16 scale, like a group of our 8- and 4-bit weights, and that of Q4_1 also a minimum. A scale of MXFP4 is
+a power of two, and its numbers are multiples of 0.5, which fit 8 bits. Q4_K has scales and minima as products
+of a float16 and 6 bits, which are rounded to float16. Other blocks (5 and 6 bits) become 8-bit groups of 32.
+Those of 2 and 3 bits are dequantized, and quantized again on request.
+"""
 
 import dataclasses
 import math
@@ -17,14 +27,6 @@ from jaxllm.config import MAX_DIMENSION
 from jaxllm.errors import CheckpointError
 from jaxllm.files.input_files import begins_with, open_regular
 from jaxllm.formats import GGUF_MAGIC
-from jaxllm.quant.formats import QArray, quantize
-
-# Reads the header of a GGUF file, whole or split: its metadata, and the places of its tensors.
-#
-# No length in a file is trusted. The `gguf` package reads headers as well, but trusts their counts (a count
-# of 2**60 never ends) and makes several objects per element of an array: only its types of blocks are used
-# here.
-
 
 _VERSIONS = (2, 3)
 # Far above any published file; each entry costs some hundred bytes of memory.
@@ -37,19 +39,10 @@ _MAX_ALIGNMENT = 1 << 20
 _MAX_DIMENSIONS = 4
 # Types of values: their format for `struct`.
 _SCALARS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<B",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
+    **dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<B"))),
+    **{10: "<Q", 11: "<q", 12: "<d"},
 }
-_BOOL, _TEXT, _ARRAY = 7, 8, 9
+_BOOL, TEXT, _ARRAY = 7, 8, 9
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _HINT = "download the file again"
 
@@ -77,13 +70,16 @@ class GgufArray:
     count: int
     data: memoryview
 
+    def __repr__(self) -> str:
+        return f"an array of {self.count}"
+
     def numbers(self) -> list[Any]:
         """Its numbers.
 
         Raises:
           CheckpointError: it consists of texts.
         """
-        if self.kind not in _SCALARS:
+        if self.kind == TEXT:
             raise CheckpointError(f"an array of texts stands where one of numbers belongs; {_HINT}")
         return np.frombuffer(self.data, _SCALARS[self.kind], self.count).tolist()
 
@@ -93,7 +89,7 @@ class GgufArray:
         Raises:
           CheckpointError: it consists of numbers.
         """
-        if self.kind != _TEXT:
+        if self.kind != TEXT:
             raise CheckpointError(f"an array of numbers stands where one of texts belongs; {_HINT}")
         found, at = [], 0
         for _ in range(self.count):
@@ -124,53 +120,6 @@ class GgufFile:
         if hasattr(mmap, "MADV_DONTNEED"):
             for each in self.mapped:
                 each.madvise(mmap.MADV_DONTNEED)
-
-
-class Keys:
-    """Typed look-ups of a file's metadata under some prefixes, the first of which is the usual one.
-
-    Attributes:
-      file: the file.
-      read: names of the keys that were looked up.
-    """
-
-    def __init__(self, file: GgufFile, *prefixes: str) -> None:
-        self.file, self.read, self._prefixes = file, set(), prefixes
-
-    def find(self, key: str, kinds: tuple[type, ...], wanted: str, default: Any = None) -> Any:
-        """The value of a key; `default` if there is none.
-
-        Raises:
-          CheckpointError: its type is none of `kinds`, which are `wanted`.
-        """
-        for name in (prefix + key for prefix in self._prefixes):
-            self.read.add(name)
-            if name in self.file.metadata:
-                value = self.file.metadata[name]
-                if type(value) not in kinds:
-                    raise self.wrong(key, wanted)
-                return value
-        return default
-
-    def text(self, key: str, default: Any = None) -> Any:
-        """A text; raises CheckpointError for another value."""
-        return self.find(key, (str,), "a text", default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false; raises CheckpointError for another value."""
-        return self.find(key, (bool,), "true or false", default)
-
-    def has(self, key: str) -> bool:
-        """Whether there is such a key."""
-        return any(prefix + key in self.file.metadata for prefix in self._prefixes)
-
-    def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """The error of a key that is not as `wanted`."""
-        values = (self.file.metadata.get(prefix + key) for prefix in self._prefixes)
-        value = next((each for each in values if each is not None), None)
-        shown = f"an array of {value.count}" if isinstance(value, GgufArray) else f"{value!r:.80}"
-        name = f"{self._prefixes[0]}{key}"
-        return CheckpointError(f"{self.file.path}: {name} must be {wanted}, got {shown}; {_HINT}")
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -265,14 +214,17 @@ class _Header:
             ("metadata keys", self._key_count, _MAX_KEYS),
         ):
             if count > most:
-                raise CheckpointError(f"{path} says that it has {count} {what}, above {most}; {_HINT}")
+                raise self._malformed(f"it says that it has {count} {what}, above {most}")
+
+    def _malformed(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {what}; {_HINT}")
 
     def metadata(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for _ in range(self._key_count):
             key = self._text(_MAX_NAME_BYTES)
             if key in found:
-                raise CheckpointError(f"{self._path} has the metadata key {key!r:.80} twice; {_HINT}")
+                raise self._malformed(f"it has the metadata key {key!r:.80} twice")
             found[key] = self._value(key)
         return found
 
@@ -281,9 +233,7 @@ class _Header:
         described = [self._describe(kinds) for _ in range(self._tensor_count)]
         align = metadata.get("general.alignment", 32)
         if type(align) is not int or not 1 <= align <= _MAX_ALIGNMENT or align & (align - 1):
-            raise CheckpointError(
-                f"{self._path}: general.alignment is {align!r:.80}, no power of two; {_HINT}"
-            )
+            raise self._malformed(f"general.alignment is {align!r:.80}, no power of two")
         start = -(-self._at // align) * align
         found: dict[str, GgufTensor] = {}
         end, last = 0, ""
@@ -291,16 +241,14 @@ class _Header:
             block, size = kinds[kind][1:]
             rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * size
             if name in found:
-                raise CheckpointError(f"{self._path} has the tensor {name!r:.80} twice; {_HINT}")
+                raise self._malformed(f"it has the tensor {name!r:.80} twice")
             if offset % align or offset < end:
                 where = f"overlaps {last!r:.80}" if offset < end else f"is not aligned to {align} bytes"
-                raise CheckpointError(f"{self._path}: the tensor {name!r:.80} {where}; {_HINT}")
+                raise self._malformed(f"the tensor {name!r:.80} {where}")
             end, last = offset + rows * row_bytes, name
             if start + end > len(self._bytes):
-                raise CheckpointError(
-                    f"{self._path} is truncated: the tensor {name!r:.80} ends at byte {start + end} of "
-                    f"{len(self._bytes)}; {_HINT}"
-                )
+                where = f"ends at byte {start + end} of {len(self._bytes)}"
+                raise self._malformed(f"it is truncated: the tensor {name!r:.80} {where}")
             data = self._mapped[start + offset : start + end].reshape(rows, row_bytes)
             found[name] = GgufTensor(shape, kinds[kind][0], data)
         return found
@@ -309,7 +257,7 @@ class _Header:
         name = self._text(_MAX_NAME_BYTES)
         rank = self._number("<I")
         if not 1 <= rank <= _MAX_DIMENSIONS:
-            raise CheckpointError(f"{self._path}: the tensor {name!r:.80} has {rank} dimensions; {_HINT}")
+            raise self._malformed(f"the tensor {name!r:.80} has {rank} dimensions")
         shape = tuple(self._number("<Q") for _ in range(rank))[::-1]
         kind, offset = self._number("<I"), self._number("<Q")
         if kind not in kinds:
@@ -318,10 +266,8 @@ class _Header:
                 "of another type, such as Q8_0 or Q4_0"
             )
         if not all(1 <= each <= MAX_DIMENSION for each in shape) or shape[-1] % kinds[kind][1]:
-            raise CheckpointError(
-                f"{self._path}: the tensor {name!r:.80} of type {kinds[kind][0]} has the shape "
-                f"{list(shape)}, which it cannot have; {_HINT}"
-            )
+            form = f"{kinds[kind][0]} has the shape {list(shape)}, which it cannot have"
+            raise self._malformed(f"the tensor {name!r:.80} of type {form}")
         return name, shape, kind, offset
 
     def _value(self, key: str) -> Any:
@@ -332,22 +278,20 @@ class _Header:
                 # The shortest decimal that rounds to it: 1e-5, not 9.99999974737875e-06.
                 return float(str(np.float32(value)))
             return bool(value) if kind == _BOOL else value
-        if kind == _TEXT:
+        if kind == TEXT:
             return self._text(len(self._bytes))
         if kind != _ARRAY:
-            raise CheckpointError(f"{self._path}: the metadata key {key!r:.80} has the type {kind}; {_HINT}")
+            raise self._malformed(f"the metadata key {key!r:.80} has the type {kind}")
         kind, count = self._number("<I"), self._number("<Q")
         start = self._at
         if kind in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[kind]))
-        elif kind == _TEXT and count <= _MAX_TEXTS:
+        elif kind == TEXT and count <= _MAX_TEXTS:
             for _ in range(count):
                 self._skip(self._number("<Q"))
         else:
-            raise CheckpointError(
-                f"{self._path}: the metadata key {key!r:.80} is an array of {count} elements of type {kind}, "
-                f"which no model needs; {_HINT}"
-            )
+            form = f"an array of {count} elements of type {kind}, which no model needs"
+            raise self._malformed(f"the metadata key {key!r:.80} is {form}")
         return GgufArray(kind, count, self._bytes[start : self._at])
 
     def _number(self, form: str) -> Any:
@@ -358,14 +302,14 @@ class _Header:
     def _text(self, most: int) -> str:
         size = self._number("<Q")
         if size > most:
-            raise CheckpointError(f"{self._path} has a text of {size} bytes in its header; {_HINT}")
+            raise self._malformed(f"it has a text of {size} bytes in its header")
         start = self._at
         self._skip(size)
         return str(self._bytes[start : self._at], "utf-8", "replace")
 
     def _skip(self, size: int) -> None:
         if size > len(self._bytes) - self._at:
-            raise CheckpointError(f"{self._path} is truncated: its header ends in its midst; {_HINT}")
+            raise self._malformed("it is truncated: its header ends in its midst")
         self._at += size
 
 
@@ -386,15 +330,6 @@ def import_gguf() -> Any:
     except ImportError as error:
         raise CheckpointError("GGUF files need the package gguf; run: pip install 'jaxllm[gguf]'") from error
     return gguf
-
-
-# Converts blocks of GGUF files to our weights: Q8_0, Q4_0, Q4_1 and MXFP4 bit for bit, floats exactly.
-#
-# A block of 32 values has one float16 scale, like a group of our 8- and 4-bit weights, and that of Q4_1
-# also a minimum. A scale of MXFP4 is a power of two, and its numbers are multiples of 0.5, which fit 8
-# bits. Q4_K has scales and minima as products of a float16 and 6 bits, which are rounded to float16. Other
-# blocks (5 and 6 bits) become 8-bit groups of 32. Those of 2 and 3 bits are dequantized, and quantized
-# again on request.
 
 
 # Types whose numbers fit 8-bit groups of 32 with little error.
@@ -480,8 +415,3 @@ def levels_with_minima(tensor: GgufTensor) -> Levels:
     if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
         raise CheckpointError("a scale is not finite in float16; download the file again, or choose int8")
     return Levels(codes.astype(np.int8).reshape(tensor.shape) - np.int8(8), scale, 4, minimum=minimum)
-
-
-def into_int8(values: np.ndarray, axis: int) -> QArray:
-    """Numbers as 8-bit weights in groups of 32."""
-    return quantize(np.asarray(values, np.float32), bits=8, axis=axis, group=GROUP)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.checkpoints import gguf_file
 from jaxllm.checkpoints.gguf_config import family_of
 from jaxllm.checkpoints.gguf_file import GgufFile, GgufTensor, import_gguf
-from jaxllm.checkpoints.quantization import packed_parameter
+from jaxllm.checkpoints.quantization import GROUP, packed_parameter
 from jaxllm.checkpoints.safetensors_folder import some
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
@@ -23,7 +23,7 @@ from jaxllm.formats import WeightFormat
 from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
-from jaxllm.quant import QArray
+from jaxllm.quant import QArray, quantize
 from jaxllm.quant.weights import RowParts, part_rows
 
 _EXPERTS = {
@@ -63,17 +63,13 @@ def own_format(file: GgufFile) -> WeightFormat:
     else:
         own = "bf16" if "BF16" in kinds and not kinds & {"F32", "F16", "F64"} else "f32"
     read = {"BF16", *gguf_file.FLOATS, *gguf_file.EXACT, *gguf_file.MINIMA, *gguf_file.INTO_INT8}
-    _refuse(file, kinds - read)
-    return own
-
-
-def _refuse(file: GgufFile, kinds: set[str]) -> None:
-    if kinds:
+    if others := kinds - read:
         raise CheckpointError(
-            f"{file.path} has blocks of {', '.join(sorted(kinds))}, which have no equal among jaxllm's "
+            f"{file.path} has blocks of {', '.join(sorted(others))}, which have no equal among jaxllm's "
             "weights; choose --weights int8 to store them in 8-bit groups of 32 (adds about 0.7 % error), or "
             "take a file of Q8_0, Q4_0 or Q4_1, which are read exactly"
         )
+    return own
 
 
 def read_gguf_params(
@@ -230,10 +226,14 @@ def _read(
         if found is not None:
             return found
     values = gguf_file.floats(stored)
-    read = _rows(source, param, specs, values)
+    if source.tensor.expert is None:
+        read = source.tensor.read(values.reshape(source.tensor.shape(specs)), param, specs)
+    else:
+        read = np.stack([source.tensor.read(each, param, specs) for each in values])
     quantized = stored.kind not in gguf_file.FLOATS and stored.kind != "BF16"
     if quantized and not vector and (weights is None or _bits(weights, spec) == 8):
-        return gguf_file.into_int8(read, -2 if spec.role == "from_units" else -1)
+        axis = -2 if spec.role == "from_units" else -1
+        return quantize(np.asarray(read, np.float32), bits=8, axis=axis, group=GROUP)
     return read
 
 
@@ -243,10 +243,3 @@ def _bits(weights: WeightFormat, spec: ParamSpec) -> int:
         wide = weights == "int8" or (weights in ("int4", "int4-min") and spec.role == "embed")
         return 8 if wide else 4
     return 16
-
-
-def _rows(source: _Source, param: str, specs: Mapping[str, ParamSpec], stored: np.ndarray) -> np.ndarray:
-    """Our parameter from all values of a tensor."""
-    if source.tensor.expert is None:
-        return source.tensor.read(stored.reshape(source.tensor.shape(specs)), param, specs)
-    return np.stack([source.tensor.read(each, param, specs) for each in stored])

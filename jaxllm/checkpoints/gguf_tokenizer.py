@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile, Keys
-from jaxllm.errors import CheckpointError
+from jaxllm.checkpoints.gguf_file import GgufArray, GgufFile
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.config_reader import ConfigReader
 from jaxllm.text.tokenizer import TokenizerFiles, open_tokenizer
 from jaxllm.text.tokenizer_bounds import GPT2, GPT4O, LLAMA3, QWEN2
 
@@ -46,10 +47,16 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     Raises:
       CheckpointError: the file has no tokenizer, a malformed one, or one of an unsupported kind.
     """
-    of = _Reader(file, "tokenizer.ggml.", "tokenizer.")
-    kind = of.text("model")
+    try:
+        return _read(_Reader(file), file, vocab_size)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
+
+
+def _read(of: "_Reader", file: GgufFile, vocab_size: int) -> TokenizerFiles:
+    kind = of.optional_text("model")
     if kind is None:
-        raise CheckpointError(f"{file.path} has no tokenizer; take a file with one, or the model's folder")
+        raise CheckpointError("it has no tokenizer; take a file with one, or the model's folder")
     tokens, types = of.tokens(vocab_size)
     if kind == "gpt2":
         data, begins = _byte_pairs(of, tokens)
@@ -57,7 +64,7 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
         data, begins = _sentence_pieces(of, tokens, types), True
     else:
         raise CheckpointError(
-            f"{file.path} has a tokenizer of the kind {kind!r:.80}; jaxllm reads gpt2 (byte pairs) and llama "
+            f"its tokenizer is of the kind {kind!r:.80}; jaxllm reads gpt2 (byte pairs) and llama "
             "(SentencePiece): take the model's Hugging Face folder"
         )
     begin, end = of.token_id("bos_token_id", tokens), of.token_id("eos_token_id", tokens)
@@ -76,13 +83,10 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     text = json.dumps(data, ensure_ascii=False)
     # What the library makes of the text has its own copy of all: both would be more than a small model.
     del data, tokens, types
-    try:
-        open_tokenizer(text)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file.path}: {error}") from error
+    open_tokenizer(text)
     return TokenizerFiles(
         tokenizer_json=text,
-        chat_template=of.text("chat_template"),
+        chat_template=of.optional_text("chat_template"),
         special=special,
         eos_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),
         bos_id=begin,
@@ -91,22 +95,12 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
 
 
 def _sampling(file: GgufFile) -> dict[str, float]:
-    """The recommended sampling in a file's metadata.
-
-    Raises:
-      CheckpointError: a value is not a number.
-    """
-    found = {}
-    for name, key in SAMPLING_KEYS.items():
-        value = Keys(file, "").find(key, (int, float), "a number")
-        if value is None:
-            continue
-        if name == "top_k" and type(value) is int:
-            found[name] = max(0, value)
-        else:
-            # Stored in 32 bits: further digits are noise.
-            found[name] = float(f"{value:.7g}")
-    return found
+    """The recommended sampling in a file's metadata; values are checked by `TokenizerFiles`."""
+    found = {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
+    if type(found.get("top_k")) is int:
+        found["top_k"] = max(0, found["top_k"])
+    # Stored in 32 bits: further digits are noise.
+    return {name: float(f"{each:.7g}") if isinstance(each, float) else each for name, each in found.items()}
 
 
 def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
@@ -130,41 +124,46 @@ def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     return next((name for name, known in _SPLITS.items() if known == (digits, expression)), None)
 
 
-class _Reader(Keys):
-    """Looks up keys of the tokenizer."""
+class _Reader(ConfigReader):
+    """Looks up keys of the tokenizer, without `tokenizer.ggml.` or `tokenizer.` before them."""
+
+    def __init__(self, file: GgufFile) -> None:
+        keys = {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}
+        self._keys = {key.removeprefix("ggml."): value for key, value in keys.items()}
+        super().__init__(self._keys, "tokenizer.ggml.")
 
     def token_id(self, key: str, tokens: Sequence[str]) -> int | None:
-        value = self.find(key, (int,), f"a token id below {len(tokens)}")
+        value = self.optional_integer(key)
         if value is not None and not 0 <= value < len(tokens):
-            raise self.wrong(key, f"a token id below {len(tokens)}")
+            raise CheckpointError(f"{key} must be a token id below {len(tokens)}, got {value}")
         return value
 
     def array(self, key: str, most: int, count: int | None = None) -> GgufArray:
-        wanted = f"an array of at most {most} entries" if count is None else f"an array of {count} entries"
-        value = self.find(key, (GgufArray,), wanted)
-        if value is None or value.count > most or count not in (None, value.count):
-            raise self.wrong(key, wanted)
+        value = self._keys.get(key)
+        if not isinstance(value, GgufArray) or value.count > most or count not in (None, value.count):
+            wanted = f"at most {most}" if count is None else str(count)
+            raise CheckpointError(f"{key} must be an array of {wanted} entries, got {value!r:.80}")
         return value
 
     def tokens(self, vocab_size: int) -> tuple[list[str], list[int]]:
         """Tokens and their types, which default to normal."""
         tokens = self.array("tokens", min(vocab_size, _MAX_TOKENS)).texts()
         if not tokens or len(set(tokens)) != len(tokens):
-            raise self.wrong("tokens", "distinct texts")
+            raise CheckpointError("tokens must be distinct texts; download the file again")
         if not self.has("token_type"):
             return tokens, [_NORMAL] * len(tokens)
         types = self.array("token_type", _MAX_TOKENS, len(tokens)).numbers()
         if not set(types) <= set(range(7)):
-            raise self.wrong("token_type", "numbers from 0 to 6")
+            raise CheckpointError("token_type must be numbers from 0 to 6; download the file again")
         return tokens, types
 
 
 def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    name = of.text("pre") or "default"
+    name = of.optional_text("pre") or "default"
     if name not in _SPLITS:
         raise CheckpointError(
-            f"{of.file.path} splits texts by {name!r:.80}, which is not supported; supported are "
-            f"{', '.join(_SPLITS)}: take the model's Hugging Face folder"
+            f"it splits texts by {name!r:.80}, which is not supported; supported are {', '.join(_SPLITS)}: "
+            "take the model's Hugging Face folder"
         )
     digits, expression = _SPLITS[name]
     # Merges share the tokens' strings: there are hundreds of thousands of them.
@@ -173,9 +172,7 @@ def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
     for each in of.array("merges", 4 * _MAX_TOKENS).texts():
         pair = each.split(" ")
         if len(pair) != 2 or not {*pair, "".join(pair)} <= known.keys():
-            raise CheckpointError(
-                f"{of.file.path} has merges of tokens that it does not have; download it again"
-            )
+            raise CheckpointError("it has merges of tokens that it does not have; download it again")
         merges.append((known[pair[0]], known[pair[1]]))
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -192,9 +189,7 @@ def _byte_pairs(of: _Reader, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
 def _sentence_pieces(of: _Reader, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
     scores = of.array("scores", _MAX_TOKENS, len(tokens)).numbers()
     if not all(isinstance(each, float) for each in scores):
-        raise CheckpointError(
-            f"{of.file.path}: scores of tokens must be numbers with fractions; download it again"
-        )
+        raise CheckpointError("scores of tokens must be numbers with fractions; download the file again")
     prefix = of.flag("add_space_prefix", True)
     unknown = of.token_id("unknown_token_id", tokens)
     if unknown is None:

@@ -279,13 +279,13 @@ class Checkpoint:
         return RowParts(shape, (read(stored, lambda rows, at=at: rows[slice(*at)]) for at in places))
 
 
-def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
     """The model of a folder: `Checkpoint.cfg`, for callers that read nothing else.
 
     Raises:
       CheckpointError, ConfigError: see `Checkpoint`.
     """
-    return Checkpoint(folder, ignore_keys=ignore_keys).cfg
+    return Checkpoint(folder).cfg
 
 
 def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

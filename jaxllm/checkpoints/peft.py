@@ -1,4 +1,13 @@
-"""Reads and writes PEFT folders: low-rank adapters and their config."""
+"""Reads and writes low-rank adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+
+The config is read by an allow-list: every key is understood, inert, or refused by name. Keys that select
+modules, ranks and alphas are regular expressions or suffixes of module names, matched as PEFT matches them.
+
+PEFT calls the factor on the input's side of a linear map A `[r, in]`, and the one on the output's side B
+`[out, r]`. Ours are `left`, on the units' side, and `right`, on the model width's side. If the checkpoint
+has several of our matrices in one tensor (Phi-3's q, k and v), their adapters are one adapter of PEFT with
+the sum of their ranks.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from jaxllm.checkpoints.safetensors_folder import FLOAT_TYPES, some, write_checkpoint
+from jaxllm.checkpoints.safetensors_folder import FLOATS, SafetensorsFolder, some, write_checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models.architectures import architecture
+from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.lora import (
     MAX_RANK,
     TARGETS,
@@ -22,17 +31,12 @@ from jaxllm.models.lora import (
     parameters_of,
     target_of,
 )
-from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Tensor, swap_pairs
 from jaxllm.text.child_process import first_matches, match_here
 
-# Reads PEFT's `adapter_config.json` by an allow-list: every key is understood, inert, or refused by name.
-#
-# Keys that select modules, ranks and alphas are regular expressions or suffixes of module names, matched as
-# PEFT matches them.
-
-
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_BASE = "base_model.model."
 
 # Keys without effect on a trained adapter.
 INERT_KEYS = frozenset(
@@ -153,15 +157,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     """
     path = folder / CONFIG_FILE
     config = read_json(path, "give a folder that PEFT's save_pretrained wrote")
-    for key, value in config.items():
-        if key in PLAIN_VALUES:
-            # 1 == True in Python.
-            if not any(value == each and type(value) is type(each) for each in PLAIN_VALUES[key]):
-                raise ConfigError(
-                    f"{path} has {key} {value!r:.80}; jaxllm reads plain LoRA ({PLAIN_VALUES[key][0]!r}): "
-                    f"{_MERGE}"
-                )
-        elif key not in READ_KEYS | INERT_KEYS and value is not None and value is not False:
+    reader = ConfigReader(config, f"{path}: ")
+    for key, allowed in PLAIN_VALUES.items():
+        reader.only(key, allowed, f"jaxllm reads plain LoRA; {_MERGE}")
+    for key in config.keys() - READ_KEYS - INERT_KEYS - PLAIN_VALUES.keys():
+        value = config[key]
+        if value is not None and value is not False:
             raise ConfigError(
                 f"{path} has the unknown key {key!r:.80} (value {value!r:.80}), which may change what the "
                 f"adapter computes: {_MERGE}"
@@ -173,28 +174,29 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             "weights as they are: its factors may belong to other weights. Have PEFT convert it "
             f"(path_initial_model_for_weight_conversion of save_pretrained), or, {_MERGE}"
         )
-    return AdapterConfig(
-        lora=_read_lora(path, config),
-        ranks=_read_pattern(config, "rank_pattern"),
-        alphas=_read_pattern(config, "alpha_pattern"),
-        targets=_read_targets(config),
-        excluded=_read_names(config, "exclude_modules") or (),
-        layers=_read_layers(config),
-        layer_lists=_as_tuple(_read_names(config, "layers_pattern") or ()),
-    )
 
+    def names(key: str) -> str | tuple[str, ...] | None:
+        return reader.text(key, "") if isinstance(config.get(key), str) else reader.texts(key)
 
-def _read_lora(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    stabilized = config.get("use_rslora") or False
-    if not isinstance(stabilized, bool):
-        raise ConfigError(f"use_rslora of an adapter must be true or false, got {stabilized!r:.80}")
     try:
-        lora = LoraConfig(rank=config["r"], alpha=config["lora_alpha"], rank_stabilized=stabilized)
+        lora = LoraConfig(
+            rank=config["r"], alpha=config["lora_alpha"], rank_stabilized=reader.flag("use_rslora", False)
+        )
     except KeyError as error:
         raise ConfigError(f"{path} lacks {error}; give a config that PEFT wrote") from error
     if not lora.rank:
         raise ConfigError(f"{path} has r 0; an adapter of PEFT has a rank of at least 1")
-    return lora
+    targets, lists, layers = names("target_modules"), names("layers_pattern"), "layers_to_transform"
+    return AdapterConfig(
+        lora=lora,
+        ranks=_read_pattern(config, "rank_pattern"),
+        alphas=_read_pattern(config, "alpha_pattern"),
+        # "all-linear" is every linear map: the tensors define which.
+        targets=None if isinstance(targets, str) and targets.lower() == "all-linear" else targets,
+        excluded=names("exclude_modules") or (),
+        layers=(config[layers],) if type(config.get(layers)) is int else reader.integers(layers) or None,
+        layer_lists=(lists,) if isinstance(lists, str) and lists else tuple(lists or ()),
+    )
 
 
 def _read_pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -209,37 +211,6 @@ def _read_pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
                 f"rank_pattern of an adapter has rank 0 for {name!r:.80}; it must be at least 1"
             )
     return patterns
-
-
-def _read_targets(config: Mapping[str, Any]) -> str | tuple[str, ...] | None:
-    targets = _read_names(config, "target_modules")
-    # Every linear map: the tensors define which.
-    return None if isinstance(targets, str) and targets.lower() == "all-linear" else targets
-
-
-def _read_names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...] | None:
-    names = config.get(key)
-    if names is None or isinstance(names, str):
-        return names
-    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-        raise ConfigError(f"{key} of an adapter must be a text or a list of texts, got {names!r:.80}")
-    return tuple(names)
-
-
-def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    layers = config.get("layers_to_transform")
-    layers = [layers] if type(layers) is int else layers
-    if not layers:
-        return None
-    if not isinstance(layers, list) or not all(type(each) is int for each in layers):
-        raise ConfigError(
-            f"layers_to_transform of an adapter must be whole numbers of layers, got {layers!r:.80}"
-        )
-    return tuple(layers)
-
-
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
 
 
 def _by_pattern(values: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
@@ -262,19 +233,6 @@ def _selected(names: str | tuple[str, ...], modules: Sequence[str]) -> list[str]
         return []
     found = first_matches([names], modules, full=True)
     return [module for module, match in zip(modules, found, strict=True) if match is not None]
-
-
-# Reads and writes low-rank adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
-#
-# PEFT calls the factor on the input's side of a linear map A `[r, in]`, and the one on the output's side B
-# `[out, r]`. Ours are `left`, on the units' side, and `right`, on the model width's side. If the checkpoint
-# has several of our matrices in one tensor (Phi-3's q, k and v), their adapters are one adapter of PEFT with
-# the sum of their ranks.
-
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-
-_BASE = "base_model.model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +298,8 @@ def write_adapter(
         "use_rslora": lora.rank_stabilized,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": _conv1d(cfg),
+        # Whether the checkpoint stores maps as `[in, out]` (GPT-2).
+        "fan_in_fan_out": any(not each.by_units and each.tensor.transposed for each in _modules(cfg)),
         "inference_mode": True,
         "target_modules": sorted(
             {_relative(key.removeprefix(_BASE)[: -len(".lora_A.weight")]) for key in tensors}
@@ -397,8 +356,6 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, 
                 f"{keys[0]} of {folder} has rank {right.shape[0]}, and {CONFIG_FILE} says {own.rank}; take "
                 "both files of one adapter"
             )
-        if not (np.isfinite(left).all() and np.isfinite(right).all()):
-            raise CheckpointError(f"{keys[0]} or {keys[1]} of {folder} holds numbers that are not finite")
         with np.errstate(over="ignore", invalid="ignore"):
             left = left * np.float32(own.scaling / lora.scaling)
         if not np.isfinite(left).all():
@@ -428,17 +385,13 @@ def _modules(cfg: ModelConfig) -> Iterator[_Module]:
         prefix = family.prefixes[0] if tensor.in_body else ""
         rows, at = {}, tensor.skip_rows
         for name in tensor.params:
-            count = _units(specs[name], tensor)
+            shape = specs[name].shape
+            count = int(np.prod(shape[:-1] if tensor.expert is None else shape[1:-1]))
             rows[name] = (at, at + count)
             at += count
         spec = specs[tensor.params[0]]
         name = prefix + tensor.name.removesuffix(".weight")
         yield _Module(name, tensor, rows, at, spec.shape[-1], spec.role == "from_units")
-
-
-def _units(spec: ParamSpec, tensor: Tensor) -> int:
-    leading = spec.shape[:-1] if tensor.expert is None else spec.shape[1:-1]
-    return int(np.prod(leading))
 
 
 def _factors(cfg: ModelConfig, module: _Module, adapter: Adapter, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -487,29 +440,13 @@ def _stacked(
 
 
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; jaxllm reads adapters as safetensors, never as pickles")
-    try:
-        tensors = {}
-        with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118
-                described = file.get_slice(name)
-                shape = described.get_shape()
-                if (
-                    described.get_dtype() not in FLOAT_TYPES.values()
-                    or len(shape) != 2
-                    or not 1 <= min(shape) <= MAX_RANK
-                ):
-                    raise CheckpointError(
-                        f"{name} of {path} is no factor of a low-rank change: {list(shape)}"
-                    )
-                tensors[name] = file.get_tensor(name)
-        return tensors
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is truncated or corrupt ({error}); write or download it again"
-        ) from error
+    weights, tensors = SafetensorsFolder(folder, WEIGHTS_FILE), {}
+    for name in sorted(weights.names()):
+        dtype, shape = weights.describe(name)
+        if dtype not in FLOATS or len(shape) != 2 or not 1 <= min(shape) <= MAX_RANK:
+            raise CheckpointError(f"{name} of {folder} is no factor of a low-rank change: {list(shape)}")
+        tensors[name] = weights.read(name, lambda rows: rows[:])
+    return tensors
 
 
 def _relative(module: str) -> str:
@@ -517,8 +454,3 @@ def _relative(module: str) -> str:
     parts = module.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdecimal()), -1)
     return ".".join(parts[number + 1 :])
-
-
-def _conv1d(cfg: ModelConfig) -> bool:
-    """Whether the checkpoint stores maps as `[in, out]` (GPT-2), which PEFT's config must declare."""
-    return any(not module.by_units and module.tensor.transposed for module in _modules(cfg))

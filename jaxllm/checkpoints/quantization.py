@@ -1,7 +1,12 @@
-"""Reads quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4."""
+"""Reads quantized checkpoints: GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8, MXFP4.
+
+Integers with scales are stored unchanged, in our order; a zero point of 4 bits becomes a minimum of the
+group, the product of both in float16. MXFP4's 4-bit numbers are multiples of 0.5, and its scales powers of
+two: 8 bits represent both. FP8 is dequantized and quantized again, to 8 bits in groups of 32 (adds about
+0.7 % error). Unsupported formats are refused by name.
+"""
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +16,12 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.formats import WeightFormat
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.parameters import ParamSpec
-from jaxllm.models.translate import Tensor, heads_of, swap_pairs
+from jaxllm.models.translate import Tensor
 from jaxllm.quant.formats import QArray, pack
 
 if TYPE_CHECKING:
     # Importing it requires the safetensors package, which a GGUF file does not need.
     from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
-
-# Puts levels and scales of a quantized checkpoint into our order, without touching a number.
-
-
 GROUP = 32
 # Twice the numbers of MXFP4 (e2m1), by their 4 bits.
 _TWICE_E2M1 = np.asarray((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
@@ -110,48 +111,36 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
       scales.
     """
     spec = specs[param]
-    stacked = tensor.stacked or (tensor.expert is not None and of.levels.ndim == 3)
-    shape = spec.shape if tensor.expert is None or stacked else spec.shape[1:]
-    if stacked and not tensor.stacked:
-        values = np.stack([tensor.read(each, param, specs) for each in of.levels])
-    else:
-        values = tensor.read(of.levels, param, specs)
+    # A GGUF file has one tensor of all experts, where a folder has one of each.
+    every = tensor.expert is not None and of.levels.ndim == 3
+    stacked = tensor.stacked or every
 
-    def turned(scale: np.ndarray) -> np.ndarray | None:
+    def read(values: np.ndarray, specs: Mapping[str, ParamSpec]) -> np.ndarray:
+        if every:
+            return np.stack([tensor.read(each, param, specs) for each in values])
+        return tensor.read(values, param, specs)
+
+    levels = read(of.levels, specs)
+
+    def of_inputs(scale: np.ndarray) -> np.ndarray | None:
         """Scales in our order, or minima."""
         scale = scale.swapaxes(-1, -2)
-        if len(shape) < 3 or stacked:
+        if levels.ndim < 3 or stacked:
             return scale
-        return _scales_of_units(scale, shape[0], shape[1], of.group)
+        return _scales_of_units(scale, *levels.shape[:2], of.group)
 
-    def plain(scale: np.ndarray) -> np.ndarray:
-        if tensor.alternating:
-            scale = tensor.rows_of(scale, param, slice(None))
-        elif not stacked:
-            scale = _scales_of_rows(scale, tensor, param, specs)
-        return scale.reshape(*shape[:-1], -1)
+    def of_outputs(scale: np.ndarray) -> np.ndarray:
+        # They are rows like those of the levels, of another width.
+        shapes = {name: (*specs[name].shape[:-1], scale.shape[-1]) for name in tensor.params}
+        narrow = {name: dataclasses.replace(specs[name], shape=shape) for name, shape in shapes.items()}
+        return read(scale, {**specs, **narrow})
 
     inputs = spec.role == "from_units"
-    place = turned if inputs else plain
+    place = of_inputs if inputs else of_outputs
     scale, minimum = (None if each is None else place(each) for each in (of.scale, of.minimum))
     if scale is None:
         return None
-    return dataclasses.replace(of, levels=values, scale=scale, minimum=minimum).packed(-2 if inputs else -1)
-
-
-def _scales_of_rows(
-    scale: np.ndarray, tensor: Tensor, param: str, specs: Mapping[str, ParamSpec]
-) -> np.ndarray:
-    """Scales of the rows of a parameter, selected like the rows in `Tensor.read`."""
-    lead = 0 if tensor.expert is None else 1
-    counts = [math.prod(specs[name].shape[lead:-1]) for name in tensor.params]
-    place = tensor.params.index(param)
-    if tensor.by_head:
-        return heads_of(scale, len(counts), place, specs[param.rsplit(".", 1)[0] + ".k"].shape[1])
-    scale = scale[sum(counts[:place]) :][: counts[place]]
-    if not tensor.interleaved:
-        return scale
-    return swap_pairs(scale, specs[param.rsplit(".", 1)[0] + ".k"].shape[1], 2)
+    return dataclasses.replace(of, levels=levels, scale=scale, minimum=minimum).packed(-2 if inputs else -1)
 
 
 def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np.ndarray | None:
@@ -163,14 +152,6 @@ def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np
         return None
     first = np.arange(units)[:, None] * rows + np.arange(-(-rows // group))[None] * group
     return scale[first // group]
-
-
-# Reads the `quantization_config` of a Hugging Face folder: the tensors of each matrix, and their format.
-#
-# Integers with scales are stored unchanged; a zero point of 4 bits becomes a minimum of the group, the
-# product of both in float16. MXFP4's 4-bit numbers are multiples of 0.5, and its scales powers of two: 8
-# bits represent both. FP8 is dequantized and quantized again, to 8 bits in groups of 32 (adds about 0.7 %
-# error). Unsupported formats are refused by name.
 
 
 KEY = "quantization_config"
@@ -237,13 +218,6 @@ class Quantization:
         return {*needed, *optional}
 
 
-class _Every:
-    """All keys."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-
 def read_quantization(
     config: Mapping[str, Any], *, ignore_keys: Collection[str] | None = ()
 ) -> Quantization | None:
@@ -251,7 +225,7 @@ def read_quantization(
 
     Args:
       config: the JSON object.
-      ignore_keys: keys to ignore, see `ConfigReader`; None for a config that was checked before.
+      ignore_keys: keys to ignore, see `ConfigReader`; None leaves unknown keys to an earlier check.
 
     Raises:
       ConfigError: its kind or an option is not supported, or a key is unknown.
@@ -261,7 +235,7 @@ def read_quantization(
         return None
     if not isinstance(section, dict):
         raise ConfigError(f"config key {KEY!r} must be an object, got {section!r:.80}; fix it")
-    reader = ConfigReader(section, f"{KEY}.", ignore_keys=_Every() if ignore_keys is None else ignore_keys)
+    reader = ConfigReader(section, f"{KEY}.", ignore_keys=section if ignore_keys is None else ignore_keys)
     method = reader.text("quant_method", "an unknown kind")
     if method not in _METHODS:
         raise ConfigError(

@@ -29,6 +29,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # Allowed dtypes of weights: NumPy's name -> safetensors' name.
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+FLOATS = tuple(FLOAT_TYPES.values())
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # How many names a message lists; the others are counted.
@@ -45,8 +46,8 @@ def has_weights(folder: Path) -> bool:
 class SafetensorsFolder:
     """The tensors of a folder, opened and indexed but not read."""
 
-    def __init__(self, folder: Path) -> None:
-        """Finds the files and opens them.
+    def __init__(self, folder: Path, file: str = WEIGHTS_FILE) -> None:
+        """Finds `file`, or the shards of the index, and opens them.
 
         Raises:
           CheckpointError: there are no safetensors, or a file is missing, truncated or corrupt, or the
@@ -55,12 +56,12 @@ class SafetensorsFolder:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._read_bytes: dict[str, int] = {}
-        if (folder / WEIGHTS_FILE).is_file():
-            self._file_of = dict.fromkeys(self._open(WEIGHTS_FILE).keys(), WEIGHTS_FILE)
+        if (folder / file).is_file():
+            self._file_of = dict.fromkeys(self._open(file).keys(), file)
         elif (folder / INDEX_FILE).is_file():
             self._file_of = self._read_index()
         else:
-            raise _no_weights(folder)
+            raise _no_weights(folder, file)
 
     def names(self) -> set[str]:
         """The stored names."""
@@ -71,22 +72,20 @@ class SafetensorsFolder:
         stored = self._slices(name)
         return stored.get_dtype(), tuple(stored.get_shape())
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
         """Checks a tensor's dtype and shape by only the header.
 
         Raises:
-          CheckpointError: its shape is not `shape`, or its dtype not one of `FLOAT_TYPES`.
+          CheckpointError: it is missing, its shape is not `shape`, or its dtype not one of `dtypes`.
         """
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.folder} lacks the tensor {name}; download it again")
         dtype, stored = self.describe(name)
-        if stored != shape:
+        if dtype not in dtypes or stored != shape:
             raise CheckpointError(
-                f"tensor {name} of {self.folder} has shape {list(stored)} but its config.json implies "
-                f"{list(shape)}; the config belongs to other weights"
-            )
-        if dtype not in FLOAT_TYPES.values():
-            raise CheckpointError(
-                f"tensor {name} of {self.folder} is stored as {dtype}; jaxllm reads "
-                f"{', '.join(FLOAT_TYPES.values())}: take the float weights of this model"
+                f"tensor {name} of {self.folder} is {dtype} of shape {list(stored)} where its config.json "
+                f"implies {', '.join(dtypes)} of shape {list(shape)}; the config belongs to other weights, "
+                "or they are quantized in an unknown way: take the float weights of this model"
             )
 
     def require_complete(self, missing: Collection[str], extra: Collection[str], kind: str) -> None:
@@ -108,11 +107,7 @@ class SafetensorsFolder:
         Raises:
           CheckpointError: the file cannot be read, or the result has numbers that are not finite.
         """
-        try:
-            values = take(self._slices(name))
-        except (SafetensorError, OSError) as error:
-            raise self._corrupt(self._file_of[name], error) from error
-        self._count(name, values)
+        values = self._read(name, lambda: take(self._slices(name)))
         if not all_finite(values):
             raise CheckpointError(
                 f"tensor {name} of {self.folder} holds NaN or infinite values, so the model can only answer "
@@ -127,7 +122,7 @@ class SafetensorsFolder:
           CheckpointError: as `read`.
         """
         (dtype, shape), (other_dtype, other_shape) = self.describe(name), self.describe(other)
-        if len(shape) != 2 or shape != other_shape or not {dtype, other_dtype} <= set(FLOAT_TYPES.values()):
+        if len(shape) != 2 or shape != other_shape or not {dtype, other_dtype} <= set(FLOATS):
             return False
         for first, last in part_rows(*shape):
             one, two = (
@@ -144,7 +139,7 @@ class SafetensorsFolder:
           CheckpointError: as `read`.
         """
         dtype, shape = self.describe(name)
-        if shape != values.shape or dtype not in FLOAT_TYPES.values():
+        if shape != values.shape or dtype not in FLOATS:
             return False
         return np.allclose(self.read(name, lambda rows: rows[:]).astype(np.float32), values, atol=4e-3)
 
@@ -162,7 +157,7 @@ class SafetensorsFolder:
         Raises:
           CheckpointError: as `integers`.
         """
-        return self._all_of(name, shape, tuple(FLOAT_TYPES.values())).astype(np.float32)
+        return self._all_of(name, shape, FLOATS).astype(np.float32)
 
     def eighths(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor of 8-bit floats (e4m3), in float32.
@@ -170,7 +165,7 @@ class SafetensorsFolder:
         Raises:
           CheckpointError: as `integers`.
         """
-        self._require(name, shape, ("F8_E4M3",))
+        self.check(name, shape, ("F8_E4M3",))
         path = self.folder / self._file_of[name]
         # The library has no such type in NumPy. It has checked the header: 8 bytes of length, JSON, data.
         with open_regular(path) as file:
@@ -183,40 +178,28 @@ class SafetensorsFolder:
         return data.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(shape)
 
     def _all_of(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> np.ndarray:
-        self._require(name, shape, dtypes)
-        try:
-            # A scalar has no slices.
-            values = np.asarray(self._slices(name)[:] if shape else self._file(name).get_tensor(name))
-        except (SafetensorError, OSError) as error:
-            raise self._corrupt(self._file_of[name], error) from error
-        self._count(name, values)
-        return values
+        self.check(name, shape, dtypes)
+        file = self._files[self._file_of[name]]
+        # A scalar has no slices.
+        return self._read(name, lambda: self._slices(name)[:] if shape else np.asarray(file.get_tensor(name)))
 
-    def _count(self, name: str, values: np.ndarray) -> None:
-        """Releases the pages of a file of which much was read."""
+    def _read(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
+        """The result of `read`; releases the pages of a file of which much was read."""
         file = self._file_of[name]
+        try:
+            values = read()
+        except (SafetensorError, OSError) as error:
+            raise self._corrupt(file, error) from error
         self._read_bytes[file] = self._read_bytes.get(file, 0) + values.nbytes
         if self._read_bytes[file] > _MOST_MAPPED_BYTES:
             self._read_bytes[file] = 0
             # The old mapping must end before there is a new one.
             del self._files[file]
             self._open(file)
-
-    def _require(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-        if name not in self._file_of:
-            raise CheckpointError(f"{self.folder} lacks the tensor {name}; download it again")
-        dtype, stored = self.describe(name)
-        if dtype not in dtypes or stored != shape:
-            raise CheckpointError(
-                f"tensor {name} of {self.folder} is {dtype} of shape {list(stored)} where its config.json "
-                f"implies {dtypes[0]} of shape {list(shape)}; the config belongs to other weights"
-            )
+        return values
 
     def _slices(self, name: str) -> Any:
-        return self._file(name).get_slice(name)
-
-    def _file(self, name: str) -> Any:
-        return self._files[self._file_of[name]]
+        return self._files[self._file_of[name]].get_slice(name)
 
     def _open(self, file: str) -> Any:
         try:
@@ -333,10 +316,10 @@ def some(names: Collection[str]) -> str:
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 
 
-def _no_weights(folder: Path) -> CheckpointError:
+def _no_weights(folder: Path, file: str) -> CheckpointError:
     pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
     if not pickles:
-        return CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; download one")
+        return CheckpointError(f"{folder} holds neither {file} nor {INDEX_FILE}; download one")
     return CheckpointError(
         f"{folder} holds weights only as pickles ({some(pickles)}), which can run code and are never "
         "opened; convert it where you trust it: transformers' from_pretrained(folder) and then "

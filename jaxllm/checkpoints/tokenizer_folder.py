@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.files.atomic import atomic_file
-from jaxllm.files.input_files import read_bytes
+from jaxllm.files.input_files import read_bytes, read_json
 from jaxllm.sampling_state import MODEL_SAMPLING, Sampling
 from jaxllm.text.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
 
@@ -213,10 +213,15 @@ def write_sampling(folder: Path, files: TokenizerFiles) -> None:
     if not files.sampling:
         return
     sampling = dict(files.sampling)
-    drawn = sampling.get("temperature") != 0
-    if not drawn:
+    sampled = sampling.get("temperature") != 0
+    if not sampled:
         del sampling["temperature"]
-    config = {"do_sample": drawn, **sampling, "bos_token_id": files.bos_id, "eos_token_id": [*files.eos_ids]}
+    config = {
+        "do_sample": sampled,
+        **sampling,
+        "bos_token_id": files.bos_id,
+        "eos_token_id": [*files.eos_ids],
+    }
     plain = {name: value for name, value in config.items() if value not in (None, [])}
     _write(folder / "generation_config.json", json.dumps(plain, indent=1) + "\n")
 
@@ -251,16 +256,9 @@ def _named_id(tokenizer: AnyTokenizer, token: str | None) -> list[int]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file."""
-    text = _read_text(path)
-    if text is None:
+    if not path.exists():
         return {}
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch the file again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return data
+    return read_json(path, "fetch the file again", limit_bytes=MAX_FILE_BYTES)
 
 
 def _read_text(path: Path) -> str | None:

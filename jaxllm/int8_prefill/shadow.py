@@ -199,12 +199,11 @@ def normed_to_units(
         return sums, count[None]
 
     def fused(x, norm, weights, used, step, rows, live) -> tuple[list[jax.Array], jax.Array]:
-        products, count = native_products.to_units_with_shadow(
+        *products, count = native_products.to_units_with_shadow(
             x.reshape(-1, x.shape[-1]),
             weights,
-            step,
-            rows.place,
-            rows.rows,
+            step=step,
+            shadow=(rows.place, *rows.rows),
             norm_scale=norm.scale,
             norm_eps=norm.eps,
             used=used,
@@ -245,7 +244,7 @@ def from_units(
         add = None if residual is None else residual.reshape(-1, width).astype(h.dtype)
         flat = h.reshape(-1, int(rows.place.shape[0]))
         out, count = native_products.from_units_with_shadow(
-            flat, weight, step, rows.place, rows.rows[0], residual=add, used=used, live=live
+            flat, weight, step=step, shadow=(rows.place, rows.rows[0]), residual=add, used=used, live=live
         )
         return out.reshape(*batch, width), count
 
@@ -292,9 +291,8 @@ def feed_forward(
             weights.gate,
             weights.up,
             weights.down,
-            steps,
-            (rows[0].place, rows[1].place),
-            (rows[0].rows, rows[1].rows[0]),
+            steps=steps,
+            shadow=(rows[0].place, *rows[0].rows, rows[1].place, rows[1].rows[0]),
             activation=weights.activation,
             norm_scale=norm.scale,
             norm_eps=norm.eps,

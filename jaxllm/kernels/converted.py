@@ -1,4 +1,14 @@
-"""Products for platforms without native kernels, and the choice of an implementation by platform."""
+"""Products for platforms without native kernels, and the choice of an implementation by platform.
+
+XLA:CPU writes a whole converted weight (int8, int4 or bfloat16 to float32) to memory before it multiplies.
+For one token this is eight times slower than loading the weight, and with the conversions of all layers
+live at once it needs the memory of a float32 model. A loop over blocks of rows converts what fits the
+core's own cache and multiplies it there. Accelerators fuse the conversion into the product and do not need
+this.
+
+The loops' carries start from a value of the activations instead of zeros. The value is never read, but it
+keeps XLA from allocating the carries of all layers at the start of the step.
+"""
 
 import dataclasses
 import functools
@@ -15,18 +25,7 @@ from jaxllm.kernels.native import TableArray
 from jaxllm.quant import QArray, Weight, dequantize
 from jaxllm.quant.parts import Part, StackedArray, map_parts, part_entry, part_rows, taken
 
-# Multiplies with weights that are converted block by block, for XLA on a CPU.
-#
-# XLA:CPU writes a whole converted weight (int8, int4 or bfloat16 to float32) to memory before it multiplies.
-# For one token this is eight times slower than loading the weight, and with the conversions of all layers
-# live at once it needs the memory of a float32 model. A loop over blocks of rows converts what fits the
-# core's own cache and multiplies it there. Accelerators fuse the conversion into the product and do not need
-# this.
-#
-# The loops' carries start from a value of the activations instead of zeros. The value is never read, but it
-# keeps XLA from allocating the carries of all layers at the start of the step.
-
-
+Out = TypeVar("Out")
 # Converted bytes per block: they stay in a core's second-level cache next to the activations.
 BLOCK_BYTES = 1 << 19
 
@@ -117,12 +116,6 @@ def _of_rows(group: int, groups: Part, start: jax.Array, count: int) -> jax.Arra
     rows = (start + jnp.arange(count, dtype=jnp.int32)) // group
     whole = groups.array if isinstance(groups, StackedArray) else groups
     return jnp.take(whole, rows, axis=0, mode="clip")
-
-
-# Chooses the implementation of a function for the platform that a step is compiled for.
-
-
-Out = TypeVar("Out")
 
 
 def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:

@@ -1,5 +1,18 @@
 """Attention within packed documents for training, forward and backward: native kernels, and fused ones on
-GPUs and TPUs."""
+GPUs and TPUs.
+
+Documents are packed one after another into a sequence, and a token attends to its own document up to itself.
+Each document is then a dense causal attention of its own: the work depends on the lengths of documents, not
+of the packed sequence, and there is no mask. Tiles and the recomputed softmax of the backward pass are those
+of FlashAttention-2 (arXiv 2307.08691). On CPUs soft caps, sliding windows and dtypes other than float32 use
+XLA (`layers.py`).
+
+The fused kernels are JAX's own, written in Pallas: FlashAttention on GPUs, splash attention on TPUs. They
+accept the borders of documents as segment ids, and store no scores `[T, T]`. Shapes that no kernel supports
+are computed by XLA, with a line in the log. Neither cuDNN's attention is used nor tokamax's, which JAX names
+as the successor of its own for GPUs: for both a document's beginning is a mask of the scores' size, cuDNN
+computes no float32, and tokamax needs a newer Python than this package.
+"""
 
 import functools
 import logging
@@ -15,13 +28,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.native import CHOICE_VARIABLE, switched_off
-
-# Documents are packed one after another into a sequence, and a token attends to its own document up to
-# itself. Each document is then a dense causal attention of its own: the work depends on the lengths of
-# documents, not of the packed sequence, and there is no mask. Tiles and the recomputed softmax of the
-# backward pass are those of FlashAttention-2 (arXiv 2307.08691). Soft caps, sliding windows, dtypes other
-# than float32 and other processors use XLA (`layers.py`).
-
 
 # The same function of q, k, v and starts, for other platforms and shapes.
 Elsewhere = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -121,15 +127,6 @@ def on_shards(compute: Callable[..., Any], args: tuple[jax.Array, ...], results:
         out_specs=(shard,) * results,
         check_vma=False,  # what a foreign call's results vary over is unknown
     )(*args)
-
-
-# Computes attention within packed documents on GPUs and TPUs by fused kernels, forward and backward.
-#
-# Both kernels are JAX's own, written in Pallas: FlashAttention on GPUs, splash attention on TPUs. They accept
-# the borders of documents as segment ids, and store no scores `[T, T]`. Shapes that no kernel supports are
-# computed by XLA, with a line in the log. Neither cuDNN's attention is used nor tokamax's, which JAX names as
-# the successor of its own for GPUs: for both a document's beginning is a mask of the scores' size, cuDNN
-# computes no float32, and tokamax needs a newer Python than this package.
 
 
 # Tokens of a sequence must be a multiple of it, for both kernels.

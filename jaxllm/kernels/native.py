@@ -1,4 +1,16 @@
-"""Loads the native CPU kernels, and stores the tables of addresses that they look up by a handle."""
+"""Loads the native CPU kernels, and stores the tables of addresses that they look up by a handle.
+
+The library is built with the package if there is a C++ compiler (`native/`, `setup.py`); an instruction set
+that does not compile is left out of it, and importing one that could not be built raises the reason. A
+process has one library and one pool of threads; its choice of instruction set applies to all of its steps.
+Without the library, on other devices and in exported programs XLA computes the same functions (`linear.py`,
+`layers.py`).
+
+A compiled step has the handle of a weight table, 8 bytes, as input instead of hundreds of arrays, and its
+body can be a loop over layers. A kernel finds an array's address, type and shape in the table and checks
+them as those of an operand; a handle of no open table is an error before the kernel runs. Handles are
+invalid in other processes, so buckets cached on disk contain none.
+"""
 
 import contextlib
 import contextvars
@@ -14,13 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-
-# The library is built with the package if there is a C++ compiler (`native/`, `setup.py`); an instruction
-# set that does not compile is left out of it, and importing one that could not be built raises the reason. A
-# process has one library and one pool of threads; its choice of instruction set applies to all of its steps.
-# Without the library, on other devices and in exported programs XLA computes the same functions
-# (`linear.py`, `layers.py`).
-
 
 # Environment variable: "xla" for no native kernels, or an instruction set from `Kernels.choices`.
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
@@ -178,14 +183,6 @@ def _library() -> Any:
     return library
 
 
-# Weights by address: a table of the arrays of all layers, which native kernels look up by handle and row.
-#
-# A compiled step has the handle, 8 bytes, as input instead of hundreds of arrays, and its body can be a loop
-# over layers. A kernel finds an array's address, type and shape in the table and checks them as those of an
-# operand; a handle of no open table is an error before the kernel runs. Handles are invalid in other
-# processes, so buckets cached on disk contain none.
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TableArray:
@@ -239,7 +236,7 @@ class _Table:
 
 
 class WeightTable(_Table):
-    """Open weight table."""
+    """Open table of the arrays of all layers, which native kernels look up by handle and row."""
 
     def __init__(self, rows: Sequence[Sequence[np.ndarray | jax.Array | None]]) -> None:
         """Opens a table.
@@ -266,18 +263,13 @@ def _buffer(array: np.ndarray | jax.Array | None) -> np.ndarray | None:
     return found.view(np.uint16) if found.dtype == jnp.bfloat16 else found
 
 
-# Chunks by address: a table of the coded chunks of a context, which native attention finds by a handle.
-#
-# A table checks once, when it opens, that each blob has the bytes of its width, and references their memory
-# until it closes. A handle of no open table is an error before a kernel runs.
-
-
 # The handle of no table.
 NO_CHUNKS = np.zeros(2, np.uint32)
 
 
 class ChunkTable(_Table):
-    """Open table of chunks.
+    """Open table of the coded chunks of a context, which native attention finds by a handle. It checks once
+    that each blob has the bytes of its width, and references their memory until it closes.
 
     Attributes:
       chunks: number of its chunks.

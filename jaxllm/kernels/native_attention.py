@@ -192,9 +192,7 @@ def document_attention_gradients(
     return dq, dk, dv
 
 
-# Calls of the native kernels that choose tokens, for compiled steps (see `jaxllm.sampling`).
-#
-# All may be mapped over by `jax.vmap`.
+# The kernels that choose tokens (see `jaxllm.sampling`); all may be mapped over by `jax.vmap`.
 
 
 def largest(x: jax.Array) -> jax.Array:

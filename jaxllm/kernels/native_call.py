@@ -1,4 +1,9 @@
-"""Calls native kernels from compiled steps: operands, attributes, counts of used units."""
+"""Calls native kernels from compiled steps: operands, attributes, counts of used units.
+
+On a CPU the native kernels have the number of used units as an argument, so that one bucket over the whole
+model's parameters serves every level of an elastic model: a level is then these few numbers. Without native
+kernels XLA computes all units and masks the unused ones, with the same result but no speedup.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,11 +16,6 @@ import numpy as np
 from jaxllm.config import Activation
 from jaxllm.kernels.native import Operand, TableArray, target
 from jaxllm.quant import Adapted, BlockedArray
-
-# Calls native kernels from compiled steps, with operands that are arrays or entries of a weight table.
-#
-# See `native.py` for the library, and `native_products.py`, `native_attention.py`, `native_experts.py` and
-# `native_shadow.py` for the kernels.
 
 
 def call(
@@ -55,13 +55,6 @@ def value(array: Operand) -> jax.Array:
     result = jax.ShapeDtypeStruct(array.shape, jnp.uint16 if halves else array.dtype)
     copied = call("copy", result, (), (array,))
     return jax.lax.bitcast_convert_type(copied, jnp.bfloat16) if halves else copied
-
-
-# Counts of used units of a layer as an argument of a compiled step.
-#
-# On a CPU the native kernels have the number of units as an argument, so that one bucket over the whole
-# model's parameters serves every level of an elastic model: a level is then these few numbers. Without
-# native kernels XLA computes all units and masks the unused ones, with the same result but no speedup.
 
 
 # Name of a layer's parameter with the counts; models that use all units do not have it.
@@ -129,9 +122,6 @@ def counts_of(groups: list[int], neurons: list[int], rank: int) -> np.ndarray:
     """The counts `[L, 3]` int32 of a level, from its kv groups and neurons by layer and the rank of its
     adapters."""
     return np.stack([groups, neurons, [rank] * len(groups)], axis=1).astype(np.int32)
-
-
-# Operands and attributes that several native kernels share: weights, counts, steps.
 
 
 Adaptable = BlockedArray | Adapted

@@ -1,4 +1,15 @@
-"""Calls of the native products, for compiled steps: plain, of experts, with a static scale and its shadow."""
+"""Calls of the native products, for compiled steps: plain, of experts, with a static scale and its shadow.
+
+Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
+static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token with NaN or infinity
+among its activations gives NaN; magnitudes under 1e-30 count as zero.
+
+With a step a product may add its shadow itself: the excess beyond 127 steps is found when activations are
+quantized, and multiplied in floats with the rows of its channels while the product's results are in the
+processor's cache (mllm-NPU, arXiv 2407.05858, equation 1). Sizes are dynamic: nothing is padded or dropped.
+The row of a channel is the entry of a weight's float rows `[R, outputs]` float16 at the channel's `place`
+`[inputs]` int32; where that is negative, it is the 8-bit weight's own.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,10 +43,6 @@ from jaxllm.kernels.native_call import (
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight
 from jaxllm.quant.nested import NESTED_GROUP
 
-# Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
-# static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token with NaN or infinity
-# among its activations gives NaN; magnitudes under 1e-30 count as zero.
-
 
 def to_units(x: jax.Array, weights: Sequence[Adaptable], **options: Any) -> list[jax.Array]:
     """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format,
@@ -46,10 +53,10 @@ def to_units(x: jax.Array, weights: Sequence[Adaptable], **options: Any) -> list
       options: `norm_scale` and `norm_eps` of the norm; `used`, `rowwise`, `step` and `live` of
         `jaxllm.nn.linear`: outputs of unused units, and of rows after the first `live`, are undefined.
     """
-    return _to_units(x, weights, **options)
+    return to_units_with_shadow(x, weights, **options)
 
 
-def _to_units(
+def to_units_with_shadow(
     x: jax.Array,
     weights: Sequence[Adaptable],
     *,
@@ -61,7 +68,8 @@ def _to_units(
     live: jax.Array | None = None,
     shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
-    """`to_units`; with operands of a shadow also its channels, last."""
+    """`to_units` with a step and a shadow (a place, and rows for each weight), and last the number of
+    channels with outliers, `[1]` int32."""
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
     return list(
@@ -88,10 +96,10 @@ def _to_units(
 def from_units(h: jax.Array, weight: Adaptable, **options: Any) -> jax.Array:
     """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]`, contracted over its used units, plus
     `residual` `[M, D]` if given: `[M, D]` float32. For the other options see `to_units`."""
-    return _from_units(h, weight, **options)[0]
+    return from_units_with_shadow(h, weight, **options)[0]
 
 
-def _from_units(
+def from_units_with_shadow(
     h: jax.Array,
     weight: Adaptable,
     *,
@@ -102,7 +110,8 @@ def _from_units(
     live: jax.Array | None = None,
     shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
-    """`from_units`, and the channels of a shadow."""
+    """`from_units` with a step and a shadow (a place and rows), and the number of inputs with outliers, `[1]`
+    int32."""
     return call(
         "from_units",
         [jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32), *_channels(shadow, 1)],
@@ -120,10 +129,10 @@ def feed_forward(
     """`down(activation(gate(x)) · up(x))` of `x` `[M, D]` float32 over the used units of weights `[F, D]` of
     one format. x is RMS-normalized first if a norm is given, and added to the result if `residual`. `steps`
     are those of x and of the input of `down`. For the other options see `to_units`."""
-    return _feed_forward(x, gate, up, down, **options)[0]
+    return feed_forward_with_shadow(x, gate, up, down, **options)[0]
 
 
-def _feed_forward(
+def feed_forward_with_shadow(
     x: jax.Array,
     gate: Adaptable | None,
     up: Adaptable,
@@ -139,7 +148,11 @@ def _feed_forward(
     live: jax.Array | None = None,
     shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
-    """`feed_forward`, and the channels of a shadow."""
+    """`feed_forward` with steps and a shadow, and the numbers of channels of x and of units with outliers,
+    `[2]` int32. The shadow is a place of x's channels and rows (for gate, if there is one, and up), then a
+    place of units and rows (for down)."""
+    if shadow and gate is None:
+        shadow = (shadow[0], nothing(), *shadow[1:])
     return call(
         "feed_forward",
         [jax.ShapeDtypeStruct(x.shape, jnp.float32), *_channels(shadow, 2)],
@@ -198,11 +211,7 @@ def zeros(shapes: Sequence[tuple[int, ...]], dtype: DTypeLike) -> list[jax.Array
     return list(jax.ffi.ffi_call(target("zeros"), [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])())
 
 
-# Calls of the native kernels for mixtures of experts, for compiled steps (see `native`).
-#
-# The result of each token is bit for bit its result without others.
-
-
+# The result of a token in a mixture of experts is bit for bit its result without others.
 # Gate, up and down of one expert.
 ExpertBlocks = tuple[BlockedArray, BlockedArray, BlockedArray]
 
@@ -361,66 +370,14 @@ def sum_visits(
     return kernel(visits, places, weights, optional(residual))
 
 
-# Calls of the native products with a static step that add their shadow themselves, for compiled steps.
-#
-# The excess beyond 127 steps is found when activations are quantized, and multiplied in floats with the rows
-# of its channels while the product's results are in the processor's cache (mllm-NPU, arXiv 2407.05858,
-# equation 1). Sizes are dynamic: nothing is padded or dropped. For everything else see `native_products`.
-#
-# The row of a channel is the entry of a weight's float rows `[R, outputs]` float16 at the channel's `place`
-# `[inputs]` int32; where that is negative, it is the 8-bit weight's own.
-
-
 def takes(weight: Adaptable) -> bool:
     """Whether these kernels support a weight in blocks: 8 bits with one scale per output."""
     return format_of(weight) == {"bits": 8, "group": 0}
 
 
-def to_units_with_shadow(
-    x: jax.Array,
-    weights: Sequence[Adaptable],
-    step: jax.Array,
-    place: Operand,
-    rows: Sequence[Operand],
-    **options: Any,
-) -> tuple[list[jax.Array], jax.Array]:
-    """`to_units` with a step, and the number of channels with outliers, `[1]` int32; `rows` per weight."""
-    *found, channels = _to_units(x, weights, step=step, shadow=(place, *rows), **options)
-    return found, channels
-
-
-def from_units_with_shadow(
-    h: jax.Array, weight: Adaptable, step: jax.Array, place: Operand, rows: Operand, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """`from_units` with a step, and the number of inputs with outliers, `[1]` int32."""
-    out, channels = _from_units(h, weight, step=step, shadow=(place, rows), **options)
-    return out, channels
-
-
-def feed_forward_with_shadow(
-    x: jax.Array,
-    gate: Adaptable | None,
-    up: Adaptable,
-    down: Adaptable,
-    steps: tuple[jax.Array, jax.Array],
-    places: tuple[Operand, Operand],
-    rows: tuple[Sequence[Operand], Operand],
-    **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """`feed_forward` with steps, and the numbers of channels of x and of units with outliers, `[2]` int32;
-    places and rows are those of x's channels (for gate, if there is one, and up) and of units (for down)."""
-    first = [*rows[0]] if gate is not None else [nothing(), *rows[0]]
-    shadow = (places[0], *first, places[1], rows[1])
-    out, channels = _feed_forward(x, gate, up, down, steps=steps, shadow=shadow, **options)
-    return out, channels
-
-
-# Multiplies activations that are quantized with a static step, by XLA, without native kernels.
-#
-# Weights of 8 bits with one scale per output are multiplied in integers, exactly, which is faster on
-# accelerators than floats. With other weights, activations are rounded to steps and the product is in
-# floats.
-
+# Without native kernels XLA multiplies activations that are quantized with a static step. Weights of 8 bits
+# with one scale per output are multiplied in integers, exactly, which is faster on accelerators than floats.
+# With other weights, activations are rounded to steps and the product is in floats.
 
 # Largest number of steps, of a symmetric 8-bit range.
 TOP_LEVEL = 127

@@ -1,20 +1,20 @@
 """Storage of weights: widths (`formats`), the native kernels' order (`blocks`), types of weights (`weights`),
-parts of weights (`parts`) and dequantization (`dequantize`). Products are in `jaxllm/nn/linear.py`."""
+parts of weights and dequantization (`parts`). Products are in `jaxllm/nn/linear.py`."""
 
 from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, nested_blocks, to_blocks
-from jaxllm.quant.dequantize import contracted_rows, dequantize, embedding_rows
-from jaxllm.quant.formats import (
-    BITS,
-    GROUPS,
-    INT4_GROUP,
-    Bits,
-    QArray,
-    pack,
-    packed_columns,
-    quantize,
-    unpack,
+from jaxllm.quant.formats import BITS, GROUPS, Bits, QArray, quantize
+from jaxllm.quant.parts import (
+    by_form,
+    contracted_rows,
+    dequantize,
+    embedding_rows,
+    entry_of_form,
+    first_units,
+    narrow,
+    sliced,
+    take_units,
+    unit_at,
 )
-from jaxllm.quant.parts import by_form, entry_of_form, first_units, narrow, sliced, take_units, unit_at
 from jaxllm.quant.weights import (
     Adapted,
     Apart,
@@ -28,7 +28,6 @@ from jaxllm.quant.weights import (
 __all__ = [
     "BITS",
     "GROUPS",
-    "INT4_GROUP",
     "PANEL",
     "Adapted",
     "Apart",
@@ -50,12 +49,9 @@ __all__ = [
     "from_blocks",
     "narrow",
     "nested_blocks",
-    "pack",
-    "packed_columns",
     "quantize",
     "sliced",
     "take_units",
     "to_blocks",
     "unit_at",
-    "unpack",
 ]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.quant.formats import QArray, Shaped, pack, unpack
+from jaxllm.quant.formats import QArray, Shaped, pack, packed_parts, unpack
 from jaxllm.quant.nested import (
     NESTED_GROUP,
     NestedLevels,
@@ -113,34 +113,38 @@ def to_blocks(weight: QArray) -> BlockedArray:
         scale = np.stack([np.asarray(first.scale), np.asarray(second.scale)], axis=-2)
         return dataclasses.replace(first, scale=cast(jax.Array, scale))
     levels = unpack(np.asarray(weight.data), weight.columns, weight.bits, np.int8)
-    scale = np.asarray(weight.scale)
-    if weight.axis == -1:
-        # [outputs, inputs] and [outputs, groups].
-        matrix, scales = levels.reshape(-1, levels.shape[-1]), scale.reshape(-1, scale.shape[-1])
-        data = _pack(_padded(matrix, PANEL, BLOCK), weight.bits)
-        scales = _padded(scales, PANEL, 1)
-        if weight.group:
-            scales = scales.reshape(-1, PANEL, scales.shape[-1]).transpose(0, 2, 1)
-        else:
-            scales = scales.reshape(-1)
+    # [K, outputs, inputs] and [K, outputs, groups].
+    stack, scales = (_by_outputs(each, weight.axis) for each in (levels, np.asarray(weight.scale)))
+    scales = _padded(scales, PANEL, 1)
+    if not weight.group:
+        scales = scales[..., 0]
+    elif weight.axis == -1:
+        scales = scales.reshape(1, -1, PANEL, scales.shape[-1]).swapaxes(-1, -2)
     else:
-        # [K, inputs, outputs] and [K, groups, outputs].
-        stack = levels.reshape(-1, *levels.shape[-2:])
-        scales = _padded(scale.reshape(-1, *scale.shape[-2:]), 1, PANEL)
-        each = [_pack(_padded(matrix.T, PANEL, BLOCK), weight.bits).transpose(1, 0, 2) for matrix in stack]
-        data = np.stack(each)
-        if weight.group:
-            scales = scales.reshape(*scales.shape[:-1], -1, PANEL)
-        else:
-            scales = scales.reshape(len(stack), -1)
+        scales = scales.swapaxes(-1, -2).reshape(len(stack), scales.shape[-1], -1, PANEL)
+    scale = scales[0] if weight.axis == -1 else scales
     return BlockedArray(
-        data=np.ascontiguousarray(data),  # pyright: ignore[reportArgumentType]: of the host until placed
-        scale=np.ascontiguousarray(scales),  # pyright: ignore[reportArgumentType]
+        data=_plane(stack, weight.bits, weight.axis),
+        scale=cast(jax.Array, np.ascontiguousarray(scale)),
         bits=weight.bits,
         group=weight.group,
         axis=weight.axis,
         shape=weight.shape,
     )
+
+
+def _by_outputs(weight: np.ndarray, axis: int) -> np.ndarray:
+    """A weight `[..., R, C]`, or its scales, as `[K, outputs, inputs]`; K is 1 if units are outputs."""
+    if axis == -1:
+        return weight.reshape(1, -1, weight.shape[-1])
+    return weight.reshape(-1, *weight.shape[-2:]).swapaxes(-1, -2)
+
+
+def _plane(stack: np.ndarray, bits: int, axis: int) -> jax.Array:
+    """The data of levels `[K, outputs, inputs]`, a host array until it is placed."""
+    packed = [_pack(_padded(matrix, PANEL, BLOCK), bits) for matrix in stack]
+    data = packed[0] if axis == -1 else np.stack([each.transpose(1, 0, 2) for each in packed])
+    return cast(jax.Array, np.ascontiguousarray(data))
 
 
 def nested_blocks(weight: np.ndarray, axis: Literal[-1, -2]) -> BlockedArray:
@@ -153,12 +157,7 @@ def nested_blocks(weight: np.ndarray, axis: Literal[-1, -2]) -> BlockedArray:
     Raises:
       ConfigError: the weight has values that are not finite.
     """
-    moved = np.asarray(weight, np.float32)
-    # [K, outputs, inputs]: K is 1 if units are outputs.
-    if axis == -1:
-        stack = moved.reshape(1, -1, moved.shape[-1])
-    else:
-        stack = moved.reshape(-1, *moved.shape[-2:]).swapaxes(-1, -2)
+    stack = _by_outputs(np.asarray(weight, np.float32), axis)
     return levels_in_blocks(nest(stack), weight.shape, axis)
 
 
@@ -168,24 +167,19 @@ def levels_in_blocks(found: NestedLevels, shape: tuple[int, ...], axis: Literal[
     # [K, P, 16] and [K, groups, P, 16].
     channel = channel.reshape(len(channel), -1, PANEL)
     factor = factor.transpose(0, 2, 1).reshape(len(factor), factor.shape[-1], -1, PANEL)
-    planes = []
-    for plane in (high_of(found.levels), low_of(found.levels)):
-        each = [_pack(_padded(matrix, PANEL, BLOCK), 4) for matrix in plane]
-        planes.append(each[0] if axis == -1 else np.stack([data.transpose(1, 0, 2) for data in each]))
     if axis == -1:
         # Each panel's scales are together: [P, 64 + 8·groups].
         scale = pack_scales(channel[0][:, None], factor[0].transpose(1, 0, 2)[:, :, None])
     else:
         scale = pack_scales(channel, factor)
-    high, low = (cast(jax.Array, np.ascontiguousarray(plane)) for plane in planes)
     return BlockedArray(
-        data=high,
+        data=_plane(high_of(found.levels), 4, axis),
         scale=cast(jax.Array, np.ascontiguousarray(scale)),
         bits=4,
         group=NESTED_GROUP,
         axis=axis,
         shape=shape,
-        low=low,
+        low=_plane(low_of(found.levels), 4, axis),
     )
 
 
@@ -351,12 +345,9 @@ def _pack(matrix: np.ndarray, bits: int) -> np.ndarray:
     quarters = matrix.reshape(panels, PANEL, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
     if bits == 8:
         return quarters.reshape(panels, blocks, -1)
-    if bits == 4:
-        nibbles = (quarters + np.int8(8)).view(np.uint8).reshape(panels, blocks, 4, 2, PANEL, 4)
-        return (nibbles[:, :, :, 0] | (nibbles[:, :, :, 1] << 4)).reshape(panels, blocks, -1)
-    codes = ((quarters + np.int8(3)).view(np.uint8) >> 1).reshape(panels, blocks, 2, 4, PANEL, 4)
-    parts = [codes[:, :, :, i] << (2 * i) for i in range(4)]
-    return (parts[0] | parts[1] | parts[2] | parts[3]).reshape(panels, blocks, -1)
+    # Quarters that share a byte follow one another.
+    split = quarters.reshape(panels, blocks, -1, 8 // bits, PANEL, 4)
+    return packed_parts(split, bits, 3).reshape(panels, blocks, -1)
 
 
 def _unpack(data: jax.Array, bits: int) -> jax.Array:

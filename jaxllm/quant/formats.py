@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -15,12 +15,9 @@ from jax.typing import DTypeLike
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 
-# Recognizes floats on a grid of 4 bits, as left in bfloat16 by quantization-aware training.
-#
-# Such a group of inputs has integer multiples, -8 to 7, of one step. Its levels are recovered by trying the
-# level of the largest value, where an ordinary search for the minimum error would shift them.
-
-
+# Quantization-aware training leaves floats on a grid of 4 bits in bfloat16: a group of inputs has integer
+# multiples, -8 to 7, of one step. Its levels are recovered by trying the level of the largest value, where an
+# ordinary search for the minimum error would shift them.
 _LEVELS = 16
 # Number of sampled groups, minimum number of conclusive ones, and their minimum share on a grid.
 _SAMPLE, _LEAST, _SHARE = 256, 64, 0.95
@@ -101,8 +98,6 @@ def _off(grouped: np.ndarray, step: np.ndarray) -> np.ndarray:
 # to-last axis (`axis=-2`, units are inputs). Scales are shared along the contracted axis only: one for the
 # whole axis (default at 8 bits) or one per group of 32 or 64 inputs (4 and 2 bits). So a product can be
 # computed in integers and scaled once per group, and a prefix of units has separate scales.
-
-
 INT4_GROUP = 32
 # Number of elements quantized at once: small float32 copies stay in a processor's caches, and those of large
 # weights would dominate memory.
@@ -178,9 +173,14 @@ def pack(levels: np.ndarray, bits: int) -> np.ndarray:
     parts, size = 8 // bits, packed_columns(levels.shape[-1], bits)
     pad = [(0, 0)] * (levels.ndim - 1) + [(0, parts * size - levels.shape[-1])]
     padded = np.pad(levels, pad, constant_values=0 if bits == 4 else -3)
-    codes = (padded + 8).astype(np.uint8) if bits == 4 else (padded + 3).astype(np.uint8) >> 1
-    split = [codes[..., i * size : (i + 1) * size] << (bits * i) for i in range(parts)]
-    return functools.reduce(np.bitwise_or, split)
+    return packed_parts(padded.reshape(*levels.shape[:-1], parts, size), bits, -2)
+
+
+def packed_parts(levels: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """Levels of 4 or 2 bits, those of a byte along `axis` from the lowest bits up, as bytes without it."""
+    codes = (levels + 8).astype(np.uint8) if bits == 4 else (levels + 3).astype(np.uint8) >> 1
+    parts = [part << (bits * at) for at, part in enumerate(np.moveaxis(codes, axis, 0))]
+    return functools.reduce(np.bitwise_or, parts)
 
 
 def unpack(packed: Any, columns: int, bits: int, dtype: DTypeLike) -> Any:
@@ -377,16 +377,29 @@ def _best_scale(
         step = _nonzero(scale.astype(np.float32))
         levels = levels_at(step)
         error = np.square(levels * scale.astype(np.float32) - grouped).sum(-1, keepdims=True)
-        return scale, levels.astype(np.int8), error
+        return error, scale, levels.astype(np.int8)
 
-    scale, levels, error = at(scales[0])
-    for candidate in scales[1:]:
-        other_scale, other_levels, other_error = at(candidate)
-        better = other_error < error
-        scale = np.where(better, other_scale, scale)
-        levels = np.where(better, other_levels, levels)
-        error = np.minimum(error, other_error)
+    _, scale, levels = least_error(map(at, scales))
     return scale, levels
+
+
+def least_error(candidates: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """For each entry the candidate with the minimum error, the first of equals.
+
+    Args:
+      candidates: errors, and arrays whose leading axes are those of the errors, or broadcast to them.
+    """
+    best: tuple[np.ndarray, ...] = ()
+    for found in candidates:
+        if not best:
+            best = found
+            continue
+        better = found[0] < best[0]
+        best = tuple(
+            np.where(better.reshape(*better.shape, *[1] * (new.ndim - better.ndim)), new, old)
+            for new, old in zip(found, best, strict=True)
+        )
+    return best
 
 
 def _best_with_minima(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -405,12 +418,7 @@ def _best_with_minima(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
         step, first = scale.astype(np.float32), minimum.astype(np.float32)
         codes = np.clip(np.rint((grouped - first) / _nonzero(step)), 0, 15)
         error = np.square(codes * step + first - grouped).sum(-1, keepdims=True)
-        return scale, minimum, codes.astype(np.int8) - np.int8(8), error
+        return error, scale, minimum, codes.astype(np.int8) - np.int8(8)
 
-    best = at(_INT4_SHRINK[0])
-    for shrink in _INT4_SHRINK[1:]:
-        other = at(shrink)
-        better = other[-1] < best[-1]
-        best = tuple(np.where(better, new, old) for new, old in zip(other, best, strict=True))
-    scale, minimum, levels, _ = best
+    _, scale, minimum, levels = least_error(map(at, _INT4_SHRINK))
     return scale, minimum, levels

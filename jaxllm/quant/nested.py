@@ -1,4 +1,13 @@
-"""Nested weights: 8 bits in two planes of 4; the first is a good 4-bit weight."""
+"""Nested weights: 8 bits in two planes of 4; the first is a good 4-bit weight.
+
+A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
+inputs has a scale: a float32 of its output channel times a factor of 4 bits, an integer in [-16, -9] or
+[8, 15]. So there is one copy of a model: both planes are its int8 weights, and the first plane is a 4-bit
+model.
+
+Scale and levels are chosen for both models together: of the candidate factors of a group, the one that
+minimizes the squared error of the high plane plus `_BOTH` times that of both planes.
+"""
 
 import dataclasses
 import functools
@@ -9,15 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-
-# A level is `16 · high + low`, with high and low in [-8, 7] and the level in [-128, 119]. Each group of 64
-# inputs has a scale: a float32 of its output channel times a factor of 4 bits, an integer in [-16, -9] or
-# [8, 15]. So there is one copy of a model: both planes are its int8 weights, and the first plane is a 4-bit
-# model.
-#
-# Scale and levels are chosen for both models together: of the candidate factors of a group, the one that
-# minimizes the squared error of the high plane plus `_BOTH` times that of both planes.
-
+from jaxllm.quant.formats import least_error
 
 NESTED_GROUP = 64
 LOWEST, HIGHEST = -128, 119
@@ -58,23 +59,15 @@ def nest(moved: np.ndarray) -> NestedLevels:
     rows = moved.reshape(-1, moved.shape[-1])
     short = -rows.shape[-1] % NESTED_GROUP
     grouped = np.pad(rows, ((0, 0), (0, short))).reshape(len(rows), -1, NESTED_GROUP)
-    best: tuple[np.ndarray, ...] | None = None
     largest = np.abs(grouped).max((-1, -2)) / -float(LOWEST)
-    for shrink in _SHRINK:
+
+    def at(shrink: float) -> tuple[np.ndarray, ...]:
         # The largest magnitude of a factor is 16, of a positive one 15.
         channel = np.float32(shrink / 15.0) * largest
         error, factor, levels = _best_factors(grouped, np.where(channel == 0, np.float32(1), channel))
-        found = (error.sum(-1), channel, factor, levels)
-        if best is None:
-            best = found
-            continue
-        better = found[0] < best[0]
-        best = tuple(
-            np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-            for new, old in zip(found, best, strict=True)
-        )
-    assert best is not None
-    _, channel, factor, levels = best
+        return error.sum(-1), channel, factor, levels
+
+    _, channel, factor, levels = least_error(map(at, _SHRINK))
     lead = moved.shape[:-1]
     return NestedLevels(
         levels=levels.reshape(*lead, -1)[..., : moved.shape[-1]],
@@ -83,7 +76,7 @@ def nest(moved: np.ndarray) -> NestedLevels:
     )
 
 
-def _best_factors(grouped: np.ndarray, channel: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _best_factors(grouped: np.ndarray, channel: np.ndarray) -> tuple[np.ndarray, ...]:
     """Errors `[R, G]`, factors `[R, G]` and levels `[R, G, 64]` with the minimum error of groups, given the
     scales of channels `[R]`."""
     top, bottom = grouped.max(-1), -grouped.min(-1)
@@ -92,25 +85,16 @@ def _best_factors(grouped: np.ndarray, channel: np.ndarray) -> tuple[np.ndarray,
     large, small = np.maximum(top, bottom) / -float(LOWEST), np.minimum(top, bottom) / HIGHEST
     wanted = np.ceil(np.maximum(large, small) / channel[:, None] - 1e-4)
     least, most = np.where(turned, 9, 8), np.where(turned, 16, 15)
-    best: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-    for more in (0, 1, -1):
+
+    def at(more: int) -> tuple[np.ndarray, ...]:
         factor = np.clip(wanted + more, least, most) * np.where(turned, -1, 1)
         scale = (channel[:, None] * factor.astype(np.float32))[..., None]
         levels = np.clip(np.rint(grouped / scale), LOWEST, HIGHEST)
         of_high = np.square(grouped - 16 * np.floor((levels + 8) / 16) * scale).sum(-1)
         error = of_high + _BOTH * np.square(grouped - levels * scale).sum(-1)
-        found = error, factor.astype(np.int8), levels.astype(np.int8)
-        if best is None:
-            best = found
-            continue
-        better = error < best[0]
-        best = (
-            np.where(better, error, best[0]),
-            np.where(better, found[1], best[1]),
-            np.where(better[..., None], found[2], best[2]),
-        )
-    assert best is not None
-    return best
+        return error, factor.astype(np.int8), levels.astype(np.int8)
+
+    return least_error(map(at, (0, 1, -1)))
 
 
 def high_of(levels: np.ndarray) -> np.ndarray:
@@ -163,7 +147,7 @@ def scale_parts(packed: jax.Array, panels: int) -> tuple[jax.Array, jax.Array]:
     return cast(jax.Array, channel), cast(jax.Array, xp.asarray(FACTORS)[code.astype(np.int32)])
 
 
-# Rounds nested weights by the inputs of their products, for better outputs of the high plane.
+# Levels may be rounded by the inputs of their products, for better outputs of the high plane.
 #
 # A level whose low part is 7 is one below the level whose low part is -8 and whose high part is one more.
 # From one to the other both planes change by one level of 256, and the high plane's error from 7 to -8.
@@ -171,7 +155,6 @@ def scale_parts(packed: jax.Array, panels: int) -> tuple[jax.Array, jax.Array]:
 # Errors of weights with correlated inputs cancel in an output if their signs are chosen accordingly, as
 # GPTQ (arXiv 2210.17323) does with all levels. The other levels may move to the second nearest, so that
 # both planes have no more error than before.
-
 
 # How much more an error of both planes counts than one of the high plane.
 _BOTH_ROUNDED = 30.0

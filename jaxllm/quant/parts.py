@@ -1,30 +1,45 @@
-"""Parts of weights of every storage type: units, rows, planes, one matrix of a stack, one layer."""
+"""Parts of weights of every storage type: units, rows, planes, one matrix of a stack, one layer; and
+dequantization of weights, whole or by rows.
+
+A loop over layers yields a layer's weights as entries of stacks of equal layers. Slices of an entry are
+slices of the stack, so that a loop over rows of a weight, or over experts, copies no other part of the
+layer's weight.
+"""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 from jaxllm.quant.blocks import (
     PANEL,
     BlockedArray,
     blocked_levels,
+    blocked_minima,
     blocked_scales,
     levels_in_blocks,
+    take_blocked_inputs,
     take_blocked_rows,
 )
-from jaxllm.quant.formats import QArray, Shaped, scaled
+from jaxllm.quant.formats import QArray, Shaped, scaled, unpack
 from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
-from jaxllm.quant.weights import Adapted, Apart, ByForm, Prefix, Weight
-
-# Arrays of equal layers stacked along a leading axis; a step uses one layer's.
-#
-# A loop over layers yields a layer's weights as entries of stacks. Slices of an entry are slices of the
-# stack, so that a loop over rows of a weight, or over experts, copies no other part of the layer's weight.
+from jaxllm.quant.weights import (
+    Adapted,
+    Apart,
+    Bfloat16Bits,
+    ByForm,
+    Changed,
+    OwnProduct,
+    Prefix,
+    Weight,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -114,9 +129,8 @@ class StackEntry(Shaped):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The array on the host; on a CPU a view of the stack."""
-        found = (
-            np.asarray(self.stack)[self.index] if _on_cpu(self.stack) else np.asarray(self.stack[self.index])
-        )
+        on_cpu = all(device.platform == "cpu" for device in self.stack.devices())
+        found = np.asarray(self.stack)[self.index] if on_cpu else np.asarray(self.stack[self.index])
         return np.array(found, dtype, copy=copy)
 
 
@@ -218,18 +232,9 @@ def _stacked(part: Any) -> bool:
     return isinstance(part, StackedArray)
 
 
-def _on_cpu(stack: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in stack.devices())
-
-
-def _update(stack: jax.Array, row: jax.Array, array: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_row(stack: jax.Array, row: jax.Array, array: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, array, row, axis=0)
-
-
-_with_row = jax.jit(_update, donate_argnums=0)
-
-
-# Takes parts of weights of every storage type: the first units, the first rows, one matrix of a stack.
 
 
 def take_units(weight: Weight, count: int) -> Weight:
@@ -352,10 +357,6 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
     return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)
 
 
-# Selects parts of nested weights: the high planes, a 4-bit model that is part of an 8-bit one; and one
-# matrix of a stack.
-
-
 def high_plane(weight: Weight) -> Weight:
     """A weight that only reads the high plane if it is nested; nothing is copied."""
     if isinstance(weight, BlockedArray):
@@ -422,3 +423,82 @@ def with_levels(weight: BlockedArray, levels: np.ndarray) -> BlockedArray:
     )
     axis = -1 if weight.axis == -1 else -2
     return dataclasses.replace(levels_in_blocks(none, weight.shape, axis), scale=weight.scale)
+
+
+def dequantize(weight: Weight, dtype: DTypeLike) -> jax.Array:
+    """The weight as floats `[..., R, C]` in `dtype`, any adapter included."""
+    weight = taken(weight)
+    if isinstance(weight, Adapted):
+        return dequantize(weight.base, dtype) + weight.change.astype(dtype)
+    if isinstance(weight, OwnProduct):
+        return dequantize(weight.base, dtype)
+    if isinstance(weight, Apart):
+        return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
+    if isinstance(weight, ByForm):
+        each = [entry_of_form(weight, *place) for place in zip(weight.form, weight.at, strict=True)]
+        return jnp.stack([dequantize(matrix, dtype) for matrix in each])
+    if isinstance(weight, Prefix) and weight.axis:
+        return dequantize(weight.base, dtype)[:, : weight.count]
+    if isinstance(weight, Prefix):
+        return dequantize(sliced(weight), dtype)
+    if isinstance(weight, Bfloat16Bits):
+        # A bfloat16 is the upper half of a float32.
+        wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
+        return jax.lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
+    if isinstance(weight, BlockedArray):
+        levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
+        minimum = blocked_minima(weight)
+    elif isinstance(weight, QArray):
+        scale, minimum = weight.scale, weight.minimum
+        levels = unpack(weight.data, weight.columns, weight.bits, dtype)
+    else:
+        return weight.astype(dtype)
+    return scaled(levels, scale, minimum, weight.group, weight.axis)
+
+
+def embedding_rows(weight: Weight, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows of a matrix `[R, C]` contracted along its last axis: `[*rows.shape, C]` in `dtype`; `rows`
+    (any shape) in range."""
+    if isinstance(weight, Adapted):
+        low = jnp.moveaxis(jnp.take(weight.left, rows, axis=1, mode="clip"), 0, -1).astype(dtype)
+        return embedding_rows(weight.base, rows, dtype) + low @ weight.right.astype(dtype)
+    if isinstance(weight, OwnProduct):
+        return embedding_rows(weight.base if weight.rows is None else weight.rows, rows, dtype)
+    if isinstance(weight, BlockedArray):
+        levels, scale, minimum = take_blocked_rows(weight, rows)
+        return scaled(levels.astype(dtype), scale, minimum, weight.group, -1)
+
+    def take(part: jax.Array) -> jax.Array:
+        return jnp.take(part, rows, axis=0, mode="clip")
+
+    return dequantize(jax.tree.map(take, weight), dtype)
+
+
+def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Array:
+    """The weights of some inputs of a product as floats, without adapters.
+
+    Of a weight in blocks only the blocks of these inputs are read.
+
+    Args:
+      weight: `[*U, D]`.
+      index: `[N]` int32, inputs in range: along the last axis if `last`, else along all other axes together.
+      last: whether the last axis is contracted.
+
+    Returns:
+      `[N, outputs]` float32.
+    """
+    Axes("contracted_rows").check(jnp.int32, "N", index=index)
+    while isinstance(weight, Changed):
+        weight = weight.base
+    weight = taken(weight)
+    if isinstance(weight, BlockedArray):
+        return take_blocked_inputs(weight, index)
+    if isinstance(weight, QArray) and weight.bits == 8 and not weight.group:
+        rows, columns = weight.data.shape[-2:]
+        if last:
+            columns_of = weight.data.reshape(-1, columns)[:, index].T
+            return columns_of.astype(jnp.float32) * weight.scale.reshape(-1)
+        scale = weight.scale.reshape(-1, columns)[index // rows]
+        return weight.data.reshape(-1, columns)[index].astype(jnp.float32) * scale
+    dense = dequantize(weight, jnp.dtype(jnp.float32)).reshape(-1, weight.shape[-1])
+    return dense[:, index].T if last else dense[index]

@@ -151,12 +151,6 @@ Weight = (
 )  # fmt: skip
 
 
-# A matrix in parts of its rows, so that it is never in memory as a whole.
-#
-# Embeddings and heads are by far the largest matrices of small models: a vocabulary of 128,000 tokens has
-# ten times the numbers of a layer's largest.
-
-
 # Number of elements of a part; larger matrices are read in parts.
 PART_NUMBERS = 1 << 22
 # Parts begin at multiples of this number of rows, a panel of the native kernels.
@@ -165,7 +159,11 @@ _STEP = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowParts:
-    """A matrix as consecutive parts of its rows, each made on demand.
+    """A matrix as consecutive parts of its rows, each made on demand, so that it is never in memory as a
+    whole.
+
+    Embeddings and heads are by far the largest matrices of small models: a vocabulary of 128,000 tokens has
+    ten times the numbers of a layer's largest.
 
     Attributes:
       shape: `[rows, columns]` of the matrix.
@@ -188,15 +186,12 @@ def part_rows(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield first, min(rows, first + step)
 
 
-# Checks weights for NaN and infinity without allocating copies.
-
-
 # Exponent bits by dtype: all of them are set in infinities and NaN, and in no other value.
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Whether an array has neither NaN nor infinity. True for every non-float array."""
+    """Whether an array has neither NaN nor infinity, without a copy of it. True for every non-float array."""
     if not values.size:
         return True
     exponent = _EXPONENTS.get(values.dtype.name)

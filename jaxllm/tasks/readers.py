@@ -267,7 +267,10 @@ def read_api_choices(data: Path, split: Split) -> Iterator[TaskExample]:
     records = [record for file in _CALL_FILES for record in read_jsonl(Path(data) / file, _single_call)]
     answers = {}
     for file in _CALL_FILES:
-        answers |= read_jsonl(Path(data) / file.replace(".jsonl", "_answers.jsonl"), _call_answer)
+        path = Path(data) / file.replace(".jsonl", "_answers.jsonl")
+        answers |= read_jsonl(
+            path, lambda each: [(text_field(each, "id"), next(iter(each["ground_truth"][0])))]
+        )
     records = [each for each in records if held_out(_request(each), _HELD_OUT_CALLS) == (split == "valid")]
     offered = function_lines(records)
     for record in records:
@@ -305,10 +308,6 @@ def _single_call(record: Record) -> Sequence[Record]:
     names = [text_field(function, "name") for function in record["function"]]
     text_field(record, "id")
     return [record] if names and _request(record) else []
-
-
-def _call_answer(record: Record) -> Sequence[tuple[str, str]]:
-    return [(text_field(record, "id"), next(iter(record["ground_truth"][0])))]
 
 
 def _request(record: Record) -> str:

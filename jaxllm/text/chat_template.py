@@ -81,14 +81,15 @@ class ChatTemplate:
         now: datetime.datetime | None,
     ) -> MarkedText:
         """The prompt (see `Tokenizer.chat_text`)."""
-        messages = _plain_messages(messages)
-        if self.reads_parts_alone:
-            messages = [_in_parts(each) for each in messages]
+        messages = _plain_objects("messages", messages)
         self._check_roles(messages)
+        for each in messages if self.reads_parts_alone else ():
+            if isinstance(text := each.get("content"), str):
+                each["content"] = [{"type": "text", "text": text}]
         if tools and not self._knows_tools:
             raise ConfigError("the model's chat template knows no tools; ask without tools")
         # Tools are content as messages are.
-        plain = [messages, _plain_tools(tools)]
+        plain = [messages, _plain_objects("tools", list(tools))]
 
         def run(variant: Any) -> str:
             variables = {
@@ -136,7 +137,9 @@ class ChatTemplate:
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for index, message in enumerate(messages):
-            role = message["role"]
+            role = message.get("role")
+            if not isinstance(role, str):
+                raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
             if role not in ROLES and not (_NAME.fullmatch(role) and role in self._roles):
                 known = ", ".join(sorted(ROLES))
                 raise ConfigError(
@@ -253,35 +256,15 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
 
 
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    plain = _plain("messages", messages)
-    if not isinstance(plain, list):
-        raise ConfigError(f"messages must be a list of objects, got {type(messages).__name__}")
-    for index, message in enumerate(plain):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
-    return plain
-
-
-def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    plain = _plain("tools", list(tools))
-    for index, tool in enumerate(plain):
-        if not isinstance(tool, dict):
-            raise ConfigError(f"tool {index} must be an object, got {tool!r:.80}")
-    return plain
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A deep copy of only plain JSON types, which is all that a template may see."""
+def _plain_objects(name: str, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A deep copy of messages or tools, of only plain JSON types, which is all that a template may see."""
     try:
-        return json.loads(json.dumps(value))
+        plain = json.loads(json.dumps(values))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name} must be plain JSON values: {one_line(error)}") from error
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose string content, if it is one, becomes a list of one part."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    return {**message, "content": [{"type": "text", "text": content}]}
+    if not isinstance(plain, list):
+        raise ConfigError(f"{name} must be a list of objects, got {type(values).__name__}")
+    for index, each in enumerate(plain):
+        if not isinstance(each, dict):
+            raise ConfigError(f"{name[:-1]} {index} must be an object, got {each!r:.80}")
+    return plain

@@ -70,7 +70,7 @@ class TextProcess:
           request: plain JSON values, see `jaxllm.text.child_worker`.
           limit_s: time limit in seconds.
 
-          Raises:
+        Raises:
           JaxllmError: the worker raised it.
           ChildFailed: the request exceeded its time or memory, or ended the process.
         """
@@ -102,7 +102,7 @@ class TextProcess:
         # The finalizer also runs at the interpreter's exit and when this object is collected.
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _end_own, child, self._owner)
+        self._finalizer = weakref.finalize(self, _end, child, self._owner)
         return child
 
     def _exchange(self, child: "subprocess.Popen[bytes]", request: Mapping[str, Any], limit_s: float) -> Any:
@@ -166,12 +166,10 @@ def _start(memory_bytes: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _end_own(child: "subprocess.Popen[bytes]", owner: int) -> None:
-    if owner == os.getpid():
-        _end(child)
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
+def _end(child: "subprocess.Popen[bytes]", owner: int | None = None) -> None:
+    """Ends a child; one of an `owner` only in that process."""
+    if owner not in (None, os.getpid()):
+        return
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):
@@ -185,9 +183,8 @@ def _say_once(message: str) -> None:
     logging.getLogger("jaxllm").warning(message)
 
 
-# Matches names with regular expressions of unknown cost: a few characters of one can compute for years, and
-# Python cannot interrupt a match. Literal text is matched in this process.
-
+# A few characters of a regular expression can compute for years, and Python cannot interrupt a match. Literal
+# text is matched in this process.
 _LITERAL = re.compile(r"(?:[\w.-]|\\[.-])*", re.ASCII)
 _LIMIT_S, _MEMORY_BYTES = 10.0, 1 << 30
 _MAX_CHARACTERS = 1 << 20
@@ -241,11 +238,9 @@ def match_here(
             compiled.append(re.compile(expression))
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{expression!r:.200} is no regular expression: {error}") from error
-    found = []
-    for name in names:
-        matches = (
-            (number, each.fullmatch(name) if full else each.match(name))
-            for number, each in enumerate(compiled)
-        )
-        found.append(next(((number, list(match.groups())) for number, match in matches if match), None))
-    return found
+
+    def first(name: str) -> tuple[int, list[str | None]] | None:
+        matches = (each.fullmatch(name) if full else each.match(name) for each in compiled)
+        return next(((at, list(match.groups())) for at, match in enumerate(matches) if match), None)
+
+    return list(map(first, names))

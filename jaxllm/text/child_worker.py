@@ -69,18 +69,11 @@ def _template(source: str) -> Any:
     return TemplateProgram(source)
 
 
-def _load(request: Mapping[str, Any]) -> dict[str, Any]:
+def _load(request: Mapping[str, Any]) -> None:
     # Imported here, because templates do not need it.
     from jaxllm.text.library_tokenizer import LibraryTokenizer
 
     _state["tokenizer"] = LibraryTokenizer(request["tokenizer_json"], request["eos_ids"], request["special"])
-    return _facts(request)
-
-
-def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    del request
-    tokenizer = _state["tokenizer"]
-    return {"vocab_size": tokenizer.vocab_size, "spelled": tokenizer.spelled}
 
 
 def _encode(request: Mapping[str, Any]) -> list[Any]:
@@ -97,10 +90,6 @@ def _encode(request: Mapping[str, Any]) -> list[Any]:
     return [encoded.ids, encoded.offsets]
 
 
-def _decode(request: Mapping[str, Any]) -> str:
-    return _state["tokenizer"].decode(request["ids"], skip_special_tokens=request["skip_special_tokens"])
-
-
 def _match(request: Mapping[str, Any]) -> list[Any]:
     from jaxllm.text.child_process import match_here
 
@@ -112,11 +101,9 @@ _state: dict[str, Any] = {}
 OPERATIONS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "render": _render,
     "load": _load,
-    "facts": _facts,
+    "facts": lambda _: {each: getattr(_state["tokenizer"], each) for each in ("vocab_size", "spelled")},
     "encode": _encode,
-    "decode": _decode,
-    "token_id": lambda request: _state["tokenizer"].token_id(request["token"]),
-    "vocabulary": lambda _: _state["tokenizer"].vocabulary(),
+    "call": lambda request: getattr(_state["tokenizer"], request["method"])(**request["arguments"]),
     "match": _match,
 }
 

@@ -65,16 +65,19 @@ class ConfinedTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See `LibraryTokenizer`."""
-        request = {"operation": "decode", "ids": list(ids), "skip_special_tokens": skip_special_tokens}
+        arguments = {"ids": list(ids), "skip_special_tokens": skip_special_tokens}
+        request = {"operation": "call", "method": "decode", "arguments": arguments}
         return self._ask(request, CALL_S + _S_PER_CHARACTER * len(ids), "cannot write these tokens")
 
     def token_id(self, token: str) -> int | None:
         """See `LibraryTokenizer`."""
-        return self._ask({"operation": "token_id", "token": token}, CALL_S, "cannot be asked for a token")
+        request = {"operation": "call", "method": "token_id", "arguments": {"token": token}}
+        return self._ask(request, CALL_S, "cannot be asked for a token")
 
     def vocabulary(self) -> dict[str, int]:
         """See `LibraryTokenizer`."""
-        return self._ask({"operation": "vocabulary"}, LOAD_S, "cannot be asked for its tokens")
+        request = {"operation": "call", "method": "vocabulary", "arguments": {}}
+        return self._ask(request, LOAD_S, "cannot be asked for its tokens")
 
     def _ask(self, request: Mapping[str, object], limit_s: float, what: str):
         try:

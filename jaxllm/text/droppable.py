@@ -100,10 +100,7 @@ class PromptTokens:
 
 
 def prompt_tokens(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    *,
-    now: datetime.datetime | None = None,
+    tokenizer: Tokenizer, prompt: Prompt, *, now: datetime.datetime | None = None
 ) -> PromptTokens:
     """Renders and encodes a prompt.
 
@@ -120,12 +117,12 @@ def prompt_tokens(
     ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=special)
     if not ids:
         raise ConfigError(f"a question without a token: {text.text!r:.200}")
-    return PromptTokens(
-        marked=text,
-        ids=np.asarray(ids, np.int32),
-        offsets=offsets,
-        find_spans=lambda: droppable_spans(tokenizer, prompt, text.text, now=now),
-    )
+
+    def spans() -> np.ndarray:
+        blank = prompt_text(tokenizer, dataclasses.replace(prompt, user=PLACE), now=now)[0].text
+        return _user_spans(text.text, blank, prompt.user, goes_on=prompt.form == "text")
+
+    return PromptTokens(marked=text, ids=np.asarray(ids, np.int32), offsets=offsets, find_spans=spans)
 
 
 def conversation_tokens(
@@ -158,28 +155,6 @@ def conversation_tokens(
         return _user_spans(text.text, blank.text, user)
 
     return PromptTokens(marked=text, ids=np.asarray(ids, np.int32), offsets=offsets, find_spans=spans)
-
-
-def droppable_spans(
-    tokenizer: Tokenizer, prompt: Prompt, text: str, *, now: datetime.datetime | None = None
-) -> np.ndarray:
-    """The droppable spans of a rendered prompt.
-
-    Args:
-      tokenizer: tokenizer of the model, with the template that rendered `text`.
-      prompt: the rendered prompt.
-      text: the result of `prompt_text`.
-      now: time that the template used for `text`.
-
-    Returns:
-      `[n, 2]` int64, characters, ascending; empty if the template does not write the user's text exactly once
-      and unchanged.
-
-    Raises:
-      TemplateError: the model's template is broken.
-    """
-    blank = prompt_text(tokenizer, dataclasses.replace(prompt, user=PLACE), now=now)[0].text
-    return _user_spans(text, blank, prompt.user, goes_on=prompt.form == "text")
 
 
 def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
@@ -222,8 +197,8 @@ def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
 
 
 def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> np.ndarray:
-    """The droppable spans of a rendered prompt, of which `blank` has `PLACE` for the user's text (see
-    `droppable_spans`)."""
+    """The droppable spans of a rendered prompt, which has the user's text where `blank` has `PLACE`; none if
+    the template does not write that text exactly once and unchanged."""
     before, *behind = blank.split(PLACE)
     around = len(before) + sum(map(len, behind))
     # The user's text unchanged, or without the white space around it, which some templates trim.

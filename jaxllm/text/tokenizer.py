@@ -48,6 +48,9 @@ class ChatOptions(TypedDict, total=False):
 class Tokenizer:
     """A model's tokenizer. Stateless between calls; threads may share it.
 
+    Attributes:
+      files: its plain data.
+
     Raises:
       CheckpointError: `files.tokenizer_json` is not a tokenizer.
     """
@@ -59,7 +62,7 @@ class Tokenizer:
           files: a tokenizer as plain data.
           ordinary: result of `is_ordinary` for `files.tokenizer_json`; None to compute it.
         """
-        self._files = files
+        self.files = files
         self._tokenizer = open_tokenizer(
             files.tokenizer_json, files.eos_ids, files.special, ordinary=ordinary
         )
@@ -69,7 +72,7 @@ class Tokenizer:
     @property
     def digest(self) -> str:
         """XXH3-128 of the text of its `tokenizer.json`, in hex: equal ones give equal ids."""
-        return xxhash.xxh3_128_hexdigest(self._files.tokenizer_json.encode(errors="surrogatepass"))
+        return xxhash.xxh3_128_hexdigest(self.files.tokenizer_json.encode(errors="surrogatepass"))
 
     def limited(self, most_tokens: int) -> "Tokenizer":
         """A tokenizer that refuses texts of more tokens without encoding all of them.
@@ -80,11 +83,6 @@ class Tokenizer:
         limited = copy.copy(self)
         limited._most_tokens = most_tokens
         return limited
-
-    @property
-    def files(self) -> TokenizerFiles:
-        """The plain data of this tokenizer."""
-        return self._files
 
     @property
     def vocab_size(self) -> int:
@@ -103,12 +101,12 @@ class Tokenizer:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Every token that ends an answer."""
-        return self._files.eos_ids
+        return self.files.eos_ids
 
     @property
     def bos_id(self) -> int | None:
         """The token that begins a text, if the model has one."""
-        return self._files.bos_id
+        return self.files.bos_id
 
     @functools.cached_property
     def adds_bos(self) -> bool:
@@ -118,12 +116,12 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `render_chat` and `encode_chat` can be used."""
-        return self._files.chat_template is not None
+        return self.files.chat_template is not None
 
     @property
     def chat_template(self) -> str:
         """The Jinja source of the chat template; empty for none."""
-        return self._files.chat_template or ""
+        return self.files.chat_template or ""
 
     def encode(
         self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
@@ -317,11 +315,11 @@ class Tokenizer:
     def _compiled_template(self) -> "ChatTemplate":
         # Not when the model is opened: one with a broken template still answers plain prompts, without
         # importing Jinja.
-        if self._files.chat_template is None:
+        if self.files.chat_template is None:
             raise ConfigError("the model has no chat template; send a plain prompt instead")
         from jaxllm.text.chat_template import ChatTemplate
 
-        return ChatTemplate(self._files.chat_template, self._files.special, self._tokenizer.spelled)
+        return ChatTemplate(self.files.chat_template, self.files.special, self._tokenizer.spelled)
 
 
 def _open_ended(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

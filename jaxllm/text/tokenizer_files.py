@@ -45,29 +45,29 @@ class TokenizerFiles:
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        template, special, ids = self.chat_template, self.special, self.eos_ids
-        _require("tokenizer_json", isinstance(self.tokenizer_json, str), "text", self.tokenizer_json)
-        _require("chat_template", template is None or isinstance(template, str), "text or null", template)
-        named = isinstance(special, Mapping) and all(
-            isinstance(text, str) for item in special.items() for text in item
-        )
-        _require("special", named, "a map from names to tokens", special)
-        valid = isinstance(ids, tuple) and all(map(_is_token_id, ids))
-        _require("eos_ids", valid, f"token ids in [0, {MAX_TOKEN_ID}]", ids)
-        valid = self.bos_id is None or _is_token_id(self.bos_id)
-        _require("bos_id", valid, f"null or a token id in [0, {MAX_TOKEN_ID}]", self.bos_id)
-        ids, prefix = self.start_ids, self.source_prefix
-        valid = isinstance(ids, tuple) and len(ids) <= MAX_START_TOKENS and all(map(_is_token_id, ids))
-        _require("start_ids", valid, f"at most {MAX_START_TOKENS} token ids", ids)
-        _require("source_prefix", isinstance(prefix, str), "text", prefix)
-        tasks = self.tasks
-        valid = isinstance(tasks, Mapping) and all(
-            isinstance(each, str) and each.strip() for item in tasks.items() for each in item
-        )
-        _require("tasks", valid, "a map from names to texts that are not empty", tasks)
-        sampling = self.sampling
-        valid = isinstance(sampling, Mapping) and set(sampling) <= set(MODEL_SAMPLING)
-        _require("sampling", valid, f"a map from some of {', '.join(MODEL_SAMPLING)} to numbers", sampling)
+        ids = f"in [0, {MAX_TOKEN_ID}]"
+        tasks, sampling = self.tasks, self.sampling
+        for name, valid, allowed in (
+            ("tokenizer_json", isinstance(self.tokenizer_json, str), "text"),
+            ("chat_template", isinstance(self.chat_template, str | None), "text or null"),
+            ("special", _are_texts(self.special), "a map from names to tokens"),
+            ("eos_ids", _are_token_ids(self.eos_ids), f"token ids {ids}"),
+            ("bos_id", self.bos_id is None or _are_token_ids((self.bos_id,)), f"null or a token id {ids}"),
+            (
+                "start_ids", _are_token_ids(self.start_ids) and len(self.start_ids) <= MAX_START_TOKENS,
+                f"at most {MAX_START_TOKENS} token ids",
+            ),
+            ("source_prefix", isinstance(self.source_prefix, str), "text"),
+            (
+                "tasks", _are_texts(tasks) and all(each.strip() for item in tasks.items() for each in item),
+                "a map from names to texts that are not empty",
+            ),
+            (
+                "sampling", isinstance(sampling, Mapping) and set(sampling) <= set(MODEL_SAMPLING),
+                f"a map from some of {', '.join(MODEL_SAMPLING)} to numbers",
+            ),
+        ):  # fmt: skip
+            _require(name, valid, allowed, getattr(self, name))
         try:
             Sampling(**self.sampling)  # pyright: ignore[reportArgumentType]: it checks them
         except ConfigError as error:
@@ -94,21 +94,10 @@ class TokenizerFiles:
 
     def to_json(self) -> dict[str, Any]:
         """The data as a plain dict for `from_json`."""
-        data = {
-            "tokenizer_json": self.tokenizer_json,
-            "chat_template": self.chat_template,
-            "special": dict(self.special),
-            "eos_ids": list(self.eos_ids),
-            "bos_id": self.bos_id,
-        }
+        data = dataclasses.asdict(self)
         # Most bundles omit these.
-        own = {
-            "start_ids": list(self.start_ids),
-            "source_prefix": self.source_prefix,
-            "tasks": dict(self.tasks),
-            "sampling": dict(self.sampling),
-        }
-        return {**data, **{name: value for name, value in own.items() if value}}
+        rare = ("start_ids", "source_prefix", "tasks", "sampling")
+        return {name: value for name, value in data.items() if value or name not in rare}
 
     @classmethod
     def from_json(cls, data: Any) -> "TokenizerFiles":
@@ -130,8 +119,13 @@ class TokenizerFiles:
             ) from error
 
 
-def _is_token_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in value)
+
+
+def _are_texts(value: Any) -> bool:
+    items = value.items() if isinstance(value, Mapping) else [(value, None)]
+    return all(isinstance(each, str) for item in items for each in item)
 
 
 def _require(name: str, condition: bool, allowed: str, value: Any) -> None:

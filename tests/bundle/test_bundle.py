@@ -91,25 +91,12 @@ def test_the_rest_comes_back(tmp_path: Path, cfg: ModelConfig) -> None:
             assert bundle.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(bundle.load()))
 
 
-def test_a_bundle_is_as_small_as_its_format(tmp_path: Path) -> None:
-    # Planes lie in pages of their own, which counts where layers are so small.
-    formats = [each for each in WEIGHT_FORMATS if each != "int8-nested"]
-    sizes = [write(tmp_path / weights, weights).stat().st_size for weights in formats]
-    assert sizes == sorted(sizes, reverse=True)
-    # The rest: tokenizer, manifest, pages.
-    overhead = sizes[0] - 4 * parameters.parameter_count(TINY)
-    assert 0 < overhead < 64 << 10
-
-
 def test_progress_of_loading(tmp_path: Path) -> None:
     with Bundle.open(write(tmp_path / "m", "int4")) as bundle:
         loaded: list[tuple[str, int]] = []
         bundle.load(on_segment=lambda name, size: loaded.append((name, size)))
-        verified: list[tuple[str, int]] = []
-        bundle.verify(on_segment=lambda name, size: verified.append((name, size)))
         sizes = {name: segment.size_bytes for name, segment in bundle.layout.segments.items()}
-    assert verified == list(sizes.items())
-    assert loaded == verified[1:]
+    assert loaded == list(sizes.items())[1:]
 
 
 # Where things stand.

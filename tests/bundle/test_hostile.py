@@ -139,7 +139,7 @@ def _array(array: str, dtype: str, *shape: int) -> Edit:
 QUANTIZED: dict[str, tuple[str, Edit]] = {
     "width of the other bits": ("", _tensor(UP, bits=8)),
     "axis of the other role": ("", _tensor("layers.0.ffn.down", axis=-1)),
-    "columns of version 1": ("", _tensor(UP, columns=8)),
+    "columns of a weight that is not in blocks": ("", _tensor(UP, columns=8)),
     "columns in place of blocks": ("", _array("data", "uint8", 6, 32)),
     "a block too many": ("", _array("data", "uint8", 1, 2, 256)),
     "a panel too few": ("", _array("data", "uint8", 0, 1, 256)),
@@ -376,11 +376,7 @@ HOSTILE_TOKENIZERS = {
     "empty": b"",
     "not UTF-8": b'"\xff\xfe"',
     "nested": b"[" * 200_000,
-    "a list": b"[]",
-    "more keys": b'{"tokenizer_json": "{}", "auto_map": "evil.py"}',
     "null": b'{"tokenizer_json": null}',
-    "text as id": b'{"tokenizer_json": "{}", "eos_ids": ["</s>"]}',
-    "number as special": b'{"tokenizer_json": "{}", "special": {"bos_token": 1}}',
 }
 
 

@@ -170,7 +170,7 @@ def with_tiny_lm(path: Path, parts: dict[str, Part], ladder: Ladder = LADDER) ->
 @pytest.mark.parametrize("own", [False, True])
 def test_a_tiny_lm_survives_the_file(tmp_path: Path, own: bool) -> None:
     tiny = dataclasses.replace(TINY_LM, tokenizer=tiny_tokenizer() if own else None, row_tokens=48)
-    bundle = with_tiny_lm(tmp_path, tiny_lm_parts(tiny, {"made": "here"}))
+    bundle = with_tiny_lm(tmp_path, tiny_lm_parts(tiny))
     same(vars(read_tiny_lm(bundle)), vars(tiny))
     bundle.verify()
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.harness.machine import peak_resident_bytes, reset_peak_memory
+from jaxllm.errors import JaxllmError
 
 # Beside the file's own size, for objects that any file costs, and for the allocators of libraries.
 _ALLOWANCE_BYTES, _RESIDENT_ALLOWANCE_BYTES = 64 << 10, 16 << 20
@@ -45,6 +47,21 @@ def bounded(file_bytes: int, label: str, most: Most) -> Iterator[None]:
         grown = peak_resident_bytes() - resident
         most_resident = 4 * file_bytes + _RESIDENT_ALLOWANCE_BYTES
         assert grown < most_resident, f"{label}: {grown} bytes resident of a file of {file_bytes}"
+
+
+def is_refused(read: Callable[[], object], file_bytes: int, label: str, most: Most) -> bool:
+    """Whether a file is refused; fails where that takes more than a line, five seconds or memory."""
+    start, message = time.perf_counter(), None
+    with bounded(file_bytes, label, most):
+        try:
+            read()
+        except JaxllmError as error:
+            message = str(error)
+        except Exception as error:
+            raise AssertionError(f"{label}: {type(error).__name__}: {error}") from error
+    assert "\n" not in (message or ""), f"{label}: {message}"
+    assert time.perf_counter() - start < 5, label
+    return message is not None
 
 
 def mapped_bytes(path: Path) -> int | None:

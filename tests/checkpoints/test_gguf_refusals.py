@@ -2,7 +2,6 @@
 
 import dataclasses
 import struct
-import time
 
 import numpy as np
 import pytest
@@ -13,13 +12,12 @@ from jaxllm.checkpoints.gguf_config import read_gguf_config
 from jaxllm.checkpoints.gguf_file import is_gguf, read_gguf
 from jaxllm.checkpoints.gguf_model import read_gguf_params
 from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
-from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.errors import CheckpointError, JaxllmError
 from jaxllm.prepare import prepare
 from tests.checkpoints.gguf_files import config_keys, gguf_tensors, tokenizer_keys, write_file
-from tests.checkpoints.memory import Most, bounded, traced
+from tests.checkpoints.memory import Most, is_refused, traced
 from tests.tiny import TINY, random_params, write_tiny_bundle
 
-_MOST_SECONDS = 5.0
 _HEAD = b"GGUF" + struct.pack("<I", 3)
 
 
@@ -88,22 +86,22 @@ def test_hostile_headers(tmp_path, data, match):
         ({"block_count": 3}, "lacks the tensor blk.2"),
         ({"block_count": 4096}, "4096 layers"),
         ({"embedding_length": 32}, "where the metadata implies"),
-        ({"embedding_length": None}, "lacks the metadata key"),
-        ({"attention.head_count": 2**31}, "heads"),
-        ({"attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps"),
+        ({"embedding_length": None}, "embedding_length' is missing"),
+        ({"attention.head_count": 2**31}, "head_count"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon"),
         ({"attention.value_length": 4}, "values of another size"),
         ({"context_length": "long"}, "must be a whole number"),
         ({"rope.freq_base": -1.0}, "theta"),
         ({"rope.scaling.type": "longrope"}, "'longrope' is not supported"),
-        ({"something.new": 3}, "not understood .* --ignore-config-key llama.something.new"),
-        ({"attention.head_count_kv": [2, 1]}, "differs from layer to layer"),
+        ({"something.new": 3}, "unknown for .* --ignore-config-key llama.something.new"),
+        ({"attention.head_count_kv": [2, 1]}, "head_count_kv' must be a whole number .* array of 2"),
         ({"tokenizer.ggml.model": None}, "no tokenizer"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.tokens": ["a"] * 96}, "distinct"),
         ({"tokenizer.ggml.scores": [0.0]}, "scores must be an array of"),
         ({"tokenizer.ggml.token_type": [77] * 96}, "token_type"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id must be a token id"),
-        ({"tokenizer.ggml.add_bos_token": 3}, "add_bos_token must be true or false"),
+        ({"tokenizer.ggml.add_bos_token": 3}, "add_bos_token' must be true or false"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "new"}, "splits texts by 'new'"),
         (
             {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["x y z"]},
@@ -226,8 +224,7 @@ def check_mutations(tmp_path, parts, count, first=0):
     for kind in ("F16", "Q8_0", "Q4_0"):
         path = write_file(tmp_path / f"{kind}.gguf", "llama", keys, tensors, kind)
         data = path.read_bytes()
-        first_tensor = read_gguf(path)
-        header = len(data) - sum(each.data.nbytes for each in first_tensor.tensors.values())
+        header = len(data) - sum(each.data.nbytes for each in read_gguf(path).tensors.values())
         use(path)
         originals.append((data, header))
     refusals, path, most = 0, tmp_path / "mutated.gguf", Most()
@@ -237,16 +234,7 @@ def check_mutations(tmp_path, parts, count, first=0):
             data = mutated(np.random.default_rng(seed), data, header)
             path.unlink(missing_ok=True)
             path.write_bytes(data)
-            start, message = time.perf_counter(), ""
-            with bounded(len(data), f"seed {seed}", most):
-                try:
-                    use(path)
-                except (CheckpointError, ConfigError) as error:
-                    refusals, message = refusals + 1, str(error)
-                except Exception as error:
-                    raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-            assert "\n" not in message, f"seed {seed}: {message}"
-            assert time.perf_counter() - start < _MOST_SECONDS, f"seed {seed}"
+            refusals += is_refused(lambda: use(path), len(data), f"seed {seed}", most)
     print(f"{count} mutated files, {refusals} refused, at most {most.share:.1f} times a file's size")
     return refusals
 

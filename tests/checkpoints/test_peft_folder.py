@@ -221,10 +221,10 @@ def test_a_round_trip_keeps_every_bit(cfg, tmp_path):
         ({"r": 0}, "r 0"),
         ({"rank_pattern": {"(": 3}}, "no regular expression"),
         ({"target_modules": "(a+)+$"}, "does not select"),
-        ({"target_modules": 5}, "target_modules of an adapter"),
+        ({"target_modules": 5}, "target_modules' must be a list"),
         ({"rank_pattern": {".*": 2}}, "has rank 3"),
-        ({"use_dora": True}, "use_dora True"),
-        ({"bias": "all"}, "bias 'all'"),
+        ({"use_dora": True}, "use_dora' is True"),
+        ({"bias": "all"}, "bias' is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": "8"}, "rank of an adapter"),
         ({"lora_alpha": 1e308}, "alpha must be"),
@@ -270,8 +270,8 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path):
     rewritten({**weights, first: np.zeros((3, 7, 2), np.float32)}, "no factor")
     rewritten({**weights, first: np.zeros((5000, 5000), np.float32)}, "no factor")
     rewritten({**weights, first: np.zeros((0, weights[first].shape[1]), np.float32)}, "no factor")
-    rewritten({**weights, first: np.full_like(weights[first], np.nan)}, "not finite")
-    rewritten({**weights, first: np.full_like(weights[first], np.inf)}, "not finite")
+    rewritten({**weights, first: np.full_like(weights[first], np.nan)}, "NaN or infinite")
+    rewritten({**weights, first: np.full_like(weights[first], np.inf)}, "NaN or infinite")
     rewritten({**weights, "base_model.model.x.lora_A.weight": np.zeros((2, 2), np.float32)}, "model lacks")
     raw = (tmp_path / WEIGHTS_FILE).read_bytes()
     (tmp_path / WEIGHTS_FILE).write_bytes(raw[: len(raw) // 2])
@@ -279,7 +279,7 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path):
         read_adapter(tmp_path, TINY)
     (tmp_path / WEIGHTS_FILE).unlink()
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
-    with pytest.raises(CheckpointError, match="never as pickles"):
+    with pytest.raises(CheckpointError, match="only as pickles"):
         read_adapter(tmp_path, TINY)
     with pytest.raises(ConfigError, match="rank 0"):
         write_adapter(tmp_path, TINY, LoraConfig(rank=0), {})

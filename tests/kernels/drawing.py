@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.quant import BlockedArray, QArray, from_blocks, pack, to_blocks
+from jaxllm.kernels import native, native_products
+from jaxllm.quant import BlockedArray, QArray, from_blocks, to_blocks
 from jaxllm.quant.blocks import levels_in_blocks
+from jaxllm.quant.formats import pack
 from jaxllm.quant.nested import FACTORS, HIGHEST, LOWEST, NestedLevels
-from tests.kernels.switching import NATIVE, fall_back, kernels_of
+from tests.kernels.switching import NATIVE, fall_back, kernels_of, threads_of
 from tests.quant.plain import levels_of, nested_scales
 from tests.quick_jit import jit
 
@@ -22,6 +24,7 @@ NESTED, HIGH, MINIMA = ("nested",), ("high",), ("minima",)
 WIDTHS: tuple[Width, ...] = (
     (8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64), NESTED, HIGH, MINIMA,
 )  # fmt: skip
+every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
 
 
 def weight_of(
@@ -89,6 +92,28 @@ def floats(draw: np.random.Generator, *shape: int) -> np.ndarray:
 def placed(weight: Any) -> Any:
     """A weight's arrays on the device."""
     return jax.tree.map(jnp.asarray, weight)
+
+
+def to_units(x: Any, weight: BlockedArray) -> jax.Array:
+    """The product with one weight."""
+    return native_products.to_units(x, [weight])[0]
+
+
+def same(first: Any, second: Any) -> None:
+    """Equal to the last bit."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+def same_on_threads(run: Callable[..., Any], *args: Any) -> None:
+    """To the last bit on any threads, and again: sums are taken in one order, whoever takes them."""
+    found = []
+    for count in (1, 2, 3, 1):
+        with threads_of(count):
+            assert native.threads() == count
+            found.append(run(*args))
+    for other in found[1:]:
+        same(found[0], other)
 
 
 def compiled(door: Callable[..., Any], *args: Any) -> Callable[..., dict[str, Any]]:

@@ -14,7 +14,7 @@ from jaxllm.kernels import native_attention
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
-from tests.kernels.drawing import answers, compiled, jit
+from tests.kernels.drawing import answers, compiled, jit, same_on_threads
 from tests.kernels.switching import NATIVE, kernels_of, needs_native, threads_of
 
 pytestmark = needs_native
@@ -166,12 +166,8 @@ def test_the_same_again_whatever_the_threads(T):
     """To the last bit, also where threads share one token's keys and what they find is merged."""
     many = case(0, T=T, K=2, G=2, H=32, S=1024, start=900, rotary=16)
     args = (*many.args, np.zeros((1, 1024), np.float32))
-    run, found = compiled(lambda *args: native_attention.attention(*args, **many.options), *args), []
-    for count in (1, 2, 3):
-        with threads_of(count):
-            found += [run(*args) for _ in range(2)]
-    for other in found[1:]:
-        jax.tree.map(np.testing.assert_array_equal, other, found[0])
+    run = compiled(lambda *args: native_attention.attention(*args, **many.options), *args)
+    same_on_threads(run, *args)
 
 
 @pytest.mark.parametrize("half", [False, True])

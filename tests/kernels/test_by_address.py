@@ -11,11 +11,10 @@ from jaxllm.kernels import native_attention, native_products
 from jaxllm.kernels.native import TableArray, WeightTable
 from jaxllm.kernels.native_call import UsedUnits, value
 from jaxllm.quant import Adapted
-from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
+from tests.kernels.drawing import WIDTHS, answers, every_width, floats, weight_of
 from tests.kernels.switching import needs_native
 
 pytestmark = needs_native
-every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
 EPS = 1e-5
 
 
@@ -108,11 +107,11 @@ def test_products_with_shadows():
         )
         step = np.float32(0.01)
         return (
-            native_products.to_units_with_shadow(x, [up], step, outer, [up_rows]),
-            native_products.from_units_with_shadow(x[:, :70], down, step, inner, down_rows),
+            native_products.to_units_with_shadow(x, [up], step=step, shadow=(outer, up_rows)),
+            native_products.from_units_with_shadow(x[:, :70], down, step=step, shadow=(inner, down_rows)),
             native_products.feed_forward_with_shadow(
-                x, None, up, down, (step, step), (outer, inner), ([up_rows], down_rows), activation="relu",
-                norm_scale=None, norm_eps=0.0, residual=False,
+                x, None, up, down, steps=(step, step), shadow=(outer, up_rows, inner, down_rows),
+                activation="relu", norm_scale=None, norm_eps=0.0, residual=False,
             ),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import pytest
 from jaxllm.kernels import fused_attention as kernel
 from jaxllm.kernels import native_attention
 from jaxllm.nn import documents, layers
-from tests.kernels.drawing import answers, compiled, jit
+from tests.kernels.drawing import answers, compiled, jit, same_on_threads
 from tests.kernels.switching import fall_back, needs_native, threads_of
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -126,13 +126,8 @@ def test_a_document_knows_nothing_of_others_and_of_what_comes():
 
 @needs_native
 def test_the_same_again_whatever_the_threads():
-    args, found = case(4, B=3, T=150, K=3, longest=80), []
-    run = compiled(functools.partial(by_kernel, scale=0.25), *args)
-    for count in (1, 2, 3):
-        with threads_of(count):
-            found.append(run(*args))
-    for other in found[1:]:
-        jax.tree.map(np.testing.assert_array_equal, other, found[0])
+    args = case(4, B=3, T=150, K=3, longest=80)
+    same_on_threads(compiled(functools.partial(by_kernel, scale=0.25), *args), *args)
 
 
 @needs_native

@@ -9,19 +9,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.kernels import native, native_products
+from jaxllm.kernels import native_products
 from jaxllm.nn import linear
 from jaxllm.quant import take_units
 from tests.kernels import oracle
-from tests.kernels.drawing import WIDTHS, afresh, answers, compiled, floats, placed, weight_of
-from tests.kernels.switching import NATIVE, needs_native, threads_of
+from tests.kernels.drawing import (
+    WIDTHS,
+    afresh,
+    answers,
+    compiled,
+    every_width,
+    floats,
+    placed,
+    same,
+    same_on_threads,
+    to_units,
+    weight_of,
+)
+from tests.kernels.refusing import COUNTS, NOTHING, STEPS, UNITS, formats
+from tests.kernels.switching import NATIVE, needs_native
 
 pytestmark = needs_native
-every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
-
-
-def to_units(x, weight):
-    return native_products.to_units(x, [weight])[0]
+EPS = 1e-5
 
 
 def products_of(rows, width, seed=0):
@@ -45,24 +54,12 @@ def products_of(rows, width, seed=0):
     return door, (x, small, up, gate, out, stack, scale)
 
 
-def same(first, second):
-    for (path, a), b in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
-
-
 @pytest.mark.parametrize(
     ("rows", "width"), [((1, 35)[at % 2], each) for at, each in enumerate(WIDTHS)], ids=str
 )
 def test_threads_change_nothing(rows, width):
-    """To the last bit: sums are taken in one order, whoever takes them."""
     door, args = products_of(rows, width)
-    run, found = compiled(door, *args), []
-    for count in (1, 2, 3, 1):
-        with threads_of(count):
-            assert native.threads() == count
-            found.append(run(*args))
-    for other in found[1:]:
-        same(found[0], other)
+    same_on_threads(compiled(door, *args), *args)
 
 
 def test_the_same_again():
@@ -175,3 +172,82 @@ def test_weights_and_their_prefixes_are_read_in_place():
     ):
         graph = jax.jit(step).lower(floats(draw, 1, 512), *weights).compile()
         assert graph.memory_analysis().temp_size_in_bytes < 16 << 10
+
+
+# The first rows of some
+
+
+@every_width
+def test_the_first_rows_are_what_they_are_among_all(width):
+    """Bit for bit what a call of all rows gives, whatever is behind them: a token is the same however
+    full its chunk is. Where weights are not widened, also what these rows give alone."""
+    draw = np.random.default_rng(0)
+    up, gate = (weight_of(draw, (90, 300), width, -1) for _ in "ug")
+    down, stack = weight_of(draw, (90, 300), width, -2), weight_of(draw, (3, 41, 50), width, -2)
+    rows, scale = floats(draw, 19, 300), floats(draw, 300)
+
+    def door(x, live, up, gate, down, stack, scale):
+        norm = dict(norm_scale=scale, norm_eps=EPS)
+        return [
+            *native_products.to_units(x, [up, gate], **norm, live=live),
+            native_products.from_units(x[:, :123], stack, residual=x[:, :50], live=live),
+            native_products.feed_forward(
+                x, gate, up, down, activation="gelu", residual=True, **norm, live=live
+            ),
+            native_products.add_normed(x, x, scale, EPS, live),
+        ]
+
+    weights = up, gate, down, stack, scale
+    run = compiled(door, rows, np.int32(1), *weights)
+    among = answers(lambda x, *weights: door(x, None, *weights), rows, *weights)
+    for live in (1, 2, 7, 19):
+        x = np.where(np.arange(19)[:, None] < live, rows, np.nan).astype(np.float32)
+        found, first = jax.tree.map(
+            lambda each, live=live: each[:live], (run(x, np.int32(live), *weights), among)
+        )
+        same(found, first)
+        if width in ((8, 0), (8, 32), (8, 64)):
+            same(found, answers(lambda x, *weights: door(x, None, *weights), rows[:live], *weights))
+
+
+def test_rows_behind_them_are_not_touched():
+    """Results in the memory of an operand keep what is there."""
+    draw = np.random.default_rng(0)
+    up, down = weight_of(draw, (300, 300), (8, 0), -1), weight_of(draw, (300, 300), (8, 0), -2)
+    x, more, scale = floats(draw, 19, 300), floats(draw, 19, 300), floats(draw, 300)
+    nothing = np.zeros(0, np.uint32), np.zeros(0, np.int32)
+    live, plain = np.int32(7), [up.data, up.scale, NOTHING, NOTHING, NOTHING]
+    block = [NOTHING, COUNTS, STEPS, *[NOTHING] * 5, *plain, down.data, down.scale, *[NOTHING] * 3]
+    calls = {
+        "to_units": ([x, live], [NOTHING, COUNTS, STEPS, *plain], UNITS),
+        "from_units": (
+            [x, live, more], [down.data, down.scale, *[NOTHING] * 3, COUNTS, STEPS],
+            dict(segments=np.int64(1), stacked=False, units_at=np.int64(-1)),
+        ),
+        "feed_forward": (
+            [x, live], block,
+            dict(
+                units=np.int64(300), activation=np.int64(3), residual=False, eps=np.float32(0),
+                units_at=np.int64(-1),
+            ),
+        ),
+        "add_normed": ([x, more, live], [scale], dict(eps=np.float32(EPS))),
+    }  # fmt: skip
+    for name, (buffers, operands, options) in calls.items():
+        options = dict(options, columns=np.full(len(operands), -1, np.int64))
+        if name != "add_normed":
+            options |= formats()
+        shape = jax.ShapeDtypeStruct((19, 300), np.float32)
+        result = [shape] if name == "to_units" else shape
+        # The residual, where there is one, is the memory of the result.
+        at = {"from_units": 2, "add_normed": 1}.get(name, 0)
+        kernel = jax.ffi.ffi_call(f"jaxllm_{name}", result, input_output_aliases={at: 0})
+
+        def door(*args, kernel=kernel, options=options):
+            return kernel(*args, **options)
+
+        args = [jnp.array(each) for each in (*buffers, *nothing, *operands)]
+        before = np.array(args[at])
+        (found,) = jax.tree.leaves(jax.jit(door, donate_argnums=at)(*args))
+        np.testing.assert_array_equal(found[7:], before[7:], err_msg=name)
+        assert not np.any(np.all(np.asarray(found[:7]) == before[:7], axis=1)), name

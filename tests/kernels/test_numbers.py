@@ -10,16 +10,11 @@ import pytest
 from jaxllm.kernels import native_products
 from jaxllm.quant import QArray, to_blocks
 from tests.kernels import oracle
-from tests.kernels.drawing import WIDTHS, answers, compiled, floats, placed, weight_of
+from tests.kernels.drawing import answers, compiled, every_width, floats, placed, to_units, weight_of
 from tests.kernels.switching import needs_native
 from tests.quant.plain import levels_of
 
 pytestmark = needs_native
-every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
-
-
-def to_units(x, weight):
-    return native_products.to_units(x, [weight])[0]
 
 
 def both(rows, width, seed=0):
@@ -162,11 +157,3 @@ def test_buffers_anywhere(width):
             found, plain = (run(each, weight) for each in (jnp.asarray(view), view.copy()))
             for kernels, got in found.items():
                 np.testing.assert_array_equal(got, plain[kernels])
-
-
-def test_no_rows_give_no_rows():
-    """XLA does not even ask for a product of nothing."""
-    doors, x = both(3, (8, 0))
-    for door, weight in doors:
-        for got in answers(door, x[:0], weight).values():
-            assert got.shape == (0, 70)

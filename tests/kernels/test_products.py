@@ -9,7 +9,7 @@ from jaxllm.kernels import native_products
 from jaxllm.nn import linear
 from jaxllm.nn.layers import Norm
 from tests.kernels import oracle
-from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
+from tests.kernels.drawing import WIDTHS, answers, every_width, floats, to_units, weight_of
 from tests.kernels.switching import NATIVE, needs_native
 from tests.quant.plain import levels_of
 
@@ -19,7 +19,6 @@ INPUTS = st.integers(1, 600)
 ROWS = st.sampled_from([1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 17, 32, 33, 40])
 widths = st.sampled_from(WIDTHS)
 seeds = st.integers(0, 2**32 - 1)
-every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
 fuzz = settings(max_examples=20)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 EPS = 1e-5
@@ -43,7 +42,7 @@ def check_product(axis, shape, rows, width, seed, *, xla, add=False):
 
     def by_kernel(x, weight, add):
         if axis == -1:
-            return native_products.to_units(x, [weight])[0]
+            return to_units(x, weight)
         return native_products.from_units(x, weight, residual=add)
 
     def door(x, weight, add):

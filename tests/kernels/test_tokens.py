@@ -8,10 +8,8 @@ import pytest
 from jaxllm.kernels import native_products
 from jaxllm.nn.linear import embed
 from jaxllm.quant import embedding_rows
-from tests.kernels.drawing import WIDTHS, answers, weight_of
+from tests.kernels.drawing import answers, every_width, weight_of
 from tests.kernels.switching import fall_back, needs_native
-
-every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
 
 
 @needs_native

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxllm.checkpoints.encoder_folders import read_image_encoder
 from jaxllm.checkpoints.huggingface import Checkpoint, read_config, read_params
-from jaxllm.checkpoints.smolvlm_folder import read_image_encoder
 from jaxllm.errors import JaxllmError
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder

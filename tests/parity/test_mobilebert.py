@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.checkpoints.mobilebert_folder import read_encoder, write_encoder
+from jaxllm.checkpoints.encoder_folders import read_encoder
 from jaxllm.models.encoder.mobilebert import encoder_shapes
 
 pytest.importorskip("torch")
@@ -15,7 +15,16 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from tests.models.encoder.tiny import CONFIGS, MOBILE, encode, front_mask, params_of, random_values
+from tests.models.encoder.tiny import (
+    CONFIGS,
+    MOBILE,
+    encode,
+    front_mask,
+    hf_keys,
+    params_of,
+    random_values,
+    write_encoder,
+)
 from tests.quick_jit import jit
 from tests.tiny_hf import quiet
 
@@ -57,7 +66,7 @@ def params_with_silent_padding(cfg):
 @pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
 def test_transformers_computes_what_we_compute(cfg, tmp_path):
     params = params_with_silent_padding(cfg)
-    write_encoder(tmp_path, cfg, params, extra_config={"pad_token_id": PAD})
+    write_encoder(tmp_path, cfg, params, pad_token_id=PAD)
     model = load(tmp_path)
     got, expected = our_hidden(cfg, params), their_hidden(model)
     assert expected.std() > 0.3
@@ -89,20 +98,10 @@ def test_padding_is_what_a_row_alone_does_not_have(tmp_path):
 )
 def test_folders_of_transformers(name, head, keys, tmp_path):
     cfg = CONFIGS[name]
-    theirs = {
-        "vocab_size": cfg.vocab_size, "embedding_size": cfg.embedding_size, "hidden_size": cfg.hidden_size,
-        "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.heads, "intermediate_size": cfg.ffn_size,
-        "max_position_embeddings": cfg.window_tokens, "use_bottleneck": cfg.bottleneck_size > 0,
-        "intra_bottleneck_size": cfg.bottleneck_size, "use_bottleneck_attention": cfg.bottleneck_attention,
-        "key_query_shared_bottleneck": cfg.share_bottleneck, "num_feedforward_networks": cfg.ffn_blocks,
-        "trigram_input": cfg.trigram_input, "layer_norm_eps": cfg.norm_eps,
-        "normalization_type": "layer_norm" if cfg.norm == "layer" else "no_norm",
-        "type_vocab_size": cfg.type_vocab_size,
-    }  # fmt: skip
     with quiet():
         torch.manual_seed(0)
         model = getattr(transformers, f"MobileBert{head}")(
-            transformers.MobileBertConfig(**{**theirs, **keys}, attn_implementation="eager")
+            transformers.MobileBertConfig(**{**hf_keys(cfg), **keys}, attn_implementation="eager")
         ).eval()
         body = model if head == "Model" else model.mobilebert
         values = random_values({each: tuple(weights.shape) for each, weights in body.named_parameters()})

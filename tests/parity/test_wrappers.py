@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.huggingface import Checkpoint, read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.wrappers import WRAPPERS
@@ -106,7 +106,7 @@ def test_ties_keys_and_shapes_that_disagree(case, tmp_path):
         with pytest.raises(ConfigError, match=match):
             read_config(changed(folder, tmp_path / str(number), change))
     other = changed(folder, tmp_path / "key", lambda config: config["text_config"].update(new_thing=3))
-    assert read_config(other, ignore_keys=["text_config.new_thing"]) == read_config(folder)
+    assert Checkpoint(other, ignore_keys=["text_config.new_thing"]).cfg == read_config(folder)
     size = {"moe_intermediate_size" if "moe" in model_type else "intermediate_size": 40}
     other = changed(folder, tmp_path / "size", lambda config: config["text_config"].update(size))
     with pytest.raises(CheckpointError, match=r"shape .* implies"):

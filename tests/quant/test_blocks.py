@@ -3,15 +3,14 @@
 import dataclasses
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.quant import BlockedArray, QArray, blocked_shapes, dequantize, from_blocks, quantize, to_blocks
+from jaxllm.quant import QArray, blocked_shapes, dequantize, from_blocks, quantize, to_blocks
 from jaxllm.quant.blocks import blocked_levels, blocked_scales, take_blocked_rows
+from jaxllm.quant.formats import pack
 from tests.quant.plain import levels_of, step_of, wide
-from tests.variants import every_variant
 
 WIDTHS = [(8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64)]
 every_width = pytest.mark.parametrize(("bits", "group"), WIDTHS, ids=str)
@@ -31,8 +30,6 @@ def counted(shape, bits, axis) -> QArray:
         data = (16 * row + column).astype(np.uint8).view(np.int8)
         scale = np.ones((shape[0], 1) if axis == -1 else (1, shape[1]), np.float32)
         return QArray(data=data, scale=scale, bits=8, group=0, axis=axis, columns=shape[1])
-    from jaxllm.quant import pack
-
     data = pack((row + 3 * column) % 16 - 8, 4)
     groups = (shape[0], -(-shape[1] // 32)) if axis == -1 else (-(-shape[0] // 32), shape[1])
     scale = np.ones(groups, np.float16)
@@ -75,21 +72,6 @@ def test_order_of_blocks():
     assert outputs.data.view(np.uint8)[2, 1, 0] == 16 * 32 % 256 + 32
     assert inputs.data.shape == (1, 2, 5, 512)
     assert inputs.data.view(np.uint8)[0, 1, 3, 0] == 16 * 32 % 256 + 48
-
-
-def test_scales_of_blocks():
-    weight = quantized((33, 70), 4, 32, -1)
-    got = to_blocks(weight).scale
-    assert got.shape == (3, 3, 16)
-    np.testing.assert_array_equal(got[1, 2], weight.scale[16:32, 2])
-    weight = quantized((70, 33), 4, 32, -2)
-    got = to_blocks(weight).scale
-    assert got.shape == (1, 3, 3, 16)
-    np.testing.assert_array_equal(got[0, 2, 1], weight.scale[2, 16:32])
-    for axis in (-1, -2):
-        got = to_blocks(quantized((33, 33), 8, 0, axis)).scale
-        assert got.dtype == np.float32
-        assert got.shape == ((48,) if axis == -1 else (1, 48))
 
 
 # Both ways
@@ -157,19 +139,6 @@ def test_minima_stand_behind_the_scales_of_their_panel(shape, axis):
 # Parts
 
 
-@every_variant
-@every_width
-def test_rows_of_blocks(bits, group, variant):
-    weight = quantized((37, 70), bits, group, -1)
-    rows = np.array([[36, 0, 15], [16, 16, 1]], np.int32)
-    levels, scale, minimum = variant(take_blocked_rows)(to_blocks(weight), rows)
-    assert minimum is None
-    chex.assert_shape(levels, (*rows.shape, 70))
-    chex.assert_type(levels, np.int8)
-    np.testing.assert_array_equal(levels, levels_of(weight)[rows])
-    np.testing.assert_array_equal(scale, weight.scale[rows])
-
-
 def test_rows_of_blocks_with_minima():
     weight = quantize(
         np.random.default_rng(0).random((37, 70), np.float32), bits=4, axis=-1, group=32, minima=True
@@ -178,14 +147,3 @@ def test_rows_of_blocks_with_minima():
     _, scale, minimum = take_blocked_rows(to_blocks(weight), rows)
     np.testing.assert_array_equal(scale, weight.scale[rows])
     np.testing.assert_array_equal(minimum, weight.minimum[rows])
-
-
-def test_a_blocked_weight_is_a_tree_of_its_arrays():
-    weight = to_blocks(quantized((20, 40), 4, 32, -1))
-    leaves, structure = jax.tree.flatten(weight)
-    chex.assert_shape(leaves, [(2, 2, 256), (2, 2, 16)])
-    again = jax.tree.unflatten(structure, leaves)
-    assert isinstance(again, BlockedArray)
-    assert (again.bits, again.group, again.axis, again.shape, again.ndim) == (4, 32, -1, (20, 40), 2)
-    # A smaller model's weight is another type of argument to a graph, not a shorter array.
-    assert jax.tree.structure(dataclasses.replace(weight, shape=(10, 40))) != structure

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.quant import INT4_GROUP, formats, pack, packed_columns, quantize
-from jaxllm.quant.formats import on_grid
+from jaxllm.quant import formats, quantize
+from jaxllm.quant.formats import INT4_GROUP, on_grid, pack, packed_columns
 from tests.quant.plain import levels_of, step_of, wide
 
 # Ragged groups, whole groups, several groups, fewer than one; matrices and stacks of them.

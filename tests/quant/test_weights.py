@@ -13,18 +13,15 @@ from jaxllm.errors import ConfigError
 from jaxllm.quant import (
     Adapted,
     Bfloat16Bits,
-    BlockedArray,
     contracted_rows,
     dequantize,
     embedding_rows,
     from_blocks,
-    pack,
-    packed_columns,
     quantize,
     take_units,
     to_blocks,
-    unpack,
 )
+from jaxllm.quant.formats import pack, packed_columns, unpack
 from tests.kernels.drawing import WIDTHS as KERNEL_WIDTHS
 from tests.kernels.drawing import weight_of as drawn_weight
 from tests.quant.plain import wide
@@ -96,12 +93,6 @@ def test_dequantize_to_bfloat16(bits, group, form):
     got = dequantize_jit(weight, jnp.dtype(jnp.bfloat16))
     chex.assert_type(got, jnp.bfloat16)
     np.testing.assert_allclose(np.asarray(got, np.float64), wide(weight), rtol=2**-7)
-
-
-def test_dense_weights_only_change_their_dtype():
-    weight = normal((4, 6))
-    got = dequantize(jnp.asarray(weight), jnp.dtype(jnp.bfloat16))
-    np.testing.assert_array_equal(got, weight.astype(ml_dtypes.bfloat16))
 
 
 def test_bfloat16_bits_widen_exactly():
@@ -194,16 +185,6 @@ def test_prefixes_of_prefixes(bits, group):
     columns = from_blocks(part)
     assert columns.data.shape[0] == 33
     np.testing.assert_array_equal(wide(columns), wide(part))
-
-
-@every_width
-def test_a_prefix_of_blocks_is_the_same_buffer(bits, group):
-    for axis in (-1, -2):
-        weight = placed(to_blocks(quantize(normal((70, 40)), bits=bits, axis=axis, group=group)))
-        assert isinstance(weight, BlockedArray)
-        part = take_units(weight, 33)
-        assert part.data is weight.data
-        assert part.scale is weight.scale
 
 
 @every_form

@@ -13,11 +13,10 @@ from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import (
     PromptTokens,
     conversation_tokens,
-    droppable_spans,
     free_spans,
     prompt_tokens,
 )
-from jaxllm.text.prompts import Prompt, prompt_ids, prompt_text
+from jaxllm.text.prompts import Prompt, prompt_ids
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import tiny_tokenizer
 
@@ -91,8 +90,8 @@ WORDS = st.text(alphabet="ab <|>?:.\n", max_size=40)
 def test_only_the_users_text_may_go(system, user):
     example = TaskExample(system=system, user=user, answer="")
     for tokenizer in (TOKENIZER, PLAIN):
-        text = prompt_text(tokenizer, example)[0].text
-        spans = droppable_spans(tokenizer, example, text)
+        prompt = prompt_tokens(tokenizer, example)
+        text, spans = prompt.text, prompt.spans
         # The instruction comes before, the marker of the answer behind.
         first = text.rfind(user, 0, len(text) - (len("<|assistant|>") if tokenizer is TOKENIZER else 1))
         ends = [text[a:b] for a, b in spans]

@@ -200,17 +200,6 @@ def test_truncation_and_padding_of_the_file_are_off() -> None:
     assert tokenizer.encode("hello world") == LIBRARY.encode("hello world").ids
 
 
-def test_stories260k_matches_the_library() -> None:
-    path = DATA / "models/stories260K/tokenizer.json"
-    if not path.exists():
-        pytest.skip(f"no {path}; set JAXLLM_DATA")
-    tokenizer = Tokenizer(TokenizerFiles(tokenizer_json=path.read_text(encoding="utf-8")))
-    text = "Once upon a time,  there was a 世 😀."
-    assert tokenizer.encode(text) == tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.vocab_size == 512
-
-
 # Chat templates.
 
 
@@ -333,7 +322,7 @@ def test_the_sandbox_holds(attack: str) -> None:
     [
         ({"role": "user"}, "must be a list of objects"),
         ("hello", "must be a list of objects"),
-        (["hello"], "message 0 must be an object with a 'role'"),
+        (["hello"], "message 0 must be an object, got 'hello'"),
         ([{"content": "hi"}], "message 0 must be an object with a 'role'"),
         ([{"role": 5}], "message 0 must be an object"),
         ([{"role": "user", "content": object()}], "plain JSON values"),

@@ -1,7 +1,7 @@
 """The configuration of an encoder: frozen, hashable, validated when it is made.
 
 `EncoderConfig` uses the terms of MobileBERT (arXiv 2004.02984, section 3); a BERT-like encoder is the case
-without bottlenecks. Checkpoints are read by `checkpoints/mobilebert_folder.py`.
+without bottlenecks. Checkpoints are read by `checkpoints/encoder_folders.py`.
 """
 
 import dataclasses

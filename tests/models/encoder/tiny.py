@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import json
 
 import numpy as np
+from safetensors.numpy import save_file
 
+from jaxllm.checkpoints.encoder_folders import stored_name
 from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.mobilebert import embed_tokens, encode_layers, encoder_shapes
 
@@ -57,6 +60,33 @@ def encode(params, tokens, mask, *, cfg, **how):
     """Hidden states of whole sequences."""
     hidden = embed_tokens(params, tokens, mask, cfg=cfg, **how)
     return encode_layers(params, hidden, mask, cfg=cfg, layers=range(cfg.layers))
+
+
+def hf_keys(cfg):
+    """The encoder as transformers' `MobileBertConfig`."""
+    return {
+        "vocab_size": cfg.vocab_size, "embedding_size": cfg.embedding_size, "hidden_size": cfg.hidden_size,
+        "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.heads, "intermediate_size": cfg.ffn_size,
+        "max_position_embeddings": cfg.window_tokens, "use_bottleneck": cfg.bottleneck_size > 0,
+        "intra_bottleneck_size": cfg.width, "use_bottleneck_attention": cfg.bottleneck_attention,
+        "key_query_shared_bottleneck": cfg.share_bottleneck, "num_feedforward_networks": cfg.ffn_blocks,
+        "trigram_input": cfg.trigram_input, "layer_norm_eps": cfg.norm_eps, "hidden_act": cfg.activation,
+        "normalization_type": "layer_norm" if cfg.norm == "layer" else "no_norm",
+        "type_vocab_size": cfg.type_vocab_size,
+    }  # fmt: skip
+
+
+def write_encoder(folder, cfg, params, **keys):
+    """A folder that transformers' `MobileBertModel` loads; `keys` are further keys of its config."""
+    folder.mkdir(exist_ok=True)
+    own = {"model_type": "mobilebert", "pad_token_id": None, "classifier_activation": False}
+    (folder / "config.json").write_text(json.dumps({**own, **hf_keys(cfg), **keys}))
+    tensors = {stored_name(cfg, name): np.asarray(params[name]) for name in encoder_shapes(cfg)}
+    if not cfg.projects_embeddings:
+        # transformers always has this matrix.
+        name, size = "embeddings.embedding_transformation", cfg.hidden_size
+        tensors |= {f"{name}.weight": np.eye(size, dtype="f4"), f"{name}.bias": np.zeros(size, "f4")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def tokens_of(cfg, batch, count, seed=1):

@@ -13,9 +13,9 @@ from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.contexts.tolerance import allocate
 from jaxllm.serving.contexts.chunks import Delays
 from jaxllm.serving.contexts.layout import Database
-from jaxllm.serving.ground.bundles import (find_model)
-from jaxllm.serving.ground.options import (EngineOptions)
-from jaxllm.serving.server.service import (CODEC_CHUNK_TOKENS, engine_options)
+from jaxllm.serving.ground.bundles import find_model
+from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.server.service import CODEC_CHUNK_TOKENS, engine_options
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, found, new, say
 
 COMPUTE = Delays(read=Delay(fixed_ms=9.0, per_unit_ms=9.0), compute=Delay(fixed_ms=0.0, per_unit_ms=1e-9))

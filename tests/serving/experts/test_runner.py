@@ -27,7 +27,7 @@ from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget
 from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.tree import line_tree
-from tests.checkpoints.test_mxfp4 import GPT_OSS, write_mxfp4
+from tests.checkpoints.test_quantization import GPT_OSS, write_mxfp4
 from tests.kernels.switching import fall_back, needs_native
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, new, say
 from tests.serving.experts.conftest import CFG, OPTIONS, SPARSE, E, K, budget

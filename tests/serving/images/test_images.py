@@ -12,8 +12,8 @@ import pytest
 from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.images import image_encoder_facts
+from jaxllm.checkpoints.encoder_folders import read_image_input
 from jaxllm.checkpoints.huggingface import Checkpoint
-from jaxllm.checkpoints.smolvlm_folder import read_image_input
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
 from jaxllm.models.encoder.image_input import ImageInput, image_text, tiles_of
 from jaxllm.prepare import prepare

@@ -178,9 +178,7 @@ START = Division(limits={}, allowance_bytes=1000, restless_s=0.0)
 
 def portion(name, size, limit, least=0, most=None):
     most = limit if most is None else most
-    return SimpleNamespace(
-        name=name, size_bytes=size, limit_bytes=limit, least_bytes=least, most_bytes=most
-    )
+    return SimpleNamespace(name=name, size_bytes=size, limit_bytes=limit, least_bytes=least, most_bytes=most)
 
 
 def seen(taken, now=1.0, pressure=0.0):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoints.mobilebert_folder import read_encoder
+from jaxllm.checkpoints.encoder_folders import read_encoder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.elastic.compression import pooled
 from jaxllm.elastic.slo import marks

@@ -14,7 +14,6 @@ import jaxllm.training.elastic.tiny_lm.run
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm, tiny_lm_parts
-from jaxllm.checkpoints.mobilebert_folder import write_encoder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.elastic.compression import marked
 from jaxllm.elastic.ladder import Ladder
@@ -42,6 +41,7 @@ from jaxllm.training.elastic.tiny_lm.start import Start, TinyLmSources, decide_j
 from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import make_mesh
 from jaxllm.training.loop.trainer import Trainer, train
+from tests.models.encoder.tiny import write_encoder
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
 from tests.training.tiny_runs import ENCODER, HEAD, ONE, QUIET, TLM_RECIPE, syllables, write_data
 
