@@ -69,10 +69,8 @@ class Decoding:
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
         """Runs one dispatch (see `Runner.decode`); `cached` are the tokens in the row's cache."""
-        rows, count, cache, sampler = self.runner.decode(
-            row.token, row.cache, row.sampler, row.stop_ids, row.limit, cached
-        )
-        return DecodedRow(np.asarray(rows)[0, : int(count)].tolist(), cache, sampler)
+        del cached
+        return self.runner.decode(row)
 
 
 class Drafts(Decoding):
@@ -153,17 +151,15 @@ class GuidedDecoding(Decoding):
             logits, cache = prefill_prompt(self.runner, cache, fed, len(cached))
             if forced and self.matcher is not None:
                 self.matcher.take(forced)
-                sampler = _counted(sampler, forced)
+                sampler = counted(sampler, forced)
                 if self.matcher.complete:
                     # The cache is one token ahead, as after a stop string.
                     return DecodedRow(forced, cache, sampler)
             chosen, sampler = self.first(logits, sampler)
             return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
-        masked = self._masked(sampler)
-        rows, _, cache, drawn = self.runner.decode(row.token, cache, masked, row.stop_ids, 1, cached)
-        chosen = int(np.asarray(rows)[0, 0])
-        self._take(chosen)
-        return DecodedRow([chosen], cache, _unmasked(drawn, sampler))
+        found = self.runner.decode(dataclasses.replace(row, sampler=self._masked(sampler), limit=1))
+        self._take(found.tokens[0])
+        return dataclasses.replace(found, sampler=_unmasked(found.sampler, sampler))
 
     def _take(self, token: int) -> None:
         if self.matcher is not None and token != NO_TOKEN:
@@ -230,7 +226,7 @@ def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:
     return dataclasses.replace(sampler, bias=before.bias, penalized=before.penalized)
 
 
-def _counted(sampler: SamplerState, tokens: Sequence[int]) -> SamplerState:
+def counted(sampler: SamplerState, tokens: Sequence[int]) -> SamplerState:
     """The sampler after tokens that were not sampled, as if they had been."""
     counts = np.array(sampler.counts)
     np.add.at(counts[0], list(tokens), 1)

@@ -37,7 +37,7 @@ from jaxllm.serving.host.machine import give_back_memory
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.chunks import placed_chunks, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import PrefillChunk, Verdict
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, PrefillChunk, Verdict
 from jaxllm.serving.runners.source_layers import SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.pieces import HeadPiece
@@ -192,26 +192,16 @@ class LayerwiseRunner(LevelRunner):
         logits = self._logits(outputs[-1], last)
         return logits, dataclasses.replace(cache, length=np.int32(at + len(tokens)))  # pyright: ignore
 
-    def decode(
-        self,
-        token: jax.Array,
-        cache: KVCache,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int] = (),
-    ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
+    def decode(self, row: BatchRow) -> DecodedRow:
         """See `Runner`: token by token."""
-        del cached
-        found, at = [], int(cache.length)
-        stops = set(stop_ids.tolist())
-        last = int(np.asarray(token)[0])
-        while len(found) < limit and last not in (stops if found else ()):
+        found, cache, sampler, at = [], row.cache, row.sampler, int(row.cache.length)
+        stops, last = set(row.stop_ids.tolist()), int(np.asarray(row.token)[0])
+        while len(found) < row.limit and last not in (stops if found else ()):
             logits, cache = self._feed(cache, [last], at + len(found))
             chosen, sampler = self.sample(logits, sampler)
             last = int(np.asarray(chosen)[0])
             found.append(last)
-        return np.array([found], np.int32), len(found), cache, sampler
+        return DecodedRow(found, cache, sampler)
 
     def verify(
         self,

@@ -3,14 +3,12 @@
 import abc
 import dataclasses
 import itertools
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.config import ModelConfig
 from jaxllm.errors import ContextOverflow
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
@@ -35,7 +33,7 @@ from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 
 
-class LevelRunner(Runner, abc.ABC):
+class LevelRunner(Runner):
     """Runs one level of a model with compiled buckets. It also encodes chunks of caches for storage, and
     restores them into other caches (see `jaxllm.serving.contexts`).
 
@@ -47,37 +45,19 @@ class LevelRunner(Runner, abc.ABC):
       sources: source lengths of an encoder-decoder with buckets, ascending; empty for other models.
     """
 
+    options: EngineOptions
     resident = False
     int8: Any = None
     sources: tuple[int, ...] = ()
 
     def __init__(self, model: ModelLevel, buckets: BucketTable) -> None:
-        self.model, self.buckets = model, buckets
+        self.model, self.buckets, self.lock = model, buckets, buckets.lock
+        self.cfg, self.options, self.level = model.cfg, model.options, model.level
         if model.cfg.encoder is not None:
             # Here, because few models have encoders, and a start waits for imports.
             from jaxllm.serving.buckets.source import source_lengths
 
             self.sources = source_lengths(model.cfg, model.options)
-
-    @property
-    def lock(self) -> threading.RLock:
-        """See `Runner`."""
-        return self.buckets.lock
-
-    @property
-    def cfg(self) -> ModelConfig:
-        """See `Runner`."""
-        return self.model.cfg
-
-    @property
-    def options(self) -> EngineOptions:
-        """See `Runner`."""
-        return self.model.options
-
-    @property
-    def level(self) -> int:
-        """See `Runner`."""
-        return self.model.level
 
     @property
     def weights_version(self) -> tuple[int, int]:

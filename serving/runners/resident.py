@@ -157,7 +157,7 @@ class ResidentRunner(LevelRunner):
         if not encodes:
             self.sources = ()
         # Answers of an encoder-decoder are decoded one by one: their sources differ in length.
-        self.int8, self._batch = int8, Batch.of(self) if model.cfg.encoder is None else None
+        self.int8, self.batch = int8, Batch.of(self) if model.cfg.encoder is None else None
         # The version of the weights in `_layers` and `_embedding`.
         self._sorted_version: tuple[int, int] | None = None
 
@@ -194,11 +194,6 @@ class ResidentRunner(LevelRunner):
         return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     # -- answering --------------------------------------------------------------------------------
-
-    @property
-    def batch(self) -> Batch | None:
-        """See `Runner`, and `Batch.of`."""
-        return self._batch
 
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`."""
@@ -245,23 +240,14 @@ class ResidentRunner(LevelRunner):
         row, valid = padded(tokens, chunk.tokens)
         return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache, *inputs)
 
-    def decode(
-        self,
-        token: jax.Array,
-        cache: KVCache,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int] = (),
-    ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
+    def decode(self, row: BatchRow) -> DecodedRow:
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
-        del cached
-        (bucket,) = self._decode_buckets(cache.capacity_tokens)
-        compiled = self.buckets.get(bucket)
-        end = BlockEnd(stop_ids, np.int32(limit))
-        params, fixed = self.model.params, sampler.fixed
-        tokens, count, cache, progress = compiled(params, token, cache, fixed, sampler.progress, end)
-        return tokens, count, cache, sampler.after(progress)
+        (bucket,) = self._decode_buckets(row.cache.capacity_tokens)
+        end, sampler = BlockEnd(row.stop_ids, np.int32(row.limit)), row.sampler
+        tokens, count, cache, progress = self.buckets.get(bucket)(
+            self.model.params, row.token, row.cache, sampler.fixed, sampler.progress, end
+        )
+        return DecodedRow(np.asarray(tokens)[0, : int(count)].tolist(), cache, sampler.after(progress))
 
     def verify(
         self,
@@ -294,10 +280,10 @@ class ResidentRunner(LevelRunner):
                 sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
                 token, sampler = self.sample(np.zeros((1, self.cfg.vocab_size), np.float32), sampler)
                 stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-                tokens, *_ = self.decode(token, self.empty_cache(capacity), sampler, stop_ids, 1)
-                tokens.block_until_ready()
-        if self._batch is not None:
-            self._batch.rehearse()
+                cache = self.empty_cache(capacity)
+                self.decode(BatchRow(token=token, cache=cache, sampler=sampler, stop_ids=stop_ids, limit=1))
+        if self.batch is not None:
+            self.batch.rehearse()
         if self.int8 is not None:
             self.int8.rehearse()
 
