@@ -33,6 +33,7 @@ class Contents:
       codecs: whether it has programs of the codecs of contexts.
       stages: whether it may have the stages of w8a8 prefill, for two processors.
       precisions: precisions of weights.
+      extra, modules: the extra that it needs, and the modules of that extra.
     """
 
     blocks: bool = False
@@ -48,11 +49,20 @@ class Contents:
     stages: bool = False
     codecs: bool = True
     precisions: tuple[str, ...]
+    extra: str = "export"
+    modules: tuple[str, ...] = ("flatbuffers", "litert_converter", "ai_edge_litert")
 
 
 _TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "w8a8"))
 CONTENTS = {
-    "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
+    "stablehlo": Contents(
+        blocks=True,
+        block_tokens=16,
+        verified="trees",
+        precisions=("f32", "bf16"),
+        extra="stablehlo",
+        modules=("flatbuffers",),
+    ),
     "tflite": _TFLITE,
     "device": _TFLITE,
     "litertlm": Contents(
@@ -65,10 +75,28 @@ CONTENTS = {
         adapters=False,
         codecs=False,
         precisions=_TFLITE.precisions,
+        modules=(*_TFLITE.modules, "litert_lm_builder", "litert_lm"),
     ),
 }
+# Extra and modules of the formats of plain models.
+_PLAIN = {"hf": ("export", ()), "gguf": ("gguf", ("gguf",))}
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
+# Attribute of `Contents` -> the row of the table.
+_ROWS = {
+    "blocks": "decode of several tokens, with sampling",
+    "verified": "verification of drafts",
+    "levels": "levels, with their recovery adapters",
+    "short_caches": "short caches",
+    "masks": "an attention mask as an input",
+    "npu": "embedder, auxiliary model and layers apart, for an NPU",
+    "stages": "stages of prefill for two processors (w8a8)",
+    "encoders": f"encoder-decoders (not {_NOT_ENCODED})",
+    "tiny_lm": "the tiny LM, which plans calls",
+    "adapters": "adapters as an input (decoders alone)",
+    "codecs": "codecs of contexts (decoders alone)",
+    "precisions": "`--precision`",
+}
 
 
 def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bool = False) -> None:
@@ -89,21 +117,21 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
             "--level": levels > 1 and holds.levels == "one",
             "--attention-mask": plan.masked and not holds.masks,
             "--npu": plan.npu and not holds.npu,
-            "--codec": bool(plan.codec) and not holds.codecs,
+            "--codec": plan.codec and not holds.codecs,
             "--stages": plan.stages and not holds.stages,
-            "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
-            "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
+            "--verify-tokens": plan.verify_tokens and not holds.verified,
+            "--block-tokens": plan.block_tokens and not holds.blocks,
             "--adapter-input": adapters and not holds.adapters,
-            "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
+            "--cache-tokens": plan.cache_tokens and not holds.short_caches,
         }
         return [name for name, wrong in asked.items() if wrong]
 
     if options := lacking(CONTENTS[kind]):
         others = [name for name, each in CONTENTS.items() if not lacking(each)]
         instead = f", or export as {' or '.join(others)}" if others else ""
+        them = "it" if len(options) == 1 else "them"
         raise ConfigError(
-            f"the {kind} format holds no programs of {', '.join(options)}; leave {_them(options)} "
-            f"out{instead}"
+            f"the {kind} format holds no programs of {', '.join(options)}; leave {them} out{instead}"
         )
 
 
@@ -134,48 +162,19 @@ def require_family(kind: str, precision: str, cfg: ModelConfig, *, levels: bool 
 
 def as_markdown() -> str:
     """Programs and formats, as Markdown."""
-    rows = {
-        "prefill of a chunk, decode of a token": ["yes" for _ in CONTENTS.values()],
-        "decode of several tokens, with sampling": [_yes(each.blocks) for each in CONTENTS.values()],
-        "verification of drafts": [each.verified or "no" for each in CONTENTS.values()],
-        "levels, with their recovery adapters": [each.levels for each in CONTENTS.values()],
-        "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],
-        "an attention mask as an input": [_yes(each.masks) for each in CONTENTS.values()],
-        "embedder, auxiliary model and layers apart, for an NPU": [
-            _yes(each.npu) for each in CONTENTS.values()
-        ],
-        "stages of prefill for two processors (w8a8)": [_yes(each.stages) for each in CONTENTS.values()],
-        f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
-        "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
-        "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],
-        "codecs of contexts (decoders alone)": [_yes(each.codecs) for each in CONTENTS.values()],
-        "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
-    }
-    head = ["", *(f"`{name}`" for name in CONTENTS)]
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
+
+    def cell(value: bool | str | tuple[str, ...]) -> str:
+        return (
+            ", ".join(value)
+            if isinstance(value, tuple)
+            else {True: "yes", False: "no", "": "no"}.get(value, str(value))
+        )
+
+    lines = [["", *(f"`{name}`" for name in CONTENTS)], ["---"] * (1 + len(CONTENTS))]
+    lines.append(["prefill of a chunk, decode of a token", *("yes" for _ in CONTENTS)])
+    for name, title in _ROWS.items():
+        lines.append([title, *(cell(getattr(each, name)) for each in CONTENTS.values())])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _them(options: list[str]) -> str:
-    return "it" if len(options) == 1 else "them"
-
-
-def _yes(there: bool) -> str:
-    return "yes" if there else "no"
-
-
-# Format -> the extra that it needs, and the modules of that extra.
-_NEEDS = {
-    "stablehlo": ("stablehlo", ("flatbuffers",)),
-    "tflite": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
-    "device": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
-    "litertlm": (
-        "export",
-        ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder", "litert_lm"),
-    ),
-    "hf": ("export", ()),
-    "gguf": ("gguf", ("gguf",)),
-}
 
 
 def require_format(kind: str) -> None:
@@ -184,7 +183,7 @@ def require_format(kind: str) -> None:
     Raises:
       ConfigError: one is not; the message has the command that installs it.
     """
-    extra, modules = _NEEDS[kind]
+    extra, modules = _PLAIN[kind] if kind in _PLAIN else (CONTENTS[kind].extra, CONTENTS[kind].modules)
     require_extra(extra, *modules)
 
 
