@@ -36,9 +36,8 @@ from jaxllm.export.folder_format.manifest import (
 from jaxllm.export.folder_format.parts import ProgramLevel, StageFacts, adapter_file
 from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.quantized import left_out
-from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.signatures import ExportPlan, tiny_facts
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import tiny_facts
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.version import __version__
 

@@ -26,9 +26,8 @@ from jaxllm.export.contents import require_contents, require_family, require_for
 from jaxllm.export.converter import Sharing
 from jaxllm.export.folder_format.manifest import Precision
 from jaxllm.export.npu import PREFILL_DECODE, npu_models
-from jaxllm.export.quantized import left_out
+from jaxllm.export.quantized import Ranges, left_out
 from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.static_products import Ranges
 from jaxllm.export.subject import Subject, only_level
 from jaxllm.export.tflite import FILE, tflite_model
 from jaxllm.files.atomic import atomic_file

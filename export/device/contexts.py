@@ -26,16 +26,17 @@ from jaxllm.contexts.codecs import RAW
 from jaxllm.contexts.eviction import find_policy
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, Unreadable
-from jaxllm.export.folder_format.codecs import (
+from jaxllm.export.folder_format.signature import (
     CHUNK_TOKENS,
     CHUNKS,
     KEYS,
     VALUES,
+    Kind,
+    Signature,
     blobs_of,
     coded_of,
     coded_shapes,
 )
-from jaxllm.export.folder_format.signature import Kind, Signature
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
 from jaxllm.models.features import require_decoder_alone, require_room

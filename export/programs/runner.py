@@ -27,8 +27,16 @@ from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.engine.decoding import counted
 from jaxllm.serving.host.forked import require_not_forked
-from jaxllm.serving.runners.chunks import padded, plan_chunks
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, PrefillChunk, Runner, Verdict, chunks_of
+from jaxllm.serving.runners.runner import (
+    BatchRow,
+    DecodedRow,
+    PrefillChunk,
+    Runner,
+    Verdict,
+    chunks_of,
+    padded,
+    plan_chunks,
+)
 from jaxllm.serving.speculation.host_tree import accepted_path
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS

@@ -19,10 +19,9 @@ import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.export.folder_format.codecs import KEYS, VALUES
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
-from jaxllm.export.folder_format.signature import lengthened
+from jaxllm.export.folder_format.signature import KEYS, VALUES, lengthened
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.litert import captured_messages
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser
@@ -40,8 +39,7 @@ from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.serving.host.user_cache import device_file
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
 from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTimes, measured_times
-from jaxllm.serving.runners.chunks import padded
-from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.runner import PrefillChunk, padded
 
 # A layer's cache among a stage's arrays, and its name in a folder.
 _CACHE = {"keys": KEYS, "values": VALUES}

@@ -12,8 +12,8 @@ from jaxllm.option_types import Level
 
 if TYPE_CHECKING:
     from jaxllm.export.folder_format.manifest import Manifest
+    from jaxllm.export.quantized import Ranges
     from jaxllm.export.signatures import ExportPlan
-    from jaxllm.export.static_products import Ranges
     from jaxllm.export.subject import AdapterOptions, Subject
     from jaxllm.serving.host.progress import Progress
 
@@ -390,13 +390,13 @@ def _export_tflite(
 
 
 def _ranges(subject: "Subject", plan: "ExportPlan", text: Path) -> "dict[int, dict[str, Ranges]]":
-    from jaxllm.export import quantized, static_products
+    from jaxllm.export import quantized
     from jaxllm.text.tokenizer import Tokenizer
 
     tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
     if plan.without_shadow:
         subject = subject.without_calibration()
-    return static_products.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
+    return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
 
 
 def _facts(output: Path, manifest: "Manifest") -> str:

@@ -36,9 +36,8 @@ from jaxllm.serving.contexts.memory import Blobs, Stored, blob_memory
 from jaxllm.serving.contexts.record import Origin
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.host.direct_io import PieceReader, Storage, aligned
-from jaxllm.serving.runners.chunks import placed_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.runner import PrefillChunk, placed_chunks
 
 # Width and blob of some chunks in one layer, by number.
 LayerBlobs = Mapping[int, tuple[int, np.ndarray]]

@@ -33,9 +33,8 @@ from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.request import Fed, Session, common_prefix
 from jaxllm.serving.ground.plan import Restoration
-from jaxllm.serving.runners.chunks import placed_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.runner import PrefillChunk, placed_chunks
 
 # A layer and chunks to read -> their blobs. Called in reader threads.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]

@@ -26,8 +26,7 @@ from jaxllm.serving.buckets.source import AttendEncoderBucket
 from jaxllm.serving.experts.bucket import AttendBucket, AttendRestoredBucket, CombineBucket
 from jaxllm.serving.experts.expert_visits import Visit, Visits, make_visits, valid_ids
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.runners.layerwise import Chunk, LayerwiseRunner
-from jaxllm.serving.runners.source_layers import SourceLayers
+from jaxllm.serving.runners.layerwise import Chunk, LayerwiseRunner, SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.prefetch import Meanwhile
 from jaxllm.steps.sparse_layers import AtExperts

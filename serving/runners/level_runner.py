@@ -27,8 +27,7 @@ from jaxllm.serving.buckets.model import ForkBucket, GrowBucket, SampleBucket, S
 from jaxllm.serving.buckets.parts import used_heads
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.runners.chunks import plan_chunks
-from jaxllm.serving.runners.runner import Runner
+from jaxllm.serving.runners.runner import Runner, plan_chunks
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 

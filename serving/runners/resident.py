@@ -20,9 +20,17 @@ from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucke
 from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_params
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-from jaxllm.serving.runners.chunks import padded, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, PrefillChunk, PrefillMode, Verdict, chunks_of
+from jaxllm.serving.runners.runner import (
+    BatchRow,
+    DecodedRow,
+    PrefillChunk,
+    PrefillMode,
+    Verdict,
+    chunks_of,
+    padded,
+    plan_chunks,
+)
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
 from jaxllm.steps.model import BlockEnd

@@ -15,8 +15,8 @@ from jaxllm.nn.documents import Branches
 from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ChunkBucket, ModelShapes, TokensBucket, ids
 from jaxllm.serving.buckets.model import StartBucket
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.runners.chunks import padded, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.runner import padded, plan_chunks
 from jaxllm.steps.branching import Packed, target_room
 from jaxllm.steps.model import ScoredTokens, embed_chunk, route_documents, score_branches, score_chunk
 

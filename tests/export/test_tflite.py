@@ -25,8 +25,7 @@ pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
 from jaxllm.export.converter import share_buffers
-from jaxllm.export.quantized import quantized_subject
-from jaxllm.export.static_products import calibrate
+from jaxllm.export.quantized import calibrate, quantized_subject
 from jaxllm.export.tflite import FILE, export_tflite, require_holdable, tflite_model
 
 # What may hold integers of 8 bits: products and what leads to and from them, and rows of the table.
