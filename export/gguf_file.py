@@ -22,6 +22,7 @@ from jaxllm.checkpoints.gguf_model import read_gguf_params, stored_name, turned
 from jaxllm.checkpoints.gguf_tokenizer import SAMPLING_KEYS, read_gguf_tokenizer, split_name
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.export.folder import require_new
 from jaxllm.export.plain_model import PlainModel, uniform
 from jaxllm.files.atomic import temporary_file
 from jaxllm.models.architectures import architecture
@@ -54,10 +55,7 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
     Raises:
       ConfigError: llama.cpp has no such architecture or tokenizer, or the written file has another model.
     """
-    if path.exists():
-        raise ConfigError(f"{path} exists already; remove it or name another output")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path.parent}: no such folder; create it first")
+    require_new(path)
     level = model.cfg
     if level.model_type not in ARCHITECTURES:
         raise ConfigError(

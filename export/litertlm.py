@@ -24,6 +24,7 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.export.contents import require_contents, require_family, require_format
 from jaxllm.export.converter import Sharing
+from jaxllm.export.folder import require_new
 from jaxllm.export.folder_format.manifest import Precision
 from jaxllm.export.npu import PREFILL_DECODE, npu_models
 from jaxllm.export.quantized import Ranges, left_out
@@ -106,8 +107,7 @@ def export_litertlm(
         )
     without = left_out(subject, precision, without_shadow=plan.without_shadow)
     subject = dataclasses.replace(only_level(subject, level), tiny_lm=None)
-    if out.exists():
-        raise ConfigError(f"{out} exists already; remove it or name another output")
+    require_new(out)
     plan = plan.resolved(subject.cfg)
     if plan.npu:
         _require_floats(plan, precision)

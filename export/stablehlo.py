@@ -102,13 +102,7 @@ def export_stablehlo(
             subject,
             plan,
             signatures,
-            ProgramKind(
-                format="stablehlo",
-                precision=precision,  # pyright: ignore[reportArgumentType]: a key of DTYPES
-                cache_dtype=DTYPES[precision].name,  # pyright: ignore[reportArgumentType]
-                platforms=tuple(platforms),
-                holds_weights=False,
-            ),
+            ProgramKind(format="stablehlo", precision=precision, platforms=tuple(platforms)),  # pyright: ignore
         )
 
 

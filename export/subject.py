@@ -11,10 +11,9 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import read_prefill
-from jaxllm.bundle.levels import Recovery, read_order, read_recovery, require_level
+from jaxllm.bundle.levels import Recovery, read_recovery, require_level
 from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.export.folder_format.parts import (
     INPUT_LEFT,
@@ -164,12 +163,7 @@ def read_subject(
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint
         if adapter is not None:
-            # Imported here, because safetensors is slow to import.
-            from jaxllm.checkpoints.peft import read_adapter
-
-            lora, change = read_adapter(adapter, bundle.cfg)
-            order = read_order(bundle)
-            change = change if order is None else reorder_adapter(change, order)
+            lora, change = read_adapter_of(bundle, adapter)
             params = merge(params, change, lora.scaling)
             model = hashlib.sha256(f"{model} {adapter_digest(change, lora.scaling)}".encode()).hexdigest()
         arrays = {

@@ -105,9 +105,6 @@ def export_tflite(
             ProgramKind(
                 format="tflite",
                 precision=precision,
-                cache_dtype="float32",
-                platforms=("cpu",),
-                holds_weights=True,
                 made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
                 stages=facts,
             ),

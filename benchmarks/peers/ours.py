@@ -156,7 +156,6 @@ def open_live_steps(opening: Opening, progress: Progress) -> Session:
     import jax.numpy as jnp
 
     from jaxllm.bundle import Bundle
-    from jaxllm.config import WHOLE
     from jaxllm.export.programs.live import LiveExecutor
     from jaxllm.export.programs.runner import ProgramRunner
     from jaxllm.kernels.native import without_native_kernels
@@ -168,11 +167,7 @@ def open_live_steps(opening: Opening, progress: Progress) -> Session:
         params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
         cfg = bundle.cfg
     executor = LiveExecutor(
-        "live steps",
-        {WHOLE: params},
-        {WHOLE: cfg},
-        context_tokens=opening.context_tokens,
-        **opening.options,
+        "live steps", params, cfg, context_tokens=opening.context_tokens, **opening.options
     )
     loaded = time.perf_counter()
     with without_native_kernels(branches=True):

@@ -51,6 +51,11 @@ TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
 _READ_BYTES = 1 << 24
 
 
+def malformed(path: Path, error: Exception) -> ProgramError:
+    """The error of a file that cannot be parsed."""
+    return ProgramError(f"{path}: malformed ({error!s:.200}); export the model again")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFile:
     """Size and checksum of a file of the folder."""
@@ -88,7 +93,7 @@ CacheDtype = Literal["float32", "bfloat16"]
 Found = TypeVar("Found")
 
 MANIFEST = "program.json"
-VERSION = 3
+VERSION = 1
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_SIGNATURES = 1 << 12
@@ -289,7 +294,7 @@ class Manifest:
                 f"{folder}: not a folder of programs ({error.strerror}); make one with `jaxllm export`"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+            raise malformed(path, error) from error
         version = data.pop("version", None) if isinstance(data, dict) else None
         if version != VERSION:
             raise ProgramError(
@@ -299,7 +304,7 @@ class Manifest:
             manifest: Manifest = read_part(cls, data)
             manifest._require_files()
         except _READ_ERRORS as error:
-            raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+            raise malformed(path, error) from error
         for name, stored in manifest.files.items():
             if Path(name).name != name or "\0" in name:
                 raise ProgramError(f"{path}: {name!r:.80} is not a file of its folder")
@@ -332,9 +337,7 @@ class Manifest:
         try:
             return TokenizerFiles.from_json(json.loads(raw))
         except (ValueError, RecursionError, CheckpointError) as error:
-            raise ProgramError(
-                f"{folder / name}: malformed ({error!s:.200}); export the model again"
-            ) from error
+            raise malformed(folder / name, error) from error
 
     def read_intact(self, folder: Path, name: str, *, most_bytes: int) -> bytes:
         """The content of a file.

@@ -107,7 +107,7 @@ def level_signatures(
     level: int,
     *,
     chunk_tokens: Sequence[int],
-    verify_tokens: Sequence[int],
+    verify_tokens: Sequence[int] = (),
     block_tokens: int = 0,
     cache_tokens: Sequence[int] = (),
     encode_tokens: Sequence[int] = (),

@@ -6,7 +6,6 @@ larger. Its computation is not checked: trust a folder of programs as you would 
 
 import dataclasses
 import hashlib
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
 from jaxllm.export.folder_format.parts import ProgramLevel
 from jaxllm.export.folder_format.signature import Signature
@@ -51,8 +51,7 @@ class StableHloExecutor(JaxPrograms):
           ConfigError: the programs are for other devices, or the extra is missing.
           ProgramError: a file is corrupt, or the weights are another model's.
         """
-        if importlib.util.find_spec("flatbuffers") is None:
-            raise ConfigError("flatbuffers is not installed; run `pip install 'jaxllm[stablehlo]'`")
+        require_extra("stablehlo", "flatbuffers")
         device = jax.devices()[0]
         platform = _PLATFORMS.get(device.platform, device.platform)
         if platform not in manifest.platforms:
@@ -63,19 +62,12 @@ class StableHloExecutor(JaxPrograms):
         arrays = read_weights(manifest.require_intact(folder, WEIGHTS), model=manifest.model)
         arrays = _in_memory(arrays) if platform == "cpu" else arrays
         weights = {level: _placed(arrays, each) for level, each in manifest.levels.items()}
-        super().__init__(
-            manifest,
-            weights,
-            self._step_of,
-            self._contents_of,
-            kept,
-            tiny_lm=_tiny_lm(manifest, folder),
-            adapters=FolderAdapters(manifest, folder),
-        )
+        adapters = FolderAdapters(manifest, folder)
+        super().__init__(manifest, weights, kept, tiny_lm=_tiny_lm(manifest, folder), adapters=adapters)
         self._folder = folder
 
-    def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
-        """A program's function, within its bounds."""
+    def step(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
+        """See `JaxPrograms`; the program is within its bounds."""
         # Imported here, because it is slow and cached buckets do not need it.
         import jax.export
 
@@ -84,8 +76,8 @@ class StableHloExecutor(JaxPrograms):
         # Results have the names that were checked.
         return cast("Callable[..., dict[str, jax.Array]]", exported.call)
 
-    def _contents_of(self, signature: Signature) -> str:
-        """Key of a program's contents, by SHA-256, so that no other file has it."""
+    def contents(self, signature: Signature) -> str:
+        """See `JaxPrograms`; by SHA-256, so that no other file has it."""
         return f"{hashlib.sha256(self._program(signature)).hexdigest()} {self._bounds(signature)}"
 
     def _program(self, signature: Signature) -> bytes:

@@ -10,7 +10,6 @@ of each stage with the other processor idle, and busy.
 import dataclasses
 import functools
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
 from jaxllm.export.folder_format.signature import KEYS, VALUES, lengthened
@@ -132,8 +132,7 @@ class StagePrograms:
         """
         if manifest.stages is None:
             raise ConfigError(f"{folder} has no stages for two processors; export the model with --stages")
-        if importlib.util.find_spec("ai_edge_litert") is None:
-            raise ConfigError("ai-edge-litert is not installed; pip install ai-edge-litert")
+        require_extra("export", "ai_edge_litert")
         self.facts, self._manifest = manifest.stages, manifest
         self.order: Order = order
         self.cfg, self._room = manifest.levels[WHOLE].cfg, manifest.context_tokens

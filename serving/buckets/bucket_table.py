@@ -132,6 +132,12 @@ class BucketTable:
             raise BucketMissing(f"{bucket} was not compiled; compile it by `fill` before the first request")
         return compiled
 
+    def get_filled(self, bucket: Bucket) -> Any:
+        """`get`, after `fill` if the bucket is not ready."""
+        if not self.is_ready(bucket):
+            self.fill([bucket])
+        return self.get(bucket)
+
     # -- guards -----------------------------------------------------------------------------------
 
     def guard(self, require: Callable[[], None]) -> None:

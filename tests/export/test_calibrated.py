@@ -47,9 +47,7 @@ def test_what_of_a_calibration_programs_do_not_have_is_said(bundle, tmp_path):
         subject,
         plan,
         plan.signatures(100, lambda _: "model.tflite"),
-        ProgramKind(
-            format="tflite", precision="w8a8", cache_dtype="float32", platforms=("cpu",), holds_weights=True
-        ),
+        ProgramKind(format="tflite", precision="w8a8"),
     )
     assert Manifest.read(tmp_path).left_out == ("the calibration of integer prefill, and its shadow",)
 
