@@ -157,10 +157,10 @@ class LoadedModel:
         Raises:
           ConfigError: weights are streamed, or the model was not opened for this level.
         """
-        self.runner(level)
-        if level not in self.runners.resident:
+        found: Any = self.runner(level)
+        if not found.resident:
             raise ConfigError("this requires resident weights; raise --memory")
-        return self.runners.resident[level]
+        return found
 
     def beside(self, bundle: Bundle, options: EngineOptions, progress: Progress | None) -> "LoadedModel":
         """Opens another model, such as a drafter for this one."""
@@ -224,7 +224,7 @@ class LoadedModel:
 
     def _read_ahead(self) -> None:
         """Starts to read the buckets of a short request, which nearly every start needs."""
-        if (runner := self.runners.resident.get(WHOLE)) is not None:
+        if (runner := self.runner(WHOLE)).resident:
             runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
 
     # -- adapters ---------------------------------------------------------------------------------

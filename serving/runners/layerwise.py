@@ -143,11 +143,9 @@ class SourceLayers:
         """The buckets for sources of up to `tokens` tokens, one of `source_lengths`."""
         layers: list[Bucket] = []
         for layer in self._encoder.layer_kinds:
-            if self._is_sparse(layer):
-                assert self._sparse is not None
-                layers += self._sparse.buckets(tokens, layer)
-            else:
-                layers.append(EncoderLayerBucket(tokens=tokens, layer=layer))
+            sparse = self._sparse_of(layer)
+            one = EncoderLayerBucket(tokens=tokens, layer=layer)
+            layers += [one] if sparse is None else sparse.buckets(tokens, layer)
         projections = [SourceLayerBucket(tokens=tokens, layer=each) for each in self._model.layer_kinds]
         return [
             BeginEncoderBucket(tokens=tokens, by_rows=self._by_rows),
@@ -181,18 +179,17 @@ class SourceLayers:
         x, bias = begin(outer, rows, valid)
         for layer, like in enumerate(self._encoder.alike):
             with self._weights.encoder_layer(self._encoder, layer) as weights:
-                if self._is_sparse(layer):
-                    assert self._sparse is not None
-                    x = self._sparse.run(layer, like, weights, (x, bias, valid))
+                if (sparse := self._sparse_of(layer)) is not None:
+                    x = sparse.run(layer, like, weights, (x, bias, valid))
                 else:
-                    x = self._buckets.get(EncoderLayerBucket(tokens=length, layer=like))(
-                        weights, x, bias, valid
-                    )
+                    compiled = self._buckets.get(EncoderLayerBucket(tokens=length, layer=like))
+                    x = compiled(weights, x, bias, valid)
                 jax.block_until_ready(x)
         return self._buckets.get(EndEncoderBucket(tokens=length))(self._norm, x)
 
-    def _is_sparse(self, layer: int) -> bool:
-        return self._sparse is not None and self._encoder.cfg.is_sparse(layer)
+    def _sparse_of(self, layer: int) -> Any:
+        """What runs a layer with experts that are loaded individually; None for other layers."""
+        return self._sparse if self._encoder.cfg.is_sparse(layer) else None
 
 
 class LayerwiseRunner(LevelRunner):

@@ -111,8 +111,9 @@ class Scorer:
         self.runner.fill([self._routing_bucket(1, tokens)], progress)
 
     def embedding_buckets(self) -> list[Bucket]:
-        """The buckets that embed texts of all lengths."""
-        return embedding_buckets(self.runner)
+        """The buckets that embed texts of all lengths: caches have the longest length, so that there is one
+        for each length of a chunk."""
+        return _embedding_buckets(self.runner, self.runner.options.chunk_tokens)
 
     # -- scoring ----------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class Embedding:
         self._cache: KVCache | None = None
 
     def step(self) -> bool:
-        """Computes the next chunk; if its bucket was not filled (see `embedding_buckets`) it is loaded from
+        """Computes the next chunk; a bucket that was not filled (see `Scorer.embedding_buckets`) is loaded from
         disk or compiled first.
 
         Returns:
@@ -256,7 +257,7 @@ class Embedding:
           NotFinite: the hidden states are not finite numbers.
         """
         runner, length = self._runner, self._lengths[0]
-        needed = embedding_buckets(runner, [length])
+        needed = _embedding_buckets(runner, [length])
         runner.fill(needed)
         with runner.lock:
             start, compiled = map(runner.buckets.get, needed)
@@ -276,12 +277,7 @@ class Embedding:
         return False
 
 
-def embedding_buckets(runner: LevelRunner, chunks: Sequence[int] = ()) -> list[Bucket]:
-    """The buckets that embed texts, in chunks of these lengths or of all: caches have the longest length, so
-    that there is one for each length of a chunk."""
+def _embedding_buckets(runner: LevelRunner, chunks: Sequence[int]) -> list[Bucket]:
     capacity, bucket = runner.options.cache_tokens[-1], runner.model.bucket
-    embeds = [
-        bucket(EmbedTextBucket, tokens=each, cache_tokens=capacity)
-        for each in chunks or runner.options.chunk_tokens
-    ]
+    embeds = [bucket(EmbedTextBucket, tokens=each, cache_tokens=capacity) for each in chunks]
     return [bucket(StartBucket, cache_tokens=capacity), *embeds]
