@@ -110,7 +110,11 @@ def export_litertlm(
     require_new(out)
     plan = plan.resolved(subject.cfg)
     if plan.npu:
-        _require_floats(plan, precision)
+        if precision != "f32" or plan.masked:
+            raise ConfigError(
+                "the models of an NPU are floats, which their compiler quantizes, and have masks of their "
+                "own; leave --precision and --attention-mask out"
+            )
         models, sharing = npu_models(subject, plan, progress)
     else:
         signatures = plan.signatures(WHOLE, lambda _: FILE)
@@ -166,14 +170,6 @@ def _advise(params: Any, subject: Subject) -> None:
     params.temperature = sampling.get("temperature", 1.0)
     params.k = int(sampling.get("top_k", 0)) or subject.cfg.vocab_size
     params.p = sampling.get("top_p", 1.0)
-
-
-def _require_floats(plan: ExportPlan, precision: Precision) -> None:
-    if precision != "f32" or plan.masked:
-        raise ConfigError(
-            "the models of an NPU are floats, which their compiler quantizes, and have masks of their own; "
-            "leave --precision and --attention-mask out"
-        )
 
 
 def _build(file: Any, models: Sequence[Path], tokenizer: Path, facts: Path, without: Sequence[str]) -> None:

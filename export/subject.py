@@ -159,7 +159,11 @@ def read_subject(
     dtype = np.dtype(np.float32) if dtype is None else dtype
     with without_native_kernels(), Bundle.open(path) as bundle:
         require_room(bundle.cfg, "programs")
-        require_portable(bundle)
+        if bundle.layout.weights not in PORTABLE_WEIGHTS:
+            raise ConfigError(
+                f"{path} has {bundle.layout.weights} weights, a width that the native kernels alone read "
+                f"(native-only width); prepare the model with --weights {' or '.join(PORTABLE_WEIGHTS)}"
+            )
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint
         if adapter is not None:
@@ -172,7 +176,9 @@ def read_subject(
         entries = {}
         for level, cfg in cfgs.items():
             entry = {
-                name: Argument(stored=name, shape=_shape(cfg, name, array.shape))
+                name: Argument(
+                    stored=name, shape=param_specs(cfg)[name].shape if cfg.layer_units else array.shape
+                )
                 for name, array in arrays.items()
                 if name in params
             }
@@ -217,20 +223,6 @@ def _calibration(bundle: Bundle) -> PrefillCalibration | None:
         channels={key: np.array(each) for key, each in found.channels.items()},
         rows={key: tuple(np.array(rows) for rows in each) for key, each in found.rows.items()},
     )
-
-
-def require_portable(bundle: Bundle) -> None:
-    """Raises ConfigError if a bundle has a feature that portable programs do not support."""
-    layout = bundle.layout
-    if layout.weights not in PORTABLE_WEIGHTS:
-        raise ConfigError(
-            f"{bundle.path} has {layout.weights} weights, a width that the native kernels alone read "
-            f"(native-only width); prepare the model with --weights {' or '.join(PORTABLE_WEIGHTS)}"
-        )
-
-
-def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-    return param_specs(cfg)[name].shape if cfg.layer_units else whole
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:

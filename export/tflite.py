@@ -146,7 +146,7 @@ def _quantized(
     precision: Precision,
     ranges: Mapping[int, Mapping[str, Ranges]] | None,
 ) -> _Quantized:
-    require_holdable(subject.cfg)
+    require_room(subject.cfg, "tflite")
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
     require_family("tflite", precision, subject.cfg, levels=len(subject.levels) > 1)
@@ -180,11 +180,6 @@ def _model(
     # The converter turns them into float32.
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
     return share_buffers(convert(made), halves)
-
-
-def require_holdable(cfg: ModelConfig) -> None:
-    """Raises ConfigError if `.tflite` models cannot express a model."""
-    require_room(cfg, "tflite")
 
 
 def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:

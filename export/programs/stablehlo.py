@@ -106,7 +106,9 @@ class Bounds:
     @property
     def largest_elements(self) -> int:
         """Maximum number of elements of an array."""
-        return _SMALL + _LARGEST * max(math.prod(each.shape) for each in _leaves((self.inputs, self.outputs)))
+        return _SMALL + _LARGEST * max(
+            math.prod(each.shape) for each in jax.tree.leaves((self.inputs, self.outputs))
+        )
 
     def require(self, exported: "jax.export.Exported", name: str) -> None:
         """Checks a program, called `name`, before it is compiled.
@@ -120,7 +122,7 @@ class Bounds:
             ("returns", exported.out_avals, exported.out_tree, self.outputs),
         ):
             actual = [(tuple(each.shape), each.dtype.name) for each in avals]
-            wanted = [(tuple(each.shape), each.dtype.name) for each in _leaves(expected)]
+            wanted = [(tuple(each.shape), each.dtype.name) for each in jax.tree.leaves(expected)]
             if actual != wanted or tree != jax.tree.structure(expected):
                 differing = [pair for pair in zip(actual, wanted, strict=False) if pair[0] != pair[1]][:1]
                 raise ProgramError(
@@ -148,10 +150,6 @@ def program_bounds(signature: Signature, manifest: Manifest, weights: Mapping[st
     caches, outputs = jax_shapes(interface.caches), jax_shapes(interface.outputs)
     inputs = shapes, caches, jax_shapes(interface.inputs)
     return Bounds(inputs, caches | outputs if interface.writes else outputs)
-
-
-def _leaves(tree: Any) -> list[jax.ShapeDtypeStruct]:
-    return jax.tree.leaves(tree)
 
 
 def _tiny_lm(manifest: Manifest, folder: Path) -> dict[str, jax.Array]:

@@ -354,10 +354,11 @@ def _export_tflite(
     progress: "Progress",
 ) -> list[str]:
     """Exports as tflite, device or litertlm; returns messages for the user."""
-    from jaxllm.export.tflite import export_tflite, require_holdable
+    from jaxllm.export.tflite import export_tflite
+    from jaxllm.models.features import require_room
 
     # Check this before a text is read.
-    require_holdable(subject.cfg)
+    require_room(subject.cfg, "tflite")
     ranges = None if calibration_text is None else _ranges(subject, plan, calibration_text)
     if kind in ("tflite", "device"):
         from jaxllm.export.folder import write_loop

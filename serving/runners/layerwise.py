@@ -31,7 +31,6 @@ from jaxllm.serving.buckets.layer import (
     LayerBucket,
     LayersBucket,
     NormBucket,
-    RestoreBucket,
 )
 from jaxllm.serving.buckets.parts import (
     MOST_LAYERS,
@@ -398,9 +397,6 @@ class StreamedRunner(LayerwiseRunner):
 
     def _embed_bucket(self, tokens: int) -> Bucket:
         return EmbedRowsBucket(tokens=tokens)
-
-    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `LevelRunner`."""

@@ -22,6 +22,7 @@ from jaxllm.serving.buckets.layer import (
     LastLogitsBucket,
     LoadBucket,
     PrefillRestoredBucket,
+    RestoreBucket,
 )
 from jaxllm.serving.buckets.model import ForkBucket, GrowBucket, SampleBucket, StartBucket
 from jaxllm.serving.buckets.parts import used_heads
@@ -137,9 +138,9 @@ class LevelRunner(Runner):
     def _embed_bucket(self, tokens: int) -> Bucket:
         """The bucket that embeds `tokens` tokens."""
 
-    @abc.abstractmethod
     def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """The bucket that restores one layer of a context and recomputes `tokens` tokens of it."""
+        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     def fork_buckets(self) -> list[Bucket]:
         """The buckets that copy prefixes of caches (see `fork`); none for encoder-decoders, whose answers

@@ -15,7 +15,7 @@ from jaxllm.models.layer import InputRows
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.layer import EmbedBucket, LastLogitsBucket, PrefillRestoredBucket, RestoreBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, LastLogitsBucket, PrefillRestoredBucket
 from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket
 from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_params
 from jaxllm.serving.ground.prompt_rows import PromptRows
@@ -197,9 +197,6 @@ class ResidentRunner(LevelRunner):
 
     def _embed_bucket(self, tokens: int) -> Bucket:
         return self.model.bucket(EmbedBucket, tokens=tokens)
-
-    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     # -- answering --------------------------------------------------------------------------------
 

@@ -293,10 +293,6 @@ def prompt_cost(tokens: int, lengths: Sequence[int], *, exact: bool) -> int:
     return (tokens if exact else sum(plan)) + _PASS_TOKENS * len(plan)
 
 
-def _chunk_cost(plan: Sequence[int]) -> int:
-    return sum(plan) + _PASS_TOKENS * len(plan)
-
-
 @functools.lru_cache(maxsize=4096)
 def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Descending chunk lengths of minimum cost for a tail of `tokens`."""
@@ -308,7 +304,7 @@ def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         else:
             tail = _cheapest(rest, tuple(c for c in lengths if c <= length))
             plan = (length, *tail)
-        cost = _chunk_cost(plan)
+        cost = sum(plan) + _PASS_TOKENS * len(plan)
         if best is None or cost < best[0]:
             best = (cost, plan)
     assert best is not None

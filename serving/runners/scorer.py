@@ -247,8 +247,8 @@ class Embedding:
         self._cache: KVCache | None = None
 
     def step(self) -> bool:
-        """Computes the next chunk; a bucket that was not filled (see `Scorer.embedding_buckets`) is loaded from
-        disk or compiled first.
+        """Computes the next chunk; a bucket that was not filled (see `Scorer.embedding_buckets`) is loaded
+        from disk or compiled first.
 
         Returns:
           Whether there is more to do.

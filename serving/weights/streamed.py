@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,11 +128,6 @@ class EmbeddingRows:
         raise self._checksums.changed(start + begin, end - begin)
 
 
-def read_array(reader: PieceReader, extent: Extent) -> np.ndarray:
-    """Reads an array of a bundle's file and copies it, so that the rest of its pages is freed."""
-    return extent.array(reader.read(extent.offset, extent.size_bytes).copy())
-
-
 # Size limit of cached rows of the embedding, and their maximum share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
 
@@ -193,7 +187,8 @@ class StreamedWeights:
         sizes = [each.memory_bytes - each.kept_bytes for each in passes.whole]
         # A resident part has the whole embedding.
         rows_bytes = 0 if self._part else kept_rows_bytes(bundle.weight_bytes)
-        self._kept_bytes = rows_bytes + self._vector_bytes + (self._part.size_bytes if self._part else 0)
+        self._kept_bytes = rows_bytes + sum(each.size_bytes for each in self._vectors().values())
+        self._kept_bytes += self._part.size_bytes if self._part else 0
         self.plan: MemoryPlan = plan_memory(
             sizes,
             dataclasses.replace(budget, fixed_bytes=budget.fixed_bytes + self._kept_bytes),
@@ -303,8 +298,13 @@ class StreamedWeights:
     def frozen(self) -> dict[str, Weight]:
         """All parameters by name: vectors outside of layers resident, all others as shapes, or as views of
         the file that are never read."""
+
+        def read(extent: Extent) -> np.ndarray:
+            # Copied, so that the rest of its pages is freed.
+            return extent.array(self._reader.read(extent.offset, extent.size_bytes).copy())
+
         small = {
-            name: self._bundle.place(tensor, tensor.data.shape, functools.partial(read_array, self._reader))
+            name: self._bundle.place(tensor, tensor.data.shape, read)
             for name, tensor in self._vectors().items()
         }
         if self._bundle.read_in_place:
@@ -410,10 +410,6 @@ class StreamedWeights:
         """Stops all threads and closes the file."""
         self._stream.close()
         self._rows.close()
-
-    @property
-    def _vector_bytes(self) -> int:
-        return sum(each.size_bytes for each in self._vectors().values())
 
     def _vectors(self) -> dict[str, Tensor]:
         """The parameters outside of layers that are not token matrices: norms, positions and biases."""
