@@ -12,14 +12,17 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
 from jaxllm.export.folder_format.manifest import WEIGHTS, Manifest, StoredFile
+from jaxllm.export.folder_format.signature import cache_shapes
 from jaxllm.export.folder_format.weights import read_weights, write_weights
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.export.programs.stablehlo import StableHloExecutor
-from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.signatures import ExportPlan, step_shapes
 from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
+from jaxllm.export.subject import read_subject
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.sampling import Sampling
 from jaxllm.serving.buckets.store import CompiledBucketFolder
@@ -27,9 +30,10 @@ from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import prefill_prompt
+from tests.copied_bytes import copied_bytes
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS, answers
-from tests.tiny import tiny_params
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("flatbuffers")
 ROOT = Path(__file__).parents[2]
@@ -270,3 +274,36 @@ def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch)
 def test_plans_that_cannot_be(options, part):
     with pytest.raises(ConfigError, match=part):
         ExportPlan(**options).resolved(CFG)
+
+
+# Programs write new rows into the caches that they are given, and copy none.
+
+
+LAYERS, ROOM = 4, 512
+DEEP_PLAN = ExportPlan(
+    context_tokens=ROOM, chunk_tokens=(16, 64), cache_tokens=(), verify_tokens=(8,), block_tokens=4
+)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    cfg = dataclasses.replace(TINY, layers=LAYERS, window_tokens=ROOM, attention_windows=())
+    path = tmp_path_factory.mktemp("export") / "tiny.jaxllm"
+    return read_subject(write_tiny_bundle(path, cfg=cfg, params=tiny_params(cfg)))
+
+
+def compiled(signature, deep, *, branches):
+    """A program of all platforms, as this CPU compiles it."""
+    program = traced(signature, deep, DEEP_PLAN, precision="f32", platforms=PLATFORMS, branches=branches)
+    step = jax.jit(program.call, donate_argnums=(1,), keep_unused=True)
+    return step.lower(*step_shapes(signature, deep, DEEP_PLAN, np.dtype(np.float32))).compile()
+
+
+@pytest.mark.parametrize("name", ["decode", "block_4", "verify_8", "prefill_16", "prefill_64"])
+def test_no_cache_is_copied(deep, name, shipped_compilations):
+    (signature,) = (each for each in DEEP_PLAN.resolved(deep.cfg).signatures(WHOLE, str) if each.name == name)
+    one = 4 * int(np.prod(next(iter(cache_shapes(deep.cfg, ROOM).values()))))
+    # What a block copies are its controls.
+    assert copied_bytes(compiled(signature, deep, branches=True)) < one
+    if name == "decode":
+        assert copied_bytes(compiled(signature, deep, branches=False)) >= 2 * LAYERS * one

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm import Engine
+from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.config import WHOLE
@@ -16,6 +17,7 @@ from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.kernels import native
 from jaxllm.models.decoder import forward_documents, logits
+from jaxllm.models.layer_stack import STACK, StackedLayers
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.serving.buckets.model import PrefillBucket, SampleBucket
 from jaxllm.serving.elastic import levels
@@ -24,7 +26,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.weights.model_level import ModelLevel
 from tests.elastic.models import random_order
-from tests.kernels.switching import needs_native
+from tests.kernels.switching import fall_back, needs_native
 from tests.tiny import TINY, random_params, tiny_params, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
@@ -287,3 +289,51 @@ def test_other_parameters_of_the_same_form_make_another_version(params):
     with pytest.raises(ConfigError, match="of another form"):
         whole.swap(wider)
     assert whole.params is other
+
+
+# Without native kernels a quantized model's equal layers are stacked when it is loaded; levels are views.
+
+
+STACKED = dataclasses.replace(CFG, layers=4)
+HALVED = dataclasses.replace(OPTIONS, levels=(50,))
+
+
+def stacked_bundle(folder, weights):
+    parts = elastic_parts(Ladder(levels=(50, 100), anchors=(1,)), {})
+    path = folder / f"{weights}.jaxllm"
+    return write_tiny_bundle(path, cfg=STACKED, params=tiny_params(STACKED), parts=parts, weights=weights)
+
+
+def stacked_answers(path, level):
+    engine = Engine.open(path, options=HALVED, level=level)
+    try:
+        found = engine.generate([1, 50, 7, 99, 23], GenerationConfig(max_tokens=8, ignore_eos=True))
+        return engine.model.runner(level).model, found.tokens
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+def test_stacks_hold_what_the_bundle_does(tmp_path, weights, monkeypatch):
+    fall_back(monkeypatch)
+    with Bundle.open(stacked_bundle(tmp_path, weights)) as bundle:
+        flat, stacked = bundle.load(), bundle.load(stacked=True)
+        assert list(flat) == list(stacked)
+        for one, other in zip(jax.tree.leaves(flat), jax.tree.leaves(stacked), strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other))
+
+
+@pytest.mark.parametrize(("weights", "level"), [("int8", 50), ("int8", 100), ("f32", 100), ("bf16", 100)])
+def test_an_engine_answers_from_stacks(tmp_path, weights, level, monkeypatch):
+    """Floats stay in the mapped file."""
+    fall_back(monkeypatch)
+    path = stacked_bundle(tmp_path, weights)
+    model, tokens = stacked_answers(path, level)
+    if weights != "int8":
+        assert STACK not in model.params
+        return
+    assert isinstance(model.params[STACK], StackedLayers)
+    monkeypatch.setattr("jaxllm.serving.opening.loading.stacks_layers", lambda *_: False)
+    flat, expected = stacked_answers(path, level)
+    assert STACK not in flat.params
+    assert tokens == expected
