@@ -32,6 +32,7 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import prefill_prompt
 from tests.copied_bytes import copied_bytes
 from tests.export.conftest import PLAN
+from tests.export.drafting import ALWAYS
 from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS, answers
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
@@ -60,9 +61,9 @@ def test_levels_read_the_same_weights_and_answer_as_the_live_engine(engine, live
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("drafter", ["none", "level"])
 def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
-    drafts = None if drafter == "none" else SpeculationOptions(drafter="ngram", pausing=False)
+    drafts = None if drafter == "none" else SpeculationOptions(drafter="level", level=100, **ALWAYS)
     engine = open_program(stablehlo, speculation=drafts)
     engine.warm_up()
     # Neither is anything that other tests may have left.

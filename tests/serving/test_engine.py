@@ -285,18 +285,6 @@ def test_the_first_token_does_not_wait_for_the_bucket_of_the_others(tiny_bundle,
     assert generation.result().tokens == engine.generate(PROMPT, config()).tokens
 
 
-def test_buckets_update_the_cache_in_place(engine):
-    cache = engine.runner.start(1)
-    cache_bytes = sum(leaf.nbytes for leaf in (*cache.keys, *cache.values))
-    capacity = cache.capacity_tokens
-    for bucket in (
-        PrefillBucket(tokens=16, cache_tokens=capacity),
-        DecodeBucket(block_tokens=8, cache_tokens=capacity),
-    ):
-        memory = engine.runner.buckets.get(bucket).memory_analysis()
-        assert memory.alias_size_in_bytes >= cache_bytes, bucket
-
-
 def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights="int8")
     none = Kernels("xla", "they were not built", missing=True)
