@@ -156,7 +156,6 @@ def _model_keys(model: PlainModel, cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    """Returns llama.cpp's name of each tensor, and its layout in terms of our parameters."""
     gguf, family = import_gguf(), architecture(cfg.model_type)
     of = ARCHITECTURES[cfg.model_type]
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
@@ -172,7 +171,6 @@ def _type(gguf: Any, shape: tuple[int, ...], kind: str, *, matrix: bool) -> Any:
 
 
 def _config_keys(cfg: ModelConfig, kind: str) -> dict[str, Any]:
-    """The metadata of the architecture, without its name."""
     gguf, rope = import_gguf(), cfg.rope
     units = [cfg.units(layer) for layer in range(cfg.layers)]
     norm = "layer_norm_epsilon" if cfg.norm == "layer" else "layer_norm_rms_epsilon"
@@ -311,7 +309,6 @@ def _kind(at: int, tokens: Mapping[int, str], added: Mapping[int, Any], model: M
 
 
 def _prepends(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether a SentencePiece tokenizer puts a space before a text."""
     each = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
     return any(part["type"] == "Prepend" for part in each)
 

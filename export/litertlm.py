@@ -226,7 +226,6 @@ def require_same_chats(bundle: Path, tokenizer: Tokenizer) -> None:
 
 
 def _bos_text(tokenizer: Tokenizer) -> str:
-    """Returns the text of the start token, if the runtime adds one."""
     return tokenizer.files.special.get("bos_token", "") if tokenizer.adds_bos else ""
 
 

@@ -205,7 +205,6 @@ def read_subject(
 
 
 def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
-    """The tiny LM, in copied arrays, if it chooses between some of the levels."""
     tiny = read_tiny_lm(bundle)
     if tiny is None or not set(tiny.levels) & set(levels):
         return None

@@ -200,7 +200,6 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
 
 
 def _params_of(*, scales: Mapping[str, np.ndarray], static: Mapping[str, StaticProduct]) -> ParamsOf:
-    """Makes parameters of a level's weights."""
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
         whole: dict[str, Any] = dict(weights)

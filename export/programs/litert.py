@@ -375,7 +375,6 @@ def _read(buffer: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _missing(manifest: Manifest, model: Any) -> list[str]:
-    """Returns the signatures of a manifest that a model lacks."""
     there = model.get_signature_list()
     return [each.name for each in manifest.signatures if each.name not in there]
 

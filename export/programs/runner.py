@@ -218,7 +218,6 @@ class ProgramRunner(Runner):
         return dataclasses.replace(cache, source=source)
 
     def _encoding(self, tokens: int) -> Signature:
-        """Returns the program that encodes a source of so many tokens."""
         lengths = self.executor.manifest.encode_tokens(self.level)
         if not lengths:
             raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source; give it a prompt")
@@ -423,7 +422,6 @@ class ProgramRunner(Runner):
 
 
 def _next_inputs(token: int, at: int) -> dict[str, np.ndarray]:
-    """A token at a position, as inputs."""
     return {TOKENS: np.array([[token]], np.int32), POSITIONS: np.array([at], np.int32)}
 
 

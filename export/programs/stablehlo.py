@@ -81,7 +81,6 @@ class StableHloExecutor(JaxPrograms):
         return f"{hashlib.sha256(self._program(signature)).hexdigest()} {self._bounds(signature)}"
 
     def _program(self, signature: Signature) -> bytes:
-        """The contents of a program's file."""
         return self.manifest.read_intact(self._folder, signature.file, most_bytes=MAX_PROGRAM_BYTES)
 
     def _bounds(self, signature: Signature) -> "Bounds":
@@ -153,7 +152,6 @@ def program_bounds(signature: Signature, manifest: Manifest, weights: Mapping[st
 
 
 def _tiny_lm(manifest: Manifest, folder: Path) -> dict[str, jax.Array]:
-    """The weights of a folder's tiny LM on the device; empty for none."""
     if manifest.tiny_lm is None:
         return {}
     arrays = read_weights(manifest.require_intact(folder, TINY_WEIGHTS), model=manifest.model)

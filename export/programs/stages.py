@@ -247,7 +247,6 @@ class StagePrograms:
     def _begin(
         self, tokens: Sequence[int], at: int, rows: Mapping[str, np.ndarray], lengths: Sequence[int]
     ) -> StagedPrompt:
-        """A prompt before its first layer."""
         chunks, places, fed = [], [], 0
         for length in lengths:
             row, real = padded(tokens[fed : fed + length], length)

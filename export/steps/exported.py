@@ -278,13 +278,11 @@ def _block_step(
 
 
 def _counted(counts: jax.Array, token: jax.Array) -> jax.Array:
-    """`counts` `[1, V]` with a token `[1]` more."""
     index = jnp.arange(counts.shape[-1], dtype=jnp.int32)[None]
     return counts + (index == token[:, None]).astype(jnp.int32)
 
 
 def _stops(token: jax.Array, controls: Arrays) -> jax.Array:
-    """Whether a token `[1]` ends the answer."""
     # NO_TOKEN pads the stop tokens, and ends an answer, too.
     same = (controls["stop_ids"] == token).astype(jnp.int32)
     return (jnp.max(same) > 0) | (token[0] == NO_TOKEN)
@@ -317,7 +315,6 @@ def _step(
 
 
 def _by_layer(*stacks: tuple[str, tuple[jax.Array, ...]]) -> dict[str, jax.Array]:
-    """Arrays of layers by name."""
     return {name.format(layer): each for name, arrays in stacks for layer, each in enumerate(arrays)}
 
 
@@ -431,7 +428,6 @@ def _packed(levels: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpacked(data: jax.Array, bits: int) -> jax.Array:
-    """Levels `[n, K, C, H]` float32 of bytes."""
     rest, most, planes = data.astype(jnp.float32), np.float32(2**bits), []
     for _ in range(8 // bits):
         above = jnp.floor(rest / most)

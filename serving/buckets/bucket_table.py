@@ -175,13 +175,11 @@ class BucketTable:
         pool.shutdown(wait=False)
 
     def _finish(self, bucket: Bucket) -> Any:
-        """Waits for a bucket that is being built and stores it."""
         compiled, self.bucket_ms[bucket] = self._pending.pop(bucket).result()
         self._compiled[bucket] = compiled
         return compiled
 
     def _drop_ahead(self) -> None:
-        """Releases buckets that were loaded ahead in vain."""
         for bucket in self._ahead.keys() - self._pending.keys():
             future = self._ahead.pop(bucket, None)
             if future is not None:

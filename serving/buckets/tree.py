@@ -96,5 +96,4 @@ class KeepBucket(ChunkBucket):
 
 
 def _fed(nodes: int) -> jax.ShapeDtypeStruct:
-    """Shape of the mask of nodes that the drafter's cache has."""
     return jax.ShapeDtypeStruct((nodes,), jnp.bool_)

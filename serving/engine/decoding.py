@@ -193,7 +193,6 @@ class GuidedDecoding(Decoding):
         return dataclasses.replace(sampler, **masked)
 
     def _feeds_floats(self, tokens: int) -> bool:
-        """Whether a prefill of `tokens` tokens runs in floats, as decoding does."""
         return self.runner.prefill_chunks(tokens)[0].mode == "float"
 
 

@@ -229,7 +229,6 @@ class Request:
             )
 
     def _require_rows(self, runner: Runner) -> None:
-        """Checks that a runner supports prompt embeddings."""
         if not getattr(runner.options, "prompt_rows", False):
             raise ConfigError(
                 "rows in place of tokens need buckets of their own: open the engine with "
@@ -242,7 +241,6 @@ class Request:
             )
 
     def _require_source(self, runner: Runner) -> None:
-        """Checks that there is a source that fits if the model has an encoder, and none otherwise."""
         encoder = runner.cfg.encoder
         if encoder is None:
             if self.source is not None:

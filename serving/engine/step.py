@@ -126,7 +126,6 @@ def fail(run: Run) -> None:
 
 
 def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
-    """Runs a stage's work under the model's lock."""
     tokens = len(run.tokens)
     with run.runner.lock:
         if run.stage != "ended":
@@ -202,7 +201,6 @@ def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
 
 
 def _prefill(run: Run) -> None:
-    """Feeds the next chunk; after the last one, samples the first token."""
     _require_same_weights(run)
     session, at = run.session, len(run.session.tokens)
     # The last token of a sequence that slides is decoded from, not fed.
@@ -225,7 +223,6 @@ def _prefill(run: Run) -> None:
 
 
 def _draw_first(run: Run, logits: Any) -> None:
-    """Samples the first token from the logits after the prompt."""
     token, run.sampler = run.decoding.first(logits, run.sampler)
     # The transfer waits for the device: the token is visible only now.
     first = _finite(run, [int(np.asarray(token)[0])])
@@ -289,7 +286,6 @@ def _take(run: Run, block: list[int]) -> None:
 
 
 def _check_end(run: Run) -> None:
-    """Checks whether a run has ended."""
     matcher = run.decoding.matcher
     if run.finish_reason is None and matcher is not None and matcher.complete:
         run.finish_reason = "length" if matcher.completed else "stop"
@@ -302,7 +298,6 @@ def _check_end(run: Run) -> None:
 
 
 def _finish(run: Run) -> None:
-    """Ends the run; its lifecycle stores the context."""
     _end(run)
     run.dispatched = Dispatched("finish")
     run.lifecycle.finish(run)

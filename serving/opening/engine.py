@@ -150,7 +150,6 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
 
 
 def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:
-    """Options that also serve these levels."""
     missing = {each for each in levels if each != WHOLE} - {*options.levels}
     if not missing:
         return options

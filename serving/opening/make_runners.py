@@ -81,7 +81,6 @@ def make_runners(
 
 
 def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool) -> None:
-    """Checks that answers can attend to stored chunks in place."""
     native_cache = reads_addresses(jnp.dtype(options.cache_dtype))
     because = {
         "its weights are streamed": streamed,
@@ -127,7 +126,6 @@ def _runner(
 
 
 def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
-    """An empty bucket table for the levels of a model."""
     whole, store = models[WHOLE], None
     folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.buckets_bytes or 0)
     if folder is not None:

@@ -132,7 +132,6 @@ class Batch:
         return found + [self._runner.empty_cache(capacity) for _ in range(count - len(found))]
 
     def _idle_row(self, cache: KVCache, *, limit: int) -> BatchRow:
-        """A row of no answer."""
         return BatchRow(
             token=np.zeros(1, np.int32),
             cache=cache,

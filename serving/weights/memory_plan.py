@@ -243,7 +243,6 @@ def source_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 
 
 def _layer_rows(cfg: ModelConfig) -> int:
-    """Total numbers that a layer computes per token."""
     neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
     sizes = [layer_config(cfg, layer) for layer in range(cfg.layers)]
     heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in sizes)

@@ -313,7 +313,6 @@ class WeightStream:
         return self._piece_bytes * counts.read_s / counts.read_bytes if counts.read_bytes else 0.0
 
     def _drop_all(self) -> None:
-        """Frees all slots, after their reads have ended."""
         dropped = []
         while self._ahead:
             slot = self._ahead.popleft()
@@ -325,7 +324,6 @@ class WeightStream:
         self._freed.notify_all()
 
     def _release(self, count: int) -> None:
-        """Frees the slots of the first `count` pieces."""
         with self._lock:
             for slot in [self._ahead.popleft() for _ in range(count)]:
                 slot.piece, slot.ready = -1, False
@@ -333,7 +331,6 @@ class WeightStream:
             self._freed.notify(count)
 
     def _run(self) -> None:
-        """Reads pieces in a thread."""
         while True:
             with self._lock:
                 self._freed.wait_for(

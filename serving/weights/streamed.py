@@ -422,7 +422,6 @@ class StreamedWeights:
         }
 
     def _weights(self, slot: Slot, number: int) -> dict[str, Weight]:
-        """The weights of a layer's piece in a slot, by their full names."""
         key = id(slot), number
         if key in self._placed:
             return self._placed[key]
@@ -437,7 +436,6 @@ class StreamedWeights:
         return weights
 
     def _forget_versions(self, model: ModelLevel) -> None:
-        """Drops the parameters of former versions of a level."""
         level, version = model.weights_version
         for key in [key for key in self._made if key[2][0] == level and key[2][1] != version]:
             del self._made[key]
@@ -460,7 +458,6 @@ def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) 
 
 
 def _rebased(weight: Weight, base: Weight) -> Weight:
-    """A weight with another base; its adapter stays."""
     if isinstance(weight, Adapted):
         return dataclasses.replace(weight, base=_rebased(weight.base, base))
     return base
