@@ -42,9 +42,6 @@ class PlainModel:
 
     Attributes:
       name: display name of the model.
-      cfg: config of the level.
-      tokenizer: tokenizer of the model.
-      bundle: bundle that weights are read from.
       changes: adapters and their scalings, of the whole model or of the level, added to the weights.
     """
 
@@ -79,11 +76,7 @@ class PlainModel:
 
 
 class PlainParam:
-    """Parameter of a plain model, read on access.
-
-    Attributes:
-      shape, dtype: shape and dtype of the array.
-    """
+    """Parameter of a plain model, read on access."""
 
     def __init__(self, model: PlainModel, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._model, self._name, self.shape, self.dtype = model, name, shape, dtype

@@ -78,12 +78,10 @@ class Subject:
     """A model to export.
 
     Attributes:
-      name: display name.
       model: fingerprint of the bundle, and of a merged adapter.
       arrays: arrays by name, each stored once: dense weights of the whole model `[*U, D]`, and factors of
         the levels' adapters.
       levels: the sub-models and the arrays of each; 100 is among them.
-      tokenizer: tokenizer of the model.
       calibration: calibration of integer prefill; None if the bundle has none.
       merged: whether an adapter was merged into the weights.
       tiny_lm: tiny LM that plans requests; None if the bundle has none, or none that chooses between these

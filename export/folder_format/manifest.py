@@ -105,15 +105,12 @@ class Manifest:
     """A folder of programs.
 
     Attributes:
-      format: format of the programs.
       name: display name of the model.
       model: fingerprint of the exported bundle, also stored with the weights.
       context_tokens: length of the longest caches.
       precision: precision of the weight matrices, and for w8a8 also of activations.
       cache_dtype: dtype of keys and values.
-      platforms: platforms that the programs run on.
       levels: levels by percent; 100 is the whole model.
-      signatures: the programs.
       files: all files but the manifest, by name.
       made_with: versions of the packages that wrote it, for display.
       left_out: features of the bundle that the programs do not have, for display.

@@ -105,7 +105,6 @@ class Executor(abc.ABC):
     is passed to `grow`, `run` or `keep`, once.
 
     Attributes:
-      manifest: manifest of the programs.
       lock: lock that the caller acquires: one call at a time.
       adapters: low-rank adapters that its programs accept, and the current one.
       moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are already

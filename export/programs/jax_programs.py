@@ -172,7 +172,6 @@ class ProgramBucket(Bucket):
     """Runs one exported step.
 
     Attributes:
-      signature: signature of the step.
       contents: digest of its program.
     """
 

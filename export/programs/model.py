@@ -70,8 +70,6 @@ class ProgramModel:
     """Programs of one folder, with a runner for each level (see `jaxllm.serving.engine.engine.Model`).
 
     Attributes:
-      executor: runs the programs.
-      tokenizer: tokenizer of the model.
       tiny_lm: tiny LM that plans requests; None for none.
       stages: stage programs that prefill on two processors; None for one processor.
       load_ms: time to open the folder and place its weights.

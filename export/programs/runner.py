@@ -105,10 +105,6 @@ class ProgramRunner(Runner):
     Prefill programs return no logits, as LiteRT-LM's do not: the last token of a prompt is always decoded.
 
     Attributes:
-      executor: executor of the programs.
-      level: level in percent.
-      cfg: config of the model, or of the level's sub-model.
-      options: see `ProgramOptions`.
       token_chooser: samples tokens other than the most likely.
     """
 

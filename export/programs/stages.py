@@ -106,14 +106,7 @@ class StagedPrompt:
 
 
 class StagePrograms:
-    """Stage programs of a folder on two processors. Not thread-safe: one prompt at a time.
-
-    Attributes:
-      facts: facts about the folder's stages.
-      order: order of stages.
-      measured: times of stages.
-      pair: the processors.
-    """
+    """Stage programs of a folder on two processors. Not thread-safe: one prompt at a time."""
 
     def __init__(
         self, manifest: Manifest, folder: Path, *, order: Order = "out-of-order", times: Path | None = None

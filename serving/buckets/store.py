@@ -215,7 +215,6 @@ class BucketStore:
     """The buckets of one model in a `CompiledBucketFolder`.
 
     Attributes:
-      folder: folder of the buckets.
       facts: all inputs besides family and fields, as plain data by name.
     """
 

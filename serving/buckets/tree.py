@@ -35,11 +35,7 @@ class VerifyBucket(ChunkBucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftBucket(ChunkBucket):
-    """Grows a token tree after the sequence in the drafter's cache (see `steps.trees.draft`).
-
-    Attributes:
-      growth: growth of the tree.
-    """
+    """Grows a token tree after the sequence in the drafter's cache (see `steps.trees.draft`)."""
 
     growth: Growth
 

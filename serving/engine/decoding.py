@@ -29,8 +29,6 @@ class TokenLogprob:
     """A token and its log-probability (natural, of the model's own logits).
 
     Attributes:
-      token: its id.
-      logprob: its log-probability.
       top: the likeliest tokens and theirs, likeliest first.
     """
 
@@ -44,7 +42,6 @@ class Decoding:
     grammar restricts them.
 
     Attributes:
-      runner: the model's runner.
       matcher: state of the answer's grammar; None without one. A step waits until it is ready.
       logprobs: log-probabilities of the tokens so far; None if not requested.
     """
@@ -77,7 +74,6 @@ class Drafts(Decoding):
     """Decodes the answers of one level with drafts if that is faster (`jaxllm.serving.speculation`).
 
     Attributes:
-      options: speculation options.
       counts: drafts and verifications so far.
       drafter: source of the drafts; its memory can be reclaimed while it does not draft.
     """

@@ -43,7 +43,6 @@ class GenerationConfig:
       stop: strings that end the answer; not part of its text.
       stop_token_ids: tokens that end the answer, in addition to the model's end tokens.
       ignore_eos: whether to continue past the model's end tokens.
-      sampling: sampling parameters.
       task: task of an encoder-decoder, one of `TokenizerFiles.tasks`, whose prefix is put before a source
         text; empty for the model's default, or none.
       grammar: grammar that the text must match; None for any text. The answer then has no drafts.
@@ -97,7 +96,6 @@ class Fed:
 
     Attributes:
       first: position of its first token.
-      chunk: the chunk that was fed.
       rest: the prompt's other chunks.
       logits: logits after it, if `rest` is empty.
     """
@@ -168,7 +166,6 @@ class Request:
       begun: whether an encoder-decoder's prompt has tokens after its start tokens.
       rows: embeddings in place of some of the prompt's ids; None for none.
       config: length, stops and sampling.
-      seed: the sampling seed.
       level: the sub-model that answers, in percent.
       drafted: whether the answer may be drafted.
       sliding: how to continue past the end of the context; None to end the answer there.

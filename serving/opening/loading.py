@@ -42,9 +42,6 @@ class LoadedModel:
     """A bundle whose weights are loaded or streamed, with a runner for each level.
 
     Attributes:
-      bundle: the open model file.
-      options: resolved options.
-      tokenizer: the model's tokenizer.
       streamed: streamed weights; None if all are resident.
       adapter_digest: hex digest of the model's adapter; empty without one.
       load_ms: time to open the bundle and place its weights.

@@ -33,7 +33,6 @@ class Runners:
 
     Attributes:
       by_level: level in percent -> runner, including 100.
-      buckets: the compiled buckets of all levels.
       modes: the prefill mode of each prompt; None if all prefill is in floats.
       processors: processors for stages of integer prefill; None for this process's device.
     """

@@ -70,11 +70,7 @@ Chunk = tuple[np.ndarray, TokenPositions]
 
 
 class Head(Protocol):
-    """Provides the weight of the head in pieces.
-
-    Attributes:
-      head: the pieces.
-    """
+    """Provides the weight of the head in pieces."""
 
     head: list[HeadPiece]
 
@@ -192,11 +188,7 @@ class SourceLayers:
 
 
 class LayerwiseRunner(LevelRunner):
-    """Runs one level of a model layer by layer.
-
-    Attributes:
-      head: provides the weight of the head.
-    """
+    """Runs one level of a model layer by layer."""
 
     def __init__(
         self, model: ModelLevel, buckets: BucketTable, head: Head, sources: SourceLayers | None

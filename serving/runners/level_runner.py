@@ -38,8 +38,6 @@ class LevelRunner(Runner):
     restores them into other caches (see `jaxllm.serving.contexts`).
 
     Attributes:
-      model: the level.
-      buckets: the compiled buckets of all levels.
       int8: integer prefill, a `jaxllm.serving.int8_prefill.runner.Int8Prefill`; None for float prefill only.
       resident: whether all weights are in memory.
       sources: source lengths of an encoder-decoder with buckets, ascending; empty for other models.

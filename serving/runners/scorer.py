@@ -68,11 +68,7 @@ class BranchesBucket(RoutingBucket):
 
 
 class Scorer:
-    """Scores text with one level of a model.
-
-    Attributes:
-      runner: the runner of the level.
-    """
+    """Scores text with one level of a model."""
 
     def __init__(self, runner: LevelRunner) -> None:
         """See the class.

@@ -46,12 +46,9 @@ class MemoryPlan:
     """The division of a memory budget.
 
     Attributes:
-      budget_bytes: the whole budget.
       fixed_bytes: bytes of everything but pieces: caches, activations, a drafter.
       slots: number of slots, shared by the pieces that are read in each pass; 0 if all are resident.
-      slot_bytes: bytes of one slot.
       resident: numbers of the resident pieces, ascending.
-      resident_bytes: bytes of the resident pieces.
     """
 
     budget_bytes: int

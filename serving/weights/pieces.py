@@ -37,10 +37,7 @@ class LayerPiece:
     """A layer, or the part of it that a level uses. In memory it has the layout of the whole layer.
 
     Attributes:
-      layer: index of the layer.
-      segment: segment of the file.
       start: index of the segment's first byte in memory.
-      ranges: ranges to read.
       memory_bytes: memory of the whole layer.
       kept: ranges that are not read, because a resident level has them.
     """
@@ -67,7 +64,6 @@ class HeadPiece:
       count: number of rows.
       extents: extents of the rows' data, and of their scales if they are quantized, in the file.
       ranges: ranges to read, one per extent.
-      memory_bytes: memory of the piece.
     """
 
     first: int

@@ -52,7 +52,6 @@ class Slot:
       memory: uint8, page-aligned.
       piece: number of the piece that is in it or is read into it; -1 for none.
       ready: whether the read has ended or failed.
-      error: error of the read.
     """
 
     memory: np.ndarray
@@ -62,11 +61,7 @@ class Slot:
 
 
 class WeightStream:
-    """The pieces of one model, or of one of its levels. One pass at a time.
-
-    Attributes:
-      counts: see `StreamCounts`.
-    """
+    """The pieces of one model, or of one of its levels. One pass at a time."""
 
     def __init__(
         self,

@@ -142,7 +142,6 @@ class StreamedWeights:
 
     Attributes:
       plan: the division of the budget.
-      head: the pieces of the head.
       resident_bytes: bytes of resident pieces, which `resize` changes.
     """
 
