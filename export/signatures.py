@@ -51,11 +51,11 @@ from jaxllm.export.subject import Subject
 from jaxllm.models.encoder.parameters import Params
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.tiny_lm import TlmConfig, forward_both
+from jaxllm.options import check_options, option
 from jaxllm.quant import OwnProduct, QArray, Weight
 from jaxllm.serving.elastic.tiny_lm import served_arrays
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
-_MAX_TREE, _MAX_BLOCK = 256, 64
 # Number of inputs that share a scale of activations in native kernels, and number of its steps.
 _SPAN, _TOP = 256, 127
 # Number of tokens of the chunks that a program encodes or loads at once.
@@ -87,13 +87,13 @@ class ExportPlan:
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
-    context_tokens: int = 0
-    chunk_tokens: tuple[int, ...] = CPU_CHUNK_TOKENS
-    verify_tokens: tuple[int, ...] = ()
-    block_tokens: int = 0
-    cache_tokens: tuple[int, ...] | None = None
+    context_tokens: int = option(0, low=0)
+    chunk_tokens: tuple[int, ...] = option(CPU_CHUNK_TOKENS, low=2, entries=1, ascending=True)
+    verify_tokens: tuple[int, ...] = option((), low=2, high=256, ascending=True)
+    block_tokens: int = option(0, low=0, high=64)
+    cache_tokens: tuple[int, ...] | None = option(None, low=2, ascending=True)
     encode_tokens: tuple[int, ...] = ()
-    levels: tuple[int, ...] = ()
+    levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
     without_shadow: bool = False
     static_verify: bool = False
     masked: bool = False
@@ -102,18 +102,9 @@ class ExportPlan:
     codec: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):
-            values = getattr(self, name) or ()
-            if list(values) != sorted(set(values)) or min(values, default=least) < least:
-                raise ConfigError(f"{name} must be ascending and at least {least}, got {values}")
-        if not self.chunk_tokens:
-            raise ConfigError("chunk_tokens is empty; name at least one prefill chunk length")
-        if not (self.block_tokens == 0 or 2 <= self.block_tokens <= _MAX_BLOCK):
-            raise ConfigError(f"block_tokens must be 2 to {_MAX_BLOCK}, or 0, got {self.block_tokens}")
-        if max(self.verify_tokens, default=0) > _MAX_TREE:
-            raise ConfigError(f"verify_tokens must be at most {_MAX_TREE}, got {self.verify_tokens}")
-        if max(self.levels, default=WHOLE) > WHOLE:
-            raise ConfigError(f"levels are percentages, got {self.levels}")
+        check_options(self)
+        if self.block_tokens == 1:
+            raise ConfigError("block_tokens must be at least 2, or 0 for no blocks, got 1")
         if self.codec:
             find_codec(self.codec)
 

@@ -130,8 +130,8 @@ class GuidedDecoding(Decoding):
     def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """See `Decoding`: samples a token `[1]` from logits and advances the grammar."""
         row = None if self.logprobs is None else np.asarray(logits)[0]
-        drawn, after = self.runner.sample(logits, self._masked(sampler))
-        chosen = np.asarray(drawn)
+        sampled, after = self.runner.sample(logits, self._masked(sampler))
+        chosen = np.asarray(sampled)
         token = int(chosen[0])
         if self.logprobs is not None and row is not None and token != NO_TOKEN:
             self.logprobs.append(token_logprob(row, token, self._top))

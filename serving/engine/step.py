@@ -197,7 +197,7 @@ def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
     run.prefill_mode, run.dispatched = fed.chunk.mode, Dispatched("prefill", fed.chunk)
     run.stage = "prefill"
     if not fed.rest:
-        _draw_first(run, fed.logits)
+        _sample_first(run, fed.logits)
 
 
 def _prefill(run: Run) -> None:
@@ -219,10 +219,10 @@ def _prefill(run: Run) -> None:
     if run.slid is not None:
         run.sequence, run.slid, run.stage = run.slid, None, "decode"
         return
-    _draw_first(run, logits)
+    _sample_first(run, logits)
 
 
-def _draw_first(run: Run, logits: Any) -> None:
+def _sample_first(run: Run, logits: Any) -> None:
     token, run.sampler = run.decoding.first(logits, run.sampler)
     # The transfer waits for the device: the token is visible only now.
     first = _finite(run, [int(np.asarray(token)[0])])

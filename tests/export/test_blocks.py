@@ -77,7 +77,7 @@ def test_tokens_that_no_block_may_give(engine, monkeypatch):
         with pytest.raises(ProgramError, match="block_4 gave"):
             engine.generate(PROMPTS[1], CONFIG)
     for block in (1, 65, -1):
-        with pytest.raises(ConfigError, match="block_tokens must be 2 to 64"):
+        with pytest.raises(ConfigError, match="block_tokens must be "):
             ExportPlan(block_tokens=block)
 
 

@@ -261,10 +261,10 @@ def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"chunk_tokens": ()}, "chunk_tokens is empty"),
+        ({"chunk_tokens": ()}, "chunk_tokens must have 1 or more entries"),
         ({"chunk_tokens": (32, 16)}, "ascending"),
-        ({"verify_tokens": (300,)}, "at most 256"),
-        ({"levels": (120,)}, "percentages"),
+        ({"verify_tokens": (300,)}, "256"),
+        ({"levels": (120,)}, "each of levels must be a whole number"),
         ({"context_tokens": 1000}, "window of 128"),
         ({"context_tokens": 8}, "no chunk"),
         ({"context_tokens": 16, "verify_tokens": (32,)}, "do not fit the context of 16"),
