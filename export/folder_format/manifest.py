@@ -41,6 +41,7 @@ from jaxllm.export.folder_format.signature import (
     source_shapes,
 )
 from jaxllm.files.input_files import open_regular, read_bytes
+from jaxllm.layer_configs import require
 from jaxllm.options import check_options, option
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -137,45 +138,40 @@ class Manifest:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not all(isinstance(each, str) for each in self.made_with.values()):
-            raise ValueError("made_with has values that are no text")
-        if not 1 <= len(self.signatures) <= _MAX_SIGNATURES:
-            raise ValueError(f"there are {len(self.signatures)} programs, not 1 to {_MAX_SIGNATURES}")
-        if WHOLE not in self.levels or not all(1 <= level <= WHOLE for level in self.levels):
-            raise ValueError("there is no whole model, or a level of other percents than 1 to 100")
-        if self.context_tokens > (window := self.levels[WHOLE].cfg.window_tokens):
-            raise ValueError(f"context_tokens {self.context_tokens} is more than the window of {window}")
+        named = all(isinstance(each, str) for each in self.made_with.values())
+        require(named, "made_with has values that are no text")
+        count, whole = len(self.signatures), self.levels.get(WHOLE)
+        require(1 <= count <= _MAX_SIGNATURES, f"there are {count} programs, not 1 to {_MAX_SIGNATURES}")
+        if whole is None or not all(1 <= level <= WHOLE for level in self.levels):
+            raise ConfigError("there is no whole model, or a level of other percents than 1 to 100")
+        fits = self.context_tokens <= (window := whole.cfg.window_tokens)
+        require(fits, f"context_tokens {self.context_tokens} is more than the window of {window}")
+        kinds = collections.defaultdict(list)
         for each in self.signatures:
             room = self.room(each)
             # A row of the tiny LM is in no cache.
             tokens = 0 if each.kind == "tiny_lm" else each.tokens
-            if each.level not in self.levels or tokens > room or room > self.context_tokens:
-                raise ValueError(f"{each.name} is of no level, or does not fit its caches")
-        kinds = collections.defaultdict(list)
-        for each in self.signatures:
-            kinds[each.level, self.room(each)].append(each.kind)
-        for level in self.levels:
+            fits = each.level in self.levels and tokens <= room <= self.context_tokens
+            require(fits, f"{each.name} is of no level, or does not fit its caches")
+            kinds[each.level, room].append(each.kind)
+        for level, entry in self.levels.items():
             for cache in {self.context_tokens, *self.cache_tokens(level)}:
-                if kinds[level, cache].count("decode") != 1 or "prefill" not in kinds[level, cache]:
-                    raise ValueError(f"level {level} cannot read a prompt and decode in {cache} tokens")
-            encoder = self.levels[level].cfg.encoder
-            sources = self.encode_tokens(level)
-            if (encoder is not None) != bool(sources):
-                raise ValueError(f"level {level} has an encoder, or programs that encode, but not both")
-            if encoder is not None and sources[-1] > encoder.window_tokens:
-                raise ValueError(f"level {level} encodes more tokens than its encoder's window")
-
-        if (self.tiny_lm is None) != (not self.tiny_lm_tokens()):
-            raise ValueError("there is a tiny LM, or programs of one, but not both")
-        if self.tiny_lm is not None and self.tiny_lm_tokens()[-1] != self.tiny_lm.row_tokens:
-            raise ValueError(f"no program of the tiny LM reads its rows of {self.tiny_lm.row_tokens} tokens")
-        if self.adapters is not None and self.adapters.shapes.keys() != self.levels.keys():
-            raise ValueError("adapters are of other levels")
-        if self.stages is not None and (
-            len(self.stages.shadowed) != self.levels[WHOLE].cfg.layers
-            or self.stages.chunk_tokens[-1] > self.context_tokens
-        ):
-            raise ValueError("stages are of other layers, or do not fit the context")
+                answers = kinds[level, cache].count("decode") == 1 and "prefill" in kinds[level, cache]
+                require(answers, f"level {level} cannot read a prompt and decode in {cache} tokens")
+            encoder, sources = entry.cfg.encoder, self.encode_tokens(level)
+            both = (encoder is not None) == bool(sources)
+            require(both, f"level {level} has an encoder, or programs that encode, but not both")
+            fits = encoder is None or sources[-1] <= encoder.window_tokens
+            require(fits, f"level {level} encodes more tokens than its encoder's window")
+        tiny, rows = self.tiny_lm, self.tiny_lm_tokens()
+        require((tiny is None) == (not rows), "there is a tiny LM, or programs of one, but not both")
+        if tiny is not None and rows[-1] != tiny.row_tokens:
+            raise ConfigError(f"no program of the tiny LM reads its rows of {tiny.row_tokens} tokens")
+        if self.adapters is not None:
+            require(self.adapters.shapes.keys() == self.levels.keys(), "adapters are of other levels")
+        if (stages := self.stages) is not None:
+            fits = len(stages.shadowed) == whole.cfg.layers and stages.chunk_tokens[-1] <= self.context_tokens
+            require(fits, "stages are of other layers, or do not fit the context")
 
     def tiny_lm_tokens(self) -> tuple[int, ...]:
         """Lengths of rows that the tiny LM has programs for, ascending."""
