@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -244,14 +245,11 @@ def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeyp
 
 
 def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise ProgramError("no")
-
     with pytest.raises(ConfigError, match="exists already"):
         export_stablehlo(subject, tmp_path, PLAN)
     with pytest.raises(ConfigError, match="got abacus"):
         export_stablehlo(subject, tmp_path / "out", PLAN, platforms=("abacus",))
-    monkeypatch.setattr("jaxllm.export.stablehlo.verify", fail)
+    monkeypatch.setattr("jaxllm.export.stablehlo.verify", Mock(side_effect=ProgramError("no")))
     least = dataclasses.replace(PLAN, verify_tokens=(), cache_tokens=())
     with pytest.raises(ProgramError):
         export_stablehlo(subject, tmp_path / "out", least, platforms=("cpu",))

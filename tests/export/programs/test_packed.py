@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,10 +106,7 @@ def test_what_was_damaged_or_could_be_anybodys_is_packed_again(tmp_path, caplog)
 def test_a_file_that_cannot_be_opened_for_a_moment_stays(tmp_path, monkeypatch):
     folder = tmp_path / "packed"
     assert packed(folder, tmp_path / "a", "one", b"ours") == {b"ours"}
-
-    def refused(path):
-        raise OSError(errno.EMFILE, "Too many open files", str(path))
-
+    refused = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
     with monkeypatch.context() as patch:
         patch.setattr(packed_weights, "private_file", refused)
         assert PackedFolder(folder, limit_bytes=10)._found("") is None

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +113,8 @@ def test_what_is_not_kept(folder, place, graph, notices, monkeypatch):
         jax.config.update("jax_enable_compilation_cache", False)
     # It is above the limit.
     CompiledBucketFolder(place, limit_bytes=100).store(KEY, graph)
-
-    def refuse(_):
-        raise NotImplementedError("const_args")
-
     # It has no serialized form.
+    refuse = Mock(side_effect=NotImplementedError("const_args"))
     monkeypatch.setattr(jaxllm.serving.buckets.store.serialize_executable, "serialize", refuse)
     folder.store(KEY, compiled())
     assert load(folder, KEY) is None
@@ -177,13 +175,9 @@ def test_no_flipped_bit_is_overlooked(folder, entry, monkeypatch):
 
 def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, notices):
     """Damage that no checksum tells: an entry as some other build would have written it."""
-
+    library = jaxllm.serving.buckets.store.serialize_executable
     with monkeypatch.context() as patch:
-        patch.setattr(
-            jaxllm.serving.buckets.store.serialize_executable,
-            "serialize",
-            lambda _: (b"x", None, None),
-        )
+        patch.setattr(library, "serialize", lambda _: (b"x", None, None))
         folder.store(KEY, graph)
     assert load(folder, KEY) is None
     folder.store(KEY, graph)
@@ -259,10 +253,7 @@ def test_a_folder_that_cannot_be_made_is_told_once(folder, place, graph, notices
 
 
 def test_storage_that_is_full_is_told_once_and_leaves_nothing(folder, place, graph, notices, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     for key in (KEY, OTHER_KEY):
         folder.store(key, graph)
     assert os.listdir(place) == []
