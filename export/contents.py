@@ -1,7 +1,7 @@
 """Lists the contents of each format's programs, and the packages that it needs: the only place that names
 what a format lacks.
 
-Exporters call `require_contents`; the guide of exports includes `as_markdown()`.
+Exporters call `require_contents`; the guide of exports has a table of `CONTENTS`.
 """
 
 import dataclasses
@@ -82,21 +82,6 @@ CONTENTS = {
 _PLAIN = {"hf": ("export", ()), "gguf": ("gguf", ("gguf",))}
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
-# Attribute of `Contents` -> the row of the table.
-_ROWS = {
-    "blocks": "decode of several tokens, with sampling",
-    "verified": "verification of drafts",
-    "levels": "levels, with their recovery adapters",
-    "short_caches": "short caches",
-    "masks": "an attention mask as an input",
-    "npu": "embedder, auxiliary model and layers apart, for an NPU",
-    "stages": "stages of prefill for two processors (w8a8)",
-    "encoders": f"encoder-decoders (not {_NOT_ENCODED})",
-    "tiny_lm": "the tiny LM, which plans calls",
-    "adapters": "adapters as an input (decoders alone)",
-    "codecs": "codecs of contexts (decoders alone)",
-    "precisions": "`--precision`",
-}
 
 
 def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bool = False) -> None:
@@ -158,23 +143,6 @@ def require_family(kind: str, precision: str, cfg: ModelConfig, *, levels: bool 
             f"{precision} programs are not made of encoder-decoders, and {cfg.model_type} is one: their "
             "scales are found on a text, by a decoder alone; take --precision int8 or f32"
         )
-
-
-def as_markdown() -> str:
-    """Programs and formats, as Markdown."""
-
-    def cell(value: bool | str | tuple[str, ...]) -> str:
-        return (
-            ", ".join(value)
-            if isinstance(value, tuple)
-            else {True: "yes", False: "no", "": "no"}.get(value, str(value))
-        )
-
-    lines = [["", *(f"`{name}`" for name in CONTENTS)], ["---"] * (1 + len(CONTENTS))]
-    lines.append(["prefill of a chunk, decode of a token", *("yes" for _ in CONTENTS)])
-    for name, title in _ROWS.items():
-        lines.append([title, *(cell(getattr(each, name)) for each in CONTENTS.values())])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def require_format(kind: str) -> None:
