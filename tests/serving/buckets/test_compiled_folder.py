@@ -1,9 +1,9 @@
 """Executables on disk: what comes back, whose files are trusted, and how much is kept."""
 
+import concurrent.futures
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,17 +188,6 @@ def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, noti
 # Whose folder it is.
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(folder, entry, graph, notices):
-    """In which ways others may, `tests/serving/host/test_trusted_path.py` tells."""
-    entry.parent.chmod(0o702)
-    assert load(folder, KEY) is None
-    folder.store(OTHER_KEY, graph)
-    assert os.listdir(entry.parent) == [entry.name]
-    (notice,) = notices()
-    for part in (str(entry.parent), "others may write to it", "JAXLLM_CACHE"):
-        assert part in notice
-
-
 class Attack:
     """Unpickled it makes a folder."""
 
@@ -241,24 +230,41 @@ def test_code_of_another_user_is_never_run(tmp_path, monkeypatch, hole):
     assert made.exists()
 
 
-@pytest.mark.parametrize("obstacle", ["a file in its place", "a file above it"])
-def test_a_folder_that_cannot_be_made_is_told_once(folder, place, graph, notices, obstacle):
-    blocked = place if obstacle == "a file in its place" else place.parent
-    blocked.parent.mkdir(exist_ok=True, parents=True)
-    blocked.write_text("")
-    for _ in range(2):
-        assert load(folder, KEY) is None
-        folder.store(KEY, graph)
-    assert len(notices()) == 1
+def in_its_place(place, patch):
+    place.parent.mkdir(parents=True)
+    place.write_text("")
 
 
-def test_storage_that_is_full_is_told_once_and_leaves_nothing(folder, place, graph, notices, monkeypatch):
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+def writable(place, patch):
+    """In which ways others may write to it, `tests/serving/host/test_trusted_path.py` tells."""
+    place.mkdir(parents=True)
+    place.chmod(0o702)
+
+
+def full(place, patch):
+    patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+
+
+OBSTACLES = {
+    "a file in its place": (in_its_place, ""),
+    "a file above it": (lambda place, patch: place.parent.write_text(""), ""),
+    "others may write to it": (writable, "others may write to it"),
+    "storage is full": (full, "No space left on device"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), OBSTACLES.values(), ids=OBSTACLES)
+def test_what_hinders_a_folder_is_told_once_and_leaves_nothing(
+    folder, place, graph, notices, monkeypatch, make, reason
+):
+    make(place, monkeypatch)
     for key in (KEY, OTHER_KEY):
+        assert load(folder, key) is None
         folder.store(key, graph)
-    assert os.listdir(place) == []
+    assert not place.is_dir() or os.listdir(place) == []
     (notice,) = notices()
-    assert "No space left on device" in notice
+    for part in (str(place), reason, "JAXLLM_CACHE"):
+        assert part in notice
 
 
 # How much is kept.
@@ -311,10 +317,7 @@ def test_many_may_store_and_load_at_once(place, graph):
             if again is not None and not run(again)["out"].any():
                 faults.append(key)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert faults == []
     assert not list(place.glob("*.tmp"))
