@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -256,6 +256,21 @@ def controls(sampler: SamplerState, stop_ids: np.ndarray, limit: int) -> dict[st
         "draw": np.concatenate([np.array(numbers, np.int32), seed]),
         **{name: np.asarray(getattr(sampler, name)) for name in PENALTIES},
     }
+
+
+def sampler_of(controls: Mapping[str, Any], counts: Any, done: Any) -> SamplerState:
+    """The sampler of a block's `controls`, with the counts `[1, V]` after `done` tokens since then."""
+    draw = controls["draw"]
+    return SamplerState(
+        **dict(zip(OPTIONS, controls["options"], strict=True)),
+        top_k=draw[TOP_K],
+        penalized=draw[PENALIZED] > 0,
+        bias=controls["bias"],
+        in_prompt=controls["in_prompt"],
+        counts=counts,
+        seed=draw[SEED],
+        drawn=draw[DRAWN] + done,
+    )
 
 
 def control_shapes(vocab_size: int) -> Shapes:

@@ -31,6 +31,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import dynamic_slice_in_dim as slice_in_dim
+from jax.lax import dynamic_update_slice_in_dim as update_slice_in_dim
 from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
@@ -41,24 +43,20 @@ from jaxllm.export.folder_format.parts import ADAPTER, INPUT_LEFT, INPUT_RIGHT, 
 from jaxllm.export.folder_format.signature import (
     CHUNKS,
     COUNT,
-    DRAWN,
     FACTORS,
     KEYS,
     LEVELS,
     LOGITS,
     MASK,
     NEXT_TOKENS,
-    OPTIONS,
-    PENALIZED,
     POSITIONS,
-    SEED,
     SOURCE_KEYS,
     SOURCE_TOKENS,
     SOURCE_VALUES,
     TOKENS,
-    TOP_K,
     VALUES,
     Signature,
+    sampler_of,
 )
 from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
 from jaxllm.kv.states import SourceLayers
@@ -67,7 +65,7 @@ from jaxllm.models.encoder_decoder import encode, encoder_params, with_source
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Adapted, Weight
 from jaxllm.sampling import BITS, Repeat, by_loop, filtered, gumbel_noise, largest, only_if
-from jaxllm.sampling_state import NO_TOKEN, SamplerState, penalize
+from jaxllm.sampling_state import NO_TOKEN, penalize
 
 Arrays = Mapping[str, jax.Array]
 Step = Callable[[Arrays, Arrays, Arrays], dict[str, jax.Array]]
@@ -230,7 +228,7 @@ def run_block(
         logits, caches = step(caches, token, inputs[POSITIONS] + done)
         token = choose(logits, inputs, counts, done, by_loop)
         counts = _counted(counts, token)
-        rows = jax.lax.dynamic_update_slice_in_dim(rows, token[None], done, axis=1)
+        rows = update_slice_in_dim(rows, token[None], done, axis=1)
         return done + 1, token, ~_stops(token, inputs), rows, counts, caches
 
     start = (
@@ -337,19 +335,10 @@ def choose(
       done: int32 scalar, number of tokens sampled since `controls` were made.
       repeat: `jaxllm.sampling.by_loop` or `one_by_one`.
     """
-    axes, draw = Axes("choose"), controls["draw"]
+    axes = Axes("choose")
     axes.check(jnp.float32, "1 V", logits=logits)
     axes.check(jnp.int32, "1 V", counts=counts)
-    state = SamplerState(
-        **dict(zip(OPTIONS, controls["options"], strict=True)),
-        top_k=draw[TOP_K],
-        penalized=draw[PENALIZED] > 0,
-        bias=controls["bias"],
-        in_prompt=controls["in_prompt"],
-        counts=counts,
-        seed=draw[SEED],
-        drawn=draw[DRAWN] + done,
-    )
+    state = sampler_of(controls, counts, done)
     draws = state.temperature > 0
 
     def noised(logits: jax.Array) -> jax.Array:
@@ -377,7 +366,9 @@ def run_encode_chunks(
     for layer in range(cfg.layers):
         for name, sharing in sides:
             side = name.format(layer)
-            taken = jnp.stack([_slice(caches[side], at, form.tokens) for at in chunks])
+            taken = jnp.concatenate(
+                [slice_in_dim(caches[side], at * form.tokens, form.tokens, axis=2) for at in chunks]
+            )
             # No constant for converters, which would multiply by its reciprocal and so round otherwise.
             most = jax.lax.optimization_barrier(jnp.float32(2**bits - 1))
             levels, low, scale = quantized_part(form.codec.transformed(taken), AXES[sharing], most)
@@ -401,21 +392,10 @@ def run_load_chunks(
             rows = form.codec.transformed(factors[:, 0] + factors[:, 1] * levels).astype(caches[side].dtype)
             whole = caches[side]
             for place in range(chunks.shape[0]):
-                whole = _updated(whole, rows[place], chunks[place], form.tokens)
+                at = chunks[place] * form.tokens
+                whole = update_slice_in_dim(whole, rows[place : place + 1], at, axis=2)
             found[side] = whole
     return found
-
-
-def _slice(rows: jax.Array, at: jax.Array, tokens: int) -> jax.Array:
-    """Chunk number `at` `[K, C, H]` of a cache `[1, K, S, H]`."""
-    zero = jnp.int32(0)
-    _, heads, _, width = rows.shape
-    return jax.lax.dynamic_slice(rows, (zero, zero, at * tokens, zero), (1, heads, tokens, width))[0]
-
-
-def _updated(rows: jax.Array, chunk: jax.Array, at: jax.Array, tokens: int) -> jax.Array:
-    zero = jnp.int32(0)
-    return jax.lax.dynamic_update_slice(rows, chunk[None], (zero, zero, at * tokens, zero))
 
 
 def _packed(levels: jax.Array, bits: int) -> jax.Array:
