@@ -254,7 +254,9 @@ class StaticProduct:
 
         def product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
             del matrix, axis
-            return plain_product(self._excess(_columns(x, self.channels)), rows.astype(jnp.float32), -1)
+            known = _columns(x, self.channels)
+            excess = known - jnp.clip(known, np.float32(_LEAST * self.step), np.float32(_TOP * self.step))
+            return plain_product(excess, rows.astype(jnp.float32), -1)
 
         return product
 
@@ -264,9 +266,6 @@ class StaticProduct:
         out = plain_product(fake_quant(x, np.array([self.step])), weight, -1)
         # Keeps the converter from propagating int8 into following operations, above all the cache.
         return jax.lax.optimization_barrier(fake_quant(out, np.array([1 / _TOP]))) * self.outputs
-
-    def _excess(self, x: jax.Array) -> jax.Array:
-        return x - jnp.clip(x, np.float32(_LEAST * self.step), np.float32(_TOP * self.step))
 
 
 def with_shadow(subject: Subject) -> Subject:

@@ -189,6 +189,10 @@ def read_subject(
                     for name, side in sides.items()
                 }
             entries[level] = ProgramLevel(cfg=cfg, weights=entry)
+        tiny = read_tiny_lm(bundle)
+        if tiny is not None:
+            copies = {name: np.array(each) for name, each in tiny.params.items()}
+            tiny = dataclasses.replace(tiny, params=copies) if {*tiny.levels} & entries.keys() else None
         return Subject(
             name=bundle.layout.name,
             model=model,
@@ -197,16 +201,9 @@ def read_subject(
             tokenizer=bundle.tokenizer_files(),
             calibration=_calibration(bundle),
             merged=adapter is not None,
-            tiny_lm=_tiny_lm(bundle, tuple(entries)),
+            tiny_lm=tiny,
             adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
-
-
-def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
-    tiny = read_tiny_lm(bundle)
-    if tiny is None or not set(tiny.levels) & set(levels):
-        return None
-    return dataclasses.replace(tiny, params={name: np.array(each) for name, each in tiny.params.items()})
 
 
 def _calibration(bundle: Bundle) -> PrefillCalibration | None:

@@ -266,7 +266,8 @@ class LiteRtExecutor(Executor):
                 raise ProgramError(
                     f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
                 ) from error
-            if missing := _missing(manifest, self._model):
+            there = self._model.get_signature_list()
+            if missing := [each.name for each in manifest.signatures if each.name not in there]:
                 raise ProgramError(
                     f"{path} lacks the signatures {', '.join(missing)}, which {folder / MANIFEST} names; "
                     "copy both from one export"
@@ -372,11 +373,6 @@ class LiteRtExecutor(Executor):
 
 def _read(buffer: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer.read(math.prod(shape), dtype.type).reshape(shape)
-
-
-def _missing(manifest: Manifest, model: Any) -> list[str]:
-    there = model.get_signature_list()
-    return [each.name for each in manifest.signatures if each.name not in there]
 
 
 def _close(model: Any, *buffers: dict[Any, Any]) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
-from jaxllm.export.folder_format.parts import ProgramLevel
 from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import FolderAdapters
@@ -61,9 +60,18 @@ class StableHloExecutor(JaxPrograms):
             )
         arrays = read_weights(manifest.require_intact(folder, WEIGHTS), model=manifest.model)
         arrays = _in_memory(arrays) if platform == "cpu" else arrays
-        weights = {level: _placed(arrays, each) for level, each in manifest.levels.items()}
-        adapters = FolderAdapters(manifest, folder)
-        super().__init__(manifest, weights, kept, tiny_lm=_tiny_lm(manifest, folder), adapters=adapters)
+        weights = {
+            level: {
+                name: jax.device_put(view, device, may_alias=True)
+                for name, view in each.views(arrays).items()
+            }
+            for level, each in manifest.levels.items()
+        }
+        adapters, tiny = FolderAdapters(manifest, folder), {}
+        if manifest.tiny_lm is not None:
+            stored = read_weights(manifest.require_intact(folder, TINY_WEIGHTS), model=manifest.model)
+            tiny = {name: jax.device_put(each) for name, each in stored.items()}
+        super().__init__(manifest, weights, kept, tiny_lm=tiny, adapters=adapters)
         self._folder = folder
 
     def step(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
@@ -151,13 +159,6 @@ def program_bounds(signature: Signature, manifest: Manifest, weights: Mapping[st
     return Bounds(inputs, caches | outputs if interface.writes else outputs)
 
 
-def _tiny_lm(manifest: Manifest, folder: Path) -> dict[str, jax.Array]:
-    if manifest.tiny_lm is None:
-        return {}
-    arrays = read_weights(manifest.require_intact(folder, TINY_WEIGHTS), model=manifest.model)
-    return {name: jax.device_put(each) for name, each in arrays.items()}
-
-
 def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Copies arrays into one block of memory, which the system allocates in large pages: a decoded token
     reads all weights, which is slower from the small pages of a mapped file."""
@@ -169,8 +170,3 @@ def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         found[name][...] = each
         at += sizes[name]
     return found
-
-
-def _placed(arrays: dict[str, np.ndarray], level: ProgramLevel) -> dict[str, jax.Array]:
-    device = jax.devices()[0]
-    return {name: jax.device_put(view, device, may_alias=True) for name, view in level.views(arrays).items()}

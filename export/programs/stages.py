@@ -257,12 +257,13 @@ class StagePrograms:
                     rows.get(name.format(layer), np.zeros((1, 1, 0, 1), np.float32)), shape
                 )
         prompt = StagedPrompt(self._call, chunks, layers, places)
-        self.pair.timed("float", lambda: self._embed(prompt))
-        return prompt
 
-    def _embed(self, prompt: StagedPrompt) -> None:
-        for chunk, (length, _) in zip(prompt.chunks, prompt.lengths, strict=True):
-            chunk |= self._run("float", f"{EMBED}_{length}", chunk)
+        def embed() -> None:
+            for chunk, (length, _) in zip(chunks, places, strict=True):
+                chunk |= self._run("float", f"{EMBED}_{length}", chunk)
+
+        self.pair.timed("float", embed)
+        return prompt
 
     def _call(self, each: Subgraph, tokens: int, known: Mapping[str, np.ndarray]) -> Arrays:
         return self._run(each.processor, stage_name(each.stage, each.layer, tokens), known)

@@ -164,8 +164,9 @@ class BucketTable:
 
     def _begin(self, buckets: Sequence[Bucket]) -> None:
         """Starts threads that build new buckets, and those that failed, in this order."""
-        for bucket in [bucket for bucket, future in self._pending.items() if _failed(future)]:
-            del self._pending[bucket]
+        for bucket, future in [*self._pending.items()]:
+            if future.cancelled() or (future.done() and future.exception() is not None):
+                del self._pending[bucket]
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self]
         if not new:
             return
@@ -203,7 +204,3 @@ class BucketTable:
 
 def _refuse() -> None:
     raise ConfigError("this engine is closed; open the model again")
-
-
-def _failed(future: concurrent.futures.Future) -> bool:
-    return future.cancelled() or (future.done() and future.exception() is not None)

@@ -29,7 +29,6 @@ from jaxllm.serving.runners.runner import BatchRow, DecodedRow
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import KVCache
-    from jaxllm.serving.guided.workers import Matcher
 
 
 def step(*running: Run) -> Run:
@@ -45,7 +44,11 @@ def step(*running: Run) -> Run:
     run = min(running, key=lambda each: each.stepped_s)
     try:
         if run.decoding.matcher is not None:
-            _follow(run, run.decoding.matcher)
+            # Wait before acquiring the model's lock, so that no other thread waits for it.
+            run.decoding.matcher.wait()
+            with run.runner.lock:
+                if run.stage == "decode":
+                    _check_end(run)
         match run.stage:
             case "begin":
                 run.lifecycle.begin(run)
@@ -141,15 +144,6 @@ def _after_dispatch(run: Run, tokens: int) -> None:
         run.lifecycle.finish(run)
     elif len(run.tokens) > tokens:
         run.lifecycle.stepped(run)
-
-
-def _follow(run: Run, matcher: "Matcher") -> None:
-    """Waits until a run's grammar has consumed its tokens, and checks whether they end the answer."""
-    # Wait before acquiring the model's lock, so that no other thread waits for it.
-    matcher.wait()
-    with run.runner.lock:
-        if run.stage == "decode":
-            _check_end(run)
 
 
 def _begin(run: Run) -> None:

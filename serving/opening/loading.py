@@ -115,8 +115,10 @@ class LoadedModel:
             "", {level: each.model.current for level, each in self.runners.by_level.items()}
         )
         try:
-            if read_ahead:
-                self._read_ahead()
+            runner = self.runner(WHOLE)
+            if read_ahead and runner.resident:
+                # The buckets of a short request, which nearly every start needs.
+                runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
             self.tokenizer = open_tokenizer(bundle.tokenizer_files())
             if checked_later:
                 bundle.verify_weights(on_segment=lambda _, size: loaded(size))
@@ -228,11 +230,6 @@ class LoadedModel:
         self.runners.buckets.close()
         # Compiling leaves gaps in memory, which grow with every model.
         give_back_memory()
-
-    def _read_ahead(self) -> None:
-        """Starts to read the buckets of a short request, which nearly every start needs."""
-        if (runner := self.runner(WHOLE)).resident:
-            runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
 
     # -- adapters ---------------------------------------------------------------------------------
 

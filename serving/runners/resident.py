@@ -97,13 +97,18 @@ class Batch:
         compiled = runner.buckets.get(self._bucket(size, capacity))
         padding = self._padding_caches(size - len(rows), capacity)
         filled = [*rows, *(self._idle_row(each, limit=0) for each in padding)]
+        units = None
+        if self.units is not None:
+            units = np.stack([self.units if row.units is None else row.units for row in filled])
+        stop_ids = np.stack([row.stop_ids for row in filled])
+        limits = RowLimits(stop_ids, np.array([row.limit for row in filled], np.int32), units)
         tokens, counts, caches, progress = compiled(
             runner.params,
             np.array([int(np.asarray(row.token)[0]) for row in filled], np.int32),
             tuple(runner.make_room(row.cache, capacity) for row in filled),
             tuple(row.sampler.fixed for row in filled),
             tuple(row.sampler.progress for row in filled),
-            self._limits(filled),
+            limits,
         )
         # Both transfers wait for the device.
         drawn, taken = np.asarray(tokens), np.asarray(counts)
@@ -112,13 +117,6 @@ class Batch:
             DecodedRow(drawn[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
             for at, row in enumerate(rows)
         ]
-
-    def _limits(self, rows: Sequence[BatchRow]) -> RowLimits:
-        units = None
-        if self.units is not None:
-            units = np.stack([self.units if row.units is None else row.units for row in rows])
-        stop_ids = np.stack([row.stop_ids for row in rows])
-        return RowLimits(stop_ids, np.array([row.limit for row in rows], np.int32), units)
 
     def _bucket(self, rows: int, cache: int) -> BatchBucket:
         block = self._runner.options.decode_block

@@ -103,16 +103,17 @@ class EmbeddingRows:
                 for first in firsts
             }
         missing = sorted(firsts - self._kept.keys())
-        self._kept.update(zip(missing, self._pool.map(self._read, missing), strict=True))
+
+        def read(first: int) -> list[np.ndarray]:
+            return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
+
+        self._kept.update(zip(missing, self._pool.map(read, missing), strict=True))
         found = {first: self._kept.pop(first) for first in firsts}
         # In the order of last use.
         self._kept.update(found)
         while len(self._kept) > max(self._room, len(firsts)):
             del self._kept[next(iter(self._kept))]
         return found
-
-    def _read(self, first: int) -> list[np.ndarray]:
-        return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
 
     def _checked(self, extent: Extent) -> np.ndarray:
         """Reads an array of the embedding with all of the pages that it touches, and checks these."""
@@ -378,7 +379,10 @@ class StreamedWeights:
             own = {name.removeprefix(ENCODER): each for name, each in self._weights(slot, number).items()}
             made = _with_weights(model, layer, own)
             if self._bundle.read_in_place:
-                self._forget_versions(model)
+                # Without former versions of the level.
+                former = [each for each in self._made if each[2][0] == model.level and each[2] != key[2]]
+                for each in former:
+                    del self._made[each]
                 self._made[key] = made
         return made
 
@@ -433,11 +437,6 @@ class StreamedWeights:
         if self._bundle.read_in_place:
             self._placed[key] = weights
         return weights
-
-    def _forget_versions(self, model: ModelLevel) -> None:
-        level, version = model.weights_version
-        for key in [key for key in self._made if key[2][0] == level and key[2][1] != version]:
-            del self._made[key]
 
 
 def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) -> dict[str, Any]:
