@@ -6,13 +6,10 @@ Exporters call `require_contents`; the guide of exports has a table of `CONTENTS
 
 import dataclasses
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxllm.export.signatures import ExportPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +81,12 @@ _PLAIN = {"hf": ("export", ()), "gguf": ("gguf", ("gguf",))}
 _NOT_ENCODED = "w8a8"
 
 
-def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bool = False) -> None:
+def require_contents(kind: str, plan: Any, *, levels: int, adapters: bool = False) -> None:
     """Checks that a format supports a plan.
 
     Args:
       kind: name of the format.
-      plan: the requested plan.
+      plan: the requested `jaxllm.export.signatures.ExportPlan`.
       levels: number of levels besides the whole model.
       adapters: whether programs are to accept adapters.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.export.programs.executor import open_executor
+from jaxllm.export.programs.opening import open_executor
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
 from jaxllm.serving.engine.request import common_prefix
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape

@@ -12,7 +12,8 @@ from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOK
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
 from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import make_drafts
-from jaxllm.export.programs.executor import Executor, cached_buckets, open_executor
+from jaxllm.export.programs.executor import Executor
+from jaxllm.export.programs.opening import cached_buckets, open_executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
 from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.engine.engine import Engine

@@ -14,8 +14,8 @@ import pytest
 
 from jaxllm.errors import BudgetExceeded, JaxllmError, ProgramError
 from jaxllm.export.folder_format.manifest import MANIFEST, StoredFile
-from jaxllm.export.programs.executor import open_executor
 from jaxllm.export.programs.model import open_program
+from jaxllm.export.programs.opening import open_executor
 from jaxllm.export.programs.stablehlo import program_bounds
 
 pytest.importorskip("flatbuffers")
@@ -208,7 +208,7 @@ def test_files_that_are_none_and_caches_larger_than_this_machine(copy, monkeypat
         path.unlink()
         path.write_bytes(kept)
     open_executor(copy)
-    monkeypatch.setattr("jaxllm.export.programs.executor.memory_bytes", lambda: 1000)
+    monkeypatch.setattr("jaxllm.export.programs.opening.memory_bytes", lambda: 1000)
     with pytest.raises(BudgetExceeded, match=r"caches of 64 tokens take .*--context"):
         open_program(copy)
 
