@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.models.features import require_decoder_alone
+from jaxllm.options import check_options, option
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.ground.prompt_rows import PromptRows
@@ -50,32 +51,23 @@ class GenerationConfig:
         token; None for none. The answer then has no drafts, and one token per dispatch.
     """
 
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int = option(DEFAULT_MAX_TOKENS, low=1)
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = option((), low=0, high=MAX_TOKEN_ID)
     ignore_eos: bool = False
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     task: str = ""
     grammar: "Grammar | None" = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = option(None, low=0, high=MAX_TOP_LOGPROBS)
 
     def __post_init__(self) -> None:
-        top = self.top_logprobs
-        if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
-            raise ConfigError(
-                f"top_logprobs must be a whole number from 0 to {MAX_TOP_LOGPROBS}, or None; got {top!r}"
-            )
+        check_options(self)
         if self.grammar is not None:
             # Here, because few requests need its import.
             from jaxllm.serving.guided.grammar import Grammar
 
             if not isinstance(self.grammar, Grammar):
                 raise ConfigError(f"grammar must be a Grammar, got {type(self.grammar).__name__}")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
-        for token in self.stop_token_ids:
-            if not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
-                raise ConfigError(f"stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token!r}")
 
     @property
     def guided(self) -> bool:
