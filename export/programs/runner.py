@@ -258,12 +258,10 @@ class ProgramRunner(Runner):
         """See `Runner`; a chunk that these caches have no program for is run in shorter ones."""
         room, count, fed = cache.capacity_tokens, len(tokens) - chunk.last, 0
         for length in self._chunks(count, room):
-            row, real = padded(tokens[fed : min(fed + length, count)], length)
-            positions = np.full(length, _PADDING, np.int32)
-            positions[:real] = np.arange(at + fed, at + fed + real)
-            program = self._program("prefill", length, room)
-            _, cache = self._run(program, cache, at + fed + real, {TOKENS: row, POSITIONS: positions})
-            fed += real
+            part = tokens[fed : min(fed + length, count)]
+            program, inputs = self._program("prefill", length, room), chunk_inputs(part, length, at + fed)
+            fed += len(part)
+            _, cache = self._run(program, cache, at + fed, inputs)
         return self.step(cache, tokens[-1], at + count) if chunk.last else (None, cache)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
@@ -299,7 +297,7 @@ class ProgramRunner(Runner):
     def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
         """Feeds one token at position `at`; returns the logits `[1, V]` after it, and the cache."""
         program = self._program("decode", 1, cache.capacity_tokens)
-        out, cache = self._run(program, cache, at + 1, _next_inputs(token, at))
+        out, cache = self._run(program, cache, at + 1, chunk_inputs([token], 1, at))
         # Slicing a device's array would compile a computation.
         return np.asarray(out[LOGITS])[0], cache
 
@@ -321,7 +319,7 @@ class ProgramRunner(Runner):
         """
         room = cache.capacity_tokens
         program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
-        out, cache = self._run(program, cache, at, {**_next_inputs(token, at), **controls})
+        out, cache = self._run(program, cache, at, {**chunk_inputs([token], 1, at), **controls})
         tokens = np.asarray(out[NEXT_TOKENS])[0, : np.asarray(out[COUNT])[0]]
         most = int(controls["limit"][0])
         if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
@@ -417,8 +415,12 @@ class ProgramRunner(Runner):
         return plan_chunks(tokens, lengths) if tokens > 0 else []
 
 
-def _next_inputs(token: int, at: int) -> dict[str, np.ndarray]:
-    return {TOKENS: np.array([[token]], np.int32), POSITIONS: np.array([at], np.int32)}
+def chunk_inputs(tokens: Sequence[int], length: int, at: int) -> dict[str, np.ndarray]:
+    """Tokens from position `at` on as inputs of a program of `length` tokens."""
+    row, real = padded(tokens, length)
+    positions = np.full(length, _PADDING, np.int32)
+    positions[:real] = np.arange(at, at + real)
+    return {TOKENS: row, POSITIONS: positions}
 
 
 def _most_likely(logits: np.ndarray) -> np.ndarray:

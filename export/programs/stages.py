@@ -24,7 +24,7 @@ from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
 from jaxllm.export.folder_format.signature import KEYS, VALUES, lengthened
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.litert import captured_messages
-from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser
+from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser, chunk_inputs
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,
     Dispatcher,
@@ -39,11 +39,10 @@ from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.serving.host.user_cache import device_file
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
 from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTimes, measured_times
-from jaxllm.serving.runners.runner import PrefillChunk, padded
+from jaxllm.serving.runners.runner import PrefillChunk
 
 # A layer's cache among a stage's arrays, and its name in a folder.
 _CACHE = {"keys": KEYS, "values": VALUES}
-_PADDING = -1
 _TIMED_RUNS = 3
 Arrays = dict[str, np.ndarray]
 
@@ -242,12 +241,9 @@ class StagePrograms:
     ) -> StagedPrompt:
         chunks, places, fed = [], [], 0
         for length in lengths:
-            row, real = padded(tokens[fed : fed + length], length)
-            positions = np.full(length, _PADDING, np.int32)
-            positions[:real] = np.arange(at + fed, at + fed + real)
-            chunks.append({"tokens": row, "input_pos": positions})
+            chunks.append(chunk_inputs(tokens[fed : fed + length], length, at + fed))
             places.append((length, at + fed))
-            fed += real
+            fed += length
         shapes = self._manifest.cache_shapes(WHOLE, self._room)
         layers: list[Arrays] = [{} for _ in range(self.cfg.layers)]
         for layer, each in enumerate(layers):
