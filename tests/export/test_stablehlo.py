@@ -288,7 +288,7 @@ DEEP_PLAN = ExportPlan(
 def deep(tmp_path_factory):
     cfg = dataclasses.replace(TINY, layers=LAYERS, window_tokens=ROOM, attention_windows=())
     path = tmp_path_factory.mktemp("export") / "tiny.jaxllm"
-    return read_subject(write_tiny_bundle(path, cfg=cfg, params=tiny_params(cfg)))
+    return read_subject(write_tiny_bundle(path, cfg=cfg))
 
 
 def compiled(signature, deep, *, branches):

@@ -46,12 +46,15 @@ def random_adapter(cfg, seed=1):
 RECOVERY = random_adapter(sub_config(CFG, LADDER, 40))
 
 
+def written(folder, weights="f32", name="tiny", parts=None, params=None):
+    """A bundle with levels, of which 40 has a recovery."""
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)}) if parts is None else parts
+    return write_tiny_bundle(folder / f"{name}.jaxllm", weights, cfg=CFG, params=params, parts=parts)
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
-    return write_tiny_bundle(
-        tmp_path_factory.mktemp("levels") / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts
-    )
+    return written(tmp_path_factory.mktemp("levels"))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,12 @@ def greedy(level, tokens, count):
 def ask(engine, level, session=None, prompt=PROMPT):
     config = GenerationConfig(max_tokens=12, ignore_eos=True)
     return engine.stream(prompt, config, level=level, session=session).result()
+
+
+def scores(engine, level):
+    """Logits after the prompt."""
+    runner = engine.runner_at(level)
+    return np.asarray(prefill_prompt(runner, runner.start(9), PROMPT, 0)[0])
 
 
 def test_a_level_answers_as_its_units_alone(engine):
@@ -120,10 +129,7 @@ def test_nothing_is_compiled_when_levels_change(engine, compiles):
 def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
     if weights.startswith("int") and not native.kernels().native:
         pytest.skip("what is in blocks is read by native kernels")
-    params = tiny_params(CFG)
-    path = write_tiny_bundle(
-        tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=params, parts=elastic_parts(LADDER)
-    )
+    path = written(tmp_path, weights, parts=elastic_parts(LADDER))
     engine = Engine.open(path, options=OPTIONS, warm_up=False)
 
     def places(level):
@@ -142,8 +148,7 @@ def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.campaign)])
 def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, monkeypatch, weights, compiles):
     """To the bit as buckets that were compiled for each level's own units."""
-    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
-    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts)
+    path = written(tmp_path, weights)
     engine = Engine.open(path, options=OPTIONS)
     assert {bucket.level for bucket in engine.runner.buckets.bucket_ms} == {100}
     with compiles() as count:
@@ -155,11 +160,7 @@ def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, mon
     assert {bucket.level for bucket in apart.runner.buckets.bucket_ms} == {40, 70, 100}
     assert answers == [ask(apart, level).tokens for level in (40, 70, 100)]
     for level in (40, 70, 100):
-        runners = [each.runner_at(level) for each in (engine, apart)]
-        found, expected = (
-            np.asarray(prefill_prompt(runner, runner.start(9), PROMPT, 0)[0]) for runner in runners
-        )
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(scores(engine, level), scores(apart, level))
 
 
 @pytest.mark.slow
@@ -168,20 +169,13 @@ def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_bucke
     tmp_path, monkeypatch, compiles
 ):
     """As in buckets of each level's own, to the rounding of sums over ranks in another order."""
-    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
-    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    path = written(tmp_path, "int8")
     lora = LoraConfig(rank=3, targets=("attn.q", "ffn.up"))
     adapter = {
         key: np.asarray(each) + 0.05 for key, each in init_adapter(CFG, lora, jax.random.key(6)).items()
     }
     write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
     options = dataclasses.replace(OPTIONS, adapter_rank=4, adapter_targets=lora.targets)
-
-    def scores(engine, level):
-        return np.asarray(
-            prefill_prompt(engine.runner_at(level), engine.runner_at(level).start(9), PROMPT, 0)[0]
-        )
-
     together = Engine.open(path, options=options)
     monkeypatch.setattr(levels, "can_be_counted", lambda *_: False)
     apart = Engine.open(path, options=options)
@@ -206,12 +200,8 @@ def test_an_adapter_follows_the_order_of_units(tmp_path):
     write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
     order = random_order(CFG)
     moved = dict(reorder(CFG, tiny_params(CFG).items(), order))
-    paths = [
-        write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG)),
-        write_tiny_bundle(
-            tmp_path / "moved.jaxllm", cfg=CFG, params=moved, parts=elastic_parts(LADDER, order=order)
-        ),
-    ]
+    ordered = elastic_parts(LADDER, order=order)
+    paths = [written(tmp_path, parts={}), written(tmp_path, name="moved", params=moved, parts=ordered)]
     options = dataclasses.replace(OPTIONS, levels=())
     plain, ordered = (Engine.open(path, options=options, adapter=tmp_path / "adapter") for path in paths)
     assert ask(plain, 100).tokens == ask(ordered, 100).tokens
@@ -224,14 +214,14 @@ def test_levels_that_are_not_there(path, engine, tmp_path):
         ask(engine, 50)
     with pytest.raises(ConfigError, match="there is no level 55; there are 40, 70, 100"):
         Engine.open(path, options=dataclasses.replace(OPTIONS, levels=(55,)), warm_up=False)
-    plain = write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG))
+    plain = written(tmp_path, name="plain", parts={})
     with pytest.raises(ConfigError, match="has no levels"):
         Engine.open(plain, options=OPTIONS, warm_up=False)
     with pytest.raises(ConfigError, match="levels must be ascending"):
         EngineOptions(levels=(70, 40))
     # A recovery adapter is of another base.
     parts = elastic_parts(LADDER, {40: Recovery(random_adapter(CFG), 0.5)})
-    other = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    other = written(tmp_path, parts=parts)
     with pytest.raises(JaxllmError, match=r"is malformed \(its change to"):
         Engine.open(other, options=OPTIONS, warm_up=False)
 
@@ -295,7 +285,7 @@ HALVED = dataclasses.replace(OPTIONS, levels=(50,))
 def stacked_bundle(folder, weights):
     parts = elastic_parts(Ladder(levels=(50, 100), anchors=(1,)), {})
     path = folder / f"{weights}.jaxllm"
-    return write_tiny_bundle(path, cfg=STACKED, params=tiny_params(STACKED), parts=parts, weights=weights)
+    return write_tiny_bundle(path, cfg=STACKED, parts=parts, weights=weights)
 
 
 def stacked_answers(path, level):
