@@ -278,7 +278,7 @@ def test_a_level_may_share_the_whole_models_buckets(params):
 # Without native kernels a quantized model's equal layers are stacked when it is loaded; levels are views.
 
 
-STACKED = dataclasses.replace(CFG, layers=4)
+STACKED = dataclasses.replace(CFG, layers=4, attention_windows=())
 HALVED = dataclasses.replace(OPTIONS, levels=(50,))
 
 
