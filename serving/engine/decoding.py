@@ -221,7 +221,7 @@ def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:
     return dataclasses.replace(sampler, bias=before.bias, penalized=before.penalized)
 
 
-def counted(sampler: SamplerState, tokens: Sequence[int]) -> SamplerState:
+def counted(sampler: SamplerState, tokens: Sequence[int] | np.ndarray) -> SamplerState:
     """The sampler after tokens that were not sampled, as if they had been."""
     counts = np.array(sampler.counts)
     np.add.at(counts[0], list(tokens), 1)
