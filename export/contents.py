@@ -1,18 +1,15 @@
 """Lists the contents of each format's programs, and the packages that it needs: the only place that names
 what a format lacks.
 
-Exporters call `require_contents`; the guide of exports includes `as_markdown()`.
+Exporters call `require_contents`; the guide of exports has a table of `CONTENTS`.
 """
 
 import dataclasses
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxllm.export.signatures import ExportPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +30,7 @@ class Contents:
       codecs: whether it has programs of the codecs of contexts.
       stages: whether it may have the stages of w8a8 prefill, for two processors.
       precisions: precisions of weights.
+      extra, modules: the extra that it needs, and the modules of that extra.
     """
 
     blocks: bool = False
@@ -48,11 +46,20 @@ class Contents:
     stages: bool = False
     codecs: bool = True
     precisions: tuple[str, ...]
+    extra: str = "export"
+    modules: tuple[str, ...] = ("flatbuffers", "litert_converter", "ai_edge_litert")
 
 
 _TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "w8a8"))
 CONTENTS = {
-    "stablehlo": Contents(blocks=True, block_tokens=16, verified="trees", precisions=("f32", "bf16")),
+    "stablehlo": Contents(
+        blocks=True,
+        block_tokens=16,
+        verified="trees",
+        precisions=("f32", "bf16"),
+        extra="stablehlo",
+        modules=("flatbuffers",),
+    ),
     "tflite": _TFLITE,
     "device": _TFLITE,
     "litertlm": Contents(
@@ -65,18 +72,21 @@ CONTENTS = {
         adapters=False,
         codecs=False,
         precisions=_TFLITE.precisions,
+        modules=(*_TFLITE.modules, "litert_lm_builder", "litert_lm"),
     ),
 }
+# Extra and modules of the formats of plain models.
+_PLAIN = {"hf": ("export", ()), "gguf": ("gguf", ("gguf",))}
 # Static scales are found by running text through a decoder.
 _NOT_ENCODED = "w8a8"
 
 
-def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bool = False) -> None:
+def require_contents(kind: str, plan: Any, *, levels: int, adapters: bool = False) -> None:
     """Checks that a format supports a plan.
 
     Args:
       kind: name of the format.
-      plan: the requested plan.
+      plan: the requested `jaxllm.export.signatures.ExportPlan`.
       levels: number of levels besides the whole model.
       adapters: whether programs are to accept adapters.
 
@@ -89,21 +99,21 @@ def require_contents(kind: str, plan: "ExportPlan", *, levels: int, adapters: bo
             "--level": levels > 1 and holds.levels == "one",
             "--attention-mask": plan.masked and not holds.masks,
             "--npu": plan.npu and not holds.npu,
-            "--codec": bool(plan.codec) and not holds.codecs,
+            "--codec": plan.codec and not holds.codecs,
             "--stages": plan.stages and not holds.stages,
-            "--verify-tokens": bool(plan.verify_tokens) and not holds.verified,
-            "--block-tokens": bool(plan.block_tokens) and not holds.blocks,
+            "--verify-tokens": plan.verify_tokens and not holds.verified,
+            "--block-tokens": plan.block_tokens and not holds.blocks,
             "--adapter-input": adapters and not holds.adapters,
-            "--cache-tokens": bool(plan.cache_tokens) and not holds.short_caches,
+            "--cache-tokens": plan.cache_tokens and not holds.short_caches,
         }
         return [name for name, wrong in asked.items() if wrong]
 
     if options := lacking(CONTENTS[kind]):
         others = [name for name, each in CONTENTS.items() if not lacking(each)]
         instead = f", or export as {' or '.join(others)}" if others else ""
+        them = "it" if len(options) == 1 else "them"
         raise ConfigError(
-            f"the {kind} format holds no programs of {', '.join(options)}; leave {_them(options)} "
-            f"out{instead}"
+            f"the {kind} format holds no programs of {', '.join(options)}; leave {them} out{instead}"
         )
 
 
@@ -132,59 +142,13 @@ def require_family(kind: str, precision: str, cfg: ModelConfig, *, levels: bool 
         )
 
 
-def as_markdown() -> str:
-    """Programs and formats, as Markdown."""
-    rows = {
-        "prefill of a chunk, decode of a token": ["yes" for _ in CONTENTS.values()],
-        "decode of several tokens, with sampling": [_yes(each.blocks) for each in CONTENTS.values()],
-        "verification of drafts": [each.verified or "no" for each in CONTENTS.values()],
-        "levels, with their recovery adapters": [each.levels for each in CONTENTS.values()],
-        "short caches": [_yes(each.short_caches) for each in CONTENTS.values()],
-        "an attention mask as an input": [_yes(each.masks) for each in CONTENTS.values()],
-        "embedder, auxiliary model and layers apart, for an NPU": [
-            _yes(each.npu) for each in CONTENTS.values()
-        ],
-        "stages of prefill for two processors (w8a8)": [_yes(each.stages) for each in CONTENTS.values()],
-        f"encoder-decoders (not {_NOT_ENCODED})": [_yes(each.encoders) for each in CONTENTS.values()],
-        "the tiny LM, which plans calls": [_yes(each.tiny_lm) for each in CONTENTS.values()],
-        "adapters as an input (decoders alone)": [_yes(each.adapters) for each in CONTENTS.values()],
-        "codecs of contexts (decoders alone)": [_yes(each.codecs) for each in CONTENTS.values()],
-        "`--precision`": [", ".join(each.precisions) for each in CONTENTS.values()],
-    }
-    head = ["", *(f"`{name}`" for name in CONTENTS)]
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _them(options: list[str]) -> str:
-    return "it" if len(options) == 1 else "them"
-
-
-def _yes(there: bool) -> str:
-    return "yes" if there else "no"
-
-
-# Format -> the extra that it needs, and the modules of that extra.
-_NEEDS = {
-    "stablehlo": ("stablehlo", ("flatbuffers",)),
-    "tflite": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
-    "device": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
-    "litertlm": (
-        "export",
-        ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder", "litert_lm"),
-    ),
-    "hf": ("export", ()),
-    "gguf": ("gguf", ("gguf",)),
-}
-
-
 def require_format(kind: str) -> None:
     """Checks that the packages of a format are installed.
 
     Raises:
       ConfigError: one is not; the message has the command that installs it.
     """
-    extra, modules = _NEEDS[kind]
+    extra, modules = _PLAIN[kind] if kind in _PLAIN else (CONTENTS[kind].extra, CONTENTS[kind].modules)
     require_extra(extra, *modules)
 
 

@@ -195,8 +195,9 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
         them in float32, transposed or not, are stored as float16.
     """
     import flatbuffers
+    from ai_edge_litert import schema_py_generated as schema
 
-    schema, model = _unpacked(data)
+    model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
     if halves:
         _put_halves(schema, model, data, halves)
     large: list[tuple[Any, memoryview]] = []
@@ -298,9 +299,3 @@ def _content(buffer: Any, data: bytes) -> memoryview:
     if buffer.size and buffer.offset > 1:
         return memoryview(data)[buffer.offset : buffer.offset + buffer.size]
     return memoryview(b"") if buffer.data is None else np.ascontiguousarray(buffer.data, np.uint8).data
-
-
-def _unpacked(data: bytes) -> tuple[Any, Any]:
-    from ai_edge_litert import schema_py_generated as schema
-
-    return schema, schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))

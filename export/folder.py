@@ -26,7 +26,6 @@ from jaxllm.export.folder_format.manifest import (
     MAIN,
     TINY_TOKENIZER,
     TOKENIZER,
-    CacheDtype,
     Manifest,
     Precision,
     ProgramFormat,
@@ -36,9 +35,8 @@ from jaxllm.export.folder_format.manifest import (
 from jaxllm.export.folder_format.parts import ProgramLevel, StageFacts, adapter_file
 from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.quantized import left_out
-from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.signatures import ExportPlan, tiny_facts
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import tiny_facts
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.version import __version__
 
@@ -62,54 +60,42 @@ main(_HERE)
 '''
 
 
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yields a new folder that is renamed to `path` if the block ends without an error, and removed
-    otherwise.
+def require_new(path: Path) -> None:
+    """Checks that a file or a folder can be made at a path.
 
     Raises:
-      ConfigError: `path` exists already.
+      ConfigError: `path` exists already, or the folder around it does not.
     """
     if path.exists():
         raise ConfigError(f"{path} exists already; remove it or name another output")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{path.parent}: no such folder; create it first")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields a new folder that is renamed to `path` if the block ends without an error, and removed
+    otherwise (see `require_new`)."""
+    require_new(path)
     with atomic_folder(path) as folder:
         yield folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramKind:
-    """Properties that all programs of a folder share.
-
-    Attributes:
-      format: format of their files.
-      precision: precision of their weights.
-      cache_dtype: dtype of their caches.
-      platforms: platforms that run them.
-      holds_weights: whether they contain their weights.
-      made_with: versions of the packages that made them, besides this one and JAX.
-      stages: programs of single stages next to them; None for none.
-    """
+    """Fields of the `Manifest` that depend on the format of the programs."""
 
     format: ProgramFormat
     precision: Precision
-    cache_dtype: CacheDtype
-    platforms: tuple[str, ...]
-    holds_weights: bool
+    platforms: tuple[str, ...] = ("cpu",)
     made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stages: StageFacts | None = None
 
 
 def finish(
-    folder: Path,
-    subject: Subject,
-    plan: ExportPlan,
-    signatures: list[Signature],
-    kind: ProgramKind,
+    folder: Path, subject: Subject, plan: ExportPlan, signatures: list[Signature], kind: ProgramKind
 ) -> Manifest:
-    """Writes tokenizer and manifest into the programs' folder; `holds_weights`: the programs contain their
-    weights."""
+    """Writes tokenizers, adapters and the manifest into the folder of programs."""
     without = left_out(subject, kind.precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder / TOKENIZER, subject.tokenizer)
     # Formats without a tiny LM or adapters have no signatures of them.
@@ -119,25 +105,21 @@ def finish(
     for name, each in () if subject.adapters is None else subject.adapters.arrays.items():
         (folder / adapter_file(name)).write_bytes(each.astype("<f4").tobytes())
     levels = {
-        level: ProgramLevel(cfg=each.cfg, weights={} if kind.holds_weights else each.weights)
+        level: ProgramLevel(cfg=each.cfg, weights={} if kind.format == "tflite" else each.weights)
         for level, each in subject.levels.items()
     }
     manifest = Manifest(
-        format=kind.format,
+        **{**vars(kind), "made_with": {"jaxllm": __version__, "jax": jax.__version__, **kind.made_with}},
         name=subject.name,
         model=subject.model,
         context_tokens=plan.context_tokens,
-        precision=kind.precision,
-        cache_dtype=kind.cache_dtype,
-        platforms=kind.platforms,
+        cache_dtype="bfloat16" if kind.precision == "bf16" else "float32",
         levels=levels,
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},
         left_out=without,
         tiny_lm=None if tiny is None else tiny_facts(tiny),
         adapters=None if subject.adapters is None else subject.adapters.inputs,
-        stages=kind.stages,
-        made_with={"jaxllm": __version__, "jax": jax.__version__, **kind.made_with},
     )
     manifest.write(folder)
     return manifest

@@ -22,6 +22,7 @@ from jaxllm.checkpoints.gguf_model import read_gguf_params, stored_name, turned
 from jaxllm.checkpoints.gguf_tokenizer import SAMPLING_KEYS, read_gguf_tokenizer, split_name
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.export.folder import require_new
 from jaxllm.export.plain_model import PlainModel, uniform
 from jaxllm.files.atomic import temporary_file
 from jaxllm.models.architectures import architecture
@@ -54,10 +55,7 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
     Raises:
       ConfigError: llama.cpp has no such architecture or tokenizer, or the written file has another model.
     """
-    if path.exists():
-        raise ConfigError(f"{path} exists already; remove it or name another output")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path.parent}: no such folder; create it first")
+    require_new(path)
     level = model.cfg
     if level.model_type not in ARCHITECTURES:
         raise ConfigError(
@@ -158,7 +156,6 @@ def _model_keys(model: PlainModel, cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    """Returns llama.cpp's name of each tensor, and its layout in terms of our parameters."""
     gguf, family = import_gguf(), architecture(cfg.model_type)
     of = ARCHITECTURES[cfg.model_type]
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
@@ -174,7 +171,6 @@ def _type(gguf: Any, shape: tuple[int, ...], kind: str, *, matrix: bool) -> Any:
 
 
 def _config_keys(cfg: ModelConfig, kind: str) -> dict[str, Any]:
-    """The metadata of the architecture, without its name."""
     gguf, rope = import_gguf(), cfg.rope
     units = [cfg.units(layer) for layer in range(cfg.layers)]
     norm = "layer_norm_epsilon" if cfg.norm == "layer" else "layer_norm_rms_epsilon"
@@ -313,7 +309,6 @@ def _kind(at: int, tokens: Mapping[int, str], added: Mapping[int, Any], model: M
 
 
 def _prepends(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether a SentencePiece tokenizer puts a space before a text."""
     each = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
     return any(part["type"] == "Prepend" for part in each)
 

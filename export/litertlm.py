@@ -24,11 +24,11 @@ from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.export.contents import require_contents, require_family, require_format
 from jaxllm.export.converter import Sharing
+from jaxllm.export.folder import require_new
 from jaxllm.export.folder_format.manifest import Precision
 from jaxllm.export.npu import PREFILL_DECODE, npu_models
-from jaxllm.export.quantized import left_out
+from jaxllm.export.quantized import Ranges, left_out
 from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.static_products import Ranges
 from jaxllm.export.subject import Subject, only_level
 from jaxllm.export.tflite import FILE, tflite_model
 from jaxllm.files.atomic import atomic_file
@@ -107,11 +107,14 @@ def export_litertlm(
         )
     without = left_out(subject, precision, without_shadow=plan.without_shadow)
     subject = dataclasses.replace(only_level(subject, level), tiny_lm=None)
-    if out.exists():
-        raise ConfigError(f"{out} exists already; remove it or name another output")
+    require_new(out)
     plan = plan.resolved(subject.cfg)
     if plan.npu:
-        _require_floats(plan, precision)
+        if precision != "f32" or plan.masked:
+            raise ConfigError(
+                "the models of an NPU are floats, which their compiler quantizes, and have masks of their "
+                "own; leave --precision and --attention-mask out"
+            )
         models, sharing = npu_models(subject, plan, progress)
     else:
         signatures = plan.signatures(WHOLE, lambda _: FILE)
@@ -169,14 +172,6 @@ def _advise(params: Any, subject: Subject) -> None:
     params.p = sampling.get("top_p", 1.0)
 
 
-def _require_floats(plan: ExportPlan, precision: Precision) -> None:
-    if precision != "f32" or plan.masked:
-        raise ConfigError(
-            "the models of an NPU are floats, which their compiler quantizes, and have masks of their own; "
-            "leave --precision and --attention-mask out"
-        )
-
-
 def _build(file: Any, models: Sequence[Path], tokenizer: Path, facts: Path, without: Sequence[str]) -> None:
     from litert_lm_builder import litertlm_builder as library
 
@@ -231,7 +226,6 @@ def require_same_chats(bundle: Path, tokenizer: Tokenizer) -> None:
 
 
 def _bos_text(tokenizer: Tokenizer) -> str:
-    """Returns the text of the start token, if the runtime adds one."""
     return tokenizer.files.special.get("bos_token", "") if tokenizer.adds_bos else ""
 
 

@@ -25,8 +25,7 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.converter import Sharing, Traced, convert, share_buffers, traced
-from jaxllm.export.folder_format.codecs import KEYS, VALUES
-from jaxllm.export.folder_format.signature import LOGITS
+from jaxllm.export.folder_format.signature import KEYS, LOGITS, VALUES
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.steps.exported import Arrays, with_adapters
 from jaxllm.export.subject import Subject

@@ -15,9 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.levels import read_order, read_recovery, require_level
+from jaxllm.bundle.levels import read_recovery, require_level
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.export.folder import new_folder
 from jaxllm.models.architectures import architecture
@@ -26,6 +25,7 @@ from jaxllm.models.lora import Adapter
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import BlockedArray, dequantize, from_blocks
 from jaxllm.quant.weights import all_finite
+from jaxllm.serving.weights.model_level import read_adapter_of
 from jaxllm.text.tokenizer import TokenizerFiles
 
 # Precision -> type of the parameters of a folder.
@@ -42,9 +42,6 @@ class PlainModel:
 
     Attributes:
       name: display name of the model.
-      cfg: config of the level.
-      tokenizer: tokenizer of the model.
-      bundle: bundle that weights are read from.
       changes: adapters and their scalings, of the whole model or of the level, added to the weights.
     """
 
@@ -79,11 +76,7 @@ class PlainModel:
 
 
 class PlainParam:
-    """Parameter of a plain model, read on access.
-
-    Attributes:
-      shape, dtype: shape and dtype of the array.
-    """
+    """Parameter of a plain model, read on access."""
 
     def __init__(self, model: PlainModel, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._model, self._name, self.shape, self.dtype = model, name, shape, dtype
@@ -126,12 +119,8 @@ def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = Non
         )
     changes: list[tuple[Adapter, float]] = []
     if adapter is not None:
-        # Imported here, because safetensors is slow to import.
-        from jaxllm.checkpoints.peft import read_adapter
-
-        lora, change = read_adapter(adapter, bundle.cfg)
-        order = read_order(bundle)
-        changes.append((change if order is None else reorder_adapter(change, order), lora.scaling))
+        lora, change = read_adapter_of(bundle, adapter)
+        changes.append((change, lora.scaling))
     recovery = None if level == WHOLE else read_recovery(bundle, level)
     if recovery is not None:
         changes.append((recovery.adapter, recovery.scaling))

@@ -3,6 +3,10 @@
 There is one signature per level, number of new tokens and cache length (see `jaxllm.export.steps.exported`
 for names and shapes). All lengths are the engine's, so that a loop over programs divides prompts and grows
 caches as the engine does.
+
+Of a tiny LM, large matrices are at 8 bits if native kernels serve them; programs get the same levels and
+scales, as `{name}.levels` `[U, D]` int8 and `{name}.scale` `[U, 1]` float32, and round activations as those
+kernels do.
 """
 
 import dataclasses
@@ -11,31 +15,49 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.contexts.codecs import find_codec
+from jaxllm.elastic.compression import row_lengths
 from jaxllm.errors import ConfigError
-from jaxllm.export.folder_format.codecs import chunk_format
+from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.export.folder_format.signature import (
     CODED_KINDS,
     MASK,
+    TOKENS,
     Interface,
     Kind,
     Signature,
+    chunk_format,
     interface_of,
     level_signatures,
 )
 from jaxllm.export.programs.jax_programs import jax_shapes
-from jaxllm.export.steps.codecs import run_encode_chunks, run_load_chunks
-from jaxllm.export.steps.exported import ParamsOf, Step, StepOptions, step_of, with_adapters
+from jaxllm.export.quantized import LEVELS, SCALE, plain_product
+from jaxllm.export.steps.exported import (
+    Arrays,
+    ParamsOf,
+    Step,
+    StepOptions,
+    run_encode_chunks,
+    run_load_chunks,
+    step_of,
+    with_adapters,
+)
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import run_tiny_lm, tiny_facts, tiny_weights
+from jaxllm.models.encoder.mobilebert import Params
 from jaxllm.models.features import require_decoder_alone
+from jaxllm.models.tiny_lm import TlmConfig, forward_both
+from jaxllm.options import check_options, option
+from jaxllm.quant import OwnProduct, QArray, Weight
+from jaxllm.serving.elastic.tiny_lm import served_arrays
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
-Arrays = dict[str, Any]
-_MAX_TREE, _MAX_BLOCK = 256, 64
+# Number of inputs that share a scale of activations in native kernels, and number of its steps.
+_SPAN, _TOP = 256, 127
 # Number of tokens of the chunks that a program encodes or loads at once.
 _CODED_TOKENS = 128
 # Programs with a mask as input if a plan says so.
@@ -65,13 +87,13 @@ class ExportPlan:
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
     """
 
-    context_tokens: int = 0
-    chunk_tokens: tuple[int, ...] = CPU_CHUNK_TOKENS
-    verify_tokens: tuple[int, ...] = ()
-    block_tokens: int = 0
-    cache_tokens: tuple[int, ...] | None = None
+    context_tokens: int = option(0, low=0)
+    chunk_tokens: tuple[int, ...] = option(CPU_CHUNK_TOKENS, low=2, entries=1, ascending=True)
+    verify_tokens: tuple[int, ...] = option((), low=2, high=256, ascending=True)
+    block_tokens: int = option(0, low=0, high=64)
+    cache_tokens: tuple[int, ...] | None = option(None, low=2, ascending=True)
     encode_tokens: tuple[int, ...] = ()
-    levels: tuple[int, ...] = ()
+    levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
     without_shadow: bool = False
     static_verify: bool = False
     masked: bool = False
@@ -80,18 +102,9 @@ class ExportPlan:
     codec: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):
-            values = getattr(self, name) or ()
-            if list(values) != sorted(set(values)) or min(values, default=least) < least:
-                raise ConfigError(f"{name} must be ascending and at least {least}, got {values}")
-        if not self.chunk_tokens:
-            raise ConfigError("chunk_tokens is empty; name at least one prefill chunk length")
-        if not (self.block_tokens == 0 or 2 <= self.block_tokens <= _MAX_BLOCK):
-            raise ConfigError(f"block_tokens must be 2 to {_MAX_BLOCK}, or 0, got {self.block_tokens}")
-        if max(self.verify_tokens, default=0) > _MAX_TREE:
-            raise ConfigError(f"verify_tokens must be at most {_MAX_TREE}, got {self.verify_tokens}")
-        if max(self.levels, default=WHOLE) > WHOLE:
-            raise ConfigError(f"levels are percentages, got {self.levels}")
+        check_options(self)
+        if self.block_tokens == 1:
+            raise ConfigError("block_tokens must be at least 2, or 0 for no blocks, got 1")
         if self.codec:
             find_codec(self.codec)
 
@@ -173,7 +186,7 @@ class ExportPlan:
 
 def step_shapes(
     signature: Signature, subject: Subject, plan: ExportPlan, cache_dtype: np.dtype
-) -> tuple[Arrays, Arrays, Arrays]:
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The shapes of a step's weights, caches and inputs, by name."""
     arrays, interface = step_weights(signature, subject), plan.interface(signature, subject, cache_dtype)
     inputs = interface.inputs
@@ -211,3 +224,73 @@ def subject_step(
         return functools.partial(run, cfg=cfg, form=chunk_format(signature.codec), bits=signature.bits)
     inputs = None if subject.adapters is None else subject.adapters.inputs
     return step_of(signature, StepOptions(cfg, dtype, params_of), loops=loops, adapters=inputs)
+
+
+def tiny_facts(tiny: TinyLm) -> TinyLmFacts:
+    """Returns the manifest's facts about a tiny LM."""
+    return TinyLmFacts(
+        levels=tiny.levels,
+        prompt_ratios=tiny.prompt_ratios,
+        mark_ids=tiny.mark_ids,
+        row_tokens=tiny.row_tokens,
+        own_tokenizer=tiny.tokenizer is not None,
+    )
+
+
+def tiny_signatures(tiny: TinyLm | None, file: Callable[[str], str]) -> list[Signature]:
+    """The signatures of a tiny LM, none of None; `file`: name of a signature -> its file."""
+    if tiny is None:
+        return []
+    return [
+        Signature(kind="tiny_lm", tokens=each, level=WHOLE, file=file(f"tiny_lm_{each}"))
+        for each in row_lengths(tiny.row_tokens)
+    ]
+
+
+def tiny_weights(tiny: TinyLm) -> dict[str, np.ndarray]:
+    """The weight arguments of a tiny LM's programs: float32, and large matrices at 8 bits as native kernels
+    serve them."""
+    weights = {}
+    for name, each in served_arrays(tiny.params, native_here=True).items():
+        if isinstance(each, QArray):
+            weights[f"{name}{LEVELS}"] = np.asarray(each.data, np.int8)
+            weights[f"{name}{SCALE}"] = np.asarray(each.scale, np.float32)
+        else:
+            weights[name] = np.asarray(each, np.float32)
+    return weights
+
+
+def run_tiny_lm(weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: TlmConfig) -> dict[str, jax.Array]:
+    """Scores the tokens of a row, and classifies it (see `jaxllm.export.folder_format.parts`); `caches` is
+    empty."""
+    del caches
+    keep, (model, prompt) = forward_both(_params(weights), inputs[TOKENS], inputs[MASK], cfg=cfg)
+    return {KEEP: keep, MODEL: model, PROMPT: prompt}
+
+
+def _params(weights: Arrays) -> Params:
+    params: dict[str, Weight] = {}
+    for name, each in weights.items():
+        if name.endswith(LEVELS):
+            bare = name.removesuffix(LEVELS)
+            wide = each.astype(jnp.float32) * weights[f"{bare}{SCALE}"]
+            params[bare] = OwnProduct(wide, rounded_product)
+        elif f"{name.removesuffix(SCALE)}{LEVELS}" not in weights:
+            params[name] = each
+    return params
+
+
+def rounded_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """Multiplies activations `[M, N]`, rounded to 8 bits span by span, by a matrix whose `axis` is
+    contracted."""
+    return plain_product(_rounded(rows), matrix, axis)
+
+
+def _rounded(rows: jax.Array) -> jax.Array:
+    parts = []
+    for at in range(0, rows.shape[1], _SPAN):
+        part = rows[:, at : at + _SPAN]
+        scale = jnp.max(jnp.abs(part), axis=1, keepdims=True) / np.float32(_TOP)
+        scale = jnp.where(scale > 0, scale, np.float32(1))
+        parts.append(jnp.round(part / scale) * scale)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

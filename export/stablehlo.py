@@ -17,9 +17,10 @@ import numpy as np
 from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.export.contents import require_family, require_format
 from jaxllm.export.folder import ProgramKind, finish, new_folder
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, CHUNKS
 from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
 from jaxllm.export.folder_format.signature import (
+    CHUNK_TOKENS,
+    CHUNKS,
     CODED_KINDS,
     MASK,
     POSITIONS,
@@ -30,9 +31,15 @@ from jaxllm.export.folder_format.signature import (
     controls,
 )
 from jaxllm.export.folder_format.weights import read_weights, write_weights
-from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step
+from jaxllm.export.signatures import (
+    ExportPlan,
+    step_shapes,
+    step_weights,
+    subject_step,
+    tiny_signatures,
+    tiny_weights,
+)
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import tiny_signatures, tiny_weights
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.host.progress import Progress
@@ -95,13 +102,7 @@ def export_stablehlo(
             subject,
             plan,
             signatures,
-            ProgramKind(
-                format="stablehlo",
-                precision=precision,  # pyright: ignore[reportArgumentType]: a key of DTYPES
-                cache_dtype=DTYPES[precision].name,  # pyright: ignore[reportArgumentType]
-                platforms=tuple(platforms),
-                holds_weights=False,
-            ),
+            ProgramKind(format="stablehlo", precision=precision, platforms=tuple(platforms)),  # pyright: ignore
         )
 
 

@@ -24,9 +24,8 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.converter import Traced, convert, share_buffers, traced
 from jaxllm.export.folder_format.parts import EMBED, StageFacts, stage_inputs, stage_name
-from jaxllm.export.quantized import annotated
+from jaxllm.export.quantized import StaticProduct, annotated
 from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.static_products import StaticProduct
 from jaxllm.export.steps.exported import Arrays
 from jaxllm.export.subject import Subject
 from jaxllm.int8_prefill.schedule import (
@@ -80,7 +79,7 @@ def stage_models(
     """The models by processor.
 
     Args:
-      subject: result of `static_products.static_level`, of the whole model.
+      subject: result of `quantized.static_level`, of the whole model.
       facts: facts of the stages.
       products: products of its weights.
       scales: scales of its weights.

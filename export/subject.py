@@ -11,10 +11,9 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import read_prefill
-from jaxllm.bundle.levels import Recovery, read_order, read_recovery, require_level
+from jaxllm.bundle.levels import Recovery, read_recovery, require_level
 from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.export.folder_format.parts import (
     INPUT_LEFT,
@@ -79,12 +78,10 @@ class Subject:
     """A model to export.
 
     Attributes:
-      name: display name.
       model: fingerprint of the bundle, and of a merged adapter.
       arrays: arrays by name, each stored once: dense weights of the whole model `[*U, D]`, and factors of
         the levels' adapters.
       levels: the sub-models and the arrays of each; 100 is among them.
-      tokenizer: tokenizer of the model.
       calibration: calibration of integer prefill; None if the bundle has none.
       merged: whether an adapter was merged into the weights.
       tiny_lm: tiny LM that plans requests; None if the bundle has none, or none that chooses between these
@@ -160,16 +157,15 @@ def read_subject(
     dtype = np.dtype(np.float32) if dtype is None else dtype
     with without_native_kernels(), Bundle.open(path) as bundle:
         require_room(bundle.cfg, "programs")
-        require_portable(bundle)
+        if bundle.layout.weights not in PORTABLE_WEIGHTS:
+            raise ConfigError(
+                f"{path} has {bundle.layout.weights} weights, a width that the native kernels alone read "
+                f"(native-only width); prepare the model with --weights {' or '.join(PORTABLE_WEIGHTS)}"
+            )
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint
         if adapter is not None:
-            # Imported here, because safetensors is slow to import.
-            from jaxllm.checkpoints.peft import read_adapter
-
-            lora, change = read_adapter(adapter, bundle.cfg)
-            order = read_order(bundle)
-            change = change if order is None else reorder_adapter(change, order)
+            lora, change = read_adapter_of(bundle, adapter)
             params = merge(params, change, lora.scaling)
             model = hashlib.sha256(f"{model} {adapter_digest(change, lora.scaling)}".encode()).hexdigest()
         arrays = {
@@ -178,7 +174,9 @@ def read_subject(
         entries = {}
         for level, cfg in cfgs.items():
             entry = {
-                name: Argument(stored=name, shape=_shape(cfg, name, array.shape))
+                name: Argument(
+                    stored=name, shape=param_specs(cfg)[name].shape if cfg.layer_units else array.shape
+                )
                 for name, array in arrays.items()
                 if name in params
             }
@@ -191,6 +189,10 @@ def read_subject(
                     for name, side in sides.items()
                 }
             entries[level] = ProgramLevel(cfg=cfg, weights=entry)
+        tiny = read_tiny_lm(bundle)
+        if tiny is not None:
+            copies = {name: np.array(each) for name, each in tiny.params.items()}
+            tiny = dataclasses.replace(tiny, params=copies) if {*tiny.levels} & entries.keys() else None
         return Subject(
             name=bundle.layout.name,
             model=model,
@@ -199,17 +201,9 @@ def read_subject(
             tokenizer=bundle.tokenizer_files(),
             calibration=_calibration(bundle),
             merged=adapter is not None,
-            tiny_lm=_tiny_lm(bundle, tuple(entries)),
+            tiny_lm=tiny,
             adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
-
-
-def _tiny_lm(bundle: Bundle, levels: tuple[int, ...]) -> TinyLm | None:
-    """The tiny LM, in copied arrays, if it chooses between some of the levels."""
-    tiny = read_tiny_lm(bundle)
-    if tiny is None or not set(tiny.levels) & set(levels):
-        return None
-    return dataclasses.replace(tiny, params={name: np.array(each) for name, each in tiny.params.items()})
 
 
 def _calibration(bundle: Bundle) -> PrefillCalibration | None:
@@ -223,20 +217,6 @@ def _calibration(bundle: Bundle) -> PrefillCalibration | None:
         channels={key: np.array(each) for key, each in found.channels.items()},
         rows={key: tuple(np.array(rows) for rows in each) for key, each in found.rows.items()},
     )
-
-
-def require_portable(bundle: Bundle) -> None:
-    """Raises ConfigError if a bundle has a feature that portable programs do not support."""
-    layout = bundle.layout
-    if layout.weights not in PORTABLE_WEIGHTS:
-        raise ConfigError(
-            f"{bundle.path} has {layout.weights} weights, a width that the native kernels alone read "
-            f"(native-only width); prepare the model with --weights {' or '.join(PORTABLE_WEIGHTS)}"
-        )
-
-
-def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-    return param_specs(cfg)[name].shape if cfg.layer_units else whole
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Exports one `.tflite` model of all signatures, for LiteRT on phones; its weights are shared constants.
 
 Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `w8a8`, whose prefill programs
-have static steps of activations instead, and the shadow of a calibrated bundle (see `static_products.py`).
+have static steps of activations instead, and the shadow of a calibrated bundle (see `quantized.py`).
 
 A level's matrices are prefixes of the whole model's, and share their bytes. Where a level contracts over
 units (o, down), it multiplies by the whole matrix, with zero activations for missing units: the runtime
@@ -25,13 +25,21 @@ from jaxllm.export.folder import ProgramKind, finish, new_folder
 from jaxllm.export.folder_format.manifest import Manifest, Precision
 from jaxllm.export.folder_format.parts import STAGE_FILES, Argument, ProgramLevel
 from jaxllm.export.folder_format.signature import Signature
-from jaxllm.export.quantized import LEVELS, SCALE, annotated, left_out, quantized_subject
-from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step
+from jaxllm.export.quantized import (
+    LEVELS,
+    SCALE,
+    Ranges,
+    StaticProduct,
+    annotated,
+    left_out,
+    quantized_subject,
+    static_level,
+    with_shadow,
+)
+from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step, tiny_signatures
 from jaxllm.export.stages import stage_facts, stage_models
-from jaxllm.export.static_products import Ranges, StaticProduct, static_level, with_shadow
 from jaxllm.export.steps.exported import ParamsOf, with_adapters
 from jaxllm.export.subject import Subject
-from jaxllm.export.tiny_lm import tiny_signatures
 from jaxllm.models.features import require_room
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Prefix, Weight
@@ -60,7 +68,7 @@ def export_tflite(
       out: path of the new folder.
       plan: plan of the signatures.
       precision: one of `PRECISIONS`.
-      ranges: ranges of activations for w8a8 (see `static_products.calibrate`).
+      ranges: ranges of activations for w8a8 (see `quantized.calibrate`).
       progress: callback for ("export", signatures traced, number of signatures).
       beside: function that writes further files into the folder, which the manifest lists; None for none.
 
@@ -97,9 +105,6 @@ def export_tflite(
             ProgramKind(
                 format="tflite",
                 precision=precision,
-                cache_dtype="float32",
-                platforms=("cpu",),
-                holds_weights=True,
                 made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
                 stages=facts,
             ),
@@ -141,7 +146,7 @@ def _quantized(
     precision: Precision,
     ranges: Mapping[int, Mapping[str, Ranges]] | None,
 ) -> _Quantized:
-    require_holdable(subject.cfg)
+    require_room(subject.cfg, "tflite")
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
     require_family("tflite", precision, subject.cfg, levels=len(subject.levels) > 1)
@@ -177,11 +182,6 @@ def _model(
     return share_buffers(convert(made), halves)
 
 
-def require_holdable(cfg: ModelConfig) -> None:
-    """Raises ConfigError if `.tflite` models cannot express a model."""
-    require_room(cfg, "tflite")
-
-
 def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:
     """Returns a level whose matrices that contract units are the whole model's; with the embedding's int8
     levels, if any."""
@@ -200,7 +200,6 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
 
 
 def _params_of(*, scales: Mapping[str, np.ndarray], static: Mapping[str, StaticProduct]) -> ParamsOf:
-    """Makes parameters of a level's weights."""
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
         whole: dict[str, Any] = dict(weights)

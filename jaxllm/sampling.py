@@ -6,7 +6,7 @@ far cheaper than a sort of 150k floats on a CPU. Tokens that tie with the last k
 
 Order, as in Hugging Face's logits processors: bias, penalties, temperature, top-k, top-p, min-p.
 
-Exported programs choose by the same functions (`jaxllm.export.steps.portable_sampling`), so these use only
+Exported programs choose by the same functions (`jaxllm.export.steps.exported`), so these use only
 operations that every runtime of programs supports: no sorts and no scatters; of bit operations on integers
 only exclusive or and shifts, in int32 words. On a CPU native kernels compute the same, to the bit.
 """

@@ -200,7 +200,7 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
         )
         add(count, part, _of_layers(params, kept))
     model = copy.copy(engine.model)
-    model.runners = Runners(runners, runners, table)
+    model.runners = Runners(runners, table)
     other = Engine(model)
     other.warm_up()
     return [Size(f"{runners[each].cfg.layers} layers", other, each) for each in sorted(runners)]

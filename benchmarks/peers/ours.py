@@ -25,7 +25,7 @@ from jaxllm.models.parameters import parameter_count
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.runners.runner import BatchRow, prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
 
 BLOCKS, ONE_TOKEN = "blocks of tokens", "one token per dispatch"
@@ -107,13 +107,14 @@ class EngineSession:
         while len(ids) < tokens:
             limit = min(block, tokens - len(ids))
             cache = runner.make_room(self._cache, self._length + limit)
-            rows, count, self._cache, self._sampler = runner.decode(
-                self._token, cache, self._sampler, _NO_STOP, limit
+            row = BatchRow(
+                token=self._token, cache=cache, sampler=self._sampler, stop_ids=_NO_STOP, limit=limit
             )
-            got = np.asarray(rows)[0, : int(count)]
-            self._token = got[-1:]
-            self._length += len(got)
-            ids += got.tolist()
+            got = runner.decode(row)
+            self._cache, self._sampler = got.cache, got.sampler
+            self._token = np.array(got.tokens[-1:], np.int32)
+            self._length += len(got.tokens)
+            ids += got.tokens
         return ids
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
@@ -202,7 +203,6 @@ def open_live_steps(opening: Opening, progress: Progress) -> Session:
     import jax.numpy as jnp
 
     from jaxllm.bundle import Bundle
-    from jaxllm.config import WHOLE
     from jaxllm.export.programs.live import LiveExecutor
     from jaxllm.export.programs.runner import ProgramRunner
     from jaxllm.kernels.native import without_native_kernels
@@ -214,11 +214,7 @@ def open_live_steps(opening: Opening, progress: Progress) -> Session:
         params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
         cfg = bundle.cfg
     executor = LiveExecutor(
-        "live steps",
-        {WHOLE: params},
-        {WHOLE: cfg},
-        context_tokens=opening.context_tokens,
-        **opening.options,
+        "live steps", params, cfg, context_tokens=opening.context_tokens, **opening.options
     )
     loaded = time.perf_counter()
     with without_native_kernels(branches=True):
@@ -240,7 +236,6 @@ class ProgramSession:
 
     def __init__(self, engine: Any, settings: Sequence[str] = (PROGRAM_BLOCKS,)) -> None:
         self._runner, self._model, self.settings = engine.runner, engine.model, settings
-        self._cached: list[int] = []
 
     def facts(self) -> dict[str, Any]:
         """Times of opening."""
@@ -250,18 +245,17 @@ class ProgramSession:
         """See `Session.prefill`."""
         sampling = _DRAWN if setting == DRAWN else Sampling()
         self._token, self._cache, self._sampler = _fed(self._runner, prompt, sampling)
-        self._cached = list(prompt)
         return int(self._token[0])
 
     def decode(self, tokens: int, setting: str) -> list[int]:
         """See `Session.decode`."""
-        rows, _, self._cache, self._sampler = self._runner.decode(
-            self._token, self._cache, self._sampler, _NO_STOP, tokens, self._cached
+        row = BatchRow(
+            token=self._token, cache=self._cache, sampler=self._sampler, stop_ids=_NO_STOP, limit=tokens
         )
-        block = rows[0].tolist()
-        self._cached += [int(self._token[0]), *block[:-1]]
-        self._token = rows[0, -1:]
-        return block
+        got = self._runner.decode(row)
+        self._cache, self._sampler = got.cache, got.sampler
+        self._token = np.array(got.tokens[-1:], np.int32)
+        return got.tokens
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
         """See `Session.score`."""

@@ -18,16 +18,17 @@ import numpy as np
 
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import ConfigError, ContextGone
-from jaxllm.export.folder_format.codecs import (
+from jaxllm.export.folder_format.signature import (
     CHUNK_TOKENS,
     CHUNKS,
     KEYS,
     VALUES,
+    Kind,
+    Signature,
     blobs_of,
     coded_of,
     coded_shapes,
 )
-from jaxllm.export.folder_format.signature import Kind, Signature
 from jaxllm.export.programs.executor import FolderAdapters
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner

@@ -41,6 +41,7 @@ from jaxllm.export.folder_format.signature import (
     source_shapes,
 )
 from jaxllm.files.input_files import open_regular, read_bytes
+from jaxllm.layer_configs import require
 from jaxllm.options import check_options, option
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -49,6 +50,11 @@ LOOP, MAIN = "loop.pyz", "__main__.py"
 WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
 TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
 _READ_BYTES = 1 << 24
+
+
+def malformed(path: Path, error: Exception) -> ProgramError:
+    """The error of a file that cannot be parsed."""
+    return ProgramError(f"{path}: malformed ({error!s:.200}); export the model again")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ CacheDtype = Literal["float32", "bfloat16"]
 Found = TypeVar("Found")
 
 MANIFEST = "program.json"
-VERSION = 3
+VERSION = 1
 _MAX_MANIFEST_BYTES = 16 << 20
 _MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_SIGNATURES = 1 << 12
@@ -100,15 +106,12 @@ class Manifest:
     """A folder of programs.
 
     Attributes:
-      format: format of the programs.
       name: display name of the model.
       model: fingerprint of the exported bundle, also stored with the weights.
       context_tokens: length of the longest caches.
       precision: precision of the weight matrices, and for w8a8 also of activations.
       cache_dtype: dtype of keys and values.
-      platforms: platforms that the programs run on.
       levels: levels by percent; 100 is the whole model.
-      signatures: the programs.
       files: all files but the manifest, by name.
       made_with: versions of the packages that wrote it, for display.
       left_out: features of the bundle that the programs do not have, for display.
@@ -135,45 +138,40 @@ class Manifest:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not all(isinstance(each, str) for each in self.made_with.values()):
-            raise ValueError("made_with has values that are no text")
-        if not 1 <= len(self.signatures) <= _MAX_SIGNATURES:
-            raise ValueError(f"there are {len(self.signatures)} programs, not 1 to {_MAX_SIGNATURES}")
-        if WHOLE not in self.levels or not all(1 <= level <= WHOLE for level in self.levels):
-            raise ValueError("there is no whole model, or a level of other percents than 1 to 100")
-        if self.context_tokens > (window := self.levels[WHOLE].cfg.window_tokens):
-            raise ValueError(f"context_tokens {self.context_tokens} is more than the window of {window}")
+        named = all(isinstance(each, str) for each in self.made_with.values())
+        require(named, "made_with has values that are no text")
+        count, whole = len(self.signatures), self.levels.get(WHOLE)
+        require(1 <= count <= _MAX_SIGNATURES, f"there are {count} programs, not 1 to {_MAX_SIGNATURES}")
+        if whole is None or not all(1 <= level <= WHOLE for level in self.levels):
+            raise ConfigError("there is no whole model, or a level of other percents than 1 to 100")
+        fits = self.context_tokens <= (window := whole.cfg.window_tokens)
+        require(fits, f"context_tokens {self.context_tokens} is more than the window of {window}")
+        kinds = collections.defaultdict(list)
         for each in self.signatures:
             room = self.room(each)
             # A row of the tiny LM is in no cache.
             tokens = 0 if each.kind == "tiny_lm" else each.tokens
-            if each.level not in self.levels or tokens > room or room > self.context_tokens:
-                raise ValueError(f"{each.name} is of no level, or does not fit its caches")
-        kinds = collections.defaultdict(list)
-        for each in self.signatures:
-            kinds[each.level, self.room(each)].append(each.kind)
-        for level in self.levels:
+            fits = each.level in self.levels and tokens <= room <= self.context_tokens
+            require(fits, f"{each.name} is of no level, or does not fit its caches")
+            kinds[each.level, room].append(each.kind)
+        for level, entry in self.levels.items():
             for cache in {self.context_tokens, *self.cache_tokens(level)}:
-                if kinds[level, cache].count("decode") != 1 or "prefill" not in kinds[level, cache]:
-                    raise ValueError(f"level {level} cannot read a prompt and decode in {cache} tokens")
-            encoder = self.levels[level].cfg.encoder
-            sources = self.encode_tokens(level)
-            if (encoder is not None) != bool(sources):
-                raise ValueError(f"level {level} has an encoder, or programs that encode, but not both")
-            if encoder is not None and sources[-1] > encoder.window_tokens:
-                raise ValueError(f"level {level} encodes more tokens than its encoder's window")
-
-        if (self.tiny_lm is None) != (not self.tiny_lm_tokens()):
-            raise ValueError("there is a tiny LM, or programs of one, but not both")
-        if self.tiny_lm is not None and self.tiny_lm_tokens()[-1] != self.tiny_lm.row_tokens:
-            raise ValueError(f"no program of the tiny LM reads its rows of {self.tiny_lm.row_tokens} tokens")
-        if self.adapters is not None and self.adapters.shapes.keys() != self.levels.keys():
-            raise ValueError("adapters are of other levels")
-        if self.stages is not None and (
-            len(self.stages.shadowed) != self.levels[WHOLE].cfg.layers
-            or self.stages.chunk_tokens[-1] > self.context_tokens
-        ):
-            raise ValueError("stages are of other layers, or do not fit the context")
+                answers = kinds[level, cache].count("decode") == 1 and "prefill" in kinds[level, cache]
+                require(answers, f"level {level} cannot read a prompt and decode in {cache} tokens")
+            encoder, sources = entry.cfg.encoder, self.encode_tokens(level)
+            both = (encoder is not None) == bool(sources)
+            require(both, f"level {level} has an encoder, or programs that encode, but not both")
+            fits = encoder is None or sources[-1] <= encoder.window_tokens
+            require(fits, f"level {level} encodes more tokens than its encoder's window")
+        tiny, rows = self.tiny_lm, self.tiny_lm_tokens()
+        require((tiny is None) == (not rows), "there is a tiny LM, or programs of one, but not both")
+        if tiny is not None and rows[-1] != tiny.row_tokens:
+            raise ConfigError(f"no program of the tiny LM reads its rows of {tiny.row_tokens} tokens")
+        if self.adapters is not None:
+            require(self.adapters.shapes.keys() == self.levels.keys(), "adapters are of other levels")
+        if (stages := self.stages) is not None:
+            fits = len(stages.shadowed) == whole.cfg.layers and stages.chunk_tokens[-1] <= self.context_tokens
+            require(fits, "stages are of other layers, or do not fit the context")
 
     def tiny_lm_tokens(self) -> tuple[int, ...]:
         """Lengths of rows that the tiny LM has programs for, ascending."""
@@ -289,7 +287,7 @@ class Manifest:
                 f"{folder}: not a folder of programs ({error.strerror}); make one with `jaxllm export`"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+            raise malformed(path, error) from error
         version = data.pop("version", None) if isinstance(data, dict) else None
         if version != VERSION:
             raise ProgramError(
@@ -299,7 +297,7 @@ class Manifest:
             manifest: Manifest = read_part(cls, data)
             manifest._require_files()
         except _READ_ERRORS as error:
-            raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+            raise malformed(path, error) from error
         for name, stored in manifest.files.items():
             if Path(name).name != name or "\0" in name:
                 raise ProgramError(f"{path}: {name!r:.80} is not a file of its folder")
@@ -332,9 +330,7 @@ class Manifest:
         try:
             return TokenizerFiles.from_json(json.loads(raw))
         except (ValueError, RecursionError, CheckpointError) as error:
-            raise ProgramError(
-                f"{folder / name}: malformed ({error!s:.200}); export the model again"
-            ) from error
+            raise malformed(folder / name, error) from error
 
     def read_intact(self, folder: Path, name: str, *, most_bytes: int) -> bytes:
         """The content of a file.

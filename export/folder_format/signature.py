@@ -14,19 +14,23 @@ as much as a layer of a small model (see `jaxllm.sampling_state.SamplerState` fo
     bias         [V] float32     these three are read only if `penalized`
     in_prompt    [1, V] bool
     counts       [1, V] int32    number of each token in the answer
+
+Programs of a codec encode and load contexts: `encode_chunks_8` accepts the caches, and returns chunks at 8
+bits; `load_chunks_8` puts such chunks into caches. Blobs are those of the live service's codec, byte for
+byte (see `jaxllm.contexts.codecs`).
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
-from jaxllm.contexts.codecs import CODECS, WIDTHS
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, CHUNKS, KEYS, VALUES, coded_shapes
+from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, find_codec
 from jaxllm.export.folder_format.parts import ADAPTER, KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.options import check_options, option
 from jaxllm.sampling_state import NUMBERS, SamplerState
@@ -34,6 +38,13 @@ from jaxllm.sampling_state import NUMBERS, SamplerState
 Kind = Literal["prefill", "decode", "block", "verify", "encode", "tiny_lm", "encode_chunks", "load_chunks"]
 CODED_KINDS: tuple[Kind, ...] = ("encode_chunks", "load_chunks")
 _KINDS: tuple[Kind, ...] = ("prefill", "decode", "block", "verify", "encode")
+
+KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
+CHUNKS = "chunks"
+# Of a chunk (C), as the live service has them by default.
+CHUNK_TOKENS = 16
+# Of a cache's name.
+LEVELS, FACTORS = "{}_levels", "{}_factors"
 
 TOKENS, POSITIONS, MASK, LOGITS = "tokens", "input_pos", "mask", "logits"
 # Encoder-decoders: keys and values of the source that the decoder attends to, and its number of tokens.
@@ -46,6 +57,7 @@ TOP_K, PENALIZED, DRAWN, SEED = 0, 1, 2, slice(3, 5)
 # Read only if a sampler penalizes.
 PENALTIES = ("bias", "in_prompt", "counts")
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+Arrays = dict[str, np.ndarray]
 _IDS, _FLAGS, _FLOATS = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
 
 
@@ -95,7 +107,7 @@ def level_signatures(
     level: int,
     *,
     chunk_tokens: Sequence[int],
-    verify_tokens: Sequence[int],
+    verify_tokens: Sequence[int] = (),
     block_tokens: int = 0,
     cache_tokens: Sequence[int] = (),
     encode_tokens: Sequence[int] = (),
@@ -246,6 +258,21 @@ def controls(sampler: SamplerState, stop_ids: np.ndarray, limit: int) -> dict[st
     }
 
 
+def sampler_of(controls: Mapping[str, Any], counts: Any, done: Any) -> SamplerState:
+    """The sampler of a block's `controls`, with the counts `[1, V]` after `done` tokens since then."""
+    draw = controls["draw"]
+    return SamplerState(
+        **dict(zip(OPTIONS, controls["options"], strict=True)),
+        top_k=draw[TOP_K],
+        penalized=draw[PENALIZED] > 0,
+        bias=controls["bias"],
+        in_prompt=controls["in_prompt"],
+        counts=counts,
+        seed=draw[SEED],
+        drawn=draw[DRAWN] + done,
+    )
+
+
 def control_shapes(vocab_size: int) -> Shapes:
     """Shape and dtype of each of the `controls`."""
     return {
@@ -257,3 +284,59 @@ def control_shapes(vocab_size: int) -> Shapes:
         "in_prompt": ((1, vocab_size), _FLAGS),
         "counts": ((1, vocab_size), _IDS),
     }
+
+
+def chunk_format(codec: str) -> ChunkFormat:
+    """The format of a codec's chunks."""
+    return ChunkFormat(find_codec(codec), WIDTHS, CHUNK_TOKENS)
+
+
+def coded_shapes(cfg: ModelConfig, codec_name: str, bits: int, count: int) -> Shapes:
+    """Returns shapes and dtypes of the programs' input and output arrays for `count` chunks (n), by name."""
+    found: Shapes = {}
+    codec, width = find_codec(codec_name), cfg.head_dim
+    for layer in range(cfg.layers):
+        heads = cfg.units(layer).kv_heads
+        for name, sharing in ((KEYS, codec.keys), (VALUES, codec.values)):
+            side = name.format(layer)
+            levels = (count, heads, CHUNK_TOKENS, width * bits // 8)
+            shared = (heads, 1, width) if sharing == "channel" else (heads, CHUNK_TOKENS, 1)
+            found[LEVELS.format(side)] = levels, np.dtype(np.uint8)
+            found[FACTORS.format(side)] = (count, 2, *shared), np.dtype(np.float32)
+    return found
+
+
+def blobs_of(coded: Mapping[str, np.ndarray], layers: int, count: int) -> list[tuple[np.ndarray, ...]]:
+    """The blobs of the first `count` chunks of a program's arrays, one of each layer."""
+    found = []
+    for chunk in range(count):
+        layer_blobs = []
+        for layer in range(layers):
+            parts = []
+            for name in (KEYS, VALUES):
+                side = name.format(layer)
+                parts.append(coded[LEVELS.format(side)][chunk].reshape(-1))
+                factors = coded[FACTORS.format(side)][chunk].astype(np.float16)
+                parts.append(np.ascontiguousarray(factors).reshape(-1).view(np.uint8))
+            layer_blobs.append(np.concatenate(parts))
+        found.append(tuple(layer_blobs))
+    return found
+
+
+def coded_of(blobs: Sequence[Sequence[np.ndarray]], shapes: Shapes, layers: int) -> Arrays:
+    """The arrays of a program for chunks by their blobs, the last of them repeated up to the program's
+    number; `shapes`: see `coded_shapes`."""
+    found: Arrays = {}
+    for layer in range(layers):
+        at = 0
+        for name in (KEYS, VALUES):
+            for part in (LEVELS, FACTORS):
+                key = part.format(name.format(layer))
+                (count, *shape), dtype = shapes[key]
+                stored = np.dtype(np.uint8) if part == LEVELS else np.dtype(np.float16)
+                size = math.prod(shape) * stored.itemsize
+                cut = [np.ascontiguousarray(each[layer][at : at + size]) for each in blobs]
+                cut += cut[-1:] * (count - len(cut))
+                at += size
+                found[key] = np.stack([each.view(stored).reshape(shape) for each in cut]).astype(dtype)
+    return found

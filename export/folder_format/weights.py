@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import ProgramError
+from jaxllm.export.folder_format.manifest import malformed
 
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGN = 64
@@ -68,7 +69,7 @@ def read_weights(path: Path, *, model: str) -> dict[str, np.ndarray]:
         body = memoryview(data)[8 + length :]
         arrays = {name: _array(body, entry) for name, entry in header.items()}
     except _MALFORMED as error:
-        raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+        raise malformed(path, error) from error
     if found != model:
         raise ProgramError(
             f"{path}: weights of another bundle ({found[:12] or 'unnamed'}) than the programs beside them "

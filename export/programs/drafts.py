@@ -123,17 +123,13 @@ class ProgramDrafter:
         """See `Drafter`; it has a cache of its own."""
         # Each run extends the one line.
         alpha = max(growing.alpha, growing.run + growing.branch)
-        growing = dataclasses.replace(growing, alpha=alpha, most=min(growing.most, growing.depth + 1))
-        return self._grown(sequence, root, growing), cache
-
-    def _grown(self, sequence: Sequence[int], root: int, growing: Growing) -> TokenTree:
         text, tree = [*sequence, root], root_alone(root, self._shape.room)
         options = self._runner.options
-        most = min(growing.most, options.context_tokens - len(text), self._shape.room)
+        most = min(growing.most, growing.depth + 1, options.context_tokens - len(text), self._shape.room)
         # Or the source is longer than its encoder supports.
         if most < 2 or len(self._source) > options.source_tokens(self._runner.cfg):
-            return tree
-        logits = self._behind(text, len(text) + most)
+            return tree, cache
+        logits = self._logits_after(text, len(text) + most)
         line: list[int] = []
         leaves: list[tuple[int, int, float]] = []
         confidences = [1.0]
@@ -147,13 +143,14 @@ class ProgramDrafter:
             ]
             line.append(tokens[0])
             confidences.append(confidence * shares[0])
-            if confidences[-1] < growing.alpha or len(line) + 1 >= most or tokens[0] in growing.stop_ids:
+            if confidences[-1] < alpha or len(line) + 1 >= most or tokens[0] in growing.stop_ids:
                 break
             logits = self._step(tokens[0])
         parents = [*range(len(line)), *(parent for parent, _, _ in leaves)]
         drafted = [*line, *(token for _, token, _ in leaves)]
         # Leaves come after the line, so that its accepted nodes are already at their positions.
-        return grown(tree, drafted, parents, [*confidences[1:], *(share for _, _, share in leaves)])
+        shares = [*confidences[1:], *(share for _, _, share in leaves)]
+        return grown(tree, drafted, parents, shares), cache
 
     def step(self) -> bool:
         """Never grows the tree: a target of programs never waits."""
@@ -163,7 +160,7 @@ class ProgramDrafter:
         """Does nothing: the next sequence has the accepted tokens."""
         del path, token
 
-    def _behind(self, text: Sequence[int], room: int) -> np.ndarray:
+    def _logits_after(self, text: Sequence[int], room: int) -> np.ndarray:
         """Returns logits `[V]` after a text, whose last token is always run, in a cache of `room`
         positions."""
         if self._version != self._runner.weights_version:

@@ -7,7 +7,7 @@ import abc
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import ADAPTER, adapter_file
 from jaxllm.export.folder_format.signature import Interface, Signature
 from jaxllm.serving.host.progress import Progress
-
-if TYPE_CHECKING:
-    pass
 
 NO_ADAPTER = ""
 
@@ -102,7 +99,6 @@ class Executor(abc.ABC):
     is passed to `grow`, `run` or `keep`, once.
 
     Attributes:
-      manifest: manifest of the programs.
       lock: lock that the caller acquires: one call at a time.
       adapters: low-rank adapters that its programs accept, and the current one.
       moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are already

@@ -2,6 +2,7 @@
 buckets that are compiled ahead of time.
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -25,43 +26,47 @@ from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.speculation.tree import choices
 
 Caches = dict[str, jax.Array]
-Steps = Callable[[Signature], Callable[..., dict[str, jax.Array]]]
 # Name, shape and dtype of each cache, sorted by name: a field of a bucket.
 _CacheShapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 class JaxPrograms(Executor):
-    """Common part of executors on JAX.
-
-    Args:
-      manifest: manifest of the programs.
-      weights: function from a level to the weights of its programs.
-      step: function from a signature to its step (weights, caches, inputs) -> caches and outputs.
-      contents: key of the contents of a signature's program.
-      folder: cache of compiled buckets; None caches none.
-      tiny_lm: weights of the tiny LM; empty for none.
-      adapters: adapters that programs accept; None for none.
-    """
+    """Common part of executors on JAX."""
 
     def __init__(
         self,
         manifest: Manifest,
         weights: Mapping[int, Mapping[str, Any]],
-        step: Steps,
-        contents: Callable[[Signature], str],
-        folder: CompiledBucketFolder | None,
+        folder: CompiledBucketFolder | None = None,
         *,
         tiny_lm: Mapping[str, Any] | None = None,
         adapters: FolderAdapters | None = None,
     ) -> None:
+        """Makes an executor.
+
+        Args:
+          manifest: manifest of the programs.
+          weights: weights of the programs of each level.
+          folder: cache of compiled buckets; None caches none.
+          tiny_lm: weights of the tiny LM; None for none.
+          adapters: adapters that programs accept; None for none.
+        """
         super().__init__(manifest, adapters or FolderAdapters(manifest))
-        self._weights, self._tiny_lm, self.step, self._contents = weights, tiny_lm or {}, step, contents
+        self._weights, self._tiny_lm = weights, tiny_lm or {}
         self._programs: dict[str, ProgramBucket] = {}
         # Found by name, because every token needs one.
         self._compiled: dict[str, Any] = {}
         self._buckets, store = BucketTable(), None if folder is None else BucketStore.of_programs(folder)
         for level in weights:
             self._buckets.add_level(level, self, store)
+
+    @abc.abstractmethod
+    def step(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
+        """The step of a signature: (weights, caches, inputs) -> caches and outputs."""
+
+    @abc.abstractmethod
+    def contents(self, signature: Signature) -> str:
+        """Key of the contents of a signature's program."""
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`; several at a time, from disk if an earlier process stored them."""
@@ -90,7 +95,7 @@ class JaxPrograms(Executor):
     def grow(self, level: int, caches: Caches, cache_tokens: int) -> Caches:
         """See `Executor`."""
         short = next(iter(caches.values())).shape[2]
-        return self._ready(self._grow_bucket(level, short, cache_tokens))(caches)
+        return self._buckets.get_filled(self._grow_bucket(level, short, cache_tokens))(caches)
 
     def rows(self, level: int, caches: Caches, tokens: int) -> dict[str, np.ndarray]:
         """See `Executor`."""
@@ -130,7 +135,7 @@ class JaxPrograms(Executor):
         """See `Executor`."""
         nodes = np.arange(signature.tokens, dtype=np.int32)
         nodes[: len(path)] = path
-        return self._ready(self._keep_bucket(signature))(caches, np.int32(at), nodes)
+        return self._buckets.get_filled(self._keep_bucket(signature))(caches, np.int32(at), nodes)
 
     def weights_of(self, signature: Signature) -> Mapping[str, Any]:
         """The weights of a signature's program by name."""
@@ -142,15 +147,10 @@ class JaxPrograms(Executor):
         """The path of a program, for messages."""
         return signature.name
 
-    def _ready(self, bucket: Bucket) -> Any:
-        if not self._buckets.is_ready(bucket):
-            self._buckets.fill([bucket])
-        return self._buckets.get(bucket)
-
     def _program_bucket(self, signature: Signature) -> "ProgramBucket":
         if signature.name not in self._programs:
             self._programs[signature.name] = ProgramBucket(
-                signature=signature, contents=self._contents(signature), level=signature.level
+                signature=signature, contents=self.contents(signature), level=signature.level
             )
         return self._programs[signature.name]
 
@@ -172,7 +172,6 @@ class ProgramBucket(Bucket):
     """Runs one exported step.
 
     Attributes:
-      signature: signature of the step.
       contents: digest of its program.
     """
 
@@ -304,10 +303,7 @@ class BucketChooser:
         return self._ready(tree.room)(tree, np.asarray(logits), sampler)
 
     def _ready(self, nodes: int) -> Any:
-        bucket = self._bucket(nodes)
-        if not self._buckets.is_ready(bucket):
-            self._buckets.fill([bucket])
-        return self._buckets.get(bucket)
+        return self._buckets.get_filled(self._bucket(nodes))
 
     def _bucket(self, nodes: int) -> ChoiceBucket:
         return ChoiceBucket(nodes=nodes, vocab_tokens=self._vocab_size)

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import errno
 import importlib.metadata
-import importlib.util
 import logging
 import math
 import os
@@ -34,6 +33,7 @@ import numpy as np
 import xxhash
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
 from jaxllm.export.folder_format.parts import ADAPTER
 from jaxllm.export.folder_format.signature import PENALIZED, PENALTIES, TOKENS, Signature, lengthened
@@ -236,11 +236,7 @@ class LiteRtExecutor(Executor):
           ConfigError: LiteRT is not installed.
           ProgramError: the model is corrupt, or LiteRT rejects it.
         """
-        if importlib.util.find_spec("ai_edge_litert") is None:
-            raise ConfigError(
-                "ai-edge-litert is not installed; run `pip install 'jaxllm[export]'`, in a virtual "
-                "environment of its own, for packages of other extras may exclude it"
-            )
+        require_extra("export", "ai_edge_litert")
         from ai_edge_litert.compiled_model import CompiledModel
         from ai_edge_litert.cpu_options import CpuOptions
         from ai_edge_litert.hardware_accelerator import HardwareAccelerator
@@ -270,7 +266,8 @@ class LiteRtExecutor(Executor):
                 raise ProgramError(
                     f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
                 ) from error
-            if missing := _missing(manifest, self._model):
+            there = self._model.get_signature_list()
+            if missing := [each.name for each in manifest.signatures if each.name not in there]:
                 raise ProgramError(
                     f"{path} lacks the signatures {', '.join(missing)}, which {folder / MANIFEST} names; "
                     "copy both from one export"
@@ -376,12 +373,6 @@ class LiteRtExecutor(Executor):
 
 def _read(buffer: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer.read(math.prod(shape), dtype.type).reshape(shape)
-
-
-def _missing(manifest: Manifest, model: Any) -> list[str]:
-    """Returns the signatures of a manifest that a model lacks."""
-    there = model.get_signature_list()
-    return [each.name for each in manifest.signatures if each.name not in there]
 
 
 def _close(model: Any, *buffers: dict[Any, Any]) -> None:

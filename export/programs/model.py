@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.config import WHOLE
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER, Manifest
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
 from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import make_drafts
@@ -35,19 +35,6 @@ class ProgramTinyLm(TinyLmFacts):
     tokenizer: TokenizerFiles | None = None
 
 
-def read_tiny_lm(manifest: Manifest, folder: Path) -> ProgramTinyLm | None:
-    """Reads the classes and the tokens of a folder's tiny LM; None if it has none.
-
-    Raises:
-      ProgramError: its tokenizer is malformed.
-    """
-    facts = manifest.tiny_lm
-    if facts is None:
-        return None
-    files = manifest.read_tokenizer(folder, TINY_TOKENIZER) if facts.own_tokenizer else None
-    return ProgramTinyLm(**vars(facts), tokenizer=files)
-
-
 class TinyLmPrograms:
     """Runs the programs of a tiny LM (see `jaxllm.serving.elastic.tiny_proposer.TinyProposer`).
 
@@ -71,8 +58,6 @@ class ProgramModel:
     """Programs of one folder, with a runner for each level (see `jaxllm.serving.engine.engine.Model`).
 
     Attributes:
-      executor: runs the programs.
-      tokenizer: tokenizer of the model.
       tiny_lm: tiny LM that plans requests; None for none.
       stages: stage programs that prefill on two processors; None for one processor.
       load_ms: time to open the folder and place its weights.
@@ -222,7 +207,10 @@ def open_program_model(
 
         require_usable_jax()
         token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, cached_buckets())
-    tiny_lm, stages = read_tiny_lm(executor.manifest, folder), None
+    tiny_lm = stages = None
+    if (facts := executor.manifest.tiny_lm) is not None:
+        files = executor.manifest.read_tokenizer(folder, TINY_TOKENIZER) if facts.own_tokenizer else None
+        tiny_lm = ProgramTinyLm(**vars(facts), tokenizer=files)
     if processors > 1:
         # Here, because few folders have stages.
         from jaxllm.export.programs.stages import StagePrograms, times_path

@@ -28,7 +28,14 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export`")
     manifest = Manifest.read(folder)
-    _require_room(folder, manifest)
+    there = memory_bytes()
+    for level in manifest.levels:
+        taken = manifest.cache_bytes(level, manifest.context_tokens) + manifest.source_bytes(level)
+        if there is not None and taken > there:
+            raise BudgetExceeded(
+                f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this "
+                f"machine has {there:,}; export the model with a shorter --context"
+            )
     if manifest.format == "stablehlo":
         from jaxllm.export.programs.stablehlo import StableHloExecutor
 
@@ -44,15 +51,3 @@ def cached_buckets() -> "CompiledBucketFolder | None":
     from jaxllm.serving.buckets.store import CompiledBucketFolder
 
     return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
-
-
-def _require_room(folder: Path, manifest: Manifest) -> None:
-    """Raises BudgetExceeded if a level's longest caches exceed the memory of this machine."""
-    there = memory_bytes()
-    for level in manifest.levels:
-        taken = manifest.cache_bytes(level, manifest.context_tokens) + manifest.source_bytes(level)
-        if there is not None and taken > there:
-            raise BudgetExceeded(
-                f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this "
-                f"machine has {there:,}; export the model with a shorter --context"
-            )

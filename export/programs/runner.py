@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,10 +25,18 @@ from jaxllm.export.folder_format.signature import (
 from jaxllm.export.programs.executor import Executor
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.engine.decoding import counted
 from jaxllm.serving.host.forked import require_not_forked
-from jaxllm.serving.runners.chunks import padded, plan_chunks
-from jaxllm.serving.runners.runner import PrefillChunk, Verdict, chunks_of
+from jaxllm.serving.runners.runner import (
+    BatchRow,
+    DecodedRow,
+    PrefillChunk,
+    Runner,
+    Verdict,
+    chunks_of,
+    padded,
+    plan_chunks,
+)
 from jaxllm.serving.speculation.host_tree import accepted_path
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
@@ -77,7 +84,7 @@ class ProgramCache:
 
 
 class TokenChooser(Protocol):
-    """Draws tokens of a vocabulary of V."""
+    """Samples tokens of a vocabulary of V."""
 
     def prepare(self, trees: Iterable[int] = ()) -> None:
         """Prepares to sample the next token, and the tokens of trees of these sizes."""
@@ -92,23 +99,16 @@ class TokenChooser(Protocol):
         ...
 
 
-class ProgramRunner:
-    """A `jaxllm.serving.runners.runner.Runner` over an executor, as one level of its model.
+class ProgramRunner(Runner):
+    """A `Runner` over an executor, as one level of its model.
 
     Prefill programs return no logits, as LiteRT-LM's do not: the last token of a prompt is always decoded.
 
     Attributes:
-      executor: executor of the programs.
-      level: level in percent.
-      cfg: config of the model, or of the level's sub-model.
-      options: see `ProgramOptions`.
       token_chooser: samples tokens other than the most likely.
-      idle_read_s: 0: all weights are in memory.
-      batch: None: programs have one sequence.
     """
 
-    idle_read_s = 0.0
-    batch = None
+    _no_rows = "exported programs have no prompt embeddings; open the bundle"
 
     def __init__(
         self, executor: Executor, level: int = WHOLE, token_chooser: TokenChooser | None = None
@@ -124,8 +124,8 @@ class ProgramRunner:
             raise ConfigError(
                 f"level {level} was not exported, only {there}; export the model with --level {level}"
             )
-        self.executor, self.level = executor, level
-        self.cfg: ModelConfig = manifest.levels[level].cfg
+        self.executor, self.level, self.lock = executor, level, executor.lock
+        self.cfg = manifest.levels[level].cfg
         context = manifest.context_tokens
         self.options = ProgramOptions(context, manifest.chunk_tokens(level, context))
         # Cached, because every token needs them.
@@ -142,11 +142,6 @@ class ProgramRunner:
             return manifest.signature(kind, tokens, level, room)
 
         self._program = program
-
-    @property
-    def lock(self) -> threading.RLock:
-        """The executor's lock, which all levels share."""
-        return self.executor.lock
 
     @property
     def weights_version(self) -> tuple[int, int]:
@@ -219,7 +214,6 @@ class ProgramRunner:
         return dataclasses.replace(cache, source=source)
 
     def _encoding(self, tokens: int) -> Signature:
-        """Returns the program that encodes a source of so many tokens."""
         lengths = self.executor.manifest.encode_tokens(self.level)
         if not lengths:
             raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source; give it a prompt")
@@ -258,29 +252,16 @@ class ProgramRunner:
         lengths = self._chunks(tokens - 1, self.options.context_tokens) or [0]
         return chunks_of([*lengths[:-1], lengths[-1] + 1])
 
-    def chunks_in(self, mode: Literal["int8", "float"], tokens: int) -> list[PrefillChunk]:
-        """See `Runner`."""
-        del mode
-        return self.prefill_chunks(tokens)
-
-    def prefill_rows(
-        self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: PromptRows
-    ) -> tuple[Any, ProgramCache]:
-        """See `Runner`."""
-        raise ConfigError("exported programs take no rows in place of tokens; open the bundle")
-
     def prefill(
         self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
     ) -> tuple[Any, ProgramCache]:
         """See `Runner`; a chunk that these caches have no program for is run in shorter ones."""
         room, count, fed = cache.capacity_tokens, len(tokens) - chunk.last, 0
         for length in self._chunks(count, room):
-            row, real = padded(tokens[fed : min(fed + length, count)], length)
-            positions = np.full(length, _PADDING, np.int32)
-            positions[:real] = np.arange(at + fed, at + fed + real)
-            program = self._program("prefill", length, room)
-            _, cache = self._run(program, cache, at + fed + real, {TOKENS: row, POSITIONS: positions})
-            fed += real
+            part = tokens[fed : min(fed + length, count)]
+            program, inputs = self._program("prefill", length, room), chunk_inputs(part, length, at + fed)
+            fed += len(part)
+            _, cache = self._run(program, cache, at + fed, inputs)
         return self.step(cache, tokens[-1], at + count) if chunk.last else (None, cache)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
@@ -294,38 +275,29 @@ class ProgramRunner:
         """See `Runner`."""
         return min(pace, _MOST_PER_CALL, remaining)
 
-    def decode(
-        self,
-        token: Any,
-        cache: ProgramCache,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int] = (),
-    ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
+    def decode(self, row: BatchRow) -> DecodedRow:
         """See `Runner`; a dispatch for each block of tokens, or for each token if there is no program of
         blocks, until a stop token."""
-        stops, decoded = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
+        cache, sampler, first = row.cache, row.sampler, row.cache.length
+        stops, decoded = set(row.stop_ids.tolist()), [int(np.asarray(row.token)[0])]
         block = self.executor.manifest.block_tokens(self.level, cache.capacity_tokens)
-        while len(decoded) <= limit and (len(decoded) == 1 or decoded[-1] not in stops):
-            at, left = len(cached) + len(decoded) - 1, limit + 1 - len(decoded)
+        while len(decoded) <= row.limit and (len(decoded) == 1 or decoded[-1] not in stops):
+            at, left = int(first) + len(decoded) - 1, row.limit + 1 - len(decoded)
             if block > 1 and (self.executor.stops_early or 2 * left > block):
-                found, cache = self._block(
-                    cache, decoded[-1], at, controls(sampler, stop_ids, min(left, block))
-                )
-                sampler = sampler if _likeliest(sampler) else _after(sampler, found)
+                block_controls = controls(sampler, row.stop_ids, min(left, block))
+                found, cache = self._block(cache, decoded[-1], at, block_controls)
+                sampler = sampler if _likeliest(sampler) else counted(sampler, found)
                 decoded += found.tolist()
                 continue
             logits, cache = self.step(cache, decoded[-1], at)
             chosen, sampler = self.sample(logits, sampler)
             decoded.append(int(chosen[0]))
-        rows = np.array([decoded[1:]], np.int32)
-        return rows, rows.shape[1], cache, sampler
+        return DecodedRow(decoded[1:], cache, sampler)
 
     def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
         """Feeds one token at position `at`; returns the logits `[1, V]` after it, and the cache."""
         program = self._program("decode", 1, cache.capacity_tokens)
-        out, cache = self._run(program, cache, at + 1, _next_inputs(token, at))
+        out, cache = self._run(program, cache, at + 1, chunk_inputs([token], 1, at))
         # Slicing a device's array would compile a computation.
         return np.asarray(out[LOGITS])[0], cache
 
@@ -347,7 +319,7 @@ class ProgramRunner:
         """
         room = cache.capacity_tokens
         program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
-        out, cache = self._run(program, cache, at, {**_next_inputs(token, at), **controls})
+        out, cache = self._run(program, cache, at, {**chunk_inputs([token], 1, at), **controls})
         tokens = np.asarray(out[NEXT_TOKENS])[0, : np.asarray(out[COUNT])[0]]
         most = int(controls["limit"][0])
         if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
@@ -356,10 +328,6 @@ class ProgramRunner:
                 f"{self.cfg.vocab_size}; export the model again"
             )
         return tokens, cache.after(cache.caches, at + len(tokens))
-
-    def expect(self, tokens: np.ndarray) -> None:
-        """See `Runner`; does nothing, because all weights are in memory."""
-        del tokens
 
     def verify(
         self,
@@ -387,7 +355,7 @@ class ProgramRunner:
         path = accepted_path(tree, chosen)[:limit]
         tokens = chosen[path]
         if not _likeliest(sampler):
-            sampler = _after(sampler, tokens)
+            sampler = counted(sampler, tokens)
         caches = cache.caches
         if path[-1] >= len(path):
             caches = self.executor.keep(signature, caches, at, path)
@@ -447,17 +415,12 @@ class ProgramRunner:
         return plan_chunks(tokens, lengths) if tokens > 0 else []
 
 
-def _next_inputs(token: int, at: int) -> dict[str, np.ndarray]:
-    """A token at a position, as inputs."""
-    return {TOKENS: np.array([[token]], np.int32), POSITIONS: np.array([at], np.int32)}
-
-
-def _after(sampler: SamplerState, tokens: np.ndarray) -> SamplerState:
-    """Returns the state after some tokens `[n]` were sampled."""
-    counts = np.array(sampler.counts)
-    np.add.at(counts[0], tokens, 1)
-    drawn = np.int32(int(sampler.drawn) + len(tokens))
-    return dataclasses.replace(sampler, counts=counts, drawn=drawn)  # pyright: ignore[reportArgumentType]
+def chunk_inputs(tokens: Sequence[int], length: int, at: int) -> dict[str, np.ndarray]:
+    """Tokens from position `at` on as inputs of a program of `length` tokens."""
+    row, real = padded(tokens, length)
+    positions = np.full(length, _PADDING, np.int32)
+    positions[:real] = np.arange(at, at + real)
+    return {TOKENS: row, POSITIONS: positions}
 
 
 def _most_likely(logits: np.ndarray) -> np.ndarray:

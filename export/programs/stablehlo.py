@@ -6,7 +6,6 @@ larger. Its computation is not checked: trust a folder of programs as you would 
 
 import dataclasses
 import hashlib
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -17,8 +16,8 @@ import jax
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
-from jaxllm.export.folder_format.parts import ProgramLevel
 from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import FolderAdapters
@@ -51,8 +50,7 @@ class StableHloExecutor(JaxPrograms):
           ConfigError: the programs are for other devices, or the extra is missing.
           ProgramError: a file is corrupt, or the weights are another model's.
         """
-        if importlib.util.find_spec("flatbuffers") is None:
-            raise ConfigError("flatbuffers is not installed; run `pip install 'jaxllm[stablehlo]'`")
+        require_extra("stablehlo", "flatbuffers")
         device = jax.devices()[0]
         platform = _PLATFORMS.get(device.platform, device.platform)
         if platform not in manifest.platforms:
@@ -62,20 +60,22 @@ class StableHloExecutor(JaxPrograms):
             )
         arrays = read_weights(manifest.require_intact(folder, WEIGHTS), model=manifest.model)
         arrays = _in_memory(arrays) if platform == "cpu" else arrays
-        weights = {level: _placed(arrays, each) for level, each in manifest.levels.items()}
-        super().__init__(
-            manifest,
-            weights,
-            self._step_of,
-            self._contents_of,
-            kept,
-            tiny_lm=_tiny_lm(manifest, folder),
-            adapters=FolderAdapters(manifest, folder),
-        )
+        weights = {
+            level: {
+                name: jax.device_put(view, device, may_alias=True)
+                for name, view in each.views(arrays).items()
+            }
+            for level, each in manifest.levels.items()
+        }
+        adapters, tiny = FolderAdapters(manifest, folder), {}
+        if manifest.tiny_lm is not None:
+            stored = read_weights(manifest.require_intact(folder, TINY_WEIGHTS), model=manifest.model)
+            tiny = {name: jax.device_put(each) for name, each in stored.items()}
+        super().__init__(manifest, weights, kept, tiny_lm=tiny, adapters=adapters)
         self._folder = folder
 
-    def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
-        """A program's function, within its bounds."""
+    def step(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
+        """See `JaxPrograms`; the program is within its bounds."""
         # Imported here, because it is slow and cached buckets do not need it.
         import jax.export
 
@@ -84,12 +84,11 @@ class StableHloExecutor(JaxPrograms):
         # Results have the names that were checked.
         return cast("Callable[..., dict[str, jax.Array]]", exported.call)
 
-    def _contents_of(self, signature: Signature) -> str:
-        """Key of a program's contents, by SHA-256, so that no other file has it."""
+    def contents(self, signature: Signature) -> str:
+        """See `JaxPrograms`; by SHA-256, so that no other file has it."""
         return f"{hashlib.sha256(self._program(signature)).hexdigest()} {self._bounds(signature)}"
 
     def _program(self, signature: Signature) -> bytes:
-        """The contents of a program's file."""
         return self.manifest.read_intact(self._folder, signature.file, most_bytes=MAX_PROGRAM_BYTES)
 
     def _bounds(self, signature: Signature) -> "Bounds":
@@ -114,7 +113,9 @@ class Bounds:
     @property
     def largest_elements(self) -> int:
         """Maximum number of elements of an array."""
-        return _SMALL + _LARGEST * max(math.prod(each.shape) for each in _leaves((self.inputs, self.outputs)))
+        return _SMALL + _LARGEST * max(
+            math.prod(each.shape) for each in jax.tree.leaves((self.inputs, self.outputs))
+        )
 
     def require(self, exported: "jax.export.Exported", name: str) -> None:
         """Checks a program, called `name`, before it is compiled.
@@ -128,7 +129,7 @@ class Bounds:
             ("returns", exported.out_avals, exported.out_tree, self.outputs),
         ):
             actual = [(tuple(each.shape), each.dtype.name) for each in avals]
-            wanted = [(tuple(each.shape), each.dtype.name) for each in _leaves(expected)]
+            wanted = [(tuple(each.shape), each.dtype.name) for each in jax.tree.leaves(expected)]
             if actual != wanted or tree != jax.tree.structure(expected):
                 differing = [pair for pair in zip(actual, wanted, strict=False) if pair[0] != pair[1]][:1]
                 raise ProgramError(
@@ -158,18 +159,6 @@ def program_bounds(signature: Signature, manifest: Manifest, weights: Mapping[st
     return Bounds(inputs, caches | outputs if interface.writes else outputs)
 
 
-def _leaves(tree: Any) -> list[jax.ShapeDtypeStruct]:
-    return jax.tree.leaves(tree)
-
-
-def _tiny_lm(manifest: Manifest, folder: Path) -> dict[str, jax.Array]:
-    """The weights of a folder's tiny LM on the device; empty for none."""
-    if manifest.tiny_lm is None:
-        return {}
-    arrays = read_weights(manifest.require_intact(folder, TINY_WEIGHTS), model=manifest.model)
-    return {name: jax.device_put(each) for name, each in arrays.items()}
-
-
 def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Copies arrays into one block of memory, which the system allocates in large pages: a decoded token
     reads all weights, which is slower from the small pages of a mapped file."""
@@ -181,8 +170,3 @@ def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         found[name][...] = each
         at += sizes[name]
     return found
-
-
-def _placed(arrays: dict[str, np.ndarray], level: ProgramLevel) -> dict[str, jax.Array]:
-    device = jax.devices()[0]
-    return {name: jax.device_put(view, device, may_alias=True) for name, view in level.views(arrays).items()}

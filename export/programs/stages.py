@@ -10,7 +10,6 @@ of each stage with the other processor idle, and busy.
 import dataclasses
 import functools
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ import numpy as np
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.export.folder_format.codecs import KEYS, VALUES
+from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
-from jaxllm.export.folder_format.signature import lengthened
+from jaxllm.export.folder_format.signature import KEYS, VALUES, lengthened
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.litert import captured_messages
-from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser
+from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser, chunk_inputs
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,
     Dispatcher,
@@ -40,12 +39,10 @@ from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.serving.host.user_cache import device_file
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
 from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTimes, measured_times
-from jaxllm.serving.runners.chunks import padded
 from jaxllm.serving.runners.runner import PrefillChunk
 
 # A layer's cache among a stage's arrays, and its name in a folder.
 _CACHE = {"keys": KEYS, "values": VALUES}
-_PADDING = -1
 _TIMED_RUNS = 3
 Arrays = dict[str, np.ndarray]
 
@@ -108,14 +105,7 @@ class StagedPrompt:
 
 
 class StagePrograms:
-    """Stage programs of a folder on two processors. Not thread-safe: one prompt at a time.
-
-    Attributes:
-      facts: facts about the folder's stages.
-      order: order of stages.
-      measured: times of stages.
-      pair: the processors.
-    """
+    """Stage programs of a folder on two processors. Not thread-safe: one prompt at a time."""
 
     def __init__(
         self, manifest: Manifest, folder: Path, *, order: Order = "out-of-order", times: Path | None = None
@@ -134,8 +124,7 @@ class StagePrograms:
         """
         if manifest.stages is None:
             raise ConfigError(f"{folder} has no stages for two processors; export the model with --stages")
-        if importlib.util.find_spec("ai_edge_litert") is None:
-            raise ConfigError("ai-edge-litert is not installed; pip install ai-edge-litert")
+        require_extra("export", "ai_edge_litert")
         self.facts, self._manifest = manifest.stages, manifest
         self.order: Order = order
         self.cfg, self._room = manifest.levels[WHOLE].cfg, manifest.context_tokens
@@ -250,15 +239,11 @@ class StagePrograms:
     def _begin(
         self, tokens: Sequence[int], at: int, rows: Mapping[str, np.ndarray], lengths: Sequence[int]
     ) -> StagedPrompt:
-        """A prompt before its first layer."""
         chunks, places, fed = [], [], 0
         for length in lengths:
-            row, real = padded(tokens[fed : fed + length], length)
-            positions = np.full(length, _PADDING, np.int32)
-            positions[:real] = np.arange(at + fed, at + fed + real)
-            chunks.append({"tokens": row, "input_pos": positions})
+            chunks.append(chunk_inputs(tokens[fed : fed + length], length, at + fed))
             places.append((length, at + fed))
-            fed += real
+            fed += length
         shapes = self._manifest.cache_shapes(WHOLE, self._room)
         layers: list[Arrays] = [{} for _ in range(self.cfg.layers)]
         for layer, each in enumerate(layers):
@@ -268,12 +253,13 @@ class StagePrograms:
                     rows.get(name.format(layer), np.zeros((1, 1, 0, 1), np.float32)), shape
                 )
         prompt = StagedPrompt(self._call, chunks, layers, places)
-        self.pair.timed("float", lambda: self._embed(prompt))
-        return prompt
 
-    def _embed(self, prompt: StagedPrompt) -> None:
-        for chunk, (length, _) in zip(prompt.chunks, prompt.lengths, strict=True):
-            chunk |= self._run("float", f"{EMBED}_{length}", chunk)
+        def embed() -> None:
+            for chunk, (length, _) in zip(chunks, places, strict=True):
+                chunk |= self._run("float", f"{EMBED}_{length}", chunk)
+
+        self.pair.timed("float", embed)
+        return prompt
 
     def _call(self, each: Subgraph, tokens: int, known: Mapping[str, np.ndarray]) -> Arrays:
         return self._run(each.processor, stage_name(each.stage, each.layer, tokens), known)

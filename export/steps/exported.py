@@ -11,30 +11,41 @@ other steps accept these, padded with zeros to R rows, and `source_tokens`, and 
 
 A block decodes several tokens in one dispatch, with sampling inside: it accepts the last token `[1, 1]` and
 its position `[1]`, as a decode step does, and the controls; it returns the caches, `next_tokens` `[1, T]` and
-`count` `[1]` int32. The caches must have room for `limit` tokens.
+`count` `[1]` int32. The caches must have room for `limit` tokens. Sampling has no kernels and no nested
+branches, which few runtimes support: a seed gives the same answer as the live service, except where the
+rounding of a sum or a logarithm decides.
+
+A step that encodes chunks accepts caches, and `chunks` `[n]` int32, numbers of chunks within them. It
+returns, for keys and values of each layer, packed levels `[n, K, C, H·bits/8]` uint8, and `[n, 2, ...]`
+float32, their lows and scales, each of them a float16 number; `jaxllm.export.folder_format.signature` makes
+the bytes of blobs from both. A step that loads chunks accepts these in addition, and returns the caches with
+the chunks in their places. A repeated number is the same chunk. There are no bit operations: a byte is a sum
+of levels times powers of two.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.lax import dynamic_slice_in_dim as slice_in_dim
+from jax.lax import dynamic_update_slice_in_dim as update_slice_in_dim
 from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.export.folder_format.codecs import KEYS, VALUES
-from jaxllm.export.folder_format.parts import (
-    ADAPTER,
-    INPUT_LEFT,
-    INPUT_RIGHT,
-    LEFT,
-    RIGHT,
-    AdapterInputs,
-)
+from jaxllm.contexts.codecs import AXES, ChunkFormat, Sharing
+from jaxllm.contexts.coding import quantized_part
+from jaxllm.export.folder_format.parts import ADAPTER, INPUT_LEFT, INPUT_RIGHT, LEFT, RIGHT, AdapterInputs
 from jaxllm.export.folder_format.signature import (
+    CHUNKS,
     COUNT,
+    FACTORS,
+    KEYS,
+    LEVELS,
     LOGITS,
     MASK,
     NEXT_TOKENS,
@@ -43,17 +54,18 @@ from jaxllm.export.folder_format.signature import (
     SOURCE_TOKENS,
     SOURCE_VALUES,
     TOKENS,
+    VALUES,
     Signature,
+    sampler_of,
 )
-from jaxllm.export.steps.portable_sampling import choose, one_by_one
 from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
 from jaxllm.kv.states import SourceLayers
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.encoder_decoder import encode, encoder_params, with_source
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Adapted, Weight
-from jaxllm.sampling import by_loop
-from jaxllm.sampling_state import NO_TOKEN
+from jaxllm.sampling import BITS, Repeat, by_loop, filtered, gumbel_noise, largest, only_if
+from jaxllm.sampling_state import NO_TOKEN, penalize
 
 Arrays = Mapping[str, jax.Array]
 Step = Callable[[Arrays, Arrays, Arrays], dict[str, jax.Array]]
@@ -216,7 +228,7 @@ def run_block(
         logits, caches = step(caches, token, inputs[POSITIONS] + done)
         token = choose(logits, inputs, counts, done, by_loop)
         counts = _counted(counts, token)
-        rows = jax.lax.dynamic_update_slice_in_dim(rows, token[None], done, axis=1)
+        rows = update_slice_in_dim(rows, token[None], done, axis=1)
         return done + 1, token, ~_stops(token, inputs), rows, counts, caches
 
     start = (
@@ -264,13 +276,11 @@ def _block_step(
 
 
 def _counted(counts: jax.Array, token: jax.Array) -> jax.Array:
-    """`counts` `[1, V]` with a token `[1]` more."""
     index = jnp.arange(counts.shape[-1], dtype=jnp.int32)[None]
     return counts + (index == token[:, None]).astype(jnp.int32)
 
 
 def _stops(token: jax.Array, controls: Arrays) -> jax.Array:
-    """Whether a token `[1]` ends the answer."""
     # NO_TOKEN pads the stop tokens, and ends an answer, too.
     same = (controls["stop_ids"] == token).astype(jnp.int32)
     return (jnp.max(same) > 0) | (token[0] == NO_TOKEN)
@@ -303,5 +313,104 @@ def _step(
 
 
 def _by_layer(*stacks: tuple[str, tuple[jax.Array, ...]]) -> dict[str, jax.Array]:
-    """Arrays of layers by name."""
     return {name.format(layer): each for name, arrays in stacks for layer, each in enumerate(arrays)}
+
+
+def one_by_one(body: Callable[[Any, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+    """Repeats a body for each bit without a loop, for runtimes without loops."""
+    for bit in BITS:
+        start = body(bit, start)
+    return start
+
+
+def choose(
+    logits: jax.Array, controls: Mapping[str, jax.Array], counts: jax.Array, done: Any, repeat: Repeat
+) -> jax.Array:
+    """Returns the next token `[1]` int32, or `NO_TOKEN` (see `jaxllm.sampling.sample`).
+
+    Args:
+      logits: `[1, V]` float32.
+      controls: see `jaxllm.export.folder_format.signature`.
+      counts: `[1, V]` int32, number of each token in the answer so far.
+      done: int32 scalar, number of tokens sampled since `controls` were made.
+      repeat: `jaxllm.sampling.by_loop` or `one_by_one`.
+    """
+    axes = Axes("choose")
+    axes.check(jnp.float32, "1 V", logits=logits)
+    axes.check(jnp.int32, "1 V", counts=counts)
+    state = sampler_of(controls, counts, done)
+    draws = state.temperature > 0
+
+    def noised(logits: jax.Array) -> jax.Array:
+        return logits + gumbel_noise(state.seed, state.drawn, logits.shape, portable=True)
+
+    # Branches are not nested: LiteRT's converter gives inner ones wrong constants.
+    logits = only_if(state.penalized, lambda x: penalize(x, state, jnp.where), logits)
+    # Relative to the largest, so that division by a small temperature gives no positive infinity.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / state.temperature
+    logits = filtered(jnp.where(draws, scaled, logits), state, draws, repeat)
+    token = largest(only_if(draws, noised, logits), portable=True)
+    index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    found = jnp.max(jnp.where(index == token[:, None], logits, -jnp.inf), axis=-1)
+    return jnp.where(jnp.abs(found) < jnp.inf, token, NO_TOKEN)
+
+
+def run_encode_chunks(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: ModelConfig, form: ChunkFormat, bits: int
+) -> dict[str, jax.Array]:
+    """Encodes chunks of all layers at a width (see the module); `weights` is empty."""
+    chunks = inputs[CHUNKS]
+    Axes("run_encode_chunks").check(jnp.int32, "n", chunks=chunks)
+    found = {}
+    sides: tuple[tuple[str, Sharing], ...] = ((KEYS, form.codec.keys), (VALUES, form.codec.values))
+    for layer in range(cfg.layers):
+        for name, sharing in sides:
+            side = name.format(layer)
+            taken = jnp.concatenate(
+                [slice_in_dim(caches[side], at * form.tokens, form.tokens, axis=2) for at in chunks]
+            )
+            # No constant for converters, which would multiply by its reciprocal and so round otherwise.
+            most = jax.lax.optimization_barrier(jnp.float32(2**bits - 1))
+            levels, low, scale = quantized_part(form.codec.transformed(taken), AXES[sharing], most)
+            found[LEVELS.format(side)] = _packed(levels, bits)
+            found[FACTORS.format(side)] = jnp.stack([low, scale], axis=1).astype(jnp.float32)
+    return found
+
+
+def run_load_chunks(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: ModelConfig, form: ChunkFormat, bits: int
+) -> dict[str, jax.Array]:
+    """Writes chunks of all layers into caches (see the module); `weights` is empty."""
+    chunks = inputs[CHUNKS]
+    Axes("run_load_chunks").check(jnp.int32, "n", chunks=chunks)
+    found = {}
+    for layer in range(cfg.layers):
+        for name in (KEYS, VALUES):
+            side = name.format(layer)
+            factors = inputs[FACTORS.format(side)]
+            levels = _unpacked(inputs[LEVELS.format(side)], bits)
+            rows = form.codec.transformed(factors[:, 0] + factors[:, 1] * levels).astype(caches[side].dtype)
+            whole = caches[side]
+            for place in range(chunks.shape[0]):
+                at = chunks[place] * form.tokens
+                whole = update_slice_in_dim(whole, rows[place : place + 1], at, axis=2)
+            found[side] = whole
+    return found
+
+
+def _packed(levels: jax.Array, bits: int) -> jax.Array:
+    """Levels `[n, K, C, H]` float32 as bytes `[n, K, C, H·bits/8]`, the first channels in the lowest bits."""
+    planes = jnp.split(levels, 8 // bits, axis=-1)
+    together = planes[0]
+    for index, plane in enumerate(planes[1:], start=1):
+        together = together + plane * np.float32(2 ** (index * bits))
+    return together.astype(jnp.uint8)
+
+
+def _unpacked(data: jax.Array, bits: int) -> jax.Array:
+    rest, most, planes = data.astype(jnp.float32), np.float32(2**bits), []
+    for _ in range(8 // bits):
+        above = jnp.floor(rest / most)
+        planes.append(rest - above * most)
+        rest = above
+    return jnp.concatenate(planes, axis=-1)

@@ -12,8 +12,8 @@ from jaxllm.option_types import Level
 
 if TYPE_CHECKING:
     from jaxllm.export.folder_format.manifest import Manifest
+    from jaxllm.export.quantized import Ranges
     from jaxllm.export.signatures import ExportPlan
-    from jaxllm.export.static_products import Ranges
     from jaxllm.export.subject import AdapterOptions, Subject
     from jaxllm.serving.host.progress import Progress
 
@@ -354,10 +354,11 @@ def _export_tflite(
     progress: "Progress",
 ) -> list[str]:
     """Exports as tflite, device or litertlm; returns messages for the user."""
-    from jaxllm.export.tflite import export_tflite, require_holdable
+    from jaxllm.export.tflite import export_tflite
+    from jaxllm.models.features import require_room
 
     # Check this before a text is read.
-    require_holdable(subject.cfg)
+    require_room(subject.cfg, "tflite")
     ranges = None if calibration_text is None else _ranges(subject, plan, calibration_text)
     if kind in ("tflite", "device"):
         from jaxllm.export.folder import write_loop
@@ -390,13 +391,13 @@ def _export_tflite(
 
 
 def _ranges(subject: "Subject", plan: "ExportPlan", text: Path) -> "dict[int, dict[str, Ranges]]":
-    from jaxllm.export import quantized, static_products
+    from jaxllm.export import quantized
     from jaxllm.text.tokenizer import Tokenizer
 
     tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
     if plan.without_shadow:
         subject = subject.without_calibration()
-    return static_products.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
+    return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
 
 
 def _facts(output: Path, manifest: "Manifest") -> str:

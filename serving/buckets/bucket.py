@@ -32,9 +32,7 @@ class Placement:
     """The device and compiler options of a bucket, if they are not the default.
 
     Attributes:
-      device: device of the bucket.
       blocks: whether its weights are in blocks, the format of native kernels.
-      compiler_options: options of XLA.
     """
 
     device: Device
@@ -119,9 +117,7 @@ class ModelShapes:
     """Shapes and options from which the buckets of one level are lowered.
 
     Attributes:
-      cfg: config of the model or the level's sub-model.
       params: shapes of its parameters, or of the whole model's, as inputs of buckets.
-      options: resolved options of the engine.
       weights: shapes of its parameters by name, which are `params` unless these are by address.
       encoder: shapes of the parameters of its encoder, as inputs of buckets; None if it has none.
     """

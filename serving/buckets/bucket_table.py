@@ -132,6 +132,12 @@ class BucketTable:
             raise BucketMissing(f"{bucket} was not compiled; compile it by `fill` before the first request")
         return compiled
 
+    def get_filled(self, bucket: Bucket) -> Any:
+        """`get`, after `fill` if the bucket is not ready."""
+        if not self.is_ready(bucket):
+            self.fill([bucket])
+        return self.get(bucket)
+
     # -- guards -----------------------------------------------------------------------------------
 
     def guard(self, require: Callable[[], None]) -> None:
@@ -158,8 +164,9 @@ class BucketTable:
 
     def _begin(self, buckets: Sequence[Bucket]) -> None:
         """Starts threads that build new buckets, and those that failed, in this order."""
-        for bucket in [bucket for bucket, future in self._pending.items() if _failed(future)]:
-            del self._pending[bucket]
+        for bucket, future in [*self._pending.items()]:
+            if future.cancelled() or (future.done() and future.exception() is not None):
+                del self._pending[bucket]
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self]
         if not new:
             return
@@ -169,13 +176,11 @@ class BucketTable:
         pool.shutdown(wait=False)
 
     def _finish(self, bucket: Bucket) -> Any:
-        """Waits for a bucket that is being built and stores it."""
         compiled, self.bucket_ms[bucket] = self._pending.pop(bucket).result()
         self._compiled[bucket] = compiled
         return compiled
 
     def _drop_ahead(self) -> None:
-        """Releases buckets that were loaded ahead in vain."""
         for bucket in self._ahead.keys() - self._pending.keys():
             future = self._ahead.pop(bucket, None)
             if future is not None:
@@ -199,7 +204,3 @@ class BucketTable:
 
 def _refuse() -> None:
     raise ConfigError("this engine is closed; open the model again")
-
-
-def _failed(future: concurrent.futures.Future) -> bool:
-    return future.cancelled() or (future.done() and future.exception() is not None)

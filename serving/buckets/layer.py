@@ -116,7 +116,6 @@ class LayerBucket(OfLayerBucket):
         return self._lowered(model, one_layer, *self._inputs(model))
 
     def _inputs(self, model: ModelShapes) -> tuple[TokenPositions, Past, Any]:
-        """Shapes of its inputs after x."""
         at, past = position_shapes(self.tokens, tree=self.tree), model.past(self.layer, self.cache_tokens)
         return at, past, mass_shape(model.cache(self.cache_tokens), self.tokens if self.tree else None)
 
@@ -259,11 +258,9 @@ def layer_chunk_shapes(model: ModelShapes, layer: int, cache_tokens: int) -> Lay
 
 
 def _stored_shapes(model: ModelShapes, bucket: OfLayerBucket) -> tuple[Past, LayerChunks]:
-    """Shapes of a layer's keys and values, and of its stored chunks."""
     layer, cache = bucket.layer, bucket.cache_tokens
     return model.past(layer, cache), layer_chunk_shapes(model, layer, cache)
 
 
 def _bits_shape(model: ModelShapes, cache_tokens: int) -> jax.ShapeDtypeStruct:
-    """Shape of the bit widths of a cache's chunks."""
     return ids(-(-cache_tokens // model.options.kv_chunk_tokens))

@@ -121,7 +121,6 @@ def _lowered_encoder_layer(model: ModelShapes, step: Any, bucket: OfSourceLayerB
 
 
 def _encoder(model: ModelShapes) -> tuple[ModelConfig, Params]:
-    """The config of the encoder, and the shapes of its parameters."""
     assert model.cfg.encoder is not None
     assert model.encoder is not None
     return model.cfg.encoder, model.encoder

@@ -97,24 +97,19 @@ class CompiledBucketFolder:
         """The folder in this user's cache; None if `limit_bytes` is 0."""
         return cls(cache_folder() / "executables", limit_bytes=limit_bytes) if limit_bytes else None
 
-    def load(self, key: str, device: Device | None = None) -> jax.stages.Compiled | None:
-        """The compiled bucket of a key for a device (the first one by default); None if no entry can be
-        used."""
-        payload = self.payload(key)
-        return None if payload is None else self.unpacked(key, payload, device)
-
-    def payload(self, key: str) -> bytes | None:
-        """The payload of a key's entry, checked; None if no entry can be used."""
+    def read(self, key: str, device: Device | None = None) -> Callable[[], jax.stages.Compiled | None] | None:
+        """Reads the entry of a key: returns a function that unpacks its bucket for a device (the first one by
+        default), which is slower and may run in another thread; None if no entry can be used."""
         try:
-            return self._read(key)
+            payload = self._read(key)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, struct.error) as error:
             _log.debug("%s: %s", self._path(key), error)
             return None
+        return functools.partial(self._unpacked, key, payload, device)
 
-    def unpacked(self, key: str, payload: bytes, device: Device | None = None) -> jax.stages.Compiled | None:
-        """The compiled bucket of a `payload` for a device (see `load`)."""
+    def _unpacked(self, key: str, payload: bytes, device: Device | None) -> jax.stages.Compiled | None:
         try:
             compiled, arguments, results = pickle.loads(payload)
             return serialize_executable.deserialize_and_load(
@@ -220,7 +215,6 @@ class BucketStore:
     """The buckets of one model in a `CompiledBucketFolder`.
 
     Attributes:
-      folder: folder of the buckets.
       facts: all inputs besides family and fields, as plain data by name.
     """
 
@@ -282,14 +276,9 @@ class BucketStore:
         return None if unpack is None else unpack()
 
     def read(self, bucket: Bucket) -> Callable[[], jax.stages.Compiled | None] | None:
-        """Reads a compiled bucket's file: returns a function that unpacks it, which is slower and may run in
-        another thread; None if it is missing."""
-        key, where = self.key(bucket), bucket.placement
-        payload = self.folder.payload(key)
-        if payload is None:
-            return None
-        device = None if where is None else where.device
-        return functools.partial(self.folder.unpacked, key, payload, device)
+        """See `CompiledBucketFolder.read`."""
+        where = bucket.placement
+        return self.folder.read(self.key(bucket), None if where is None else where.device)
 
     def store(self, bucket: Bucket, compiled: jax.stages.Compiled) -> None:
         """Writes a compiled bucket to disk."""

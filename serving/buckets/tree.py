@@ -35,11 +35,7 @@ class VerifyBucket(ChunkBucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftBucket(ChunkBucket):
-    """Grows a token tree after the sequence in the drafter's cache (see `steps.trees.draft`).
-
-    Attributes:
-      growth: growth of the tree.
-    """
+    """Grows a token tree after the sequence in the drafter's cache (see `steps.trees.draft`)."""
 
     growth: Growth
 
@@ -96,5 +92,4 @@ class KeepBucket(ChunkBucket):
 
 
 def _fed(nodes: int) -> jax.ShapeDtypeStruct:
-    """Shape of the mask of nodes that the drafter's cache has."""
     return jax.ShapeDtypeStruct((nodes,), jnp.bool_)

@@ -30,9 +30,8 @@ from jaxllm.serving.contexts.chunks import ChunkAccess, LayerBlobs, median_ms, r
 from jaxllm.serving.contexts.memory import Blobs, Stored
 from jaxllm.serving.contexts.record import Origin
 from jaxllm.serving.engine.engine import Engine
-from jaxllm.serving.runners.chunks import placed_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.runner import PrefillChunk, placed_chunks
 
 
 class ChunkIO(ChunkAccess):

@@ -31,8 +31,7 @@ from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.request import Fed, Session, common_prefix
 from jaxllm.serving.ground.plan import Restoration
-from jaxllm.serving.runners.chunks import placed_chunks
-from jaxllm.serving.runners.runner import PrefillChunk
+from jaxllm.serving.runners.runner import PrefillChunk, placed_chunks
 
 if TYPE_CHECKING:
     # Devices that only run exported programs have no JAX.

@@ -19,7 +19,7 @@ import xxhash
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.serving.host.user_cache import make_private_folder, private_file
-from jaxllm.serving.runners.chunks import prompt_cost
+from jaxllm.serving.runners.runner import prompt_cost
 
 _MAX_FILE_BYTES = 1 << 20
 _LARGEST = 1e12

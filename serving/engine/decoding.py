@@ -29,8 +29,6 @@ class TokenLogprob:
     """A token and its log-probability (natural, of the model's own logits).
 
     Attributes:
-      token: its id.
-      logprob: its log-probability.
       top: the likeliest tokens and theirs, likeliest first.
     """
 
@@ -44,7 +42,6 @@ class Decoding:
     grammar restricts them.
 
     Attributes:
-      runner: the model's runner.
       matcher: state of the answer's grammar; None without one. A step waits until it is ready.
       logprobs: log-probabilities of the tokens so far; None if not requested.
     """
@@ -69,17 +66,14 @@ class Decoding:
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
         """Runs one dispatch (see `Runner.decode`); `cached` are the tokens in the row's cache."""
-        rows, count, cache, sampler = self.runner.decode(
-            row.token, row.cache, row.sampler, row.stop_ids, row.limit, cached
-        )
-        return DecodedRow(np.asarray(rows)[0, : int(count)].tolist(), cache, sampler)
+        del cached
+        return self.runner.decode(row)
 
 
 class Drafts(Decoding):
     """Decodes the answers of one level with drafts if that is faster (`jaxllm.serving.speculation`).
 
     Attributes:
-      options: speculation options.
       counts: drafts and verifications so far.
       drafter: source of the drafts; its memory can be reclaimed while it does not draft.
     """
@@ -136,8 +130,8 @@ class GuidedDecoding(Decoding):
     def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """See `Decoding`: samples a token `[1]` from logits and advances the grammar."""
         row = None if self.logprobs is None else np.asarray(logits)[0]
-        drawn, after = self.runner.sample(logits, self._masked(sampler))
-        chosen = np.asarray(drawn)
+        sampled, after = self.runner.sample(logits, self._masked(sampler))
+        chosen = np.asarray(sampled)
         token = int(chosen[0])
         if self.logprobs is not None and row is not None and token != NO_TOKEN:
             self.logprobs.append(token_logprob(row, token, self._top))
@@ -153,17 +147,15 @@ class GuidedDecoding(Decoding):
             logits, cache = prefill_prompt(self.runner, cache, fed, len(cached))
             if forced and self.matcher is not None:
                 self.matcher.take(forced)
-                sampler = _counted(sampler, forced)
+                sampler = counted(sampler, forced)
                 if self.matcher.complete:
                     # The cache is one token ahead, as after a stop string.
                     return DecodedRow(forced, cache, sampler)
             chosen, sampler = self.first(logits, sampler)
             return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
-        masked = self._masked(sampler)
-        rows, _, cache, drawn = self.runner.decode(row.token, cache, masked, row.stop_ids, 1, cached)
-        chosen = int(np.asarray(rows)[0, 0])
-        self._take(chosen)
-        return DecodedRow([chosen], cache, _unmasked(drawn, sampler))
+        found = self.runner.decode(dataclasses.replace(row, sampler=self._masked(sampler), limit=1))
+        self._take(found.tokens[0])
+        return dataclasses.replace(found, sampler=_unmasked(found.sampler, sampler))
 
     def _take(self, token: int) -> None:
         if self.matcher is not None and token != NO_TOKEN:
@@ -197,7 +189,6 @@ class GuidedDecoding(Decoding):
         return dataclasses.replace(sampler, **masked)
 
     def _feeds_floats(self, tokens: int) -> bool:
-        """Whether a prefill of `tokens` tokens runs in floats, as decoding does."""
         return self.runner.prefill_chunks(tokens)[0].mode == "float"
 
 
@@ -230,7 +221,7 @@ def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:
     return dataclasses.replace(sampler, bias=before.bias, penalized=before.penalized)
 
 
-def _counted(sampler: SamplerState, tokens: Sequence[int]) -> SamplerState:
+def counted(sampler: SamplerState, tokens: Sequence[int] | np.ndarray) -> SamplerState:
     """The sampler after tokens that were not sampled, as if they had been."""
     counts = np.array(sampler.counts)
     np.add.at(counts[0], list(tokens), 1)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.models.features import require_decoder_alone
+from jaxllm.options import check_options, option
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.ground.prompt_rows import PromptRows
@@ -43,7 +44,6 @@ class GenerationConfig:
       stop: strings that end the answer; not part of its text.
       stop_token_ids: tokens that end the answer, in addition to the model's end tokens.
       ignore_eos: whether to continue past the model's end tokens.
-      sampling: sampling parameters.
       task: task of an encoder-decoder, one of `TokenizerFiles.tasks`, whose prefix is put before a source
         text; empty for the model's default, or none.
       grammar: grammar that the text must match; None for any text. The answer then has no drafts.
@@ -51,32 +51,23 @@ class GenerationConfig:
         token; None for none. The answer then has no drafts, and one token per dispatch.
     """
 
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int = option(DEFAULT_MAX_TOKENS, low=1)
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = option((), low=0, high=MAX_TOKEN_ID)
     ignore_eos: bool = False
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     task: str = ""
     grammar: "Grammar | None" = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = option(None, low=0, high=MAX_TOP_LOGPROBS)
 
     def __post_init__(self) -> None:
-        top = self.top_logprobs
-        if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
-            raise ConfigError(
-                f"top_logprobs must be a whole number from 0 to {MAX_TOP_LOGPROBS}, or None; got {top!r}"
-            )
+        check_options(self)
         if self.grammar is not None:
             # Here, because few requests need its import.
             from jaxllm.serving.guided.grammar import Grammar
 
             if not isinstance(self.grammar, Grammar):
                 raise ConfigError(f"grammar must be a Grammar, got {type(self.grammar).__name__}")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
-        for token in self.stop_token_ids:
-            if not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
-                raise ConfigError(f"stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token!r}")
 
     @property
     def guided(self) -> bool:
@@ -97,7 +88,6 @@ class Fed:
 
     Attributes:
       first: position of its first token.
-      chunk: the chunk that was fed.
       rest: the prompt's other chunks.
       logits: logits after it, if `rest` is empty.
     """
@@ -168,7 +158,6 @@ class Request:
       begun: whether an encoder-decoder's prompt has tokens after its start tokens.
       rows: embeddings in place of some of the prompt's ids; None for none.
       config: length, stops and sampling.
-      seed: the sampling seed.
       level: the sub-model that answers, in percent.
       drafted: whether the answer may be drafted.
       sliding: how to continue past the end of the context; None to end the answer there.
@@ -229,7 +218,6 @@ class Request:
             )
 
     def _require_rows(self, runner: Runner) -> None:
-        """Checks that a runner supports prompt embeddings."""
         if not getattr(runner.options, "prompt_rows", False):
             raise ConfigError(
                 "rows in place of tokens need buckets of their own: open the engine with "
@@ -242,7 +230,6 @@ class Request:
             )
 
     def _require_source(self, runner: Runner) -> None:
-        """Checks that there is a source that fits if the model has an encoder, and none otherwise."""
         encoder = runner.cfg.encoder
         if encoder is None:
             if self.source is not None:

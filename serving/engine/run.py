@@ -154,8 +154,9 @@ class Run:
         self.stops = TextStream(tokenizer, config.stop)
         self.stop_ids = config.stop_ids(tokenizer.eos_ids)
         vocab = runner.cfg.vocab_size
-        told = [token for token in request.prompt if token < vocab]  # without rows in place of tokens
-        self.sampler = sampler_state(config.sampling, told, vocab, request.seed)
+        # Without prompt embeddings, whose ids are beyond the vocabulary.
+        prompt = [token for token in request.prompt if token < vocab]
+        self.sampler = sampler_state(config.sampling, prompt, vocab, request.seed)
         # Number of tokens per dispatch.
         self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
         self.began_s = self.stepped_s = 0.0

@@ -29,7 +29,6 @@ from jaxllm.serving.runners.runner import BatchRow, DecodedRow
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import KVCache
-    from jaxllm.serving.guided.compiler import Matcher
 
 
 def step(*running: Run) -> Run:
@@ -45,7 +44,11 @@ def step(*running: Run) -> Run:
     run = min(running, key=lambda each: each.stepped_s)
     try:
         if run.decoding.matcher is not None:
-            _follow(run, run.decoding.matcher)
+            # Wait before acquiring the model's lock, so that no other thread waits for it.
+            run.decoding.matcher.wait()
+            with run.runner.lock:
+                if run.stage == "decode":
+                    _check_end(run)
         match run.stage:
             case "begin":
                 run.lifecycle.begin(run)
@@ -126,7 +129,6 @@ def fail(run: Run) -> None:
 
 
 def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
-    """Runs a stage's work under the model's lock."""
     tokens = len(run.tokens)
     with run.runner.lock:
         if run.stage != "ended":
@@ -142,15 +144,6 @@ def _after_dispatch(run: Run, tokens: int) -> None:
         run.lifecycle.finish(run)
     elif len(run.tokens) > tokens:
         run.lifecycle.stepped(run)
-
-
-def _follow(run: Run, matcher: "Matcher") -> None:
-    """Waits until a run's grammar has consumed its tokens, and checks whether they end the answer."""
-    # Wait before acquiring the model's lock, so that no other thread waits for it.
-    matcher.wait()
-    with run.runner.lock:
-        if run.stage == "decode":
-            _check_end(run)
 
 
 def _begin(run: Run) -> None:
@@ -198,11 +191,10 @@ def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
     run.prefill_mode, run.dispatched = fed.chunk.mode, Dispatched("prefill", fed.chunk)
     run.stage = "prefill"
     if not fed.rest:
-        _draw_first(run, fed.logits)
+        _sample_first(run, fed.logits)
 
 
 def _prefill(run: Run) -> None:
-    """Feeds the next chunk; after the last one, samples the first token."""
     _require_same_weights(run)
     session, at = run.session, len(run.session.tokens)
     # The last token of a sequence that slides is decoded from, not fed.
@@ -221,11 +213,10 @@ def _prefill(run: Run) -> None:
     if run.slid is not None:
         run.sequence, run.slid, run.stage = run.slid, None, "decode"
         return
-    _draw_first(run, logits)
+    _sample_first(run, logits)
 
 
-def _draw_first(run: Run, logits: Any) -> None:
-    """Samples the first token from the logits after the prompt."""
+def _sample_first(run: Run, logits: Any) -> None:
     token, run.sampler = run.decoding.first(logits, run.sampler)
     # The transfer waits for the device: the token is visible only now.
     first = _finite(run, [int(np.asarray(token)[0])])
@@ -289,7 +280,6 @@ def _take(run: Run, block: list[int]) -> None:
 
 
 def _check_end(run: Run) -> None:
-    """Checks whether a run has ended."""
     matcher = run.decoding.matcher
     if run.finish_reason is None and matcher is not None and matcher.complete:
         run.finish_reason = "length" if matcher.completed else "stop"
@@ -302,7 +292,6 @@ def _check_end(run: Run) -> None:
 
 
 def _finish(run: Run) -> None:
-    """Ends the run; its lifecycle stores the context."""
     _end(run)
     run.dispatched = Dispatched("finish")
     run.lifecycle.finish(run)

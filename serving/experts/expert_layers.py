@@ -20,14 +20,13 @@ from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket, RestoreBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket
 from jaxllm.serving.buckets.parts import expert_norm, layer_params, router_params
 from jaxllm.serving.buckets.source import AttendEncoderBucket
 from jaxllm.serving.experts.bucket import AttendBucket, AttendRestoredBucket, CombineBucket
 from jaxllm.serving.experts.expert_visits import Visit, Visits, make_visits, valid_ids
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.runners.layerwise import Chunk, LayerwiseRunner
-from jaxllm.serving.runners.source_layers import SourceLayers
+from jaxllm.serving.runners.layerwise import Chunk, LayerwiseRunner, SourceLayers
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.prefetch import Meanwhile
 from jaxllm.steps.sparse_layers import AtExperts
@@ -149,10 +148,10 @@ class ExpertRunner(LayerwiseRunner):
         return EmbedBucket(tokens=tokens)
 
     def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        if not self.model.cfg.is_sparse(layer):
+            return super()._restore_bucket(tokens, cache, layer)
         where = {"tokens": tokens, "cache_tokens": cache, "layer": layer}
-        if self.model.cfg.is_sparse(layer):
-            return self.model.bucket(AttendRestoredBucket, **where, **self._how)
-        return self.model.bucket(RestoreBucket, **where)
+        return self.model.bucket(AttendRestoredBucket, **where, **self._how)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         """The bucket of a layer; of a sparse layer up to its experts."""

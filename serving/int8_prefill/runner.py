@@ -63,8 +63,7 @@ from jaxllm.serving.int8_prefill.subgraph_times import (
     chunk_plans,
     measured_times,
 )
-from jaxllm.serving.runners.chunks import padded, placed_chunks, plan_chunks
-from jaxllm.serving.runners.runner import PrefillChunk, chunks_of
+from jaxllm.serving.runners.runner import PrefillChunk, chunks_of, padded, placed_chunks, plan_chunks
 from jaxllm.serving.weights.model_level import ModelLevel
 
 

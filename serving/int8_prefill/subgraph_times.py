@@ -23,7 +23,7 @@ from jaxllm.files.atomic import atomic_file
 from jaxllm.int8_prefill.schedule import PROCESSORS, Order, Processor, Stage, Subgraph, Times, simulate
 from jaxllm.serving.host.user_cache import make_private_folder, private_file
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
-from jaxllm.serving.runners.chunks import plan_chunks
+from jaxllm.serving.runners.runner import plan_chunks
 
 _VERSION = 1
 _MAX_FILE_BYTES = 4 << 20

@@ -59,15 +59,22 @@ class Engine(AnyEngine[AnyModel]):
         Raises:
           JaxllmError: the model cannot be opened, or does not support the options.
         """
-        loaded, speculation = load_model(
-            model,
-            weights=weights,
-            options=options,
-            adapter=adapter,
-            level=level,
-            speculation=speculation,
-            progress=progress,
-        )
+        require_usable_jax()
+        bundle = open_model(model, weights=weights, progress=progress)
+        options = _with_levels(options or EngineOptions(), [level])
+        if speculation is not None:
+            speculation = speculation.within(options.context_tokens or bundle.cfg.window_tokens)
+        optional = speculation is not None and speculation.optional
+        if optional and not drafts_by_itself(bundle, level, options):
+            speculation = None
+        try:
+            loaded = _loaded(bundle, options, adapter, level, speculation, progress)
+        except BudgetExceeded:
+            if not optional or speculation is None:
+                raise
+            _log.info("%s does not draft: the memory has no room for its high planes", bundle.path)
+            speculation = None
+            loaded = _loaded(bundle, options, adapter, level, None, progress)
         try:
             drafts = None
             if speculation is not None:
@@ -87,41 +94,6 @@ class Engine(AnyEngine[AnyModel]):
             raise
 
 
-def load_model(
-    model: str | Path | None = None,
-    *,
-    weights: WeightFormat | None = None,
-    options: EngineOptions | None = None,
-    adapter: str | Path | None = None,
-    level: int = WHOLE,
-    speculation: SpeculationOptions | None = None,
-    progress: Progress | None = None,
-) -> tuple[LoadedModel, SpeculationOptions | None]:
-    """Opens a model by name or path, with the options that a level and speculation need (see `Engine.open`).
-
-    Returns:
-      The model, and its speculation: None if an optional one is not supported.
-
-    Raises:
-      JaxllmError: the model cannot be opened, or does not support the options.
-    """
-    require_usable_jax()
-    bundle = open_model(model, weights=weights, progress=progress)
-    options = _with_levels(options or EngineOptions(), [level])
-    if speculation is not None:
-        speculation = speculation.within(options.context_tokens or bundle.cfg.window_tokens)
-    optional = speculation is not None and speculation.optional
-    if optional and not drafts_by_itself(bundle, level, options):
-        speculation = None
-    try:
-        return _loaded(bundle, options, adapter, level, speculation, progress), speculation
-    except BudgetExceeded:
-        if not optional or speculation is None:
-            raise
-        _log.info("%s does not draft: the memory has no room for its high planes", bundle.path)
-        return _loaded(bundle, options, adapter, level, None, progress), None
-
-
 def _loaded(
     bundle: Bundle,
     options: EngineOptions,
@@ -130,7 +102,7 @@ def _loaded(
     speculation: SpeculationOptions | None,
     progress: Progress | None,
 ) -> LoadedModel:
-    """`load_model` of an open bundle, with a certain speculation."""
+    """Loads an open bundle with the options that a level and speculation need."""
     if speculation is not None:
         options = dataclasses.replace(options, trees=speculation.trees)
         options = _with_levels(options, [speculation.level] if speculation.level else [])
@@ -178,7 +150,6 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
 
 
 def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:
-    """Options that also serve these levels."""
     missing = {each for each in levels if each != WHOLE} - {*options.levels}
     if not missing:
         return options

@@ -16,7 +16,6 @@ from jaxllm.kernels import native
 from jaxllm.models.features import Room, require_room
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
-from jaxllm.quant import Weight
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.ground.bundles import open_tokenizer
@@ -43,9 +42,6 @@ class LoadedModel:
     """A bundle whose weights are loaded or streamed, with a runner for each level.
 
     Attributes:
-      bundle: the open model file.
-      options: resolved options.
-      tokenizer: the model's tokenizer.
       streamed: streamed weights; None if all are resident.
       adapter_digest: hex digest of the model's adapter; empty without one.
       load_ms: time to open the bundle and place its weights.
@@ -79,7 +75,14 @@ class LoadedModel:
         self.bundle = bundle
         quantized = bundle.layout.weights not in ("f32", "bf16")
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
-        _require_served(bundle, self.options)
+        rooms: dict[Room, Any] = {
+            "contexts": self.options.kv_codec,
+            "adapters": self.options.adapter_rank,
+            "experts apart": bundle.layout.experts_apart,
+        }
+        for room, wanted in rooms.items():
+            if wanted:
+                require_room(bundle.cfg, room)
         if quantized and jax.default_backend() == "cpu" and native.kernels().missing:
             _say_once(
                 f"native CPU kernels are not in use ({native.kernels().reason}): XLA computes quantized "
@@ -97,10 +100,14 @@ class LoadedModel:
         )
         # Check weights that are used in place while buckets are loaded.
         checked_later = self.streamed is None and bundle.read_in_place
+        loaded = loading(progress, bundle.weight_bytes)
         if self.streamed is not None:
             self._frozen = self.streamed.frozen()
+        elif checked_later:
+            self._frozen = bundle.unchecked()
         else:
-            self._frozen = bundle.unchecked() if checked_later else _load(bundle, self.options, progress)
+            stacked = stacks_layers(bundle, self.options)
+            self._frozen = bundle.load(stacked=stacked, on_segment=lambda _, size: loaded(size))
         self.adapter_digest = ""
         self._levels = Levels(bundle, self.options.levels, self._frozen)
         self.runners = make_runners(bundle, self.options, self._levels, self._adapted({}, 1.0), self.streamed)
@@ -108,11 +115,13 @@ class LoadedModel:
             "", {level: each.model.current for level, each in self.runners.by_level.items()}
         )
         try:
-            if read_ahead:
-                self._read_ahead()
+            runner = self.runner(WHOLE)
+            if read_ahead and runner.resident:
+                # The buckets of a short request, which nearly every start needs.
+                runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
             self.tokenizer = open_tokenizer(bundle.tokenizer_files())
             if checked_later:
-                _check(bundle, progress)
+                bundle.verify_weights(on_segment=lambda _, size: loaded(size))
         except BaseException:
             self.close()
             raise
@@ -157,10 +166,10 @@ class LoadedModel:
         Raises:
           ConfigError: weights are streamed, or the model was not opened for this level.
         """
-        self.runner(level)
-        if level not in self.runners.resident:
+        found: Any = self.runner(level)
+        if not found.resident:
             raise ConfigError("this requires resident weights; raise --memory")
-        return self.runners.resident[level]
+        return found
 
     def beside(self, bundle: Bundle, options: EngineOptions, progress: Progress | None) -> "LoadedModel":
         """Opens another model, such as a drafter for this one."""
@@ -222,11 +231,6 @@ class LoadedModel:
         # Compiling leaves gaps in memory, which grow with every model.
         give_back_memory()
 
-    def _read_ahead(self) -> None:
-        """Starts to read the buckets of a short request, which nearly every start needs."""
-        if (runner := self.runners.resident.get(WHOLE)) is not None:
-            runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
-
     # -- adapters ---------------------------------------------------------------------------------
 
     def load_adapter(self, folder: str | Path) -> LoadedAdapter:
@@ -281,29 +285,6 @@ class LoadedModel:
         rank, targets = self.options.adapter_rank, self.options.adapter_targets
         filled = padded(self.bundle.cfg, adapter, targets, rank) if rank else {}
         return self._levels.params(self._frozen, filled, scaling)
-
-
-def _require_served(bundle: Bundle, options: EngineOptions) -> None:
-    """Raises ConfigError if the model does not support the options."""
-    rooms: dict[Room, Any] = {
-        "contexts": options.kv_codec,
-        "adapters": options.adapter_rank,
-        "experts apart": bundle.layout.experts_apart,
-    }
-    for room, wanted in rooms.items():
-        if wanted:
-            require_room(bundle.cfg, room)
-
-
-def _load(bundle: Bundle, options: EngineOptions, progress: Progress | None) -> dict[str, Weight]:
-    loaded = loading(progress, bundle.weight_bytes)
-    stacked = stacks_layers(bundle, options)
-    return bundle.load(stacked=stacked, on_segment=lambda _, size: loaded(size))
-
-
-def _check(bundle: Bundle, progress: Progress | None) -> None:
-    checked = loading(progress, bundle.weight_bytes)
-    bundle.verify_weights(on_segment=lambda _, size: checked(size))
 
 
 def stacks_layers(bundle: Bundle, options: EngineOptions) -> bool:

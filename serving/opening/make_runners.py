@@ -23,11 +23,8 @@ from jaxllm.serving.weights.model_level import ModelLevel
 if TYPE_CHECKING:
     from jaxllm.serving.int8_prefill.modes import PrefillModes
     from jaxllm.serving.int8_prefill.processors import TwoProcessors
-    from jaxllm.serving.int8_prefill.runner import Int8Prefill, Int8Shared
+    from jaxllm.serving.int8_prefill.runner import Int8Shared
     from jaxllm.serving.opening.weight_source import Streamed
-    from jaxllm.serving.runners.layerwise import LayerwiseRunner
-
-LevelParams = Mapping[int, Params]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +33,22 @@ class Runners:
 
     Attributes:
       by_level: level in percent -> runner, including 100.
-      resident: level -> runner with resident weights.
-      buckets: the compiled buckets of all levels.
       modes: the prefill mode of each prompt; None if all prefill is in floats.
       processors: processors for stages of integer prefill; None for this process's device.
     """
 
     by_level: Mapping[int, LevelRunner]
-    resident: Mapping[int, ResidentRunner]
     buckets: BucketTable
     modes: "PrefillModes | None" = None
     processors: "TwoProcessors | None" = None
 
 
 def make_runners(
-    bundle: Bundle, options: EngineOptions, levels: Levels, params: LevelParams, streamed: "Streamed | None"
+    bundle: Bundle,
+    options: EngineOptions,
+    levels: Levels,
+    params: Mapping[int, Params],
+    streamed: "Streamed | None",
 ) -> Runners:
     """Makes a runner for each level.
 
@@ -77,18 +75,11 @@ def make_runners(
     if bundle.read_in_place or streamed is not None:
         buckets.guard(bundle.file.require_unchanged)
     int8 = None if modes is None else _share_int8(bundle, whole, modes)
-    runners: dict[int, LevelRunner] = {}
-    resident: dict[int, ResidentRunner] = {}
-    for level, model in models.items():
-        if streamed is not None:
-            runners[level] = _layerwise(model, buckets, streamed)
-            continue
-        runners[level] = resident[level] = ResidentRunner(model, buckets, _prefill(model, buckets, int8))
-    return Runners(runners, resident, buckets, modes, None if int8 is None else int8.processors)
+    runners = {level: _runner(model, buckets, streamed, int8) for level, model in models.items()}
+    return Runners(runners, buckets, modes, None if int8 is None else int8.processors)
 
 
 def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool) -> None:
-    """Checks that answers can attend to stored chunks in place."""
     native_cache = reads_addresses(jnp.dtype(options.cache_dtype))
     because = {
         "its weights are streamed": streamed,
@@ -115,7 +106,15 @@ def _prefill_modes(
     return chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
 
 
-def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") -> "LayerwiseRunner":
+def _runner(
+    model: ModelLevel, buckets: BucketTable, streamed: "Streamed | None", int8: "Int8Shared | None"
+) -> LevelRunner:
+    if streamed is None:
+        if int8 is None:
+            return ResidentRunner(model, buckets)
+        from jaxllm.serving.int8_prefill.runner import Int8Prefill
+
+        return ResidentRunner(model, buckets, Int8Prefill(model, buckets, int8))
     from jaxllm.serving.experts.expert_layers import ExpertRunner
     from jaxllm.serving.experts.weights import ExpertWeights
     from jaxllm.serving.runners.layerwise import StreamedRunner
@@ -125,16 +124,7 @@ def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") ->
     return StreamedRunner(model, buckets, streamed)
 
 
-def _prefill(model: ModelLevel, buckets: BucketTable, shared: "Int8Shared | None") -> "Int8Prefill | None":
-    if shared is None:
-        return None
-    from jaxllm.serving.int8_prefill.runner import Int8Prefill
-
-    return Int8Prefill(model, buckets, shared)
-
-
 def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
-    """An empty bucket table for the levels of a model."""
     whole, store = models[WHOLE], None
     folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.buckets_bytes or 0)
     if folder is not None:

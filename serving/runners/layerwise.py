@@ -8,6 +8,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.kv.states import SourceKV
+from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
@@ -29,16 +31,34 @@ from jaxllm.serving.buckets.layer import (
     LayerBucket,
     LayersBucket,
     NormBucket,
-    RestoreBucket,
 )
-from jaxllm.serving.buckets.parts import MOST_LAYERS, embedding_params, norm_params, shared_by_layers
+from jaxllm.serving.buckets.parts import (
+    MOST_LAYERS,
+    embedding_params,
+    norm_params,
+    outer_params,
+    shared_by_layers,
+)
+from jaxllm.serving.buckets.source import (
+    BeginEncoderBucket,
+    EncoderLayerBucket,
+    EndEncoderBucket,
+    SourceLayerBucket,
+    source_lengths,
+)
 from jaxllm.serving.buckets.tree import KeepBucket, SettleBucket
 from jaxllm.serving.host.machine import give_back_memory
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.runners.chunks import placed_chunks, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import PrefillChunk, Verdict
-from jaxllm.serving.runners.source_layers import SourceLayers
+from jaxllm.serving.runners.runner import (
+    BatchRow,
+    DecodedRow,
+    PrefillChunk,
+    Verdict,
+    padded,
+    placed_chunks,
+    plan_chunks,
+)
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.pieces import HeadPiece
 from jaxllm.serving.weights.prefetch import Meanwhile
@@ -50,11 +70,7 @@ Chunk = tuple[np.ndarray, TokenPositions]
 
 
 class Head(Protocol):
-    """Provides the weight of the head in pieces.
-
-    Attributes:
-      head: the pieces.
-    """
+    """Provides the weight of the head in pieces."""
 
     head: list[HeadPiece]
 
@@ -65,12 +81,114 @@ class Head(Protocol):
         ...
 
 
-class LayerwiseRunner(LevelRunner):
-    """Runs one level of a model layer by layer.
+class SourceWeights(Protocol):
+    """Provides the weights for a source, in this order: rows of the embedding, the encoder's layers, the
+    decoder's."""
 
-    Attributes:
-      head: provides the weight of the head.
-    """
+    def begin_source(self) -> None:
+        """Begins a source."""
+        ...
+
+    def rows(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
+        """A weight with the rows of some tokens, and the index of each token's row in it, `[1, T]` int32."""
+        ...
+
+    def encoder_layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
+        """A layer's parameters of the encoder as a model; valid until the context ends."""
+        ...
+
+    def layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
+        """The same of the decoder."""
+        ...
+
+
+class SourceLayers:
+    """The layers that encode sources."""
+
+    def __init__(
+        self,
+        model: ModelLevel,
+        buckets: BucketTable,
+        weights: SourceWeights,
+        *,
+        by_rows: bool = True,
+        sparse: Any = None,
+    ) -> None:
+        """Makes the layers.
+
+        Args:
+          model: the whole model; for streamed layers shapes suffice.
+          buckets: compiled buckets.
+          weights: provider of the layers.
+          by_rows: whether the embedding is passed by rows, or as a whole.
+          sparse: runs the encoder's layers with experts, if these are loaded individually: a
+            `jaxllm.serving.experts.expert_layers.SparseEncoderLayers`.
+        """
+        # Of a level: buckets are the whole model's, and its parameters have counts.
+        encoder = model.bucket_cfg.encoder
+        assert encoder is not None
+        self._model, self._buckets, self._weights, self._sparse = model, buckets, weights, sparse
+        own = encoder_params(model.weights)
+        self._encoder = ModelLevel(encoder, own, model.options, level=model.level)
+        self._outer = outer_params(self._encoder.params)
+        self._norm = norm_params(self._encoder.params)
+        self._by_rows = by_rows
+
+    def buckets(self, tokens: int) -> list[Bucket]:
+        """The buckets for sources of up to `tokens` tokens, one of `source_lengths`."""
+        layers: list[Bucket] = []
+        for layer in self._encoder.layer_kinds:
+            sparse = self._sparse_of(layer)
+            one = EncoderLayerBucket(tokens=tokens, layer=layer)
+            layers += [one] if sparse is None else sparse.buckets(tokens, layer)
+        projections = [SourceLayerBucket(tokens=tokens, layer=each) for each in self._model.layer_kinds]
+        return [
+            BeginEncoderBucket(tokens=tokens, by_rows=self._by_rows),
+            *layers,
+            EndEncoderBucket(tokens=tokens),
+            *projections,
+        ]
+
+    def read(self, tokens: Sequence[int], source: SourceKV) -> SourceKV:
+        """See `LayerwiseRunner.read_source`."""
+        lengths = source_lengths(self._model.cfg, self._model.options)
+        length = next(each for each in lengths if each >= len(tokens))
+        row, count = padded(tokens, length)
+        self._weights.begin_source()
+        hidden, valid = self._encoded(row[0], np.int32(count)), np.int32(count)
+        for layer, like in enumerate(self._model.alike):
+            compiled = self._buckets.get(SourceLayerBucket(tokens=length, layer=like))
+            with self._weights.layer(self._model, layer) as weights:
+                source = compiled(weights, hidden, valid, source.in_layer(layer))
+                # The next piece overwrites the memory of this one.
+                jax.block_until_ready(source)
+        return dataclasses.replace(source.in_layer(None), length=valid)  # pyright: ignore
+
+    def _encoded(self, row: np.ndarray, valid: np.int32) -> jax.Array:
+        """The encoder's output for tokens `[T]` with `valid` valid ones: `[1, T, D]`."""
+        length, outer, rows = len(row), self._outer, row[None]
+        if self._by_rows:
+            some, rows = self._weights.rows(row.tolist())
+            outer = {**outer, "embed.tokens": some}
+        begin = self._buckets.get(BeginEncoderBucket(tokens=length, by_rows=self._by_rows))
+        x, bias = begin(outer, rows, valid)
+        for layer, like in enumerate(self._encoder.alike):
+            with self._weights.encoder_layer(self._encoder, layer) as weights:
+                if (sparse := self._sparse_of(layer)) is not None:
+                    x = sparse.run(layer, like, weights, (x, bias, valid))
+                else:
+                    compiled = self._buckets.get(EncoderLayerBucket(tokens=length, layer=like))
+                    x = compiled(weights, x, bias, valid)
+                jax.block_until_ready(x)
+        return self._buckets.get(EndEncoderBucket(tokens=length))(self._norm, x)
+
+    def _sparse_of(self, layer: int) -> Any:
+        """What runs a layer with experts that are loaded individually; None for other layers."""
+        return self._sparse if self._encoder.cfg.is_sparse(layer) else None
+
+
+class LayerwiseRunner(LevelRunner):
+    """Runs one level of a model layer by layer."""
 
     def __init__(
         self, model: ModelLevel, buckets: BucketTable, head: Head, sources: SourceLayers | None
@@ -192,26 +310,16 @@ class LayerwiseRunner(LevelRunner):
         logits = self._logits(outputs[-1], last)
         return logits, dataclasses.replace(cache, length=np.int32(at + len(tokens)))  # pyright: ignore
 
-    def decode(
-        self,
-        token: jax.Array,
-        cache: KVCache,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int] = (),
-    ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
+    def decode(self, row: BatchRow) -> DecodedRow:
         """See `Runner`: token by token."""
-        del cached
-        found, at = [], int(cache.length)
-        stops = set(stop_ids.tolist())
-        last = int(np.asarray(token)[0])
-        while len(found) < limit and last not in (stops if found else ()):
+        found, cache, sampler, at = [], row.cache, row.sampler, int(row.cache.length)
+        stops, last = set(row.stop_ids.tolist()), int(np.asarray(row.token)[0])
+        while len(found) < row.limit and last not in (stops if found else ()):
             logits, cache = self._feed(cache, [last], at + len(found))
             chosen, sampler = self.sample(logits, sampler)
             last = int(np.asarray(chosen)[0])
             found.append(last)
-        return np.array([found], np.int32), len(found), cache, sampler
+        return DecodedRow(found, cache, sampler)
 
     def verify(
         self,
@@ -281,9 +389,6 @@ class StreamedRunner(LayerwiseRunner):
 
     def _embed_bucket(self, tokens: int) -> Bucket:
         return EmbedRowsBucket(tokens=tokens)
-
-    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `LevelRunner`."""

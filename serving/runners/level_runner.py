@@ -3,14 +3,12 @@
 import abc
 import dataclasses
 import itertools
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.config import ModelConfig
 from jaxllm.errors import ContextOverflow
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
@@ -24,60 +22,40 @@ from jaxllm.serving.buckets.layer import (
     LastLogitsBucket,
     LoadBucket,
     PrefillRestoredBucket,
+    RestoreBucket,
 )
 from jaxllm.serving.buckets.model import ForkBucket, GrowBucket, SampleBucket, StartBucket
 from jaxllm.serving.buckets.parts import used_heads
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.runners.chunks import plan_chunks
-from jaxllm.serving.runners.runner import Runner
+from jaxllm.serving.runners.runner import Runner, plan_chunks
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 
 
-class LevelRunner(Runner, abc.ABC):
+class LevelRunner(Runner):
     """Runs one level of a model with compiled buckets. It also encodes chunks of caches for storage, and
     restores them into other caches (see `jaxllm.serving.contexts`).
 
     Attributes:
-      model: the level.
-      buckets: the compiled buckets of all levels.
       int8: integer prefill, a `jaxllm.serving.int8_prefill.runner.Int8Prefill`; None for float prefill only.
       resident: whether all weights are in memory.
       sources: source lengths of an encoder-decoder with buckets, ascending; empty for other models.
     """
 
+    options: EngineOptions
     resident = False
     int8: Any = None
     sources: tuple[int, ...] = ()
 
     def __init__(self, model: ModelLevel, buckets: BucketTable) -> None:
-        self.model, self.buckets = model, buckets
+        self.model, self.buckets, self.lock = model, buckets, buckets.lock
+        self.cfg, self.options, self.level = model.cfg, model.options, model.level
         if model.cfg.encoder is not None:
             # Here, because few models have encoders, and a start waits for imports.
             from jaxllm.serving.buckets.source import source_lengths
 
             self.sources = source_lengths(model.cfg, model.options)
-
-    @property
-    def lock(self) -> threading.RLock:
-        """See `Runner`."""
-        return self.buckets.lock
-
-    @property
-    def cfg(self) -> ModelConfig:
-        """See `Runner`."""
-        return self.model.cfg
-
-    @property
-    def options(self) -> EngineOptions:
-        """See `Runner`."""
-        return self.model.options
-
-    @property
-    def level(self) -> int:
-        """See `Runner`."""
-        return self.model.level
 
     @property
     def weights_version(self) -> tuple[int, int]:
@@ -158,9 +136,9 @@ class LevelRunner(Runner, abc.ABC):
     def _embed_bucket(self, tokens: int) -> Bucket:
         """The bucket that embeds `tokens` tokens."""
 
-    @abc.abstractmethod
     def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """The bucket that restores one layer of a context and recomputes `tokens` tokens of it."""
+        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     def fork_buckets(self) -> list[Bucket]:
         """The buckets that copy prefixes of caches (see `fork`); none for encoder-decoders, whose answers

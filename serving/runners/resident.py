@@ -15,14 +15,22 @@ from jaxllm.models.layer import InputRows
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.layer import EmbedBucket, LastLogitsBucket, PrefillRestoredBucket, RestoreBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, LastLogitsBucket, PrefillRestoredBucket
 from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket
 from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_params
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-from jaxllm.serving.runners.chunks import padded, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, PrefillChunk, PrefillMode, Verdict, chunks_of
+from jaxllm.serving.runners.runner import (
+    BatchRow,
+    DecodedRow,
+    PrefillChunk,
+    PrefillMode,
+    Verdict,
+    chunks_of,
+    padded,
+    plan_chunks,
+)
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
 from jaxllm.steps.model import BlockEnd
@@ -89,13 +97,18 @@ class Batch:
         compiled = runner.buckets.get(self._bucket(size, capacity))
         padding = self._padding_caches(size - len(rows), capacity)
         filled = [*rows, *(self._idle_row(each, limit=0) for each in padding)]
+        units = None
+        if self.units is not None:
+            units = np.stack([self.units if row.units is None else row.units for row in filled])
+        stop_ids = np.stack([row.stop_ids for row in filled])
+        limits = RowLimits(stop_ids, np.array([row.limit for row in filled], np.int32), units)
         tokens, counts, caches, progress = compiled(
             runner.params,
             np.array([int(np.asarray(row.token)[0]) for row in filled], np.int32),
             tuple(runner.make_room(row.cache, capacity) for row in filled),
             tuple(row.sampler.fixed for row in filled),
             tuple(row.sampler.progress for row in filled),
-            self._limits(filled),
+            limits,
         )
         # Both transfers wait for the device.
         drawn, taken = np.asarray(tokens), np.asarray(counts)
@@ -104,13 +117,6 @@ class Batch:
             DecodedRow(drawn[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
             for at, row in enumerate(rows)
         ]
-
-    def _limits(self, rows: Sequence[BatchRow]) -> RowLimits:
-        units = None
-        if self.units is not None:
-            units = np.stack([self.units if row.units is None else row.units for row in rows])
-        stop_ids = np.stack([row.stop_ids for row in rows])
-        return RowLimits(stop_ids, np.array([row.limit for row in rows], np.int32), units)
 
     def _bucket(self, rows: int, cache: int) -> BatchBucket:
         block = self._runner.options.decode_block
@@ -124,7 +130,6 @@ class Batch:
         return found + [self._runner.empty_cache(capacity) for _ in range(count - len(found))]
 
     def _idle_row(self, cache: KVCache, *, limit: int) -> BatchRow:
-        """A row of no answer."""
         return BatchRow(
             token=np.zeros(1, np.int32),
             cache=cache,
@@ -157,7 +162,7 @@ class ResidentRunner(LevelRunner):
         if not encodes:
             self.sources = ()
         # Answers of an encoder-decoder are decoded one by one: their sources differ in length.
-        self.int8, self._batch = int8, Batch.of(self) if model.cfg.encoder is None else None
+        self.int8, self.batch = int8, Batch.of(self) if model.cfg.encoder is None else None
         # The version of the weights in `_layers` and `_embedding`.
         self._sorted_version: tuple[int, int] | None = None
 
@@ -190,15 +195,7 @@ class ResidentRunner(LevelRunner):
     def _embed_bucket(self, tokens: int) -> Bucket:
         return self.model.bucket(EmbedBucket, tokens=tokens)
 
-    def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
-
     # -- answering --------------------------------------------------------------------------------
-
-    @property
-    def batch(self) -> Batch | None:
-        """See `Runner`, and `Batch.of`."""
-        return self._batch
 
     def read_source(self, cache: KVCache, tokens: Sequence[int]) -> KVCache:
         """See `Runner`."""
@@ -245,23 +242,14 @@ class ResidentRunner(LevelRunner):
         row, valid = padded(tokens, chunk.tokens)
         return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache, *inputs)
 
-    def decode(
-        self,
-        token: jax.Array,
-        cache: KVCache,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int] = (),
-    ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
+    def decode(self, row: BatchRow) -> DecodedRow:
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
-        del cached
-        (bucket,) = self._decode_buckets(cache.capacity_tokens)
-        compiled = self.buckets.get(bucket)
-        end = BlockEnd(stop_ids, np.int32(limit))
-        params, fixed = self.model.params, sampler.fixed
-        tokens, count, cache, progress = compiled(params, token, cache, fixed, sampler.progress, end)
-        return tokens, count, cache, sampler.after(progress)
+        (bucket,) = self._decode_buckets(row.cache.capacity_tokens)
+        end, sampler = BlockEnd(row.stop_ids, np.int32(row.limit)), row.sampler
+        tokens, count, cache, progress = self.buckets.get(bucket)(
+            self.model.params, row.token, row.cache, sampler.fixed, sampler.progress, end
+        )
+        return DecodedRow(np.asarray(tokens)[0, : int(count)].tolist(), cache, sampler.after(progress))
 
     def verify(
         self,
@@ -294,10 +282,10 @@ class ResidentRunner(LevelRunner):
                 sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
                 token, sampler = self.sample(np.zeros((1, self.cfg.vocab_size), np.float32), sampler)
                 stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
-                tokens, *_ = self.decode(token, self.empty_cache(capacity), sampler, stop_ids, 1)
-                tokens.block_until_ready()
-        if self._batch is not None:
-            self._batch.rehearse()
+                cache = self.empty_cache(capacity)
+                self.decode(BatchRow(token=token, cache=cache, sampler=sampler, stop_ids=stop_ids, limit=1))
+        if self.batch is not None:
+            self.batch.rehearse()
         if self.int8 is not None:
             self.int8.rehearse()
 

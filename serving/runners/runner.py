@@ -1,9 +1,11 @@
-"""Defines the protocol of runners: start a cache, prefill, decode, verify."""
+"""Defines the base of runners: start a cache, prefill, decode, verify."""
 
+import abc
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -12,7 +14,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import SamplerState
 from jaxllm.speculation.token_tree import TokenTree
 
+if TYPE_CHECKING:
+    from jaxllm.kv.cache import TokenPositions
+
 PrefillMode = Literal["int8", "float"]
+# Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which costs about
+# as much as computing this many rows.
+_PASS_TOKENS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +64,44 @@ class Verdict(NamedTuple):
         return cls(np.asarray(tokens)[:n], np.asarray(path)[:n])
 
 
-class Runner(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchRow:
+    """The inputs of `Runner.decode`, or of one of the answers of a batch.
+
+    Attributes:
+      token: `[1]`, the last token of the sequence, which the cache does not have yet.
+      cache, sampler: cache and sampler state; donated.
+      stop_ids: `[MAX_STOP_IDS]` int32, padded with -1; decoding ends after one of them.
+      limit: maximum number of tokens.
+      units: numbers of kv groups and neurons of each layer of its level, `[L, 2]` int32; None for those of
+        the runner that decodes the batch.
+    """
+
+    token: Any
+    cache: Any
+    sampler: SamplerState
+    stop_ids: np.ndarray
+    limit: int
+    units: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedRow:
+    """The outputs of `Runner.decode`; those of a batch are bitwise equal to those of unbatched decoding.
+
+    Attributes:
+      tokens: at least one token.
+      cache, sampler: state after them.
+      accepted: number of accepted draft tokens at their beginning; None if no drafts were verified.
+    """
+
+    tokens: list[int]
+    cache: Any
+    sampler: SamplerState
+    accepted: int | None = None
+
+
+class Runner(abc.ABC):
     """Runs one level of a model. One call at a time: the caller acquires `lock`.
 
     A cache is opaque to the caller: a cache returned by `start`, `make_room`, `prefill`, `decode` or
@@ -68,48 +113,41 @@ class Runner(Protocol):
       options: resolved options of the engine; every runner has `context_tokens`, the maximum number of tokens
         of prompt and answer together.
       level: level in percent; 100 is the whole model.
-      weights_version: identifies the weights that computed a cache.
-      idle_read_s: time by which a verification can start later without ending later, because it is bound by
-        storage, which reads its weights meanwhile; 0 without read-ahead.
       batch: batched decoding, a `jaxllm.serving.runners.resident.Batch`; None if answers are not batched, as
         with streamed weights: buckets of single layers and experts have a batch of one.
     """
 
-    @property
-    def lock(self) -> threading.RLock: ...  # noqa: D102
+    lock: threading.RLock
+    cfg: ModelConfig
+    options: Any
+    level: int
+    batch: Any = None
+    # Why prompts cannot have embeddings in place of tokens.
+    _no_rows: ClassVar[str] = "prompt embeddings require resident weights; raise --memory"
 
     @property
-    def cfg(self) -> ModelConfig: ...  # noqa: D102
+    @abc.abstractmethod
+    def weights_version(self) -> tuple[int, int]:
+        """Identifies the weights that computed a cache."""
 
     @property
-    def options(self) -> Any: ...  # noqa: D102
-
-    @property
-    def level(self) -> int: ...  # noqa: D102
-
-    @property
-    def weights_version(self) -> tuple[int, int]: ...  # noqa: D102
-
-    @property
-    def idle_read_s(self) -> float:  # noqa: D102
+    def idle_read_s(self) -> float:
+        """Time by which a verification can start later without ending later, because it is bound by storage,
+        which reads its weights meanwhile; 0 without read-ahead."""
         return 0.0
 
-    @property
-    def batch(self) -> Any:  # noqa: D102
-        return None
-
+    @abc.abstractmethod
     def require_usable(self) -> None:
         """Raises a JaxllmError if the model's file was changed in place, or if this process was forked from
         the one that opened it."""
-        ...
 
+    @abc.abstractmethod
     def start(self, tokens: int) -> Any:
         """An empty cache with room for `tokens` positions."""
-        ...
 
+    @abc.abstractmethod
     def make_room(self, cache: Any, tokens: int) -> Any:
         """Returns the cache, or a longer one with the same content, with room for `tokens` positions."""
-        ...
 
     def read_source(self, cache: Any, tokens: Sequence[int]) -> Any:
         """Encodes a source, and puts its keys and values into an empty cache.
@@ -123,11 +161,12 @@ class Runner(Protocol):
         """
         raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source")
 
+    @abc.abstractmethod
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
         """The chunks of a prompt of `tokens` tokens: they cover it, and the last may be padded. A single one
         if several would read the weights more than once."""
-        ...
 
+    @abc.abstractmethod
     def prefill(self, cache: Any, tokens: Sequence[int], at: int, chunk: PrefillChunk) -> tuple[Any, Any]:
         """Prefills the next chunk of a prompt at position `at`.
 
@@ -140,7 +179,6 @@ class Runner(Protocol):
         Returns:
           Logits `[1, V]` after the last token if the chunk is the last, else undefined; and the cache.
         """
-        ...
 
     def chunks_in(self, mode: PrefillMode, tokens: int) -> list[PrefillChunk]:
         """`prefill_chunks` in a given mode."""
@@ -156,44 +194,26 @@ class Runner(Protocol):
         Raises:
           ConfigError: the weights are not resident.
         """
-        raise ConfigError("prompt embeddings require resident weights; raise --memory")
+        raise ConfigError(self._no_rows)
 
+    @abc.abstractmethod
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
         """Samples the first token `[1]` of an answer; and the sampler's next state."""
-        ...
 
+    @abc.abstractmethod
     def decode_limit(self, pace: int, remaining: int) -> int:
         """The `limit` of the next `decode`, of `remaining` wanted tokens: `pace` tokens fit the time of a
         dispatch."""
-        ...
 
-    def decode(
-        self,
-        token: Any,
-        cache: Any,
-        sampler: SamplerState,
-        stop_ids: np.ndarray,
-        limit: int,
-        cached: Sequence[int] = (),
-    ) -> tuple[Any, Any, Any, SamplerState]:
-        """Decodes up to `limit` tokens.
-
-        Args:
-          token: `[1]`, the last token of the sequence, which the cache does not have yet.
-          cache: cache; donated.
-          sampler: sampler state; donated.
-          stop_ids: `[MAX_STOP_IDS]` int32, padded with -1; decoding ends after one of them.
-          limit: maximum number of tokens.
-          cached: the tokens in the cache.
-
-        Returns:
-          Tokens `[1, n]` int32, the number of valid ones, the cache, and the sampler.
-        """
-        ...
+    @abc.abstractmethod
+    def decode(self, row: BatchRow) -> DecodedRow:
+        """Decodes up to `row.limit` tokens."""
 
     def expect(self, tokens: np.ndarray) -> None:
         """Announces the tokens `[M]` of the next pass, so that the runner can prefetch weights for them."""
+        del tokens
 
+    @abc.abstractmethod
     def verify(
         self,
         tree: TokenTree,
@@ -216,41 +236,6 @@ class Runner(Protocol):
           The verdict, the cache with the accepted path at the end of its sequence, and the sampler after the
           path.
         """
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchRow:
-    """The inputs of `Runner.decode` for one of several answers.
-
-    Attributes:
-      token, cache, sampler, stop_ids, limit: see `Runner.decode`.
-      units: numbers of kv groups and neurons of each layer of its level, `[L, 2]` int32; None for those of
-        the runner that decodes the batch.
-    """
-
-    token: Any
-    cache: Any
-    sampler: SamplerState
-    stop_ids: np.ndarray
-    limit: int
-    units: np.ndarray | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodedRow:
-    """The outputs of a batch for one of its answers, bitwise equal to those of unbatched decoding.
-
-    Attributes:
-      tokens: at least one token.
-      cache, sampler: state after them (see `Runner.decode`).
-      accepted: number of accepted draft tokens at their beginning; None if no drafts were verified.
-    """
-
-    tokens: list[int]
-    cache: Any
-    sampler: SamplerState
-    accepted: int | None = None
 
 
 def prefill_prompt(
@@ -267,3 +252,60 @@ def prefill_prompt(
         logits, cache = runner.prefill(cache, tokens[fed : fed + chunk.tokens], at + fed, chunk)
         fed += chunk.tokens
     return logits, cache
+
+
+def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
+    """Chunk lengths that cover `tokens` at minimum cost (see `prompt_cost`); only the last is padded."""
+    longest = max(lengths)
+    # All but a tail shorter than two longest chunks is split into longest chunks.
+    head = max(0, (tokens - longest) // longest)
+    return [longest] * head + list(_cheapest(tokens - head * longest, tuple(sorted(lengths))))
+
+
+def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
+    """A `[1, length]` int32 row of `tokens`, padded with zeros, and the number of tokens."""
+    row = np.zeros((1, length), np.int32)
+    row[0, : len(tokens)] = tokens
+    return row, len(tokens)
+
+
+def placed_chunks(
+    tokens: Sequence[int], lengths: Sequence[int], at: int
+) -> "list[tuple[np.ndarray, TokenPositions]]":
+    """Tokens that begin at position `at`, in chunks of `lengths`: rows `[T]` int32, padded, and their
+    positions."""
+    # Imported here: devices that only run exported programs have no JAX.
+    from jaxllm.kv.cache import TokenPositions
+
+    found, position = [], 0
+    for length in lengths:
+        row, valid = padded(tokens[position : position + length], length)
+        positions = np.arange(at + position, at + position + length, dtype=np.int32)
+        found.append((row[0], TokenPositions(positions, np.int32(valid), consecutive=True)))  # pyright: ignore
+        position += valid
+    return found
+
+
+def prompt_cost(tokens: int, lengths: Sequence[int], *, exact: bool) -> int:
+    """The cost of prefilling `tokens` in chunks, in tokens: their tokens, padding included unless chunks are
+    `exact`, and a constant per chunk for the read of the weights."""
+    plan = plan_chunks(tokens, lengths)
+    return (tokens if exact else sum(plan)) + _PASS_TOKENS * len(plan)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Descending chunk lengths of minimum cost for a tail of `tokens`."""
+    best = None
+    for length in lengths:
+        rest = tokens - length
+        if rest <= 0:
+            plan = (length,)
+        else:
+            tail = _cheapest(rest, tuple(c for c in lengths if c <= length))
+            plan = (length, *tail)
+        cost = sum(plan) + _PASS_TOKENS * len(plan)
+        if best is None or cost < best[0]:
+            best = (cost, plan)
+    assert best is not None
+    return best[1]

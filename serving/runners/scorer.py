@@ -15,8 +15,8 @@ from jaxllm.nn.documents import Branches
 from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ChunkBucket, ModelShapes, TokensBucket, ids
 from jaxllm.serving.buckets.model import StartBucket
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.runners.chunks import padded, plan_chunks
 from jaxllm.serving.runners.level_runner import LevelRunner
+from jaxllm.serving.runners.runner import padded, plan_chunks
 from jaxllm.steps.branching import Packed, target_room
 from jaxllm.steps.model import ScoredTokens, embed_chunk, route_documents, score_branches, score_chunk
 
@@ -68,11 +68,7 @@ class BranchesBucket(RoutingBucket):
 
 
 class Scorer:
-    """Scores text with one level of a model.
-
-    Attributes:
-      runner: the runner of the level.
-    """
+    """Scores text with one level of a model."""
 
     def __init__(self, runner: LevelRunner) -> None:
         """See the class.
@@ -111,8 +107,9 @@ class Scorer:
         self.runner.fill([self._routing_bucket(1, tokens)], progress)
 
     def embedding_buckets(self) -> list[Bucket]:
-        """The buckets that embed texts of all lengths."""
-        return embedding_buckets(self.runner)
+        """The buckets that embed texts of all lengths: caches have the longest length, so that there is one
+        for each length of a chunk."""
+        return _embedding_buckets(self.runner, self.runner.options.chunk_tokens)
 
     # -- scoring ----------------------------------------------------------------------------------
 
@@ -246,8 +243,8 @@ class Embedding:
         self._cache: KVCache | None = None
 
     def step(self) -> bool:
-        """Computes the next chunk; if its bucket was not filled (see `embedding_buckets`) it is loaded from
-        disk or compiled first.
+        """Computes the next chunk; a bucket that was not filled (see `Scorer.embedding_buckets`) is loaded
+        from disk or compiled first.
 
         Returns:
           Whether there is more to do.
@@ -256,7 +253,7 @@ class Embedding:
           NotFinite: the hidden states are not finite numbers.
         """
         runner, length = self._runner, self._lengths[0]
-        needed = embedding_buckets(runner, [length])
+        needed = _embedding_buckets(runner, [length])
         runner.fill(needed)
         with runner.lock:
             start, compiled = map(runner.buckets.get, needed)
@@ -276,12 +273,7 @@ class Embedding:
         return False
 
 
-def embedding_buckets(runner: LevelRunner, chunks: Sequence[int] = ()) -> list[Bucket]:
-    """The buckets that embed texts, in chunks of these lengths or of all: caches have the longest length, so
-    that there is one for each length of a chunk."""
+def _embedding_buckets(runner: LevelRunner, chunks: Sequence[int]) -> list[Bucket]:
     capacity, bucket = runner.options.cache_tokens[-1], runner.model.bucket
-    embeds = [
-        bucket(EmbedTextBucket, tokens=each, cache_tokens=capacity)
-        for each in chunks or runner.options.chunk_tokens
-    ]
+    embeds = [bucket(EmbedTextBucket, tokens=each, cache_tokens=capacity) for each in chunks]
     return [bucket(StartBucket, cache_tokens=capacity), *embeds]

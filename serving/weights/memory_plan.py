@@ -2,9 +2,8 @@
 that are read in each pass."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
@@ -47,12 +46,9 @@ class MemoryPlan:
     """The division of a memory budget.
 
     Attributes:
-      budget_bytes: the whole budget.
       fixed_bytes: bytes of everything but pieces: caches, activations, a drafter.
       slots: number of slots, shared by the pieces that are read in each pass; 0 if all are resident.
-      slot_bytes: bytes of one slot.
       resident: numbers of the resident pieces, ascending.
-      resident_bytes: bytes of the resident pieces.
     """
 
     budget_bytes: int
@@ -215,19 +211,15 @@ def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 
 def around_experts_bytes(bundle: Bundle, options: EngineOptions) -> int:
     """Bytes of separately stored experts' buffers besides the experts."""
-    buckets = 0
-    if bundle.cfg.encoder is not None:
-        buckets = min(_ENCODER_BUCKETS_BYTES, bundle.weight_bytes // _ENCODER_BUCKETS_SHARE)
-    return outputs_bytes(bundle.cfg, options) + _begun_bytes(bundle) + buckets
-
-
-def _begun_bytes(bundle: Bundle) -> int:
-    """Bytes of a token's partial results of nested experts."""
     cfg = bundle.cfg
-    if not nested_experts(bundle):
-        return 0
-    shape = begun_shape(cfg.experts_per_token, cfg.expert_ffn_size, cfg.hidden_size)
-    return 4 * int(np.prod(shape, dtype=np.int64))
+    found = outputs_bytes(cfg, options)
+    if cfg.encoder is not None:
+        found += min(_ENCODER_BUCKETS_BYTES, bundle.weight_bytes // _ENCODER_BUCKETS_SHARE)
+    if nested_experts(bundle):
+        # A token's partial results.
+        shape = begun_shape(cfg.experts_per_token, cfg.expert_ffn_size, cfg.hidden_size)
+        found += _FLOAT_BYTES * math.prod(shape)
+    return found
 
 
 def _visits_bytes(cfg: ModelConfig, tokens: int) -> int:
@@ -248,7 +240,6 @@ def source_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 
 
 def _layer_rows(cfg: ModelConfig) -> int:
-    """Total numbers that a layer computes per token."""
     neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
     sizes = [layer_config(cfg, layer) for layer in range(cfg.layers)]
     heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in sizes)
@@ -268,4 +259,4 @@ def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool =
         rows_of_logits = 3 * (trees.tips if drafts else trees.nodes[-1])
     logits = rows_of_logits * cfg.vocab_size * _FLOAT_BYTES
     visits = _visits_bytes(cfg, options.chunk_tokens[-1])
-    return int(np.sum([2 * hidden, computed, visits, logits]))
+    return 2 * hidden + computed + visits + logits

@@ -38,7 +38,6 @@ class LevelWeights:
 
     Attributes:
       weights: parameters by name (see `ModelLevel`).
-      params: parameters as inputs of buckets.
       encoder: parameters of the encoder as inputs of buckets; None if there is none.
       version: (level, number), unique among the parameters of the level: identifies the weights that
         computed a cache.
@@ -55,12 +54,10 @@ class ModelLevel:
 
     Attributes:
       level: level in percent; 100 is the whole model.
-      cfg: config of the model or the level's sub-model.
       weights: its parameters by name; those of the whole model if its buckets slice them without a copy.
       params: `weights` as inputs of buckets: by address where native kernels read them so, stacked where
         their arrays are entries of stacks.
       encoder: parameters of its encoder, likewise; None if it has none.
-      options: resolved options of the engine.
       weights_version: version of the current parameters (see `LevelWeights.version`).
       bucket_level: the level of its buckets: its own, or 100 if all levels share them.
       bucket_cfg: config of the model that the buckets were lowered for, which determines the shapes of

@@ -20,6 +20,8 @@ _SHORT_GAP_BYTES = 64 << 10
 # overhead of a thread (0.1 ms while others compute), and small enough for threads to share the piece.
 READERS = 4
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 2 << 20, 4 << 20
+# First byte in the file, and end.
+_Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,7 @@ class LayerPiece:
     """A layer, or the part of it that a level uses. In memory it has the layout of the whole layer.
 
     Attributes:
-      layer: index of the layer.
-      segment: segment of the file.
       start: index of the segment's first byte in memory.
-      ranges: ranges to read.
       memory_bytes: memory of the whole layer.
       kept: ranges that are not read, because a resident level has them.
     """
@@ -67,7 +66,6 @@ class HeadPiece:
       count: number of rows.
       extents: extents of the rows' data, and of their scales if they are quantized, in the file.
       ranges: ranges to read, one per extent.
-      memory_bytes: memory of the piece.
     """
 
     first: int
@@ -123,28 +121,12 @@ def layer_pieces(
       gap_bytes: maximum gap between used parts to read, too; None for gaps that are faster to read than to
         skip.
     """
-    sub = None if cfg is None or cfg == layout.cfg else param_specs(cfg)
-    whole = param_specs(layout.cfg)
-    tensors: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, tensor in layout.tensors.items():
-        tensors.setdefault(tensor.segment, []).append((name, tensor))
     pieces = segment_pieces(layout, [f"layers.{layer}" for layer in range(layout.cfg.layers)])
-    if sub is None:
+    if cfg is None or cfg == layout.cfg:
         return pieces
-    found = []
-    for piece in pieces:
-        used = sorted(
-            span
-            for name, tensor in tensors[piece.segment]
-            for span in _used_spans(tensor, whole[name], sub[name])
-        )
-        ranges = [
-            part
-            for segment in piece.ranges
-            for part in _parts(segment, used, _SHORT_GAP_BYTES if gap_bytes is None else gap_bytes)
-        ]
-        found.append(dataclasses.replace(piece, ranges=tuple(ranges)))
-    return found
+    whole, sub = param_specs(layout.cfg), param_specs(cfg)
+    gap = _SHORT_GAP_BYTES if gap_bytes is None else gap_bytes
+    return _with_spans(layout, pieces, lambda name, tensor: _used_spans(tensor, whole[name], sub[name]), gap)
 
 
 def segment_pieces(layout: Layout, segments: Sequence[str], *, apart: bool = False) -> list[LayerPiece]:
@@ -178,18 +160,26 @@ def parts_of_pieces(
 ) -> list[LayerPiece]:
     """The pieces of layers, or of their low planes, that hold the parameters whose name within a layer is
     `wanted`."""
+
+    def spans(name: str, tensor: Tensor) -> list[_Span]:
+        extents = tensor.extents if wanted(within_layer(name.removeprefix(ENCODER))) else ()
+        return [(each.offset, each.offset + each.size_bytes) for each in extents]
+
+    return _with_spans(layout, pieces, spans, _SHORT_GAP_BYTES)
+
+
+def _with_spans(
+    layout: Layout,
+    pieces: Sequence[LayerPiece],
+    spans_of: Callable[[str, Tensor], list[_Span]],
+    gap_bytes: int,
+) -> list[LayerPiece]:
+    """The pieces with only the spans of their parameters to read."""
     found = []
     for piece in pieces:
-        names = [
-            (name, tensor) for name, tensor in layout.tensors.items() if piece.segment in tensor.segments
-        ]
-        spans = sorted(
-            (each.offset, each.offset + each.size_bytes)
-            for name, tensor in names
-            if wanted(within_layer(name.removeprefix(ENCODER)))
-            for each in tensor.extents
-        )
-        ranges = [part for whole in piece.ranges for part in _parts(whole, spans, _SHORT_GAP_BYTES)]
+        named = [each for each in layout.tensors.items() if piece.segment in each[1].segments]
+        spans = sorted(span for name, tensor in named for span in spans_of(name, tensor))
+        ranges = [part for whole in piece.ranges for part in _parts(whole, spans, gap_bytes)]
         found.append(dataclasses.replace(piece, ranges=tuple(ranges)))
     return found
 
@@ -241,8 +231,8 @@ def _head_piece(head: Tensor, first: int, count: int) -> HeadPiece:
     return HeadPiece(first=first, count=count, extents=extents, ranges=tuple(ranges), memory_bytes=place)
 
 
-def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple[int, int]]:
-    """Spans (first byte, end) in the file of a sub-model's part of a parameter."""
+def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[_Span]:
+    """The spans of a sub-model's part of a parameter."""
     extents = tensor.extents
     if used.shape[1:] != whole.shape[1:]:
         # The first rows of each expert are not contiguous in the stack.
@@ -263,30 +253,24 @@ def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple
     return [(each.offset, each.offset + size) for each, size in zip(extents, sizes, strict=True)]
 
 
-def _parts(whole: Range, spans: Sequence[tuple[int, int]], gap_bytes: int) -> list[Range]:
+def _parts(whole: Range, spans: Sequence[_Span], gap_bytes: int) -> list[Range]:
     """The ascending spans within a range, merged across gaps that are at most `gap_bytes`."""
-    end = whole.offset + whole.size_bytes
-    inside = [each for each in spans if whole.offset <= each[0] < end]
+    joined: list[_Span] = []
+    for begin, end in spans:
+        if not whole.offset <= begin < whole.offset + whole.size_bytes:
+            continue
+        if joined and begin - joined[-1][1] <= gap_bytes:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
     return [
-        Range(offset=begin, size_bytes=last - begin, place=whole.place + begin - whole.offset)
-        for begin, last in (_joined(inside, gap_bytes) if inside else ())
+        Range(offset=begin, size_bytes=end - begin, place=whole.place + begin - whole.offset)
+        for begin, end in joined
     ]
 
 
 def _resized(extent: Extent, shape: tuple[int, ...]) -> int:
     return dataclasses.replace(extent, shape=shape).size_bytes
-
-
-def _joined(spans: list[tuple[int, int]], gap_bytes: int) -> list[tuple[int, int]]:
-    """Ascending spans, merged where gaps are at most `gap_bytes`."""
-    joined = [spans[0]]
-    for begin, end in spans[1:]:
-        last = joined[-1]
-        if begin - last[1] <= gap_bytes:
-            joined[-1] = last[0], max(end, last[1])
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 def _whole_pages(size: int) -> int:

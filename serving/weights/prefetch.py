@@ -52,7 +52,6 @@ class Slot:
       memory: uint8, page-aligned.
       piece: number of the piece that is in it or is read into it; -1 for none.
       ready: whether the read has ended or failed.
-      error: error of the read.
     """
 
     memory: np.ndarray
@@ -62,11 +61,7 @@ class Slot:
 
 
 class WeightStream:
-    """The pieces of one model, or of one of its levels. One pass at a time.
-
-    Attributes:
-      counts: see `StreamCounts`.
-    """
+    """The pieces of one model, or of one of its levels. One pass at a time."""
 
     def __init__(
         self,
@@ -313,7 +308,6 @@ class WeightStream:
         return self._piece_bytes * counts.read_s / counts.read_bytes if counts.read_bytes else 0.0
 
     def _drop_all(self) -> None:
-        """Frees all slots, after their reads have ended."""
         dropped = []
         while self._ahead:
             slot = self._ahead.popleft()
@@ -325,7 +319,6 @@ class WeightStream:
         self._freed.notify_all()
 
     def _release(self, count: int) -> None:
-        """Frees the slots of the first `count` pieces."""
         with self._lock:
             for slot in [self._ahead.popleft() for _ in range(count)]:
                 slot.piece, slot.ready = -1, False
@@ -333,7 +326,6 @@ class WeightStream:
             self._freed.notify(count)
 
     def _run(self) -> None:
-        """Reads pieces in a thread."""
         while True:
             with self._lock:
                 self._freed.wait_for(

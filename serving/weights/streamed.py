@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,16 +103,17 @@ class EmbeddingRows:
                 for first in firsts
             }
         missing = sorted(firsts - self._kept.keys())
-        self._kept.update(zip(missing, self._pool.map(self._read, missing), strict=True))
+
+        def read(first: int) -> list[np.ndarray]:
+            return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
+
+        self._kept.update(zip(missing, self._pool.map(read, missing), strict=True))
         found = {first: self._kept.pop(first) for first in firsts}
         # In the order of last use.
         self._kept.update(found)
         while len(self._kept) > max(self._room, len(firsts)):
             del self._kept[next(iter(self._kept))]
         return found
-
-    def _read(self, first: int) -> list[np.ndarray]:
-        return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
 
     def _checked(self, extent: Extent) -> np.ndarray:
         """Reads an array of the embedding with all of the pages that it touches, and checks these."""
@@ -127,11 +127,6 @@ class EmbeddingRows:
             if self._checksums.same_pages(start + begin, data):
                 return extent.array(data[at : at + extent.size_bytes].copy())
         raise self._checksums.changed(start + begin, end - begin)
-
-
-def read_array(reader: PieceReader, extent: Extent) -> np.ndarray:
-    """Reads an array of a bundle's file and copies it, so that the rest of its pages is freed."""
-    return extent.array(reader.read(extent.offset, extent.size_bytes).copy())
 
 
 # Size limit of cached rows of the embedding, and their maximum share of the model.
@@ -148,7 +143,6 @@ class StreamedWeights:
 
     Attributes:
       plan: the division of the budget.
-      head: the pieces of the head.
       resident_bytes: bytes of resident pieces, which `resize` changes.
     """
 
@@ -193,7 +187,8 @@ class StreamedWeights:
         sizes = [each.memory_bytes - each.kept_bytes for each in passes.whole]
         # A resident part has the whole embedding.
         rows_bytes = 0 if self._part else kept_rows_bytes(bundle.weight_bytes)
-        self._kept_bytes = rows_bytes + self._vector_bytes + (self._part.size_bytes if self._part else 0)
+        self._kept_bytes = rows_bytes + sum(each.size_bytes for each in self._vectors().values())
+        self._kept_bytes += self._part.size_bytes if self._part else 0
         self.plan: MemoryPlan = plan_memory(
             sizes,
             dataclasses.replace(budget, fixed_bytes=budget.fixed_bytes + self._kept_bytes),
@@ -303,8 +298,13 @@ class StreamedWeights:
     def frozen(self) -> dict[str, Weight]:
         """All parameters by name: vectors outside of layers resident, all others as shapes, or as views of
         the file that are never read."""
+
+        def read(extent: Extent) -> np.ndarray:
+            # Copied, so that the rest of its pages is freed.
+            return extent.array(self._reader.read(extent.offset, extent.size_bytes).copy())
+
         small = {
-            name: self._bundle.place(tensor, tensor.data.shape, functools.partial(read_array, self._reader))
+            name: self._bundle.place(tensor, tensor.data.shape, read)
             for name, tensor in self._vectors().items()
         }
         if self._bundle.read_in_place:
@@ -379,7 +379,10 @@ class StreamedWeights:
             own = {name.removeprefix(ENCODER): each for name, each in self._weights(slot, number).items()}
             made = _with_weights(model, layer, own)
             if self._bundle.read_in_place:
-                self._forget_versions(model)
+                # Without former versions of the level.
+                former = [each for each in self._made if each[2][0] == model.level and each[2] != key[2]]
+                for each in former:
+                    del self._made[each]
                 self._made[key] = made
         return made
 
@@ -411,10 +414,6 @@ class StreamedWeights:
         self._stream.close()
         self._rows.close()
 
-    @property
-    def _vector_bytes(self) -> int:
-        return sum(each.size_bytes for each in self._vectors().values())
-
     def _vectors(self) -> dict[str, Tensor]:
         """The parameters outside of layers that are not token matrices: norms, positions and biases."""
         layout = self._bundle.layout
@@ -426,7 +425,6 @@ class StreamedWeights:
         }
 
     def _weights(self, slot: Slot, number: int) -> dict[str, Weight]:
-        """The weights of a layer's piece in a slot, by their full names."""
         key = id(slot), number
         if key in self._placed:
             return self._placed[key]
@@ -439,12 +437,6 @@ class StreamedWeights:
         if self._bundle.read_in_place:
             self._placed[key] = weights
         return weights
-
-    def _forget_versions(self, model: ModelLevel) -> None:
-        """Drops the parameters of former versions of a level."""
-        level, version = model.weights_version
-        for key in [key for key in self._made if key[2][0] == level and key[2][1] != version]:
-            del self._made[key]
 
 
 def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) -> dict[str, Any]:
@@ -464,7 +456,6 @@ def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) 
 
 
 def _rebased(weight: Weight, base: Weight) -> Weight:
-    """A weight with another base; its adapter stays."""
     if isinstance(weight, Adapted):
         return dataclasses.replace(weight, base=_rebased(weight.base, base))
     return base

@@ -10,8 +10,7 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.checkpoints.encoder_folders import config_from_hf, read_encoder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.encoder.config import EncoderConfig
-from tests.models.configs import CONFIGS, params_of
-from tests.models.encoder.tiny import MOBILE, write_encoder
+from tests.models.encoder.tiny import CONFIGS, MOBILE, params_of, write_encoder
 
 # As google/mobilebert-uncased says it.
 ON_THE_HUB = {

@@ -106,7 +106,7 @@ BAD_REQUESTS: list[tuple[str, tuple[Any, ...]]] = [
     ("frequency_penalty must be", (*ANY, "--frequency-penalty", "inf")),
     ("seed must be", (*ANY, "--seed", -1)),
     ("seed must be", (*ANY, "--seed", 1 << 64)),
-    ("max_tokens must be at least 1, got 0", (*ANY, "-n", 0)),
+    ("max_tokens must be a whole number of at least 1, got 0", (*ANY, "-n", 0)),
     ("a stop string must have", (*ANY, "--stop", "")),
     ("at most 16 stop strings", (*ANY, *["--stop", "a"] * 17)),
     ("--logit-bias takes ID=VALUE", (*ANY, "--logit-bias", "42")),

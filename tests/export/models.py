@@ -22,7 +22,7 @@ from tests.export.sizes import CONTEXT as CONTEXT
 from tests.export.sizes import PROMPTS as PROMPTS
 from tests.export.sizes import answers as answers
 from tests.models.test_lora import random_adapter
-from tests.tiny import tiny_params, tiny_tokenizer, write_tiny_bundle
+from tests.tiny import tiny_tokenizer, write_tiny_bundle
 from tests.tiny_tlm import ENCODER, random_tlm, tiny_lm
 
 LADDER = Ladder(levels=(40, 70, 100))
@@ -39,7 +39,7 @@ def write_elastic(path, scaling=0.5):
     draw = np.random.default_rng(1)
     adapter = {name: draw.normal(size=part.shape).astype(np.float32) * 0.3 for name, part in adapter.items()}
     parts = elastic_parts(LADDER, {40: Recovery(adapter, scaling)})
-    return write_tiny_bundle(path, cfg=CFG, params=tiny_params(CFG), parts=parts)
+    return write_tiny_bundle(path, cfg=CFG, parts=parts)
 
 
 def write_planned(path):
@@ -52,7 +52,7 @@ def write_planned(path):
         LADDER.levels, ratios, cfg=cfg, params=random_tlm(cfg), tokenizer=tiny_tokenizer(chat=False)
     )
     parts = {**elastic_parts(LADDER), **tiny_lm_parts(tiny)}
-    return write_tiny_bundle(path, cfg=CFG, params=tiny_params(CFG), parts=parts), tiny
+    return write_tiny_bundle(path, cfg=CFG, parts=parts), tiny
 
 
 def write_adapters(folder):

@@ -46,7 +46,7 @@ def said(engine):
 def live(block):
     params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
     executor = LiveExecutor(
-        "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=CHUNKS, block_tokens=block
+        "tiny", params, CFG, context_tokens=CONTEXT, chunk_tokens=CHUNKS, block_tokens=block
     )
     return Engine(ProgramModel(executor, Tokenizer(tiny_tokenizer())))
 
@@ -77,7 +77,7 @@ def test_tokens_that_no_block_may_give(engine, monkeypatch):
         with pytest.raises(ProgramError, match="block_4 gave"):
             engine.generate(PROMPTS[1], CONFIG)
     for block in (1, 65, -1):
-        with pytest.raises(ConfigError, match="block_tokens must be 2 to 64"):
+        with pytest.raises(ConfigError, match="block_tokens must be "):
             ExportPlan(block_tokens=block)
 
 
@@ -106,7 +106,7 @@ def test_a_chunk_that_short_caches_have_no_program_for_is_run_in_shorter_ones():
     prompt, found = [(3 * i) % CFG.vocab_size for i in range(30)], []
     for chunks, planned in (((16,), [16, 17]), ((16, 48), [49])):
         executor = LiveExecutor(
-            "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=chunks, cache_tokens=(32,)
+            "tiny", params, CFG, context_tokens=CONTEXT, chunk_tokens=chunks, cache_tokens=(32,)
         )
         runner = ProgramRunner(executor)
         assert [each.tokens for each in runner.prefill_chunks(len(prompt))] == planned

@@ -12,9 +12,8 @@ from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.export.folder import ProgramKind, finish
 from jaxllm.export.folder_format.manifest import Manifest
-from jaxllm.export.quantized import left_out
+from jaxllm.export.quantized import ROWS, StaticProduct, left_out, with_shadow
 from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.static_products import ROWS, StaticProduct, with_shadow
 from jaxllm.export.subject import read_subject
 from jaxllm.int8_prefill.shadow import NARROW
 from tests.int8_prefill.calibrated import calibrated, outlying
@@ -48,9 +47,7 @@ def test_what_of_a_calibration_programs_do_not_have_is_said(bundle, tmp_path):
         subject,
         plan,
         plan.signatures(100, lambda _: "model.tflite"),
-        ProgramKind(
-            format="tflite", precision="w8a8", cache_dtype="float32", platforms=("cpu",), holds_weights=True
-        ),
+        ProgramKind(format="tflite", precision="w8a8"),
     )
     assert Manifest.read(tmp_path).left_out == ("the calibration of integer prefill, and its shadow",)
 

@@ -12,8 +12,7 @@ from jaxllm.contexts.codecs import WIDTHS, ChunkShape
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import ConfigError
 from jaxllm.export.device.contexts import ProgramContext, ProgramContexts, loaded
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS, KEYS, VALUES, chunk_format
-from jaxllm.export.folder_format.signature import cache_shapes
+from jaxllm.export.folder_format.signature import CHUNK_TOKENS, KEYS, VALUES, cache_shapes, chunk_format
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.kv.cache import Past

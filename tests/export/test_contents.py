@@ -5,10 +5,40 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.export.contents import CONTENTS, as_markdown, require_contents
+from jaxllm.export.contents import CONTENTS, require_contents
 from jaxllm.export.signatures import ExportPlan
 
 PAGE = Path("docs/guides/export.md")
+# Attribute of `Contents` -> the row of the table.
+ROWS = {
+    "blocks": "decode of several tokens, with sampling",
+    "verified": "verification of drafts",
+    "levels": "levels, with their recovery adapters",
+    "short_caches": "short caches",
+    "masks": "an attention mask as an input",
+    "npu": "embedder, auxiliary model and layers apart, for an NPU",
+    "stages": "stages of prefill for two processors (w8a8)",
+    "encoders": "encoder-decoders (not w8a8)",
+    "tiny_lm": "the tiny LM, which plans calls",
+    "adapters": "adapters as an input (decoders alone)",
+    "codecs": "codecs of contexts (decoders alone)",
+    "precisions": "`--precision`",
+}
+
+
+def cell(value):
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return {True: "yes", False: "no", "": "no"}.get(value, str(value))
+
+
+def as_markdown():
+    """Programs and formats, as Markdown."""
+    lines = [["", *(f"`{name}`" for name in CONTENTS)], ["---"] * (1 + len(CONTENTS))]
+    lines.append(["prefill of a chunk, decode of a token", *("yes" for _ in CONTENTS)])
+    for name, title in ROWS.items():
+        lines.append([title, *(cell(getattr(each, name)) for each in CONTENTS.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def test_the_table_is_up_to_date():

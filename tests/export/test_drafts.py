@@ -48,15 +48,6 @@ def test_an_accepted_branch_moves_behind_the_sequence(plain, config):
     assert engine.speculation.counts.acceptance_length > 2
 
 
-def test_no_graph_is_compiled_under_a_drafted_request(plain, compiles):
-    engine = with_drafts(plain, drafter="level", level=100)
-    engine.warm_up()
-    engine.generate(PROMPTS[3], CONFIG)
-    with compiles() as count:
-        engine.generate(PROMPTS[4], CONFIG)
-    assert count() == 0
-
-
 def test_one_request_takes_programs_of_one_cache(stablehlo):
     engine = open_program(stablehlo, speculation=SpeculationOptions(**ALWAYS, drafter="ngram"))
     engine.warm_up(prompt_tokens=5, max_tokens=12)

@@ -14,6 +14,7 @@ from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.stablehlo import export_stablehlo
 from jaxllm.export.subject import read_subject
 from jaxllm.models.architectures import architecture
+from jaxllm.models.features import require_room
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
@@ -100,12 +101,12 @@ def test_drafts_read_the_source(stablehlo, family, live):
 
 def test_tflite_answers_as_the_live_engine(bundle, family, live, tmp_path):
     pytest.importorskip("litert_converter")
-    from jaxllm.export.tflite import export_tflite, require_holdable
+    from jaxllm.export.tflite import export_tflite
 
     subject = read_subject(bundle)
     if family == "switch_transformers":
         with pytest.raises(ConfigError, match="no mixture of experts"):
-            require_holdable(subject.cfg)
+            require_room(subject.cfg, "tflite")
         return
     plan = dataclasses.replace(FULL, block_tokens=4, cache_tokens=()) if family == "t5" else LEAST
     export_tflite(subject, tmp_path / "f32", plan)

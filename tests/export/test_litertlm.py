@@ -17,7 +17,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, CHUNKS, CONTEXT, OPTIONS, models_of
 from tests.export.test_litertlm_chat import TEMPLATES, chats_of, tokenizer_of
-from tests.tiny import tiny_params, write_tiny_bundle
+from tests.tiny import write_tiny_bundle
 
 pytest.importorskip("litert_converter")
 litert_lm = pytest.importorskip("litert_lm")
@@ -140,7 +140,7 @@ def test_templates_that_the_runtime_renders_otherwise_are_refused(whole, templat
 def test_a_first_token_that_is_named_and_not_added(tmp_path, monkeypatch):
     """As in Qwen's and Granite's tokenizers: the runtime adds none either."""
     tokenizer = tokenizer_of(None, adds_bos=False).files
-    stored = write_tiny_bundle(tmp_path / "t.jaxllm", cfg=CFG, params=tiny_params(CFG), tokenizer=tokenizer)
+    stored = write_tiny_bundle(tmp_path / "t.jaxllm", cfg=CFG, tokenizer=tokenizer)
     plan, subject = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS), read_subject(stored)
     assert not metadata(subject, plan).HasField("start_token")
     # By a path as the command gets it.

@@ -222,7 +222,7 @@ def test_the_command_says_what_it_wrote(tmp_path):
 def test_numbers_of_a_gguf_are_those_of_float32_and_what_it_has_not_is_named(tmp_path):
     """1e-5 in float32, as transformers writes it after it has read a GGUF file."""
     cfg = dataclasses.replace(TINY, norm_eps=float(np.float32(1e-5)), attention_windows=())
-    path = write_tiny_bundle(tmp_path / "m.jaxllm", cfg=cfg, params=tiny_params(cfg))
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", cfg=cfg)
     with Bundle.open(path) as opened:
         model = read_plain(opened)
         write_plain_gguf(tmp_path / "m.gguf", model, "f32")

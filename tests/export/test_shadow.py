@@ -26,8 +26,7 @@ from tests.export.operators import Operator, operators
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from jaxllm.export.quantized import quantized_subject
-from jaxllm.export.static_products import calibrate
+from jaxllm.export.quantized import calibrate, quantized_subject
 from jaxllm.export.tflite import FILE, export_tflite
 
 LENGTH, KNOWN = 128, 12

@@ -7,19 +7,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
 
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
 from jaxllm.export.folder_format.manifest import WEIGHTS, Manifest, StoredFile
+from jaxllm.export.folder_format.signature import cache_shapes
 from jaxllm.export.folder_format.weights import read_weights, write_weights
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.export.programs.stablehlo import StableHloExecutor
-from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.signatures import ExportPlan, step_shapes
 from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
+from jaxllm.export.subject import read_subject
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.sampling import Sampling
 from jaxllm.serving.buckets.store import CompiledBucketFolder
@@ -27,9 +31,11 @@ from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import prefill_prompt
+from tests.copied_bytes import copied_bytes
 from tests.export.conftest import PLAN
+from tests.export.drafting import ALWAYS
 from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS, answers
-from tests.tiny import tiny_params
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("flatbuffers")
 ROOT = Path(__file__).parents[2]
@@ -56,9 +62,9 @@ def test_levels_read_the_same_weights_and_answer_as_the_live_engine(engine, live
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("drafter", ["none", "level"])
 def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
-    drafts = None if drafter == "none" else SpeculationOptions(drafter="ngram", pausing=False)
+    drafts = None if drafter == "none" else SpeculationOptions(drafter="level", level=100, **ALWAYS)
     engine = open_program(stablehlo, speculation=drafts)
     engine.warm_up()
     # Neither is anything that other tests may have left.
@@ -239,14 +245,11 @@ def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeyp
 
 
 def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise ProgramError("no")
-
     with pytest.raises(ConfigError, match="exists already"):
         export_stablehlo(subject, tmp_path, PLAN)
     with pytest.raises(ConfigError, match="got abacus"):
         export_stablehlo(subject, tmp_path / "out", PLAN, platforms=("abacus",))
-    monkeypatch.setattr("jaxllm.export.stablehlo.verify", fail)
+    monkeypatch.setattr("jaxllm.export.stablehlo.verify", Mock(side_effect=ProgramError("no")))
     least = dataclasses.replace(PLAN, verify_tokens=(), cache_tokens=())
     with pytest.raises(ProgramError):
         export_stablehlo(subject, tmp_path / "out", least, platforms=("cpu",))
@@ -256,10 +259,10 @@ def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"chunk_tokens": ()}, "chunk_tokens is empty"),
+        ({"chunk_tokens": ()}, "chunk_tokens must have 1 or more entries"),
         ({"chunk_tokens": (32, 16)}, "ascending"),
-        ({"verify_tokens": (300,)}, "at most 256"),
-        ({"levels": (120,)}, "percentages"),
+        ({"verify_tokens": (300,)}, "256"),
+        ({"levels": (120,)}, "each of levels must be a whole number"),
         ({"context_tokens": 1000}, "window of 128"),
         ({"context_tokens": 8}, "no chunk"),
         ({"context_tokens": 16, "verify_tokens": (32,)}, "do not fit the context of 16"),
@@ -270,3 +273,36 @@ def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch)
 def test_plans_that_cannot_be(options, part):
     with pytest.raises(ConfigError, match=part):
         ExportPlan(**options).resolved(CFG)
+
+
+# Programs write new rows into the caches that they are given, and copy none.
+
+
+LAYERS, ROOM = 4, 512
+DEEP_PLAN = ExportPlan(
+    context_tokens=ROOM, chunk_tokens=(16, 64), cache_tokens=(), verify_tokens=(8,), block_tokens=4
+)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    cfg = dataclasses.replace(TINY, layers=LAYERS, window_tokens=ROOM, attention_windows=())
+    path = tmp_path_factory.mktemp("export") / "tiny.jaxllm"
+    return read_subject(write_tiny_bundle(path, cfg=cfg))
+
+
+def compiled(signature, deep, *, branches):
+    """A program of all platforms, as this CPU compiles it."""
+    program = traced(signature, deep, DEEP_PLAN, precision="f32", platforms=PLATFORMS, branches=branches)
+    step = jax.jit(program.call, donate_argnums=(1,), keep_unused=True)
+    return step.lower(*step_shapes(signature, deep, DEEP_PLAN, np.dtype(np.float32))).compile()
+
+
+@pytest.mark.parametrize("name", ["decode", "block_4", "verify_8", "prefill_16", "prefill_64"])
+def test_no_cache_is_copied(deep, name, shipped_compilations):
+    (signature,) = (each for each in DEEP_PLAN.resolved(deep.cfg).signatures(WHOLE, str) if each.name == name)
+    one = 4 * int(np.prod(next(iter(cache_shapes(deep.cfg, ROOM).values()))))
+    # What a block copies are its controls.
+    assert copied_bytes(compiled(signature, deep, branches=True)) < one
+    if name == "decode":
+        assert copied_bytes(compiled(signature, deep, branches=False)) >= 2 * LAYERS * one

@@ -23,8 +23,7 @@ pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
 from jaxllm.export.programs.stages import StagePrograms, TimedStage
-from jaxllm.export.quantized import quantized_subject
-from jaxllm.export.static_products import calibrate
+from jaxllm.export.quantized import calibrate, quantized_subject
 from jaxllm.export.tflite import export_tflite
 
 CONTEXT, CHUNKS = 64, (8, 16)

@@ -13,6 +13,7 @@ from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
+from jaxllm.models.features import require_room
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.text.tokenizer import Tokenizer
 from tests.export.conftest import PLAN
@@ -25,9 +26,8 @@ pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
 from jaxllm.export.converter import share_buffers
-from jaxllm.export.quantized import quantized_subject
-from jaxllm.export.static_products import calibrate
-from jaxllm.export.tflite import FILE, export_tflite, require_holdable, tflite_model
+from jaxllm.export.quantized import calibrate, quantized_subject
+from jaxllm.export.tflite import FILE, export_tflite, tflite_model
 
 # What may hold integers of 8 bits: products and what leads to and from them, and rows of the table.
 INTEGER_OPERATORS = {
@@ -242,7 +242,7 @@ def test_sharing_changes_no_answer_and_is_done(tflite):
 def test_mixtures_of_experts_precisions_and_their_text(whole, tmp_path):
     cfg = dataclasses.replace(CFG, model_type="mixtral", experts=4, experts_per_token=2)
     with pytest.raises(ConfigError, match="mixture of experts"):
-        require_holdable(cfg)
+        require_room(cfg, "tflite")
     with pytest.raises(ConfigError, match="not bf16"):
         export_tflite(whole, tmp_path / "x", PLAN, precision="bf16")
     with pytest.raises(ConfigError, match="calibrate"):

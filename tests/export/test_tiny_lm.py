@@ -7,6 +7,7 @@ import pytest
 
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.signatures import ExportPlan
@@ -88,9 +89,9 @@ def test_a_call_is_planned_with_it(service):
 def test_a_manifest_with_a_tiny_lm_and_no_programs_of_it_is_refused(service):
     manifest = service.engine.model.executor.manifest
     bare = tuple(each for each in manifest.signatures if each.kind != "tiny_lm")
-    with pytest.raises(ValueError, match="a tiny LM, or programs of one, but not both"):
+    with pytest.raises(ConfigError, match="a tiny LM, or programs of one, but not both"):
         dataclasses.replace(manifest, signatures=bare)
     shorter = tuple(each for each in manifest.signatures if (each.kind, each.tokens) != ("tiny_lm", 64))
-    with pytest.raises(ValueError, match="reads its rows of 64 tokens"):
+    with pytest.raises(ConfigError, match="reads its rows of 64 tokens"):
         dataclasses.replace(manifest, signatures=shorter)
     assert isinstance(manifest, Manifest)

@@ -17,8 +17,7 @@ from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.mobilebert import encoder_shapes
 from jaxllm.models.tiny_lm import TlmConfig, grow_vocabulary, tlm_from_encoder, tlm_shapes
 from jaxllm.quant import quantize
-from tests.models.configs import params_of
-from tests.models.encoder.tiny import MOBILE, encode, front_mask, random_values
+from tests.models.encoder.tiny import MOBILE, encode, front_mask, params_of, random_values
 from tests.quick_jit import jit
 from tests.serving.server.test_encoder_decoders import tokens_of
 

@@ -3,6 +3,7 @@ alone."""
 
 import dataclasses
 import math
+from unittest.mock import Mock
 
 import pytest
 
@@ -212,22 +213,15 @@ def test_an_error_of_one_answer_ends_it_alone(engine):
 @needs_native
 def test_an_error_of_the_dispatch_ends_all_of_it(engine, monkeypatch):
     runs = [begun(engine, number) for number in range(2)]
-
-    def broken(rows):
-        raise ConfigError("the model's file was changed")
-
-    monkeypatch.setattr(engine.runner.batch, "decode_batch", broken)
+    changed = Mock(side_effect=ConfigError("the model's file was changed"))
+    monkeypatch.setattr(engine.runner.batch, "decode_batch", changed)
     decode_together(runs)
     for run in runs:
         assert run.stage == "ended"
         with pytest.raises(ConfigError, match="was changed"):
             list(run)
     runs = [begun(engine, number) for number in range(2)]
-
-    def interrupted(rows):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.runner.batch, "decode_batch", interrupted)
+    monkeypatch.setattr(engine.runner.batch, "decode_batch", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         decode_together(runs)
     assert [run.stage for run in runs] == ["ended", "ended"]
@@ -357,13 +351,9 @@ def test_a_slide_takes_steps_of_its_own_and_may_be_closed(engine):
 def test_an_interrupt_before_the_end_is_stored_leaves_it_to_be_stored(engine, monkeypatch):
     run, lifecycle = noted(engine)
     next(run)
-
-    def interrupted(run):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(lifecycle, "finish", interrupted)
-        patch.setattr(lifecycle, "failed", interrupted)
+        patch.setattr(lifecycle, "finish", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(lifecycle, "failed", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(run)
     assert lifecycle.hooks == []
@@ -374,11 +364,7 @@ def test_an_interrupt_before_the_end_is_stored_leaves_it_to_be_stored(engine, mo
 
 def test_an_error_ends_an_answer_once(engine, monkeypatch):
     run, lifecycle = noted(engine)
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("device lost")
-
-    monkeypatch.setattr(engine.runner, "prefill", broken)
+    monkeypatch.setattr(engine.runner, "prefill", Mock(side_effect=RuntimeError("device lost")))
     with pytest.raises(RuntimeError, match="device lost"):
         next(run)
     assert list(run) == []

@@ -1,5 +1,5 @@
-"""Engines of models with state layers, which follow the conversation, however it is fed, stopped or cut;
-and of models with layers of two sizes."""
+"""Engines of models with state layers, which follow the conversation, however it is fed, stopped or cut; and
+of models with layers of two sizes."""
 
 import contextlib
 import dataclasses
@@ -20,18 +20,38 @@ from jaxllm.models import decoder
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
 from jaxllm.serving.elastic.profiling import measure_coarsely
-from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
+from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding, common_prefix
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.service import LLMService, planner_of
 from jaxllm.serving.weights.memory_plan import cache_bytes
 from tests import tiny, tiny_states
-from tests.serving.follows import follows_forward_passes
 from tests.serving.memory import budget
 
+# Layers that have heads of two sizes, share keys and values, and read the tokens (Gemma 4). Scores are not
+# scaled, so that they are large: halves in the cache would move answers.
+MIXED = dataclasses.replace(
+    tiny.TINY, model_type="gemma4_text", layers=6, qk_norm=True, post_norms=True, attention_scale=1.0,
+    activation="gelu_tanh", tied_head=True, attention_windows=(5, 0) * 3, embed_scale=8.0,
+    rope=RopeConfig(dim=32, kind="proportional", rotated_dim=8), local_rope=RopeConfig(dim=16),
+    mixed=MixedLayers(
+        full_head_dim=32, full_kv_heads=1, shared_kv_layers=2, shared_ffn_size=96, layer_input_size=32
+    ),
+)  # fmt: skip
 SMALL = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(32, 64), decode_block=4)
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8, 61, 20, 7]
+
+
+def written(folder, kind, weights):
+    path = folder / f"{kind}.jaxllm"
+    if kind == "mixed":
+        return tiny.write_tiny_bundle(path, weights, cfg=MIXED)
+    return tiny_states.write_bundle(path, kind, weights)
+
+
+def options_of(path, **more):
+    return dataclasses.replace(SMALL, cache_dtype="float32" if path.stem == "mixed" else "", **more)
 
 
 # Kinds of states and widths of weights have nothing to do with each other.
@@ -40,16 +60,18 @@ PROMPT = [5, 9, 2, 44, 17, 3, 3, 8, 61, 20, 7]
     params=[
         ("short_conv", "int8"),
         ("delta_rule", "f32"),
+        ("mixed", "int8"),
         pytest.param(("delta_rule", "int8"), marks=pytest.mark.campaign),
     ],
+    ids=" ".join,
 )
 def path(request, tmp_path_factory):
-    return tiny_states.write_bundle(tmp_path_factory.mktemp("model") / "tiny.jaxllm", *request.param)
+    return written(tmp_path_factory.mktemp("model"), *request.param)
 
 
 @pytest.fixture(scope="module")
 def engine(path):
-    engine = Engine.open(path, options=SMALL)
+    engine = Engine.open(path, options=options_of(path))
     yield engine
     engine.close()
 
@@ -60,8 +82,36 @@ def asked(max_tokens=12, **options):
 
 
 @pytest.fixture(scope="module")
-def follows(engine):
-    return follows_forward_passes(engine)
+def scores(engine):
+    """Logits `[T, V]` of a sequence by a forward pass over the whole, without a cache."""
+    params = engine.model.bundle.load()
+
+    @jax.jit
+    def whole(params, tokens):
+        hidden, _ = decoder.forward(params, tokens, cfg=engine.cfg)
+        return decoder.logits(params, hidden, cfg=engine.cfg)[0]
+
+    def run(sequence):
+        row = np.zeros((1, SMALL.context_tokens), np.int32)
+        row[0, : len(sequence)] = sequence
+        return np.asarray(whole(params, jnp.asarray(row)))[: len(sequence)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def follows(scores):
+    """A check that each token of a sequence after a prompt of so many tokens has the highest logit but for
+    rounding."""
+
+    def check(sequence, prompt):
+        found = scores(sequence)
+        for at in range(prompt, len(sequence)):
+            before = found[at - 1]
+            # Two kernels may round differently; another state gives other logits altogether.
+            assert before[sequence[at]] > before.max() - 0.02 * before.std(), f"token {at}"
+
+    return check
 
 
 def test_prompts_around_chunk_and_cache_lengths(engine, follows):
@@ -75,20 +125,21 @@ def test_prompts_around_chunk_and_cache_lengths(engine, follows):
     assert engine.runner.batch is None
 
 
-def test_a_conversation_goes_on_from_its_state(engine, follows):
+def test_a_conversation_goes_on(engine, follows):
     session = Session()
     first = engine.stream(PROMPT, asked(7), session=session).result()
-    prompt = [*PROMPT, *first.tokens, 4, 4, 9]
+    prompt = [*PROMPT, *first.tokens, 4, 4, 9] * 2
     second = engine.stream(prompt, asked(), session=session).result()
     # All but the answer's last token, which was never fed.
     assert second.reused_tokens == len(PROMPT) + 6
     follows([*prompt, *second.tokens], len(prompt))
-    # What states have gone beyond is computed again.
+    # What states have gone beyond is computed again; keys and values of another end are dropped.
     for prompt in (PROMPT[:5], PROMPT, [*PROMPT[:7], 1, 1, 1], [9]):
         session = Session()
         engine.stream(PROMPT, asked(), session=session).result()
         again = engine.stream(prompt, asked(), session=session).result()
-        assert again.reused_tokens == 0
+        common = common_prefix(PROMPT, prompt[:-1]) if engine.cfg.states is None else 0
+        assert again.reused_tokens == common
         follows([*prompt, *again.tokens], len(prompt))
     # Tokens after a stop string are no part of a conversation.
     whole, session = engine.generate(PROMPT, asked()), Session()
@@ -103,6 +154,8 @@ def test_a_conversation_goes_on_from_its_state(engine, follows):
 def test_a_sequence_that_slides_begins_its_states_anew(engine, follows):
     answer = engine.stream(PROMPT, asked(80), sliding=Sliding(sink_tokens=3)).result()
     assert len(answer.tokens) == 80
+    if engine.cfg.states is None:
+        return
     # After the first slide the sequence is that of `Answer.sequence`, as if it had been the prompt.
     kept = answer.sequence
     assert len(kept) < SMALL.context_tokens
@@ -111,150 +164,77 @@ def test_a_sequence_that_slides_begins_its_states_anew(engine, follows):
     assert fresh.tokens == kept[-4:]
 
 
-def test_text_is_scored_in_windows(engine):
+def test_text_is_scored_in_windows(engine, scores):
     scorer = Scorer(engine.runner)
     scorer.prepare(32)
     tokens = np.random.default_rng(0).integers(0, tiny.VOCAB_SIZE, 32).tolist()
-    params = engine.model.bundle.load()
-
-    @jax.jit
-    def whole(params, tokens):
-        hidden, _ = decoder.forward(params, tokens, cfg=engine.cfg)
-        return jax.nn.log_softmax(decoder.logits(params, hidden, cfg=engine.cfg)[0])
-
-    scores = np.asarray(whole(params, jnp.asarray([tokens[:-1]], jnp.int32)))
-    expected = scores[np.arange(31), tokens[1:]]
+    expected = np.asarray(jax.nn.log_softmax(scores(tokens[:-1])))[np.arange(31), tokens[1:]]
     assert np.abs(scorer.score(tokens[:-1], tokens[1:]) - expected).max() < 0.05
 
 
-def test_what_models_with_states_are_refused(path, engine, tmp_path):
-    with pytest.raises(ConfigError, match="drafter: not for models with state layers"):
-        Engine.open(path, options=SMALL, speculation=SpeculationOptions(model=path))
-    with pytest.raises(ConfigError, match="kept as they are"):
-        Engine.open(path, options=dataclasses.replace(SMALL, kv_codec="channel"))
-    with pytest.raises(ConfigError, match="adapters: not for models with state layers"):
-        Engine.open(path, options=dataclasses.replace(SMALL, adapter_rank=4))
-    with pytest.raises(ConfigError, match="tasks: not for models with state layers"):
+def test_what_these_models_are_refused(path, engine):
+    mixed = path.stem == "mixed"
+    kind = "models with layers of two sizes" if mixed else "models with state layers"
+    refused = [
+        ({"kv_codec": "channel"}, f"contexts: not for {kind}" if mixed else "kept as they are"),
+        ({"adapter_rank": 4}, f"adapters: not for {kind}"),
+    ]
+    if mixed:
+        refused.append(({"memory_bytes": budget(engine, 0.5)}, f"streamed weights: not for {kind}"))
+    else:
+        with pytest.raises(ConfigError, match=f"drafter: not for {kind}"):
+            Engine.open(path, options=SMALL, speculation=SpeculationOptions(model=path))
+    for change, match in refused:
+        with pytest.raises(ConfigError, match=match):
+            Engine.open(path, options=options_of(path, **change))
+    with pytest.raises(ConfigError, match=f"tasks: not for {kind}"):
         Scorer(engine.runner).score_end([1], [2], engine.runner.empty_cache(32))
-    # A service without contexts answers, and folders are prepared.
+
+
+def test_a_service_answers_and_folders_are_prepared(engine, tmp_path):
     profile = measure_coarsely(engine)
     service = LLMService.of_engine(engine, planner_of(engine, profile), profile)
     answer = service.call("the", instruction="hello", max_tokens=1, sampling=Sampling(temperature=0))
     assert answer.result().tokens
-    folder = tiny.write_tiny_folder(tmp_path / "folder", cfg=engine.cfg)
-    prepare(folder, tmp_path / "out.jaxllm", weights="int8")
-    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
-        assert bundle.cfg == engine.cfg
+    if engine.cfg.states is not None:
+        folder = tiny.write_tiny_folder(tmp_path / "folder", cfg=engine.cfg)
+        prepare(folder, tmp_path / "out.jaxllm", weights="int8")
+        with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+            assert bundle.cfg == engine.cfg
 
 
-def test_the_memory_of_states():
+def test_the_memory_of_states_and_layers_that_share():
     # Two states, of 3 inputs of 2·2·16 + 4·16 channels and of 4 matrices.
     assert states_bytes(tiny_states.DELTA_RULE) == 3 * 4 * (3 * 128 + 4 * 16 * 16)
+    assert stack_places(MIXED) == ((0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1))
+    cache = new_cache(MIXED, batch=1, tokens=8, dtype=jnp.float32, stacked=False)
+    assert [rows.shape for rows in cache.keys] == [(2, 1, 2, 8, 16), (2, 1, 1, 8, 32)]
+    # Two layers with 2 heads of 16, and two with one of 32: keys and values in four bytes.
+    floats = dataclasses.replace(SMALL, cache_dtype="float32")
+    assert cache_bytes(MIXED, floats) == 2 * 4 * 32 * 4 * (32 + 64)
 
 
-@pytest.mark.parametrize("kind", tiny_states.CONFIGS)
+@pytest.mark.parametrize("kind", [*tiny_states.CONFIGS, "mixed"])
 def test_drafted_answers(kind, tmp_path):
-    path = tiny_states.write_bundle(tmp_path / "tiny.jaxllm", kind)
-    draft = tiny.write_tiny_bundle(tmp_path / "draft.jaxllm")
-    short = dataclasses.replace(SMALL, context_tokens=32, cache_tokens=(32,))
+    """Drafts of another model for states; a model of two sizes drafts for itself: both read trees."""
+    path = written(tmp_path, kind, "int8" if kind == "mixed" else "f32")
+    draft = path if kind == "mixed" else tiny.write_tiny_bundle(tmp_path / "draft.jaxllm")
     # Verifies each tree, however much it pays.
     trees = TreeShape(nodes=(8,), room=8, trimmed=False)
-    options = SpeculationOptions(model=draft, trees=trees, fallback="fixed", alpha=1e-6, pausing=False)
-    with contextlib.closing(Engine.open(path, options=short, speculation=options)) as drafting:
+    how = SpeculationOptions(model=draft, trees=trees, fallback="fixed", alpha=1e-6, pausing=False)
+    short = options_of(path, context_tokens=32, cache_tokens=(32,))
+    with contextlib.closing(Engine.open(path, options=short, speculation=how)) as drafting:
         plain, session = drafting.at(100), Session()
         answer = drafting.stream(PROMPT[:4], asked(), session=session).result()
         assert answer.tokens == plain.generate(PROMPT[:4], asked()).tokens
         counts = drafting.speculation.counts
         assert counts.verifications > 0
+        assert kind != "mixed" or counts.accepted > counts.verifications
         # The states are those of the accepted tokens alone.
         longer = [*PROMPT[:4], *answer.tokens, 3]
         second = plain.stream(longer, asked(8), session=session).result()
         assert second.reused_tokens == len(longer) - 2
         assert second.tokens == plain.generate(longer, asked(8)).tokens
-
-
-# Layers that have heads of two sizes, share keys and values, and read the tokens (Gemma 4).
-
-
-CFG = dataclasses.replace(
-    tiny.TINY, model_type="gemma4_text", layers=6, qk_norm=True, post_norms=True, attention_scale=1.0,
-    activation="gelu_tanh", tied_head=True, attention_windows=(5, 0) * 3, embed_scale=8.0,
-    rope=RopeConfig(dim=32, kind="proportional", rotated_dim=8), local_rope=RopeConfig(dim=16),
-    mixed=MixedLayers(
-        full_head_dim=32, full_kv_heads=1, shared_kv_layers=2, shared_ffn_size=96, layer_input_size=32
-    ),
-)  # fmt: skip
-# Scores are not scaled, so that they are large: halves in the cache would move answers.
-MIXED_OPTIONS = EngineOptions(
-    context_tokens=64, chunk_tokens=(16,), cache_tokens=(32, 64), decode_block=4, cache_dtype="float32"
-)
-
-
-@pytest.fixture(scope="module")
-def mixed_path(tmp_path_factory):
-    return tiny.write_tiny_bundle(tmp_path_factory.mktemp("model") / "tiny.jaxllm", "int8", cfg=CFG)
-
-
-@pytest.fixture(scope="module")
-def mixed_engine(mixed_path):
-    mixed_engine = Engine.open(mixed_path, options=MIXED_OPTIONS)
-    yield mixed_engine
-    mixed_engine.close()
-
-
-@pytest.fixture(scope="module")
-def mixed_follows(mixed_engine):
-    return follows_forward_passes(mixed_engine)
-
-
-def test_layers_that_share_have_no_cache_of_their_own():
-    assert stack_places(CFG) == ((0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1))
-    cache = new_cache(CFG, batch=1, tokens=8, dtype=jnp.float32, stacked=False)
-    assert [rows.shape for rows in cache.keys] == [(2, 1, 2, 8, 16), (2, 1, 1, 8, 32)]
-    # Two layers with 2 heads of 16, and two with one of 32: keys and values in four bytes.
-    assert cache_bytes(CFG, MIXED_OPTIONS) == 2 * 4 * 32 * 4 * (32 + 64)
-
-
-def test_a_mixed_conversation_goes_on(mixed_engine, mixed_follows):
-    session = Session()
-    first = mixed_engine.stream(PROMPT, asked(7), session=session).result()
-    mixed_follows([*PROMPT, *first.tokens], len(PROMPT))
-    prompt = [*PROMPT, *first.tokens, 4, 4, 9] * 2
-    second = mixed_engine.stream(prompt, asked(), session=session).result()
-    assert second.reused_tokens == len(PROMPT) + 6
-    mixed_follows([*prompt, *second.tokens], len(prompt))
-    # Keys and values of another end are dropped.
-    again = mixed_engine.stream(PROMPT[:6], asked(), session=session).result()
-    assert again.reused_tokens == 5
-    mixed_follows([*PROMPT[:6], *again.tokens], 6)
-    # A sequence may outgrow the context.
-    assert len(mixed_engine.stream(PROMPT, asked(80), sliding=Sliding(sink_tokens=3)).result().tokens) == 80
-    assert mixed_engine.runner.batch is None
-
-
-def test_drafted_answers_are_those_without(mixed_path):
-    """The model drafts for itself: both read trees."""
-    trees = TreeShape(nodes=(8,), room=8, trimmed=False)
-    options = SpeculationOptions(model=mixed_path, trees=trees, fallback="fixed", alpha=1e-6, pausing=False)
-    short = dataclasses.replace(MIXED_OPTIONS, context_tokens=32, cache_tokens=(32,))
-    with contextlib.closing(Engine.open(mixed_path, options=short, speculation=options)) as drafting:
-        answer = drafting.generate(PROMPT, asked())
-        assert answer.tokens == drafting.at(100).generate(PROMPT, asked()).tokens
-        counts = drafting.speculation.counts
-        assert counts.accepted > counts.verifications > 0
-
-
-def test_rooms_that_refuse(mixed_path, mixed_engine):
-    with pytest.raises(ConfigError, match="contexts: not for models with layers of two sizes"):
-        Engine.open(mixed_path, options=dataclasses.replace(MIXED_OPTIONS, kv_codec="channel"))
-    with pytest.raises(ConfigError, match="adapters: not for models with layers of two sizes"):
-        Engine.open(mixed_path, options=dataclasses.replace(MIXED_OPTIONS, adapter_rank=4))
-    with pytest.raises(ConfigError, match="tasks: not for models with layers of two sizes"):
-        Scorer(mixed_engine.runner).score_end([1], [2], mixed_engine.runner.empty_cache(32))
-    with pytest.raises(ConfigError, match="streamed weights: not for models with layers of two sizes"):
-        Engine.open(
-            mixed_path, options=dataclasses.replace(MIXED_OPTIONS, memory_bytes=budget(mixed_engine, 0.5))
-        )
 
 
 @pytest.mark.parametrize(
@@ -267,6 +247,6 @@ def test_rooms_that_refuse(mixed_path, mixed_engine):
 )
 def test_configs_that_cannot_be(change, match):
     with pytest.raises(ConfigError, match=match):
-        dataclasses.replace(CFG, mixed=dataclasses.replace(CFG.mixed, **change))
-    assert type(CFG).from_json(CFG.to_json()) == CFG
+        dataclasses.replace(MIXED, mixed=dataclasses.replace(MIXED.mixed, **change))
+    assert type(MIXED).from_json(MIXED.to_json()) == MIXED
     assert "rotated_dim" not in tiny.TINY.to_json()["rope"]

@@ -189,15 +189,6 @@ def test_text_after_invalid_bytes_is_shown_again() -> None:
     assert "世" not in tokenizer.decode(ids)
 
 
-def test_characters_are_whole_and_half_a_one_at_the_end_comes_out_replaced() -> None:
-    tokenizer = TOKENIZERS["bytes"]
-    detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.push([each]) for each in tokenizer.encode("a😀é")] == ["a", "", "", "", "😀", "", "é"]
-    assert detokenizer.flush() == ""
-    assert detokenizer.push(tokenizer.encode("a😀")[:3]) == "a"
-    assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""]
-
-
 def test_tokens_that_straddle_characters_flow() -> None:
     """Each token ends one character and begins the next: no boundary between two tokens is clean."""
     letters = pre_tokenizers.ByteLevel.alphabet()
@@ -305,26 +296,6 @@ def test_stops_match_the_plain_search(text: str, stops: list[str], cuts: list[in
     shown += matcher.flush()
     assert (shown, matcher.matched) == (expected, matched)
     assert stopped == (matched is not None)
-
-
-@pytest.mark.parametrize(
-    ("stops", "pushed", "flushed", "matched"),
-    [
-        # A found stop ends the text; a beginning that fails is shown.
-        (
-            ["\n\n", "User:"],
-            [("Hi.\n", ("Hi.", False)), ("\nmore", ("", True)), ("and more", ("", True))],
-            "",
-            "\n\n",
-        ),
-        (["User:"], [("Use", ("", False)), ("ful Us", ("Useful ", False))], "Us", None),
-    ],
-)
-def test_what_is_shown_of_each_piece(stops, pushed, flushed, matched) -> None:
-    matcher = StopMatcher(stops)
-    for text, shown in pushed:
-        assert matcher.push(text) == shown
-    assert (matcher.flush(), matcher.matched) == (flushed, matched)
 
 
 @pytest.mark.parametrize(

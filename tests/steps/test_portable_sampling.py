@@ -10,8 +10,8 @@ import pytest
 
 from jaxllm import sampling
 from jaxllm.export.folder_format.signature import STOP_IDS, control_shapes, controls
-from jaxllm.export.steps import portable_sampling
-from jaxllm.export.steps.portable_sampling import one_by_one
+from jaxllm.export.steps import exported
+from jaxllm.export.steps.exported import one_by_one
 from jaxllm.sampling import by_loop
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
@@ -37,7 +37,7 @@ def chosen():
 
     def each(repeat):
         def choose(row, given, done):
-            return portable_sampling.choose(row, given, given["counts"], done, repeat)
+            return exported.choose(row, given, given["counts"], done, repeat)
 
         return jax.jit(choose)
 

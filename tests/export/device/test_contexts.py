@@ -11,8 +11,8 @@ from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded, ContextGone
 from jaxllm.export.device.contexts import ProgramContext, ProgramContexts
 from jaxllm.export.device.opening import open_device, profile_path
-from jaxllm.export.folder_format.codecs import CHUNK_TOKENS
 from jaxllm.export.folder_format.manifest import LOOP, MAIN, TOKENIZER, Manifest, StoredFile
+from jaxllm.export.folder_format.signature import CHUNK_TOKENS
 from jaxllm.serving.contexts.layout import SUFFIX
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from tests.export.sizes import CFG

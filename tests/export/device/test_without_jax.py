@@ -26,7 +26,7 @@ SHARED = {
     "jaxllm": (
         "tasks.tiny_reader", "elastic.slo", "speculation.token_tree", "serving.ground.text_stream",
         "serving.guided.compiler", "sampling_state", "serving.runners.runner",
-        "serving.runners.chunks", "export.folder_format.manifest", "cli.device.command",
+        "export.folder_format.manifest", "cli.device.command",
     ),
 }  # fmt: skip
 BLOCKER = """

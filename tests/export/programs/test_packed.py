@@ -2,11 +2,13 @@
 
 import errno
 import os
+import threading
+from unittest.mock import Mock
 
 import pytest
 
 from jaxllm.export.programs import litert as packed_weights
-from jaxllm.export.programs.litert import PackedFolder
+from jaxllm.export.programs.litert import PackedFolder, captured_messages
 
 
 def packed(folder, program, made_of, content, width="int8", limit=1000):
@@ -104,11 +106,58 @@ def test_what_was_damaged_or_could_be_anybodys_is_packed_again(tmp_path, caplog)
 def test_a_file_that_cannot_be_opened_for_a_moment_stays(tmp_path, monkeypatch):
     folder = tmp_path / "packed"
     assert packed(folder, tmp_path / "a", "one", b"ours") == {b"ours"}
-
-    def refused(path):
-        raise OSError(errno.EMFILE, "Too many open files", str(path))
-
+    refused = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
     with monkeypatch.context() as patch:
         patch.setattr(packed_weights, "private_file", refused)
         assert PackedFolder(folder, limit_bytes=10)._found("") is None
     assert packed(folder, tmp_path / "a", "one", b"others") == {b"ours"}
+
+
+# A runtime's own messages are kept from standard error, nobody else's are lost.
+
+
+OWN = b"""INFO: [accelerator_registry.cc:43] DestroyAccelerator
+INFO: Created TensorFlow Lite XNNPACK delegate for CPU.
+I0000 00:00:1795368174.097093   24790 port.cc:153] oneDNN custom operations are on.
+"""
+
+
+def test_others_are_heard_when_the_block_ends(capfd):
+    with captured_messages() as said:
+        os.write(2, OWN)
+        os.write(2, b"warning: another thread\n")
+        assert capfd.readouterr().err == ""
+        assert "DestroyAccelerator" in said()
+        assert "another thread" not in said()
+        os.write(2, b"and goes on")
+    assert capfd.readouterr().err == "warning: another thread\nand goes on"
+
+
+def test_an_error_gives_standard_error_back(capfd):
+    def fail():
+        with captured_messages():
+            os.write(2, OWN)
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
+    os.write(2, b"here\n")
+    assert capfd.readouterr().err == "here\n"
+
+
+def test_threads_take_it_one_after_the_other(capfd):
+    inside, order = threading.Event(), []
+
+    def second():
+        with captured_messages():
+            order.append("second")
+
+    with captured_messages(), captured_messages():
+        thread = threading.Thread(target=second)
+        thread.start()
+        inside.wait(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    os.write(2, b"here\n")
+    assert capfd.readouterr().err == "here\n"

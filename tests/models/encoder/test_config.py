@@ -9,8 +9,7 @@ import pytest
 from jaxllm.config import MAX_DIMENSION, MAX_LAYERS
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.config import MAX_FFN_BLOCKS, EncoderConfig
-from tests.models.configs import CONFIGS
-from tests.models.encoder.tiny import MOBILE
+from tests.models.encoder.tiny import CONFIGS, MOBILE
 
 
 @pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)

@@ -1,12 +1,13 @@
 """Executables on disk: what comes back, whose files are trusted, and how much is kept."""
 
+import concurrent.futures
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,12 @@ def notices(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records]
 
 
+def load(folder: CompiledBucketFolder, key: str) -> Any:
+    """The graph of a key; None if it cannot be used."""
+    unpack = folder.read(key)
+    return None if unpack is None else unpack()
+
+
 def run(graph: Any) -> dict[str, Any]:
     return jax.tree.map(np.asarray, graph(ROWS, ROWS, {"held": jnp.asarray(ROWS)}))
 
@@ -75,7 +82,7 @@ def run(graph: Any) -> dict[str, Any]:
 
 def test_a_graph_that_comes_back_gives_the_same_bits(folder, entry, graph, compiles):
     with compiles() as count:
-        again = folder.load(KEY)
+        again = load(folder, KEY)
     assert count() == 0
     got, expected = run(again), run(graph)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
@@ -91,13 +98,13 @@ def test_a_graph_that_comes_back_gives_the_same_bits(folder, entry, graph, compi
         again(ROWS[:7], ROWS, {"held": ROWS})
     # A key has one graph, the last, and folder and file are closed to others.
     folder.store(KEY, compiled(5.0))
-    assert run(folder.load(KEY))["out"][1] == pytest.approx(5 * np.sin(1.0))
+    assert run(load(folder, KEY))["out"][1] == pytest.approx(5 * np.sin(1.0))
     assert os.listdir(entry.parent) == [entry.name]
     assert [each.stat().st_mode & 0o777 for each in (entry.parent, entry)] == [0o700, 0o600]
 
 
 def test_what_is_not_kept(folder, place, graph, notices, monkeypatch):
-    assert folder.load(KEY) is None
+    assert load(folder, KEY) is None
     # XLA:CPU serializes an executable that it has read from JAX's own cache without its code.
     jax.config.update("jax_enable_compilation_cache", True)
     try:
@@ -106,14 +113,11 @@ def test_what_is_not_kept(folder, place, graph, notices, monkeypatch):
         jax.config.update("jax_enable_compilation_cache", False)
     # It is above the limit.
     CompiledBucketFolder(place, limit_bytes=100).store(KEY, graph)
-
-    def refuse(_):
-        raise NotImplementedError("const_args")
-
     # It has no serialized form.
+    refuse = Mock(side_effect=NotImplementedError("const_args"))
     monkeypatch.setattr(jaxllm.serving.buckets.store.serialize_executable, "serialize", refuse)
     folder.store(KEY, compiled())
-    assert folder.load(KEY) is None
+    assert load(folder, KEY) is None
     assert not place.exists()
     assert notices() == []
 
@@ -149,10 +153,10 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_an_entry_is_ignored_and_replaced(folder, entry, graph, damage, notices):
     damage(entry)
-    assert folder.load(KEY) is None
+    assert load(folder, KEY) is None
     if not entry.is_dir():
         folder.store(KEY, graph)
-        assert run(folder.load(KEY))["out"].any()
+        assert run(load(folder, KEY))["out"].any()
         assert notices() == []
 
 
@@ -161,42 +165,27 @@ def test_no_flipped_bit_is_overlooked(folder, entry, monkeypatch):
     whole = entry.read_bytes()
     for at in range(68, len(whole), len(whole) // 50):
         entry.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        assert folder.load(KEY) is None, at
+        assert load(folder, KEY) is None, at
     entry.write_bytes(whole)
-    assert folder.load(KEY) is not None
+    assert load(folder, KEY) is not None
     # A file too large to be an entry is not read.
     monkeypatch.setattr(jaxllm.serving.buckets.store, "MAX_ENTRY_BYTES", len(whole) - 1)
-    assert folder.load(KEY) is None
+    assert load(folder, KEY) is None
 
 
 def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, notices):
     """Damage that no checksum tells: an entry as some other build would have written it."""
-
+    library = jaxllm.serving.buckets.store.serialize_executable
     with monkeypatch.context() as patch:
-        patch.setattr(
-            jaxllm.serving.buckets.store.serialize_executable,
-            "serialize",
-            lambda _: (b"x", None, None),
-        )
+        patch.setattr(library, "serialize", lambda _: (b"x", None, None))
         folder.store(KEY, graph)
-    assert folder.load(KEY) is None
+    assert load(folder, KEY) is None
     folder.store(KEY, graph)
-    assert folder.load(KEY) is not None
+    assert load(folder, KEY) is not None
     assert notices() == []
 
 
 # Whose folder it is.
-
-
-def test_a_folder_that_others_may_write_to_is_not_used(folder, entry, graph, notices):
-    """In which ways others may, `tests/serving/host/test_trusted_path.py` tells."""
-    entry.parent.chmod(0o702)
-    assert folder.load(KEY) is None
-    folder.store(OTHER_KEY, graph)
-    assert os.listdir(entry.parent) == [entry.name]
-    (notice,) = notices()
-    for part in (str(entry.parent), "others may write to it", "JAXLLM_CACHE"):
-        assert part in notice
 
 
 class Attack:
@@ -234,34 +223,48 @@ def test_code_of_another_user_is_never_run(tmp_path, monkeypatch, hole):
     assert (place / f"{KEY}{SUFFIX}").exists()
     kept = CompiledBucketFolder.of_user(limit_bytes=LIMIT_BYTES)
     assert kept is not None
-    assert kept.load(KEY) is None
+    assert load(kept, KEY) is None
     assert not made.exists()
     # What it would have done.
-    CompiledBucketFolder(theirs, limit_bytes=LIMIT_BYTES).load(KEY)
+    load(CompiledBucketFolder(theirs, limit_bytes=LIMIT_BYTES), KEY)
     assert made.exists()
 
 
-@pytest.mark.parametrize("obstacle", ["a file in its place", "a file above it"])
-def test_a_folder_that_cannot_be_made_is_told_once(folder, place, graph, notices, obstacle):
-    blocked = place if obstacle == "a file in its place" else place.parent
-    blocked.parent.mkdir(exist_ok=True, parents=True)
-    blocked.write_text("")
-    for _ in range(2):
-        assert folder.load(KEY) is None
-        folder.store(KEY, graph)
-    assert len(notices()) == 1
+def in_its_place(place, patch):
+    place.parent.mkdir(parents=True)
+    place.write_text("")
 
 
-def test_storage_that_is_full_is_told_once_and_leaves_nothing(folder, place, graph, notices, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
+def writable(place, patch):
+    """In which ways others may write to it, `tests/serving/host/test_trusted_path.py` tells."""
+    place.mkdir(parents=True)
+    place.chmod(0o702)
 
-    monkeypatch.setattr(os, "fsync", full)
+
+def full(place, patch):
+    patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+
+
+OBSTACLES = {
+    "a file in its place": (in_its_place, ""),
+    "a file above it": (lambda place, patch: place.parent.write_text(""), ""),
+    "others may write to it": (writable, "others may write to it"),
+    "storage is full": (full, "No space left on device"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), OBSTACLES.values(), ids=OBSTACLES)
+def test_what_hinders_a_folder_is_told_once_and_leaves_nothing(
+    folder, place, graph, notices, monkeypatch, make, reason
+):
+    make(place, monkeypatch)
     for key in (KEY, OTHER_KEY):
+        assert load(folder, key) is None
         folder.store(key, graph)
-    assert os.listdir(place) == []
+    assert not place.is_dir() or os.listdir(place) == []
     (notice,) = notices()
-    assert "No space left on device" in notice
+    for part in (str(place), reason, "JAXLLM_CACHE"):
+        assert part in notice
 
 
 # How much is kept.
@@ -280,7 +283,7 @@ def test_what_was_unused_for_longest_makes_room(place, graph):
         os.utime(path, ns=(10**18 + age, 10**18 + age))
     size = path.stat().st_size
     # Its use makes the oldest the newest.
-    assert unlimited.load(names[0]) is not None
+    assert load(unlimited, names[0]) is not None
     CompiledBucketFolder(place, limit_bytes=3 * size).store(names[3], graph)
     assert keys(place) == {names[0], names[2], names[3]}
     # The newest stays though others claim to be newer.
@@ -310,14 +313,11 @@ def test_many_may_store_and_load_at_once(place, graph):
         for step in range(6):
             key = f"{(seed + step) % 4:02x}" * 32
             mine.store(key, graph)
-            again = mine.load(key)
+            again = load(mine, key)
             if again is not None and not run(again)["out"].any():
                 faults.append(key)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert faults == []
     assert not list(place.glob("*.tmp"))

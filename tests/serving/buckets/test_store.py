@@ -1,7 +1,6 @@
 """Tests the keys of compiled buckets on disk, and engines that find theirs."""
 
 import dataclasses
-import os
 import shutil
 import types
 from collections.abc import Callable
@@ -239,17 +238,6 @@ def test_a_second_engine_compiles_nothing_and_says_the_same_to_the_bit(tiny_bund
     for bucket in (each for each in buckets.loaded if isinstance(each, PrefillBucket | DecodeBucket)):
         memory = buckets.get(bucket).memory_analysis()
         assert memory.alias_size_in_bytes >= sum(rows.nbytes for rows in (*after.keys, *after.values))
-
-
-def test_a_damaged_entry_is_compiled_anew(tiny_bundle, filled, compiles):
-    for path in filled.iterdir():
-        os.truncate(path, path.stat().st_size - 9)
-    for compiled in (1, 0):
-        with compiles() as count:
-            engine = started(tiny_bundle, (StartBucket,))
-            assert engine.runner.start(9).capacity_tokens == 32
-        assert count() == compiled
-        assert len(engine.runner.buckets.loaded) == 1 - compiled
 
 
 def test_a_start_reads_ahead_what_a_short_request_needs(tiny_bundle, filled, compiles):

@@ -13,6 +13,7 @@ from jaxllm.contexts.recompute import LOST, Delay
 from jaxllm.contexts.tolerance import allocate
 from jaxllm.serving.contexts.chunks import Delays
 from jaxllm.serving.contexts.layout import Database
+from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.ground.bundles import find_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.server.service import CODEC_CHUNK_TOKENS, engine_options

@@ -8,7 +8,7 @@ import pytest
 from jaxllm.int8_prefill.schedule import ORDERS, Order, prompt_subgraphs, simulate
 from jaxllm.serving.int8_prefill.buckets import IntegerStageBucket
 from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTime, SubgraphTimes, chunk_plans
-from jaxllm.serving.runners.chunks import plan_chunks
+from jaxllm.serving.runners.runner import plan_chunks
 
 LENGTHS, CAPACITY, LAYERS = (64, 128, 256), 1024, 4
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from jaxllm.serving.runners.chunks import _PASS_TOKENS, plan_chunks
+from jaxllm.serving.runners.runner import _PASS_TOKENS, plan_chunks
 
 LENGTHS = (16, 64, 256)
 

@@ -52,7 +52,7 @@ def test_equal_layers_in_a_row_run_together():
 def path(tmp_path_factory):
     parts = elastic_parts(Ladder(levels=(40, 100)))
     path = tmp_path_factory.mktemp("streamed") / "tiny.jaxllm"
-    return tiny.write_tiny_bundle(path, "int8", cfg=CFG, params=tiny.tiny_params(CFG), parts=parts)
+    return tiny.write_tiny_bundle(path, "int8", cfg=CFG, parts=parts)
 
 
 def opened(path, share, slots=2, **more):

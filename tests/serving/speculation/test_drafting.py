@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.runners.runner import BatchRow, Verdict
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Verdict
 from jaxllm.serving.speculation import grower as grower_module
 from jaxllm.serving.speculation.costs import DraftTimes
 from jaxllm.serving.speculation.drafter import Growing
@@ -52,10 +52,10 @@ class Target:
     def decode_limit(self, pace, remaining):
         return min(pace, self.block, remaining)
 
-    def decode(self, token, cache, sampler, stop_ids, limit, held):
-        self.asked.append(limit)
-        said = np.arange(1, limit + 1)[None] + int(token[0])
-        return said, limit, cache, sampler
+    def decode(self, row):
+        self.asked.append(row.limit)
+        said = np.arange(1, row.limit + 1) + int(row.token[0])
+        return DecodedRow(said.tolist(), row.cache, row.sampler)
 
     def expect(self, tokens):
         pass

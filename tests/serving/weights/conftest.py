@@ -9,7 +9,7 @@ from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.serving.ground.options import EngineOptions
-from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.tiny import TINY, write_tiny_bundle
 
 # Two kinds of layers, so that graphs are shared by some and not by all.
 CFG = dataclasses.replace(
@@ -28,7 +28,7 @@ def bundle_of(tmp_path_factory):
     def written(weights="int8", cfg=CFG):
         path = tmp_path_factory.mktemp("streaming") / f"{weights}.jaxllm"
         parts = elastic_parts(Ladder(levels=(40, 100)))
-        return write_tiny_bundle(path, weights, cfg=cfg, params=tiny_params(cfg), parts=parts)
+        return write_tiny_bundle(path, weights, cfg=cfg, parts=parts)
 
     return written
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm import Engine
+from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.config import WHOLE
@@ -16,6 +17,7 @@ from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.kernels import native
 from jaxllm.models.decoder import forward_documents, logits
+from jaxllm.models.layer_stack import STACK, StackedLayers
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.serving.buckets.model import PrefillBucket, SampleBucket
 from jaxllm.serving.elastic import levels
@@ -24,7 +26,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.weights.model_level import ModelLevel
 from tests.elastic.models import random_order
-from tests.kernels.switching import needs_native
+from tests.kernels.switching import fall_back, needs_native
 from tests.tiny import TINY, random_params, tiny_params, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
@@ -44,12 +46,15 @@ def random_adapter(cfg, seed=1):
 RECOVERY = random_adapter(sub_config(CFG, LADDER, 40))
 
 
+def written(folder, weights="f32", name="tiny", parts=None, params=None):
+    """A bundle with levels, of which 40 has a recovery."""
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)}) if parts is None else parts
+    return write_tiny_bundle(folder / f"{name}.jaxllm", weights, cfg=CFG, params=params, parts=parts)
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
-    return write_tiny_bundle(
-        tmp_path_factory.mktemp("levels") / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts
-    )
+    return written(tmp_path_factory.mktemp("levels"))
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,12 @@ def greedy(level, tokens, count):
 def ask(engine, level, session=None, prompt=PROMPT):
     config = GenerationConfig(max_tokens=12, ignore_eos=True)
     return engine.stream(prompt, config, level=level, session=session).result()
+
+
+def scores(engine, level):
+    """Logits after the prompt."""
+    runner = engine.runner_at(level)
+    return np.asarray(prefill_prompt(runner, runner.start(9), PROMPT, 0)[0])
 
 
 def test_a_level_answers_as_its_units_alone(engine):
@@ -118,10 +129,7 @@ def test_nothing_is_compiled_when_levels_change(engine, compiles):
 def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
     if weights.startswith("int") and not native.kernels().native:
         pytest.skip("what is in blocks is read by native kernels")
-    params = tiny_params(CFG)
-    path = write_tiny_bundle(
-        tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=params, parts=elastic_parts(LADDER)
-    )
+    path = written(tmp_path, weights, parts=elastic_parts(LADDER))
     engine = Engine.open(path, options=OPTIONS, warm_up=False)
 
     def places(level):
@@ -140,8 +148,7 @@ def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.campaign)])
 def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, monkeypatch, weights, compiles):
     """To the bit as buckets that were compiled for each level's own units."""
-    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
-    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts)
+    path = written(tmp_path, weights)
     engine = Engine.open(path, options=OPTIONS)
     assert {bucket.level for bucket in engine.runner.buckets.bucket_ms} == {100}
     with compiles() as count:
@@ -153,11 +160,7 @@ def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, mon
     assert {bucket.level for bucket in apart.runner.buckets.bucket_ms} == {40, 70, 100}
     assert answers == [ask(apart, level).tokens for level in (40, 70, 100)]
     for level in (40, 70, 100):
-        runners = [each.runner_at(level) for each in (engine, apart)]
-        found, expected = (
-            np.asarray(prefill_prompt(runner, runner.start(9), PROMPT, 0)[0]) for runner in runners
-        )
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(scores(engine, level), scores(apart, level))
 
 
 @pytest.mark.slow
@@ -166,20 +169,13 @@ def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_bucke
     tmp_path, monkeypatch, compiles
 ):
     """As in buckets of each level's own, to the rounding of sums over ranks in another order."""
-    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
-    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    path = written(tmp_path, "int8")
     lora = LoraConfig(rank=3, targets=("attn.q", "ffn.up"))
     adapter = {
         key: np.asarray(each) + 0.05 for key, each in init_adapter(CFG, lora, jax.random.key(6)).items()
     }
     write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
     options = dataclasses.replace(OPTIONS, adapter_rank=4, adapter_targets=lora.targets)
-
-    def scores(engine, level):
-        return np.asarray(
-            prefill_prompt(engine.runner_at(level), engine.runner_at(level).start(9), PROMPT, 0)[0]
-        )
-
     together = Engine.open(path, options=options)
     monkeypatch.setattr(levels, "can_be_counted", lambda *_: False)
     apart = Engine.open(path, options=options)
@@ -204,12 +200,8 @@ def test_an_adapter_follows_the_order_of_units(tmp_path):
     write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
     order = random_order(CFG)
     moved = dict(reorder(CFG, tiny_params(CFG).items(), order))
-    paths = [
-        write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG)),
-        write_tiny_bundle(
-            tmp_path / "moved.jaxllm", cfg=CFG, params=moved, parts=elastic_parts(LADDER, order=order)
-        ),
-    ]
+    ordered = elastic_parts(LADDER, order=order)
+    paths = [written(tmp_path, parts={}), written(tmp_path, name="moved", params=moved, parts=ordered)]
     options = dataclasses.replace(OPTIONS, levels=())
     plain, ordered = (Engine.open(path, options=options, adapter=tmp_path / "adapter") for path in paths)
     assert ask(plain, 100).tokens == ask(ordered, 100).tokens
@@ -222,14 +214,14 @@ def test_levels_that_are_not_there(path, engine, tmp_path):
         ask(engine, 50)
     with pytest.raises(ConfigError, match="there is no level 55; there are 40, 70, 100"):
         Engine.open(path, options=dataclasses.replace(OPTIONS, levels=(55,)), warm_up=False)
-    plain = write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG))
+    plain = written(tmp_path, name="plain", parts={})
     with pytest.raises(ConfigError, match="has no levels"):
         Engine.open(plain, options=OPTIONS, warm_up=False)
     with pytest.raises(ConfigError, match="levels must be ascending"):
         EngineOptions(levels=(70, 40))
     # A recovery adapter is of another base.
     parts = elastic_parts(LADDER, {40: Recovery(random_adapter(CFG), 0.5)})
-    other = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    other = written(tmp_path, parts=parts)
     with pytest.raises(JaxllmError, match=r"is malformed \(its change to"):
         Engine.open(other, options=OPTIONS, warm_up=False)
 
@@ -275,15 +267,57 @@ def test_a_level_may_share_the_whole_models_buckets(params):
     cache = whole.shapes.cache(48)
     assert [each.shape for each in cache.keys] == [(3, 1, WINDOWED.kv_heads, 48, WINDOWED.head_dim)]
     assert cache.mass is None
-
-
-def test_other_parameters_of_the_same_form_make_another_version(params):
-    whole = level_of(params)
+    # Other parameters of the same form make another version.
     other = random_params(WINDOWED, seed=1)
     whole.swap(other)
-    assert whole.params is other
-    assert whole.weights_version == (WHOLE, 1)
-    wider = {**other, "embed.tokens": np.zeros((3, 3), np.float32)}
     with pytest.raises(ConfigError, match="of another form"):
-        whole.swap(wider)
-    assert whole.params is other
+        whole.swap({**other, "embed.tokens": np.zeros((3, 3), np.float32)})
+    assert (whole.params is other, whole.weights_version) == (True, (WHOLE, 1))
+
+
+# Without native kernels a quantized model's equal layers are stacked when it is loaded; levels are views.
+
+
+STACKED = dataclasses.replace(CFG, layers=4, attention_windows=())
+HALVED = dataclasses.replace(OPTIONS, levels=(50,))
+
+
+def stacked_bundle(folder, weights):
+    parts = elastic_parts(Ladder(levels=(50, 100), anchors=(1,)), {})
+    path = folder / f"{weights}.jaxllm"
+    return write_tiny_bundle(path, cfg=STACKED, parts=parts, weights=weights)
+
+
+def stacked_answers(path, level):
+    engine = Engine.open(path, options=HALVED, level=level)
+    try:
+        found = engine.generate([1, 50, 7, 99, 23], GenerationConfig(max_tokens=8, ignore_eos=True))
+        return engine.model.runner(level).model, found.tokens
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+def test_stacks_hold_what_the_bundle_does(tmp_path, weights, monkeypatch):
+    fall_back(monkeypatch)
+    with Bundle.open(stacked_bundle(tmp_path, weights)) as bundle:
+        flat, stacked = bundle.load(), bundle.load(stacked=True)
+        assert list(flat) == list(stacked)
+        for one, other in zip(jax.tree.leaves(flat), jax.tree.leaves(stacked), strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other))
+
+
+@pytest.mark.parametrize(("weights", "level"), [("int8", 50), ("int8", 100), ("f32", 100), ("bf16", 100)])
+def test_an_engine_answers_from_stacks(tmp_path, weights, level, monkeypatch):
+    """Floats stay in the mapped file."""
+    fall_back(monkeypatch)
+    path = stacked_bundle(tmp_path, weights)
+    model, tokens = stacked_answers(path, level)
+    if weights != "int8":
+        assert STACK not in model.params
+        return
+    assert isinstance(model.params[STACK], StackedLayers)
+    monkeypatch.setattr("jaxllm.serving.opening.loading.stacks_layers", lambda *_: False)
+    flat, expected = stacked_answers(path, level)
+    assert STACK not in flat.params
+    assert tokens == expected

@@ -1,9 +1,9 @@
 """Models of which only a part is in memory answer as if all of it were."""
 
+import concurrent.futures
 import dataclasses
 import os
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -183,20 +183,10 @@ def test_threads_share_an_engine(bundle_of, resident_of):
     streamed = open_streamed(bundle_of(), resident_of())
     prompts = [PROMPT, "the", "hello there, the hello"]
     expected = [answer(streamed, prompt=prompt) for prompt in prompts]
-    found = []
-
-    def ask(number):
-        for turn in range(3):
-            place = (number + turn) % len(prompts)
-            found.append(streamed.generate(prompts[place], CONFIG).tokens == expected[place])
-
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert found == [True] * 12
+    places = [(number + turn) % len(prompts) for number in range(4) for turn in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda place: streamed.generate(prompts[place], CONFIG).tokens, places, timeout=60)
+        assert list(found) == [expected[place] for place in places]
     streamed.close()
     with pytest.raises(ConfigError, match="closed"):
         streamed.generate(PROMPT, CONFIG)
